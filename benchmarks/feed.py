@@ -21,7 +21,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
@@ -40,7 +40,6 @@ from gmeta.batches import episodes, transfer
 from gmeta.batches.ahead import mapped_ahead
 from gmeta.batches.augment import augmented
 from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.build import build
 from gmeta.config import TrainConfig, load_config
 from gmeta.feeds.agent import Agent
 from gmeta.feeds.processes import Processes
@@ -48,8 +47,9 @@ from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
 from gmeta.parallel import sharding
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharding import ShardedLearner, local_learner
 from gmeta.tables import updates
+from gmeta.tables.given import GivenRows
 from metaio.format.dataset import open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
@@ -84,6 +84,7 @@ COUNTED_STEPS = 60  # of batches made by themselves
 MOVED_ROWS = 64  # of tables, a step
 TURN, COUNTED_FROM = 60, 20  # steps of a way to be fed
 FED = "there already"
+PARTS = "compose_ms", "arrange_ms", "plan_ms", "pack_ms"
 MANY_EPOCHS = 1 << 20
 Batches = Iterator[Any]
 
@@ -118,24 +119,16 @@ def write_data(folder: Path, tasks: int) -> str:
 def without_gpu() -> Iterator[None]:
     """Have the host do what it does for CUDA, and nobody what the GPU does."""
 
-    def moved(tree: Any, _: torch.device) -> Any:
-        """As transfer.moved, but for the copy itself."""
-        tensors = transfer._tensors_of(tree)
-        values = list(tensors.values())
-        if len({one.untyped_storage().data_ptr() for one in values}) != 1:
-            values = transfer._packed(values)
-        starts = [int(one.storage_offset()) * one.element_size() for one in values]
-        block = torch.empty(0, dtype=torch.uint8).set_(values[0].untyped_storage())
-        views = transfer._views(block, starts, values)
-        there = dict(zip(tensors, views, strict=True))
-        return transfer.mapped(tree, lambda tensor: there[id(tensor)])
+    def sent(trees: Sequence[Any], _: torch.device) -> list[Any]:
+        """As transfer.sent to a GPU, but for the copy itself."""
+        return list(trees) if isinstance(trees[0], transfer.Packed) else transfer.packed(trees)
 
     def copy(rows: Any, row_U: torch.Tensor, values_UD: torch.Tensor) -> None:
         values_UD.zero_()  # of rows that nobody reads: a step must find numbers there
         chosen = slice(MOVED_ROWS)
         torch.index_select(rows.values_RD, 0, row_U[chosen], out=values_UD[chosen])
 
-    def update(group: Any, given: updates.GivenRows, grad_ND: torch.Tensor) -> None:
+    def update(group: Any, given: GivenRows, grad_ND: torch.Tensor) -> None:
         chosen = slice(MOVED_ROWS)
         with torch.no_grad():
             group._update_rows(group, given.row_N[chosen], grad_ND[chosen])
@@ -151,7 +144,7 @@ def without_gpu() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name, value in (
             (torch, "empty", unpinned),
-            (episodes, "moved", moved),
+            (episodes, "sent", sent),
             (updates, "_HostRows", updates._DeviceRows),
             (updates._DeviceRows, "copy", copy),
             (updates.FastGroup, "update", update),
@@ -167,9 +160,9 @@ class Turns(Agent):
     """Feeds a run in each way in turns, and notes when its steps were taken."""
 
     def __init__(
-        self, config: TrainConfig, learner: MetaLearner, ranks: Ranks, ways: Ways, turns: int
+        self, config: TrainConfig, local: ShardedLearner, ranks: Ranks, ways: Ways, turns: int
     ) -> None:
-        self._config, self._learner, self._ranks, self._turns = config, learner, ranks, turns
+        self._config, self._local, self._ranks, self._turns = config, local, ranks, turns
         self._dataset = open_dataset(config.data.path)
         self._feeds = ways
         self.at_s: dict[str, list[float]] = {name: [] for name in ("step", "cpu", "core", "data")}
@@ -202,20 +195,20 @@ class Turns(Agent):
         self._readers.append(processes)
         try:
             for epoch in range(MANY_EPOCHS):
-                yield from processes.episodes(self._learner.arranging, epoch, 0, num_steps)
+                yield from processes.episodes(self._local, epoch, 0, num_steps)
         finally:
             processes.close()
 
-    def _packed(self, batch: TaskBatch) -> Any:
-        return self._learner.arrange(batch).packed()
+    def _prepared(self, batch: TaskBatch) -> Any:
+        return self._local.exchange.prepared(self._local.learner.arrange(batch))
 
     def arranged(self, batches: Iterator[TaskBatch]) -> Batches:
         sources: dict[str, Batches] = {
-            f"threads = {n}": mapped_ahead(self._packed, self._stored(n), n, self._waited)
+            f"threads = {n}": mapped_ahead(self._prepared, self._stored(n), n, self._waited)
             for n in self._feeds.threads
         }
         sources |= {f"processes = {n}": self._from_processes(n) for n in self._feeds.processes}
-        some = itertools.islice(mapped_ahead(self._packed, self._stored(1), 1), 16)
+        some = itertools.islice(mapped_ahead(self._prepared, self._stored(1), 1), 16)
         sources[FED] = itertools.cycle(list(some))
         for turn in range(self._turns):
             for way in list(sources) if turn % 2 == 0 else reversed(list(sources)):
@@ -252,12 +245,11 @@ def cpu_and_core_s() -> tuple[float, float]:
     return on_cpu_ns / 1e9, queued_ns / 1e9
 
 
-def parts_of_a_batch(config: TrainConfig) -> dict[str, float]:
-    """Milliseconds of CPU that a batch takes to be composed of blocks in memory, arranged and
-    packed.
+def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, float]:
+    """Milliseconds of CPU that a batch takes to be composed of blocks in memory, arranged, looked
+    through for the rows to ask for and to give, and packed.
     """
-    dataset, learner = build(config)
-    learner.in_buckets = True
+    dataset = open_dataset(config.data.path)
     split = dataset.splits["train"]
     order = EpisodeOrder(
         split.blocks.num_episodes_X,
@@ -265,22 +257,24 @@ def parts_of_a_batch(config: TrainConfig) -> dict[str, float]:
         bundle_tasks=split.blocks.bundle_tasks,
     )
     blocks = [dataset.read_block("train", block) for block in range(split.num_blocks)]
-    spent_s = [0.0, 0.0, 0.0]
+    spent_s = [0.0] * len(PARTS)
     for step in range(10 + COUNTED_STEPS):
         times = [time.thread_time()]
         parts = order.step(step % order.num_steps)
         chosen = [(blocks[one.block], one.episodes) for one in parts]
         batch = compose(dataset.features, chosen)
         times.append(time.thread_time())
-        arranged = learner.arrange(batch)
+        arranged = local.learner.arrange(batch)
         times.append(time.thread_time())
-        arranged.packed()
+        planned = arranged.planned(local.exchange.plan(arranged))
+        times.append(time.thread_time())
+        planned.packed()
         times.append(time.thread_time())
         if step >= 10:
             for part, (began, ended) in enumerate(itertools.pairwise(times)):
                 spent_s[part] += ended - began
     per_batch = [round(1e3 * seconds / COUNTED_STEPS, 2) for seconds in spent_s]
-    return dict(zip(("compose_ms", "arrange_ms", "pack_ms"), per_batch, strict=True))
+    return dict(zip(PARTS, per_batch, strict=True))
 
 
 def run(folder: Path, tasks: int, ways: Ways, quick: bool, rounds: int) -> dict[str, Any]:
@@ -294,13 +288,18 @@ def run(folder: Path, tasks: int, ways: Ways, quick: bool, rounds: int) -> dict[
     turns: list[Turns] = []
 
     def agent(config: TrainConfig, feed: Any, sharded: Any, ranks: Any, stop: Any) -> Agent:
-        turns.append(Turns(config, local_learner(sharded).learner, ranks, ways, rounds))
+        local = local_learner(sharded)
+        parts.update(parts_of_a_batch(config, local))
+        turns.append(Turns(config, local, ranks, ways, rounds))
         return turns[0]
 
-    with without_gpu(), patch.object(gmeta.train, "open_agent", agent):
-        parts = parts_of_a_batch(config)
-        with redirect_stderr(StringIO()):  # the run's own lines
-            gmeta.train.train(config, ranks)
+    parts: dict[str, float] = {}
+    with (
+        without_gpu(),
+        patch.object(gmeta.train, "open_agent", agent),
+        redirect_stderr(StringIO()),  # the run's own lines
+    ):
+        gmeta.train.train(config, ranks)
     stop_ranks()
     steps, *parts_of_step = (turns[0].milliseconds(clock) for clock in turns[0].at_s)
     ratios, told, busy, rows = {}, {}, {}, []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.episodes import Episodes
+from gmeta.batches.episodes import Episodes, Inputs
 from gmeta.batches.transfer import mapped
 from gmeta.errors import GMetaError
 from gmeta.files.whole import whole_file
@@ -35,7 +35,7 @@ from gmeta.runs.progress import Progress
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
 # All classes that a saved batch is made of: torch loads no other.
 _SAVED = (
-    Bags, CommonFeatures, Episodes, PaddedFeatures, PaddedHistory, PaddedRows, PaddedTasks,
+    Bags, CommonFeatures, Episodes, Inputs, PaddedFeatures, PaddedHistory, PaddedRows, PaddedTasks,
     Rectangle, RowLayout, Scattered, Side, Sides, SparseRows, TaskGroups,
 )  # fmt: skip
 
@@ -151,7 +151,8 @@ def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
     """Save a rank's share of a step as one file, for `load_batch`."""
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     # Without the fetch: what is under way between ranks cannot lie in a file.
-    on_host = [replace(part, fetch=None).to(torch.device("cpu")) for part in parts]
+    alone = [replace(part, plan=None, fetch=None) for part in parts]
+    on_host = [part.to(torch.device("cpu")) for part in alone]
     # In memory of their own: a file takes no tensors of several kinds from one block.
     on_host = [mapped(part, torch.clone) for part in on_host]
     with whole_file(path) as file:
@@ -178,6 +179,10 @@ def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
         return
     if is_dataclass(part):
         inside = [(field.name, getattr(part, field.name)) for field in fields(part)]
+        if isinstance(part, Episodes):  # by the names that its own properties have, too
+            own = dict(inside)
+            del own["held"]
+            inside = list({**own, **part.inputs._asdict()}.items())
     elif isinstance(part, tuple):
         names = getattr(part, "_fields", map(str, range(len(part))))
         inside = list(zip(names, part, strict=True))

@@ -197,19 +197,13 @@ class MetaLearner(nn.Module):
         # Warming up a plain run (Meta-Embedding): the tables stand still, and only what is learnt
         # beside the model moves.
         trained_UD = rows_UD if self._config.train_base else rows_UD.detach()
-        # A graph is of padded tasks: rows of a plain epoch are none.
-        graphs = None if isinstance(episodes.rows, Side) else self._graphs
-        take = self._loss_sum if graphs is None else graphs.loss_sum
-        loss_sum = take(self._started_UD(trained_UD, episodes), episodes)
+        take = self._loss_sum if self._graphs is None else self._graphs.loss_sum
+        started_UD = self.starting_rows_UD(trained_UD, episodes.rows_of_tables)
+        loss_sum = take(started_UD, episodes)
         if not self._config.train_base:
             # A rank whose rows learn nothing still sends their gradients of 0.
             loss_sum = loss_sum + rows_UD.sum() * 0.0
         return loss_sum * weight
-
-    def _started_UD(self, rows_UD: Tensor, episodes: Episodes) -> Tensor:
-        """Return the fetched rows as `starting_rows_UD` makes them."""
-        lengths_B = episodes.unique_lengths_B
-        return self.starting_rows_UD(rows_UD, lengths_B, episodes.rows_of_tables)
 
     def _loss_sum(self, started_UD: Tensor, episodes: Episodes) -> Tensor:
         """Return the sum of the loss terms: a scalar."""
@@ -258,7 +252,8 @@ class MetaLearner(nn.Module):
                 "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
             )
         inner, (support, query) = self.general_loop, episodes.rows
-        rows = self._working_rows(self._started_UD(rows_UD.detach(), episodes), episodes)
+        started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)
+        rows = self._working_rows(started_UD, episodes)
         with torch.no_grad():
             unknown = self._without_support(query)
             before_N = inner.output_N(inner.unadapted(rows, unknown), unknown)
@@ -274,9 +269,7 @@ class MetaLearner(nn.Module):
             found.append(QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T))
         return found
 
-    def starting_rows_UD(
-        self, rows_UD: Tensor, unique_lengths_B: Tensor, rows_of_tables: Sequence[int]
-    ) -> Tensor:
+    def starting_rows_UD(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
         """Return the fetched rows, so many of each table, as the inner loop takes them: all of the
         model's width. Where a generator makes a table's embeddings, its rows hold what steps have
         moved these by, 0 at the start.
@@ -284,11 +277,10 @@ class MetaLearner(nn.Module):
         rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
             return rows_UD
-        kept_B1 = rows_UD.new_ones(len(unique_lengths_B), 1)
-        # By a product, not by an index: the rows of a table are so many in each batch, which a
-        # graph must not know.
-        kept_B1[self._parts.generated_table] = 0.0
-        return rows_UD * kept_B1.repeat_interleave(unique_lengths_B, 0, output_size=len(rows_UD))
+        table = self._parts.generated_table
+        kept_U1 = rows_UD.new_ones(len(rows_UD), 1)
+        kept_U1.narrow(0, sum(rows_of_tables[:table]), rows_of_tables[table]).zero_()
+        return rows_UD * kept_U1
 
     def _without_support(self, query: Side) -> Side:
         """Return query rows as they look where no support row is known: all statistics are 0."""
@@ -300,9 +292,10 @@ class MetaLearner(nn.Module):
 
     def _working_rows(self, started_UD: Tensor, episodes: Episodes) -> WorkingRows:
         """Return the rows that the sides index, with their rates where they adapt."""
-        if episodes.fetched_row_P is None:
+        lengths_B, fetched_row_P, _, _ = episodes.inputs
+        if fetched_row_P is None:
             return WorkingRows(started_UD, 0.0)
-        rate = self.rates.of_rows(episodes.unique_lengths_B, episodes.fetched_row_P)
+        rate = self.rates.of_rows(lengths_B, fetched_row_P)
         return WorkingRows(episodes.working_rows_PD(started_UD), rate)
 
     def _zero(self, rows_UD: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ class TrainingRun:
                 self._dataset,
                 self.feed,
                 self._agent,
-                self._learner,
+                local_learner(self._sharded),
                 self._progress,
                 stop,
             ),

@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gmeta.batches.episodes import Episodes, RowFetch, episodes_moved, episodes_packed
+from gmeta.batches.episodes import (
+    Episodes,
+    RowFetch,
+    RowPlan,
+    episodes_moved,
+    episodes_packed,
+)
 from metaio.read.batch import TaskBatch
 
 
@@ -62,6 +68,18 @@ class MicroBatches:
     def fetch(self) -> RowFetch | None:
         """Return the rows of all parts on their way; None: nobody was asked for them yet."""
         return self.parts[0].fetch
+
+    @property
+    def plan(self) -> RowPlan | None:
+        """Return which rows to ask for, for all parts; None: no exchange has looked at the ids
+        yet.
+        """
+        return self.parts[0].plan
+
+    def planned(self, plan: RowPlan) -> "MicroBatches":
+        """Return these parts with the rows to ask for known."""
+        first, *rest = self.parts
+        return MicroBatches((first.planned(plan), *rest))
 
     def fetched_by(self, fetch: RowFetch) -> "MicroBatches":
         """Return these parts with their rows on the way."""

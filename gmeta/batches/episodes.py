@@ -8,9 +8,10 @@ single-id features, M multi-id features, V ids of all bags, K dense columns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gmeta.batches.groups import group_tasks
-from gmeta.batches.transfer import moved, packed
+from gmeta.batches.transfer import Packed, packed, sent, unpacked
 from gmeta.losses.objectives import label_weights
 from gmeta.rows.ragged import RowLayout
 from gmeta.rows.rectangles import PaddedTasks
@@ -28,7 +29,6 @@ from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import task_rows
 
 Ints = npt.NDArray[np.int64]
-Tensors = tuple[tuple[Any, ...], ...]  # what a device needs of each episodes
 ArrangedRows = Side | Sides | TaskGroups | PaddedTasks
 
 
@@ -54,22 +54,39 @@ class RowFetch(ABC):
 
 
 @dataclass(frozen=True)
-class Episodes:
-    """A rank's share of a step.
+class RowPlan:
+    """Which rows to ask for and to give out, as an exchange works it out in front of a step."""
+
+    known: Any  # on the host
+    numbers: Any  # a tree of tensors for the device, or what `packed` made of it
+
+
+class Inputs(NamedTuple):
+    """What a learner reads of a rank's share of a step, beside the rows that are fetched for it.
 
     Its rows are one side for plain training, where every row is a query row; both sides to predict;
     for the general inner loop both sides of groups of tasks; for the fused one both, padded.
     """
 
-    task_T: Tensor  # which task each episode is of; stays on the host
-    unique_ids_U: Tensor
     unique_lengths_B: Tensor
-    rows_of_tables: tuple[int, ...]  # the same, on the host
     # The fetched row behind each row that the sides index, and the gather of these; None when they
     # index the fetched rows themselves.
     fetched_row_P: Tensor | None
     copies: Bags | None
     rows: ArrangedRows
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """A rank's share of a step. What the learner reads goes to the device; the rest, and the ids,
+    stay on the host.
+    """
+
+    task_T: Tensor  # which task each episode is of
+    unique_ids_U: Tensor
+    unique_lengths_B: Tensor
+    rows_of_tables: tuple[int, ...]  # the same
+    held: Inputs | Packed[Inputs]
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
     num_shown: int  # of them, those that its value is the mean of: Reptile learns without one too
     num_rows: int
@@ -81,6 +98,7 @@ class Episodes:
     query_sampled_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     # How many rows shapes are made for, where sizes are rounded up to few (buckets.py); else 0.
     num_fetched: int = 0
+    plan: RowPlan | None = None  # None: no exchange has looked at the ids yet
     fetch: RowFetch | None = None  # None: no rank was told yet which rows are needed
 
     @classmethod
@@ -104,13 +122,30 @@ class Episodes:
             unique_ids_U=batch.unique_ids_U,
             unique_lengths_B=batch.unique_lengths_B,
             rows_of_tables=tuple(batch.unique_lengths_B.tolist()),
-            fetched_row_P=fetched_row_P,
-            copies=copies,
-            rows=rows,
+            held=Inputs(batch.unique_lengths_B, fetched_row_P, copies, rows),
             num_terms=num_terms,
             num_shown=num_terms,
             num_rows=batch.num_rows,
         )
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """Return what the learner reads, as tensors of their own."""
+        return unpacked(self.held)
+
+    @property
+    def rows(self) -> ArrangedRows:
+        """Return its own rows, arranged."""
+        return self.inputs.rows
+
+    @property
+    def copies(self) -> Bags | None:
+        """Return the gather of each task's own copies, see Inputs."""
+        return self.inputs.copies
+
+    def planned(self, plan: RowPlan) -> "Episodes":
+        """Return these episodes with the rows to ask for known."""
+        return replace(self, plan=plan)
 
     def fetched_by(self, fetch: RowFetch) -> "Episodes":
         """Return these episodes with their rows on the way."""
@@ -132,25 +167,29 @@ class Episodes:
 
 
 def episodes_moved(parts: tuple[Episodes, ...], device: torch.device) -> tuple[Episodes, ...]:
-    """Return episodes on a device, all in one copy; what several of them index goes once."""
-    return _with_tensors(parts, lambda tensors: moved(tensors, device))
+    """Return the parts of a step on a device, in one copy if `episodes_packed` made them."""
+    return with_trees(parts, sent(trees_of(parts), device))
 
 
 def episodes_packed(parts: tuple[Episodes, ...]) -> tuple[Episodes, ...]:
-    """Return episodes in one block of pinned memory."""
-    return _with_tensors(parts, packed)
+    """Return the parts of a step in one block of pinned memory."""
+    return with_trees(parts, packed(trees_of(parts)))
 
 
-def _with_tensors(
-    parts: tuple[Episodes, ...], change: Callable[[Tensors], Tensors]
-) -> tuple[Episodes, ...]:
-    """Return episodes with what a device needs of them changed, all of it at once."""
-    names = ("unique_ids_U", "unique_lengths_B", "fetched_row_P", "copies", "rows")
-    there = change(tuple(tuple(getattr(part, name) for name in names) for part in parts))
-    return tuple(
-        replace(part, **dict(zip(names, mine, strict=True)))
-        for part, mine in zip(parts, there, strict=True)
-    )
+def trees_of(parts: tuple[Episodes, ...]) -> list[Any]:
+    """Return what a device needs of the parts of a step; the first one has the plan of all."""
+    plan = parts[0].plan
+    return [*(part.held for part in parts), *([] if plan is None else [plan.numbers])]
+
+
+def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
+    """Return the parts with these in place of what `trees_of` returns."""
+    plan = parts[0].plan
+    if plan is not None:
+        plan = replace(plan, numbers=trees[-1])
+    changed = (replace(part, held=tree) for part, tree in zip(parts, trees, strict=False))
+    first, *rest = changed
+    return replace(first, plan=plan), *rest
 
 
 def plain_rows(batch: TaskBatch, device: str) -> Episodes:

@@ -131,7 +131,8 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
             fetched_row_P, lengths, None, num_fetched, num_entries=num_rows, device=layout.device
         )
         fetched_row_P = pad(fetched_row_P, (0, missing))
-        episodes = replace(episodes, fetched_row_P=fetched_row_P, copies=copies)
+        held = episodes.inputs._replace(fetched_row_P=fetched_row_P, copies=copies)
+        episodes = replace(episodes, held=held)
     return replace(episodes, num_fetched=num_fetched)
 
 

@@ -2,8 +2,9 @@
 one call, where eager steps spend 5 us a kernel on the host.
 
 What is captured is a pure function of tensors that stay where they are: the embedding rows of a
-step, what its batch is made of, and the layers. A step copies its rows and its batch there, replays
-the graph and reads loss and gradients. Exchange, averaging over ranks and optimizers stay outside.
+step, the block of what its batch is made of, and the layers. A step copies its rows and its block
+there, replays the graph and reads loss and gradients. Exchange, averaging over ranks and optimizers
+stay outside.
 
 A shape's first batch is taken eagerly, which also makes ready what a capture may not; its second is
 captured. Batches must be arranged in buckets (buckets.py), or hardly a shape would come twice.
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from gmeta.batches.episodes import Episodes
-from gmeta.batches.transfer import mapped
+from gmeta.batches.episodes import Episodes, Inputs
+from gmeta.batches.transfer import Packed, laid_out, packed
 from gmeta.errors import GMetaError
 
 _log = logging.getLogger(__name__)
@@ -111,15 +112,16 @@ class Graphs:
         """
         if not (episodes.num_fetched and rows_UD.requires_grad and torch.is_grad_enabled()):
             return self._module.loss_sum(rows_UD, episodes)
+        inputs = packed_inputs(episodes)
         in_half = torch.is_autocast_enabled(rows_UD.device.type)
-        shape = shape_of(episodes), rows_UD.shape[1], rows_UD.dtype, in_half
+        shape = (inputs.layout, episodes.num_fetched), rows_UD.shape[1], rows_UD.dtype, in_half
         graph = self._graphs.get(shape)
         if graph is None:
             self._seen[shape] += 1
             if self._seen[shape] == 1 or not self._has_room():
                 return self._module.loss_sum(rows_UD, episodes)
-            graph = self._graphs[shape] = self._captured(rows_UD, episodes)
-        loss: Tensor = _Replayed.apply(self, graph, _tensors_of(episodes), rows_UD, *graph.layers)
+            graph = self._graphs[shape] = self._captured(rows_UD, episodes, inputs)
+        loss: Tensor = _Replayed.apply(self, graph, inputs.block, rows_UD, *graph.layers)
         return loss
 
     def _has_room(self) -> bool:
@@ -134,9 +136,12 @@ class Graphs:
             )
         return False
 
-    def _captured(self, rows_UD: Tensor, episodes: Episodes) -> "_Graph":
+    def _captured(self, rows_UD: Tensor, episodes: Episodes, inputs: Packed[Inputs]) -> "_Graph":
+        # Of a batch it keeps what all batches of its shape have alike.
+        block = inputs.block.clone()
+        static = replace(episodes, held=inputs.layout.of(block), plan=None, fetch=None)
         try:
-            return _Graph(self._module, rows_UD, episodes, self._capture)
+            return _Graph(self._module, rows_UD, block, static, self._capture)
         except RuntimeError as error:
             raise GMetaError(
                 "CUDA cannot capture the step as a graph: "
@@ -148,27 +153,27 @@ class _Graph:
     """Loss and gradients of the batches of one shape."""
 
     def __init__(
-        self, module: _LossSum, rows_UD: Tensor, episodes: Episodes, capture: Capture
+        self,
+        module: _LossSum,
+        rows_UD: Tensor,
+        block: Tensor,
+        episodes: Episodes,
+        capture: Capture,
     ) -> None:
+        """Capture the loss of episodes whose inputs stand in `block`."""
         self.layers = [layer for layer in module.parameters() if layer.requires_grad]
         self._rows_UD = rows_UD.new_zeros(episodes.num_fetched, rows_UD.shape[1])
-        self._episodes = _with_inputs(episodes, mapped(_inputs(episodes), torch.clone))
-        self._inputs = _tensors_of(self._episodes)
+        self._block = block
         self._replay, (loss, *self._grads) = capture(
-            lambda: _loss_and_gradients(module, self._rows_UD, self._episodes)
+            lambda: _loss_and_gradients(module, self._rows_UD, episodes)
         )
         assert loss is not None
         self._loss = loss
 
-    def replay(self, rows_UD: Tensor, tensors: list[Tensor]) -> Tensor:
+    def replay(self, rows_UD: Tensor, block: Tensor) -> Tensor:
         """Return the loss of these rows and this batch."""
         self._rows_UD[: len(rows_UD)].copy_(rows_UD)
-        # One launch for all of a kind.
-        for dtype in dict.fromkeys(one.dtype for one in tensors):
-            pairs = [
-                pair for pair in zip(self._inputs, tensors, strict=True) if pair[0].dtype == dtype
-            ]
-            torch._foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
+        self._block.copy_(block)
         self._replay()
         return self._loss.clone()
 
@@ -188,11 +193,11 @@ class _Replayed(torch.autograd.Function):
         ctx: Any,
         graphs: Graphs,
         graph: _Graph,
-        tensors: list[Tensor],
+        block: Tensor,
         rows_UD: Tensor,
         *layers: Tensor,
     ) -> Tensor:
-        loss = graph.replay(rows_UD, tensors)
+        loss = graph.replay(rows_UD, block)
         graphs.replays += 1
         ctx.graphs, ctx.graph, ctx.replay = graphs, graph, graphs.replays
         ctx.num_rows = len(rows_UD)
@@ -228,32 +233,11 @@ def _loss_and_gradients(module: _LossSum, rows_UD: Tensor, episodes: Episodes) -
     return loss.detach(), *grads
 
 
-def _inputs(episodes: Episodes) -> tuple[Any, ...]:
-    """Return all that the captured function reads of a batch."""
-    return episodes.unique_lengths_B, episodes.fetched_row_P, episodes.copies, episodes.rows
-
-
-def _with_inputs(episodes: Episodes, inputs: tuple[Any, ...]) -> Episodes:
-    lengths_B, fetched_row_P, copies, rows = inputs
-    return replace(
-        episodes,
-        unique_lengths_B=lengths_B,
-        fetched_row_P=fetched_row_P,
-        copies=copies,
-        rows=rows,
-        fetch=None,
-    )
-
-
-def _tensors_of(episodes: Episodes) -> list[Tensor]:
-    """Return the tensors of its inputs, in an order that depends on their shape alone."""
-    found: list[Tensor] = []
-
-    def noted(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(_inputs(episodes), noted)
+def packed_inputs(episodes: Episodes) -> Packed[Inputs]:
+    """Return what the captured function reads of a batch, in one block."""
+    if isinstance(episodes.held, Packed):
+        return episodes.held
+    (found,) = packed([episodes.held], pin_memory=False)  # on a CPU they are not
     return found
 
 
@@ -261,9 +245,6 @@ def shape_of(episodes: Episodes) -> Hashable:
     """Return what two batches have alike that share a graph: every shape, and every number that is
     no tensor.
     """
-
-    def told(tensor: Tensor) -> Any:
-        return tuple(tensor.shape), tensor.dtype
-
-    shapes: Hashable = mapped(_inputs(episodes), told)
-    return shapes, episodes.num_fetched
+    held = episodes.held
+    layout = held.layout if isinstance(held, Packed) else laid_out(held)[0]
+    return layout, episodes.num_fetched

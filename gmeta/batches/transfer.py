@@ -1,17 +1,18 @@
-"""A batch on its way from the host to a device: all its tensors in one copy.
+"""A batch on its way from the host to a device: all its tensors in one block of memory.
 
 A step has a dozen to forty tensors, and a copy of each would cost more in calls than in bytes. They
 travel as one block of pinned memory, on a stream of its own: the host waits for nothing, and the
-copy runs beside the step before. The thread that arranges a batch may fill the block (`packed`).
-torch's allocator of pinned memory gives a block out again when its copy is done, which it learns
-from an event: as many blocks are in turn as batches are under way.
+copy runs beside the step before. The thread that arranges a batch fills the block (`packed`), and
+works out once how it is laid out; whoever takes the step passes the block on, and makes tensors of
+it only where it needs them. torch's allocator of pinned memory gives a block out again when its
+copy is done, which it learns from an event: as many blocks are in turn as batches are under way.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -21,70 +22,151 @@ T = TypeVar("T")
 ALIGNMENT_BYTES = 64
 
 
-def moved(tree: T, device: torch.device) -> T:
-    """Return dataclasses and tuples of tensors, however deep, with the tensors on a device."""
-    if device.type != "cuda":
-        return mapped(tree, lambda tensor: tensor.to(device))
-    tensors = _tensors_of(tree)
-    there = dict(zip(tensors, _in_one_copy(list(tensors.values()), device), strict=True))
-    return mapped(tree, lambda tensor: there[id(tensor)])
-
-
-def packed(tree: T) -> T:
-    """Return the same with the tensors in one block of pinned memory, as `moved` copies it."""
-    tensors = _tensors_of(tree)
-    places = _packed(list(tensors.values()))
-    there = dict(zip(tensors, places, strict=True))
-    return mapped(tree, lambda tensor: there[id(tensor)])
-
-
 class Place(NamedTuple):
     """Where a tensor stands in a block."""
 
-    start: int  # in bytes
-    dtype: torch.dtype
+    start: int  # bytes
     shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Return where it ends."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, block: Tensor) -> Tensor:
+        """Return the tensor, as a view of the block."""
+        return block[self.start : self.end].view(self.dtype).view(self.shape)
 
 
-def in_one_block(tree: T, memory: Callable[[int], Tensor]) -> tuple[T, int]:
-    """Copy all tensors into the memory that is given for so many bytes; return the same with the
-    place of each instead, and how many bytes there are: what `out_of_block` takes, elsewhere.
+@final
+class Layout(Generic[T]):
+    """How the tensors of a tree stand in a block: the tree itself, with a Place for each.
+
+    Equal for trees that are alike in everything but the values of their tensors.
     """
-    tensors = _tensors_of(tree)
-    views = _packed(list(tensors.values()), memory)
-    places = [
-        Place(int(view.storage_offset()) * view.element_size(), view.dtype, tuple(view.shape))
-        for view in views
-    ]
-    there = dict(zip(tensors, places, strict=True))
-    end = max((place.start + view.nbytes for place, view in zip(places, views, strict=True)))
-    return mapped(tree, lambda tensor: there[id(tensor)]), end
+
+    def __init__(self, tree: Any, num_bytes: int) -> None:
+        self.tree, self.num_bytes = tree, num_bytes
+        # Flat: a step looks its graph up by it, and dataclasses compare themselves in Python.
+        self._told = tuple(_told(tree))
+        self._hash = hash(self._told)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._told == other._told)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.tree, self.num_bytes)  # in another process types have other hashes
+
+    def of(self, block: Tensor) -> T:
+        """Return the tree, its tensors as views of the block."""
+        tree: T = mapped(self.tree, lambda place: place.of(block), Place)
+        return tree
 
 
-def out_of_block(tree: T, block: Tensor) -> T:
-    """Return what `in_one_block` was given, its tensors as views of a block."""
+@final
+@dataclass(frozen=True)
+class Packed(Generic[T]):
+    """A tree whose tensors stand in a block, which may hold others beside it."""
 
-    def view(place: Place) -> Tensor:
-        end = place.start + place.dtype.itemsize * math.prod(place.shape)
-        return block[place.start : end].view(place.dtype).view(place.shape)
+    whole: Tensor  # uint8
+    start: int
+    layout: Layout[T]
 
-    return mapped(tree, view, Place)
+    @property
+    def block(self) -> Tensor:
+        """Return the tree's own part of the whole block."""
+        return self.whole[self.start : self.start + self.layout.num_bytes]
+
+    def tree(self) -> T:
+        """Return the tree, its tensors as views of the block."""
+        return self.layout.of(self.block)
+
+
+def laid_out(tree: T) -> tuple[Layout[T], list[tuple[Place, Tensor]]]:
+    """Return how a tree of dataclasses and tuples is laid out in a block, and the place of each
+    tensor; one that stands in it several times has one.
+    """
+    found: dict[int, tuple[Place, Tensor]] = {}
+    end = 0
+
+    def place(tensor: Tensor) -> Place:
+        nonlocal end
+        if id(tensor) not in found:
+            found[id(tensor)] = Place(end, tuple(tensor.shape), tensor.dtype), tensor
+            end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return found[id(tensor)][0]
+
+    in_places = mapped(tree, place)
+    return Layout(in_places, end), list(found.values())
+
+
+def packed(
+    trees: Sequence[Any], pin_memory: bool = True, memory: Callable[[int], Tensor] | None = None
+) -> list[Packed[Any]]:
+    """Return copies of trees, one behind the other in one block of pinned memory, or in the memory
+    that is given for so many bytes.
+    """
+    laid = [laid_out(tree) for tree in trees]
+    num_bytes = sum(layout.num_bytes for layout, _ in laid)
+    if memory is None:
+        whole = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    else:
+        whole = memory(num_bytes)
+    start, found = 0, []
+    for layout, tensors in laid:
+        one: Packed[Any] = Packed(whole, start, layout)
+        for place, tensor in tensors:
+            place.of(one.block).copy_(tensor)
+        found.append(one)
+        start += layout.num_bytes
+    return found
+
+
+def moved(tree: T, device: torch.device) -> T:
+    """Return dataclasses and tuples of tensors, however deep, with the tensors on a device."""
+    found: T = unpacked(sent([tree], device)[0])
+    return found
+
+
+def sent(trees: Sequence[Any], device: torch.device) -> list[Any]:
+    """Return trees, or what `packed` made of them, on a device; on a GPU packed, those of a block
+    in one copy.
+    """
+    if device.type != "cuda":
+        return [mapped(unpacked(tree), lambda tensor: tensor.to(device)) for tree in trees]
+    loose = [tree for tree in trees if not isinstance(tree, Packed)]
+    now_packed = iter(packed(loose) if loose else ())
+    parts = [tree if isinstance(tree, Packed) else next(now_packed) for tree in trees]
+    there: dict[int, Tensor] = {}
+    for part in parts:
+        if id(part.whole) not in there:
+            there[id(part.whole)] = _in_one_copy(part.whole, device)
+    return [replace(part, whole=there[id(part.whole)]) for part in parts]
+
+
+def unpacked(tree: T | Packed[T]) -> T:
+    """Return a tree, its tensors as views of its block if it is packed."""
+    return tree.tree() if isinstance(tree, Packed) else tree
 
 
 def mapped(tree: T, function: Callable[[Any], Any], kind: type = Tensor) -> T:
-    """Return dataclasses and tuples with each tensor in them, or whatever is of this kind, replaced
-    by the function's value.
+    """Return dataclasses and tuples with each tensor in them, or what else is of the `kind`,
+    replaced by the function's value.
     """
 
     def of(part: Any) -> Any:
         if isinstance(part, kind):
             return function(part)
-        made: Any = type(part)
-        if names := _names_of_fields(made):
-            return made(*[of(getattr(part, name)) for name in names])
+        own: Any = type(part)
+        if names := _names_of_fields(own):
+            return own(*[of(getattr(part, name)) for name in names])
         if isinstance(part, tuple):
             parts = map(of, part)
-            return made(*parts) if hasattr(part, "_fields") else tuple(parts)
+            return own(*parts) if hasattr(part, "_fields") else tuple(parts)
         return part
 
     result: T = of(tree)
@@ -97,61 +179,29 @@ def _names_of_fields(kind: type) -> tuple[str, ...]:
     return tuple(one.name for one in fields(kind)) if is_dataclass(kind) else ()
 
 
-def _tensors_of(tree: Any) -> dict[int, Tensor]:
-    """Return each tensor once, by its identity."""
-    found: dict[int, Tensor] = {}
-
-    def find(tensor: Tensor) -> Tensor:
-        found[id(tensor)] = tensor
-        return tensor
-
-    mapped(tree, find)
-    return found
-
-
-def _pinned_memory(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _packed(
-    tensors: list[Tensor], memory: Callable[[int], Tensor] = _pinned_memory
-) -> list[Tensor]:
-    """Return copies of tensors, one behind the other in the memory that is given for so many
-    bytes.
-    """
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    places = _views(memory(end), starts, tensors)
-    for place, tensor in zip(places, tensors, strict=True):
-        place.copy_(tensor)
-    return places
+def _told(part: Any) -> Iterator[Any]:
+    """Yield all that a tree of places is made of, from its root on."""
+    kind: Any = type(part)
+    if names := _names_of_fields(kind):
+        inside = [getattr(part, name) for name in names]
+    elif isinstance(part, tuple) and kind is not Place:
+        inside = list(part)
+    else:
+        yield part
+        return
+    yield kind, len(inside)
+    for one in inside:
+        yield from _told(one)
 
 
-def _views(block: Tensor, starts: list[int], like: list[Tensor]) -> list[Tensor]:
-    """Return what stands at these bytes of a block."""
-    return [
-        block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, like, strict=True)
-    ]
-
-
-def _in_one_copy(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors of the host on a device, as views of one block there."""
-    if not tensors:
-        return []
-    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(memory) != 1 or not tensors[0].is_pinned():
-        tensors = _packed(tensors)
-    starts = [int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors]
-    on_host = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
+def _in_one_copy(block: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a block of the host on a GPU."""
     computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
     with torch.cuda.stream(copying):
-        block = on_host.to(device, non_blocking=True)
+        there = block.to(device, non_blocking=True)
     computing.wait_stream(copying)
-    block.record_stream(computing)  # or its memory would be given out while a step reads it
-    return _views(block, starts, tensors)
+    there.record_stream(computing)  # or its memory would be given out while a step reads it
+    return there
 
 
 @cache

@@ -72,20 +72,22 @@ class NoAgent(Agent):
 
     def __init__(self, sharded: DistributedModelParallel, micro_batches: int, threads: int) -> None:
         """Arrange by so many threads for a GPU; 0: where batches are asked for."""
-        self._arrange = in_parts(local_learner(sharded).learner.arrange, micro_batches)
+        local = local_learner(sharded)
+        self._arrange = in_parts(local.learner.arrange, micro_batches)
+        self._exchange = local.exchange
         self._threads = threads
 
     def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch arranged, always in as many parts as the config says."""
         if not self._threads:
             return map(self._arrange, batches)
-        return mapped_ahead(self._arrange_packed, batches, self._threads, self._waited)
+        return mapped_ahead(self._prepared, batches, self._threads, self._waited)
 
     def _waited(self, seconds: float) -> None:
         self.wait_s += seconds
 
-    def _arrange_packed(self, batch: TaskBatch) -> Episodes | MicroBatches:
-        return self._arrange(batch).packed()
+    def _prepared(self, batch: TaskBatch) -> Episodes | MicroBatches:
+        return self._exchange.prepared(self._arrange(batch))
 
     def stepped(self, num_tasks: int) -> None:
         """Do nothing: nobody asks."""

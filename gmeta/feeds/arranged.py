@@ -10,7 +10,7 @@ from gmeta.config import TrainConfig
 from gmeta.feeds.agent import Agent
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.static import StaticFeed
-from gmeta.learner import MetaLearner
+from gmeta.parallel.sharding import ShardedLearner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import idle_if_wrong, no_tasks, stopping_if_wrong
 from gmeta.runs.progress import Progress
@@ -22,7 +22,7 @@ def arranged_batches(
     dataset: Dataset,
     feed: Feed,
     agent: Agent,
-    learner: MetaLearner,
+    local: ShardedLearner,
     progress: Progress,
     stop: Stop,
 ) -> Iterator[Episodes | MicroBatches]:
@@ -30,9 +30,10 @@ def arranged_batches(
     arranged. One that is wrong asks all ranks to stop before its step.
     """
     epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
+    learner = local.learner
     learner.begin_epoch(epoch)  # what `arrange` makes of its batches
     if isinstance(feed, StaticFeed) and feed.processes is not None:
-        made = feed.processes.episodes(learner.arranging, epoch, step, feed.num_steps)
+        made = feed.processes.episodes(local, epoch, step, feed.num_steps)
         return idle_if_wrong(made, learner.arrange(no_tasks(features)), stop)
     split = config.data.train_split
     checked = labels_checked(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)

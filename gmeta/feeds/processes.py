@@ -13,25 +13,27 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.ahead import mapped_ahead
-from gmeta.batches.arranging import Arranging
 from gmeta.batches.episodes import Episodes
-from gmeta.batches.transfer import out_of_block
+from gmeta.batches.shared import out_of_block
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.worker import Place, Work
 from gmeta.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from gmeta.parallel.sharding import ShardedLearner
 
 BLOCKS = 3  # of each process: batches that are made and not yet copied
 END_TIMEOUT_S = 10.0  # of a process whose connection has ended: it is exiting
@@ -94,17 +96,18 @@ class Processes:
         self._close = weakref.finalize(self, _end, list(self._workers))
 
     def episodes(
-        self, arranging: Callable[[], Arranging], epoch: int, first_step: int, num_steps: int
+        self, local: "ShardedLearner", epoch: int, first_step: int, num_steps: int
     ) -> Iterator[Episodes | MicroBatches]:
-        """Yield the arranged batches of an epoch of so many steps, from `first_step` on. Epochs
-        follow one another: those behind the first are under way before anybody asks.
+        """Yield the batches of an epoch of so many steps, from `first_step` on, as the learner and
+        its exchange take them. Epochs follow one another: those behind the first are under way
+        before anybody asks.
 
         Raises:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
         """
         if not self._is_told:
             self._is_told = True
-            self._tell(arranging(), epoch, first_step)
+            self._tell(local, epoch, first_step)
         places = ((epoch, step) for step in range(first_step, num_steps))
         # A thread receives the next one while a step is taken.
         return mapped_ahead(self._next, places, 1, self._waited)
@@ -112,9 +115,10 @@ class Processes:
     def _waited(self, seconds: float) -> None:
         self.wait_s += seconds
 
-    def _tell(self, arranging: Arranging, epoch: int, step: int) -> None:
+    def _tell(self, local: "ShardedLearner", epoch: int, step: int) -> None:
         rank, world_size, of = self._ranks.rank, self._ranks.world_size, len(self._workers)
-        work = Work(self._config, arranging, rank, world_size, epoch, step, 0, of)
+        how = local.learner.arranging(), local.exchange.planner
+        work = Work(self._config, *how, rank, world_size, epoch, step, 0, of)
         for index, worker in enumerate(self._workers):
             try:
                 worker.connection.send(replace(work, index=index))
@@ -128,16 +132,15 @@ class Processes:
             told = worker.connection.recv()
             if isinstance(told, Exception):
                 raise told
-            made_for, episodes, num_bytes = told
+            made_for, of_batch = told
             assert made_for == place, f"the batch of {made_for}, where that of {place} was due"
             on_gpu = self._ranks.device.type == "cuda"
-            block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-            block.copy_(next(worker.turns).first(num_bytes))
+            block = torch.empty(of_batch.num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+            block.copy_(next(worker.turns).first(of_batch.num_bytes))
             worker.connection.send_bytes(b"")  # it is free
         except (EOFError, ConnectionError) as error:
             raise self._ended(worker) from error
-        found: Episodes | MicroBatches = out_of_block(episodes, block)
-        return found
+        return out_of_block(of_batch, block)
 
     def _ended(self, worker: _Worker) -> GMetaError:
         """Return what to say of a process that ended before its work was done."""

@@ -19,13 +19,14 @@ from gmeta.batches.arranging import Arranging
 from gmeta.batches.augment import augmented_batch
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.batches.transfer import in_one_block
+from gmeta.batches.shared import into_block
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.feeds.increment import open_data
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.numerics import keep_freed_memory
+from gmeta.parallel.exchange.planning import Planner
 from metaio.errors import MetaIOError
 from metaio.read.reader import BatchReader
 
@@ -40,6 +41,7 @@ class Work:
 
     config: TrainConfig
     arranging: Arranging
+    planner: Planner
     rank: int
     world_size: int
     epoch: int
@@ -79,7 +81,8 @@ class Work:
             for (epoch, step), batch in zip(self.places(reader), checked, strict=True):
                 batch = augmented_batch(batch, augment, dataset.features, seed, epoch, step)
                 arrange = in_parts(self.arranging.in_epoch(epoch), config.outer.accumulate_steps)
-                yield (epoch, step), arrange(batch)
+                episodes = arrange(batch)
+                yield (epoch, step), episodes.planned(self.planner.plan(episodes))
 
 
 def work(connection: int, *blocks: int) -> None:
@@ -98,6 +101,6 @@ def work(connection: int, *blocks: int) -> None:
             if number >= len(blocks):
                 rank.recv_bytes()  # the rank has copied what stands in the oldest
             place, episodes = made
-            rank.send((place, *in_one_block(episodes, next(turns).first)))
+            rank.send((place, into_block(episodes, next(turns).first)))
         while True:  # until the other end is closed
             rank.recv_bytes()

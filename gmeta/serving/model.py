@@ -317,8 +317,7 @@ class ServedModel:
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
         rows_UD = fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
-        lengths_B = batch.unique_lengths_B
-        return self._learner.starting_rows_UD(rows_UD, lengths_B, lengths_B.tolist())
+        return self._learner.starting_rows_UD(rows_UD, batch.unique_lengths_B.tolist())
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
         """Return the place [U] of each fetched row among the rows of all tables; ascending, as ids

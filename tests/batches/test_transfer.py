@@ -1,12 +1,23 @@
 """A batch on its way to a device; its one copy is held by tests/pretended."""
 
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from gmeta.batches.transfer import mapped, moved
+from gmeta.batches.transfer import (
+    ALIGNMENT_BYTES,
+    Packed,
+    laid_out,
+    mapped,
+    moved,
+    packed,
+    sent,
+    unpacked,
+)
 
 
 class Pair(NamedTuple):
@@ -41,3 +52,48 @@ def test_on_the_cpu_the_tensors_stay_where_they_are() -> None:
     there = moved(tree, torch.device("cpu"))
     assert there.pair.first is tree.pair.first
     assert there.parts[1].first is tree.parts[1].first
+
+
+def test_packed_trees_stand_in_one_block_and_what_is_shared_stands_once() -> None:
+    trees = [some_tree(), Pair(torch.tensor([True, False]), 1)]
+    first, second = found = packed(trees, pin_memory=False)
+    assert first.whole is second.whole
+    assert [str(unpacked(one)) for one in found] == [str(tree) for tree in trees]
+    shared = first.tree()
+    begin = first.whole.data_ptr()
+    assert shared.pair.first.data_ptr() == shared.parts[0].first.data_ptr() == begin
+    assert shared.parts[1].first.data_ptr() == begin + ALIGNMENT_BYTES
+    assert second.tree().first.data_ptr() == begin + 2 * ALIGNMENT_BYTES
+    assert first.whole.numel() == 3 * ALIGNMENT_BYTES
+    assert str(sent(found, torch.device("cpu"))) == str(trees)
+
+
+def tree_of(values: Tensor, number: int = 9, name: str = "name", shares: bool = True) -> Tree:
+    shared = torch.arange(3)
+    other = shared if shares else shared.clone()
+    return Tree(Pair(shared, 7), (Pair(other, 8), Pair(values, number)), None, name)
+
+
+@pytest.mark.parametrize(
+    ("tree", "is_alike"),
+    [
+        (tree_of(torch.zeros(2)), True),
+        (tree_of(torch.zeros(3)), False),
+        (tree_of(torch.zeros(2, 1)), False),
+        (tree_of(torch.zeros(2, dtype=torch.int32)), False),
+        (tree_of(torch.zeros(2), number=10), False),
+        (tree_of(torch.zeros(2), name="another"), False),
+        (tree_of(torch.zeros(2), shares=False), False),
+        (replace(tree_of(torch.zeros(2)), nothing=torch.ones(1)), False),
+        (replace(tree_of(torch.zeros(2)), parts=()), False),
+    ],
+)
+def test_a_layout_is_that_of_all_trees_that_differ_in_values_alone(
+    tree: Tree, is_alike: bool
+) -> None:
+    mine, _ = laid_out(some_tree())
+    (there,) = pickle.loads(pickle.dumps(packed([tree], pin_memory=False)))
+    assert isinstance(there, Packed)
+    for other in (laid_out(tree)[0], there.layout):
+        assert (mine == other, len({mine, other})) == (is_alike, 2 - is_alike)
+    assert str(there.tree()) == str(tree)

@@ -156,7 +156,8 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
         sharded = shard_learner(run.learner, FEATURES, config, ranks)
         episodes = run.learner.arrange(batches_of_rank(ranks)[0])
         # Positions then index the fetched rows themselves, in any order.
-        episodes = replace(episodes, fetched_row_P=torch.arange(episodes.unique_ids_U.numel()))
+        whole = torch.arange(episodes.unique_ids_U.numel())
+        episodes = replace(episodes, held=episodes.inputs._replace(fetched_row_P=whole))
         start = local_parts(sharded)
         transport = ranks.transport
         with mock.patch.object(type(transport), "swap", wraps=transport.swap) as swap:

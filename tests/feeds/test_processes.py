@@ -4,19 +4,22 @@ processes end.
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gmeta.batches.accumulate import in_parts
+from gmeta.batches.accumulate import MicroBatches, in_parts
 from gmeta.batches.augment import augmented
-from gmeta.batches.transfer import in_one_block, out_of_block
+from gmeta.batches.shared import into_block, out_of_block
+from gmeta.batches.transfer import unpacked
 from gmeta.build import build
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import GMetaError
@@ -28,8 +31,8 @@ from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.feeds.worker import Work
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
-from gmeta.learner import MetaLearner
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
+from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.train import train
 from metaio.errors import NoDatasetError
 from tests.distributed.harness import on_ranks
@@ -88,10 +91,10 @@ def config_of(data: Path, folder: Path, *keys: str) -> TrainConfig:
 
 def made_here(
     config: TrainConfig, ranks: Ranks, rank: int, world_size: int, epoch: int, step: int
-) -> tuple[MetaLearner, list[Any]]:
+) -> tuple[ShardedLearner, list[Any]]:
     """The learner, and the batches from there to the end of the run, made in this process."""
     dataset, learner = build(config)
-    learner.in_buckets = config.run.shape_buckets == "on"
+    local = local_learner(shard_learner(learner, dataset.features, config, ranks))
     take_item_statistics(learner.items, config, dataset, ranks)
     arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
     found = []
@@ -101,17 +104,19 @@ def made_here(
             learner.begin_epoch(at)
             stored = reader.batches(at, first)
             seed = config.run.seed
-            found += map(
-                arrange, augmented(stored, config.augment, dataset.features, seed, at, first)
-            )
-    return learner, found
+            augmenting = augmented(stored, config.augment, dataset.features, seed, at, first)
+            arranged = map(arrange, augmenting)
+            found += [one.planned(local.exchange.plan(one)) for one in arranged]
+    return local, found
 
 
 def tensors(episodes: Any) -> list[tuple[str, torch.dtype, tuple[int, ...], list[float]]]:
-    return [
-        (name, one.dtype, tuple(one.shape), one.flatten().tolist())
-        for name, one in named_tensors(episodes)
-    ]
+    """All of them, by their names, those that the exchange needs among them."""
+    parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
+    plan = parts[0].plan
+    named = list(named_tensors((tuple(replace(part, plan=None) for part in parts), plan.known)))
+    named += named_tensors(unpacked(plan.numbers), "numbers")
+    return [(name, one.dtype, tuple(one.shape), one.flatten().tolist()) for name, one in named]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,17 +125,17 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
     click_logs: Path, tmp_path: Path, ranks: Ranks, kind: str, of: int, place: tuple[int, int]
 ) -> None:
     config = config_of(click_logs, tmp_path, *KINDS[kind])
-    learner, expected = made_here(config, ranks, 1, 2, *place)
+    local, expected = made_here(config, ranks, 1, 2, *place)
     assert len(expected) == 3 * STEPS - place[0] * STEPS - place[1]
-    arranging = learner.arranging()
-    works = [Work(config, arranging, 1, 2, *place, index, of).made() for index in range(of)]
+    how = pickle.loads(pickle.dumps((local.learner.arranging(), local.exchange.planner)))
+    works = [Work(config, *how, 1, 2, *place, index, of).made() for index in range(of)]
     for number, wanted in enumerate(expected):
         made_for, episodes = next(works[number % of])
         assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
         block = SharedBlock.make()
-        told, num_bytes = in_one_block(episodes, block.first)
+        told = pickle.loads(pickle.dumps(into_block(episodes, block.first)))
         there = SharedBlock(os.dup(block.fileno()))
-        assert tensors(out_of_block(told, there.first(num_bytes))) == tensors(wanted)
+        assert tensors(out_of_block(told, there.first(told.num_bytes))) == tensors(wanted)
         block.close()
         there.close()
     assert [next(made, None) for made in works] == [None] * of
@@ -217,15 +222,17 @@ def test_a_killed_one_ends_the_run_on_all_ranks_with_the_same_words(
     assert "that make the batches of rank 1, was ended by SIGKILL (exit code -9)" in one
 
 
-def episodes_of(processes: Processes, learner: MetaLearner) -> Iterator[Any]:
-    return processes.episodes(learner.arranging, 0, 0, STEPS)
+def episodes_of(processes: Processes, local: ShardedLearner) -> Iterator[Any]:
+    return processes.episodes(local, 0, 0, STEPS)
 
 
 def started(
     click_logs: Path, folder: Path, ranks: Ranks, number: int
-) -> tuple[Processes, MetaLearner]:
+) -> tuple[Processes, ShardedLearner]:
     config = config_of(click_logs, folder, f"data.processes={number}")
-    return Processes(config, ranks), build(config)[1]
+    dataset, learner = build(config)
+    sharded = shard_learner(learner, dataset.features, config, ranks)
+    return Processes(config, ranks), local_learner(sharded)
 
 
 def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
@@ -248,8 +255,8 @@ def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
 
 
 def test_ctrl_c_is_for_the_rank_alone(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
-    processes, learner = started(click_logs, tmp_path, ranks, 1)
-    episodes = episodes_of(processes, learner)
+    processes, local = started(click_logs, tmp_path, ranks, 1)
+    episodes = episodes_of(processes, local)
     next(episodes)
     for pid in children():
         os.kill(pid, signal.SIGINT)
@@ -260,13 +267,13 @@ def test_ctrl_c_is_for_the_rank_alone(click_logs: Path, tmp_path: Path, ranks: R
 def test_what_one_cannot_read_is_told_as_the_rank_would(
     click_logs: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    processes, learner = started(click_logs, tmp_path, ranks, 2)
+    processes, local = started(click_logs, tmp_path, ranks, 2)
     gone = config_of(tmp_path / "gone", tmp_path)
     processes._config = gone
     with pytest.raises(NoDatasetError) as expected:
         build(gone)
     with pytest.raises(NoDatasetError) as error:
-        next(episodes_of(processes, learner))
+        next(episodes_of(processes, local))
     assert str(error.value) == str(expected.value)
     processes.close()
 
@@ -274,17 +281,17 @@ def test_what_one_cannot_read_is_told_as_the_rank_would(
 def test_one_that_fails_writes_why_and_is_named(
     click_logs: Path, tmp_path: Path, ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    processes, _ = started(click_logs, tmp_path, ranks, 1)
+    processes, local = started(click_logs, tmp_path, ranks, 1)
     pid = processes._workers[0].process.pid
-    no_way_to_arrange: Any = lambda: None  # noqa: E731
+    local.exchange.planner = None  # type: ignore[assignment]
     with pytest.raises(GMetaError) as error:
-        next(processes.episodes(no_way_to_arrange, 0, 0, STEPS))
+        next(episodes_of(processes, local))
     assert str(error.value) == (
         f"process {pid}, one of data.processes = 1 that make the batches of rank 0, ended with "
         "exit code 1; what it wrote stands above. If memory ran out, lower data.processes, or set "
         "it to 0 for threads; --resume goes on from the newest checkpoint"
     )
-    assert "AttributeError: 'NoneType' object has no attribute 'in_epoch'" in capfd.readouterr().err
+    assert "AttributeError: 'NoneType' object has no attribute 'plan'" in capfd.readouterr().err
     processes.close()
 
 
@@ -293,8 +300,8 @@ import sys
 from pathlib import Path
 from gmeta.parallel.ranks import start_ranks
 from tests.feeds.test_processes import episodes_of, started
-processes, learner = started(Path(sys.argv[1]), Path(sys.argv[2]), start_ranks("cpu", 60), 2)
-next(episodes_of(processes, learner))
+processes, local = started(Path(sys.argv[1]), Path(sys.argv[2]), start_ranks("cpu", 60), 2)
+next(episodes_of(processes, local))
 print(*[worker.process.pid for worker in processes._workers], flush=True)
 sys.stdin.read()
 """
@@ -319,8 +326,8 @@ def test_their_memory_has_no_name_and_goes_with_them(
     click_logs: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     held = num_blocks()
-    processes, learner = started(click_logs, tmp_path, ranks, 2)
-    episodes = episodes_of(processes, learner)
+    processes, local = started(click_logs, tmp_path, ranks, 2)
+    episodes = episodes_of(processes, local)
     first = tensors(next(episodes))
     assert num_blocks() == held + 2 * BLOCKS
     rest = list(map(tensors, episodes))
@@ -377,9 +384,12 @@ def test_a_batch_that_came_in_one_block_can_be_saved(
 ) -> None:
     config = config_of(click_logs, tmp_path, "outer.accumulate_steps=2")
     _, (wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
-    told, num_bytes = in_one_block(wanted, lambda size: torch.empty(size, dtype=torch.uint8))
-    block = torch.empty(num_bytes, dtype=torch.uint8)
-    told, _ = in_one_block(wanted, lambda size: block[:size])
-    save_batch(tmp_path / "bad.pt", out_of_block(told, block))
+    block = SharedBlock.make()
+    told = into_block(wanted, block.first)
+    save_batch(tmp_path / "bad.pt", out_of_block(told, block.first(told.num_bytes)))
     saved = load_batch(tmp_path / "bad.pt")
-    assert list(map(tensors, saved)) == list(map(tensors, wanted.parts))
+    for part, expected in zip(saved, wanted.parts, strict=True):
+        names = dict(named_tensors(replace(expected, plan=None)))
+        found = dict(named_tensors(part))
+        assert found.keys() == names.keys()
+        assert all(torch.equal(found[name], names[name]) for name in names)

@@ -333,7 +333,7 @@ def fake_steps(numbers: list[int]) -> dict[str, str]:
                 patch.object(
                     transfer,
                     "_in_one_copy",
-                    lambda tensors, device: [torch.empty_like(t, device=device) for t in tensors],
+                    lambda block, device: torch.empty_like(block, device=device),
                 ),
             ):
                 loss = learner(rows_UD, episodes.to(CUDA), 1.0)

@@ -38,14 +38,13 @@ def _a_copy() -> AbstractContextManager[Any]:
 
 
 def _a_tensor_on_the_host() -> AbstractContextManager[Any]:
-    copied = transfer._in_one_copy
+    found = transfer.Place.of
 
-    def mutated(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-        there = copied(tensors, device)
-        is_label = [one.dim() == 1 and one.is_floating_point() for one in tensors]
-        return [a if stays else b for a, b, stays in zip(tensors, there, is_label, strict=True)]
+    def mutated(place: transfer.Place, block: Tensor) -> Tensor:
+        is_label = len(place.shape) == 1 and place.dtype.is_floating_point
+        return torch.zeros(place.shape, dtype=place.dtype) if is_label else found(place, block)
 
-    return patch.object(transfer, "_in_one_copy", mutated)
+    return patch.object(transfer.Place, "of", mutated)
 
 
 def _a_collective_late() -> AbstractContextManager[Any]:

@@ -10,10 +10,14 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from gmeta.batches.accumulate import Arranged
+    from gmeta.batches.episodes import RowPlan
+    from gmeta.parallel.exchange.planning import Planner
 
 
 class Exchange(ABC):
     """Brings the rows that episodes need."""
+
+    planner: "Planner"  # what it does in front of a step, another process can do with it, too
 
     def __init__(self) -> None:
         # Of this rank's rows in the last backward, on the device: finite where the gradient was.
@@ -24,8 +28,18 @@ class Exchange(ABC):
         # One pass without a mask; a sum that overflows is as far off as one that is infinite.
         self.gradient_sum = grad_UD.sum()
 
+    def prepared(self, episodes: "Arranged") -> "Arranged":
+        """Return these episodes, which are on the host, with all done that `announce` can do in
+        front of it, in one block of pinned memory. Any thread may call it, for any batch.
+        """
+        return episodes.planned(self.plan(episodes)).packed()
+
+    def plan(self, episodes: "Arranged") -> "RowPlan":
+        """Return which rows these episodes, which are on the host, need of each rank."""
+        return self.planner.plan(episodes)
+
     @abstractmethod
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Tell all ranks how many rows these episodes, which are on the host, need of each, and
-        return them on the rank's device with their rows on the way.
+        return them on the rank's device with their rows on the way. They may be `prepared`.
         """

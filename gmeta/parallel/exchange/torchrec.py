@@ -12,7 +12,9 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
 from gmeta.batches.episodes import RowFetch
+from gmeta.batches.transfer import unpacked
 from gmeta.parallel.exchange.exchange import Exchange
+from gmeta.parallel.exchange.planning import IdsPlanner
 
 if TYPE_CHECKING:
     from gmeta.batches.accumulate import Arranged
@@ -28,17 +30,17 @@ class TorchRecExchange(Exchange):
         self._tables = tables
         self._names = names
         self._device = device
+        self.planner = IdsPlanner()
 
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Start TorchRec's distribution of the ids, and return the episodes with it under way."""
+        if episodes.plan is None:
+            episodes = episodes.planned(self.plan(episodes))
         episodes = episodes.to(self._device)
+        assert episodes.plan is not None
+        ids_U, lengths_B = unpacked(episodes.plan.numbers)
         # Lengths of one id each and stride 1: every table's ids are one jagged sample.
-        ids = KeyedJaggedTensor(
-            keys=self._names,
-            values=episodes.unique_ids_U,
-            lengths=episodes.unique_lengths_B,
-            stride=1,
-        )
+        ids = KeyedJaggedTensor(keys=self._names, values=ids_U, lengths=lengths_B, stride=1)
         return episodes.fetched_by(
             _TorchRecFetch(self._tables, self._names, ids, self.saw_gradient)
         )

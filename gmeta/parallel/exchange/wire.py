@@ -23,16 +23,17 @@ from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.batches.accumulate import Arranged
-from gmeta.batches.episodes import RowFetch
-from gmeta.batches.transfer import moved
+from gmeta.batches.episodes import RowFetch, RowPlan
+from gmeta.batches.transfer import moved, unpacked
 from gmeta.internals import TableKernel, table_kernels
 from gmeta.parallel.exchange.exchange import Exchange
-from gmeta.parallel.exchange.routes import Asked, Ints, Routes, Shard
+from gmeta.parallel.exchange.planning import Given, Known, WirePlanner
+from gmeta.parallel.exchange.routes import Routes, Shard
 from gmeta.parallel.exchange.row_swap import RowSwap
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Swap
 from gmeta.tables.sharding import WireDtype
-from gmeta.tables.updates import FastGroup, GivenRows
+from gmeta.tables.updates import FastGroup
 from gmeta_models.table_projections import filled_UD
 
 KINDS = ("row_wise", "table_wise", "column_wise")
@@ -41,6 +42,8 @@ WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 class WireExchange(Exchange):
     """Fetches rows by one AlltoAll each way; their gradients update the shards that hold them."""
+
+    planner: WirePlanner
 
     def __init__(
         self,
@@ -72,79 +75,91 @@ class WireExchange(Exchange):
         # Shards of one group stand together, because a group serves one kind of sharding
         # and one width.
         self.groups = list(dict.fromkeys(group for group, _ in mine))
-        self.is_of_group_SG = np.array(
+        is_of_group_SG = np.array(
             [[group is other for other in self.groups] for group, _ in mine], np.int64
         ).reshape(len(mine), len(self.groups))
-        # Of this rank's shards, once for every rank that asks.
-        self.first_row_WS = np.tile(np.array([row for _, row in mine], np.int64), ranks.world_size)
+        repeats = [group.repeats for group in self.groups]
+        firsts = [row for _, row in mine]
+        self.planner = WirePlanner(self.routes, firsts, is_of_group_SG, repeats, ranks.world_size)
         self.columns_S = np.array([s.num_columns for s in own], np.int64)
 
     def announce(self, episodes: Arranged) -> Arranged:
         """Sort the ids by the rank that holds their rows and tell each rank how many it is to send;
         return the episodes with their rows on the way.
         """
-        asked = self.routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
-        return episodes.to(self.ranks.device).fetched_by(_WireFetch(self, asked))
+        if episodes.plan is None:
+            episodes = episodes.planned(self.plan(episodes))
+        there = episodes.to(self.ranks.device)
+        assert there.plan is not None
+        return there.fetched_by(_WireFetch(self, there.plan))
 
 
 class _WireFetch(RowFetch):
     """One step's exchange, as one rank sees it."""
 
-    def __init__(self, exchange: WireExchange, asked: Asked) -> None:
-        routes = exchange.routes
+    def __init__(self, exchange: WireExchange, plan: RowPlan) -> None:
         self._exchange = exchange
-        self._asked = asked
+        self._known: Known = plan.known
         self._swap: Swap | None = None  # what is under way: the counts, then the ids
-        self._sent = False
         self._rows: RowSwap | None = None
-        # Where each id's row comes to stand, on the device once the rows are looked up.
-        self._place_U, self._id_U = asked.place_U, asked.id_U
+        # Where each id's row comes to stand, on the device.
+        self._place_U, self._id_U, rows_G = unpacked(plan.numbers)
+        self._given: Given | None = None
+        if self._known.given_WG is not None:
+            self._given = Given(self._known.given_WG, rows_G)
+            return
+        routes = exchange.routes
         others = len(routes.of_peer) - 1
-        remote_counts_S, own_counts_S = np.split(
-            asked.counts_S, [len(asked.counts_S) - routes.num_local]
-        )
+        counts_S = self._known.counts_S.numpy()
+        remote_counts_S, own_counts_S = np.split(counts_S, [len(counts_S) - routes.num_local])
         self._counts_WS = np.zeros((others + 1, routes.num_local), np.int64)
         self._counts_WS[-1] = own_counts_S
-        self._remote_ids, self._own_ids = asked.row_of_shard.split_with_sizes(
+        self._remote_ids, self._own_ids = self._known.row_of_shard.split_with_sizes(
             [int(remote_counts_S.sum()), int(own_counts_S.sum())]
         )
-        if others:
-            # First the numbers of ids: then every later message has a length that both sides know.
-            counts = torch.from_numpy(remote_counts_S).int()
-            of_peer = [len(shards) for shards in routes.of_peer[:-1]]
-            self._swap = exchange.ranks.transport.swap(counts, of_peer, [routes.num_local] * others)
+        self._sent = False
+        # First the numbers of ids: then every later message has a length that both sides know.
+        counts = torch.from_numpy(remote_counts_S).int()
+        of_peer = [len(shards) for shards in routes.of_peer[:-1]]
+        self._swap = exchange.ranks.transport.swap(counts, of_peer, [routes.num_local] * others)
 
     def send(self) -> None:
         """Wait for the numbers of ids that the others ask for, and let the ids travel."""
-        self._sent = True
         if self._swap is None:
-            return
-        routes = self._exchange.routes
+            return  # nobody else is there
+        self._sent = True
         for counts_S, told in zip(self._counts_WS[:-1], self._swap.parts(), strict=True):
             counts_S[:] = told.numpy()
         self._swap = self._exchange.ranks.transport.swap(
             self._remote_ids,
-            self._asked_of_rank(routes.is_of_peer_SW)[:-1],
+            self._known.ids_W[:-1],
             self._counts_WS[:-1].sum(axis=1).tolist(),
         )
 
     def look_up(self) -> None:
         """Wait for the ids that the others ask for, look their rows up and let them travel."""
-        if not self._sent:
-            self.send()
-        exchange, device = self._exchange, self._exchange.ranks.device
-        numbers = self._rows_to_give_G(), self._asked.place_U, self._asked.id_U
-        given_G, self._place_U, self._id_U = moved(numbers, device)
+        exchange = self._exchange
+        given = self._given or self._asked_by_others()
         self._rows = RowSwap(
             exchange.ranks.transport,
             exchange.groups,
-            device,
+            exchange.ranks.device,
             exchange.wire_dtype,
-            given_G,
-            (self._counts_WS @ exchange.is_of_group_SG).tolist(),
-            self._asked_of_rank(exchange.routes.columns_SW),
+            given.rows_G,
+            given.counts_WG,
+            self._known.values_W,
             exchange.saw_gradient,
         )
+
+    def _asked_by_others(self) -> Given:
+        """Wait for the ids that the others ask for, and return the rows to give, on the device."""
+        if not self._sent:
+            self.send()
+        assert self._swap is not None
+        ids = torch.cat([*self._swap.parts(), self._own_ids])
+        self._swap = None
+        given = self._exchange.planner.given(self._counts_WS, ids)
+        return given._replace(rows_G=moved(given.rows_G, self._exchange.ranks.device))
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
         """Wait for the rows, and return them in the order of the ids: [U, D]."""
@@ -159,32 +174,6 @@ class _WireFetch(RowFetch):
         in_order_UD: Tensor = _Permuted.apply(rows_UD, self._place_U, self._id_U)
         return in_order_UD
 
-    def _asked_of_rank(self, values_of_id_SW: Ints) -> list[int]:
-        """Return how many values each rank is asked for."""
-        values_W: list[int] = (self._asked.counts_S @ values_of_id_SW).tolist()
-        return values_W
-
-    def _rows_to_give_G(self) -> tuple[GivenRows, ...]:
-        """Return the rows of each group that the ranks ask of this one, rank by rank."""
-        exchange, ids = self._exchange, self._own_ids
-        if self._swap is not None:
-            ids = torch.cat([*self._swap.parts(), ids])
-            self._swap = None
-        row_N = np.repeat(exchange.first_row_WS, self._counts_WS.reshape(-1))
-        # Ids travel as rows of a shard; here they become rows of the group that holds it.
-        row_N += ids.numpy()
-        num_ranks = len(self._counts_WS)
-        if len(exchange.groups) > 1:
-            counts_WG = self._counts_WS @ exchange.is_of_group_SG
-            group_N = np.repeat(
-                np.tile(np.arange(counts_WG.shape[1]), num_ranks), counts_WG.ravel()
-            )
-            row_GN = [row_N[group_N == index] for index in range(counts_WG.shape[1])]
-        else:
-            row_GN = [row_N] * len(exchange.groups)
-        pairs = zip(exchange.groups, row_GN, strict=True)
-        return tuple(group.given(rows) for group, rows in pairs)
-
     def _put_together(self, flat: Tensor) -> Tensor:
         """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
         narrower tables are zeros, which did not travel.
@@ -193,7 +182,7 @@ class _WireFetch(RowFetch):
         # Every shard has whole rows of one width: what arrived is the matrix already.
         if routes.is_even and not routes.cut_tables:
             return flat.view(-1, routes.widest)
-        values = flat.split_with_sizes((self._asked.counts_S * routes.columns_S).tolist())
+        values = flat.split_with_sizes((self._known.counts_S.numpy() * routes.columns_S).tolist())
         whole: list[Tensor] = []
         parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
         for shard, is_cut, of_shard in zip(routes.shards, routes.is_cut_S, values, strict=True):
