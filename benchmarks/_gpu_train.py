@@ -55,7 +55,7 @@ AGREEING: dict[str, list[str]] = {
     "stopped and resumed": ["run.max_steps=5"],
 }
 MOST_SECONDS = 200  # of a run
-LARGE = ["model.embedding_dim=32", "model.hidden=[512,256]", "data.threads=4"]
+LARGE = ["model.embedding_dim=32", "model.hidden=[512,256]"]
 LARGE += ["data.valid_split=", "run.epochs=1000"]
 FAST: dict[str, list[str]] = {
     "plain": ["algorithm.name=none"],
@@ -68,9 +68,9 @@ FAST: dict[str, list[str]] = {
 }
 # Who reads and arranges, of two of the runs above.
 WAYS = {
-    "1 thread": ["data.threads=1"],
-    "2 threads": ["data.threads=2"],
-    "4 threads": ["data.threads=4"],
+    "1 thread": ["data.threads=1", "data.processes=0"],
+    "2 threads": ["data.threads=2", "data.processes=0"],
+    "4 threads": ["data.threads=4", "data.processes=0"],
     "2 processes": ["data.threads=1", "data.processes=2"],
     "4 processes": ["data.threads=1", "data.processes=4"],
     "8 processes": ["data.threads=1", "data.processes=8"],
