@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,9 @@ AGREEING: dict[str, list[str]] = {
     "bf16": ["run.precision=bf16"],
     "stopped and resumed": ["run.max_steps=5"],
 }
-LARGE = ["model.embedding_dim=32", "model.hidden=[512,256]", "data.threads=4"]
+MOST_SECONDS = 200  # of a run
+LARGE = ["model.embedding_dim=32", "model.hidden=[512,256]"]
+LARGE += ["data.valid_split=", "run.epochs=1000"]
 FAST: dict[str, list[str]] = {
     "plain": ["algorithm.name=none"],
     "fomaml": ["algorithm.name=fomaml"],
@@ -64,17 +66,39 @@ FAST: dict[str, list[str]] = {
     "maml, 3 steps": ["algorithm.inner_steps=3"],
     "maml, 3 steps, graphs": ["algorithm.inner_steps=3", "run.cuda_graphs=on"],
 }
+# Who reads and arranges, of two of the runs above.
+WAYS = {
+    "1 thread": ["data.threads=1", "data.processes=0"],
+    "2 threads": ["data.threads=2", "data.processes=0"],
+    "4 threads": ["data.threads=4", "data.processes=0"],
+    "2 processes": ["data.threads=1", "data.processes=2"],
+    "4 processes": ["data.threads=1", "data.processes=4"],
+    "8 processes": ["data.threads=1", "data.processes=8"],
+}
+FED = {f"maml, graphs, {way}": [*FAST["maml, graphs"], *keys] for way, keys in WAYS.items()}
+FED |= {f"plain, {way}": [*FAST["plain"], *WAYS[way]] for way in ("4 threads", "4 processes")}
+# What `trained` compares.
+PARTS = ("losses", "speeds", "feeds")
 
 
-def trained(device: str, quick: bool) -> dict[str, Any]:
-    """Print both comparisons; return how far the losses are from the CPU's, by run, which of them
+def trained(device: str, quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """Print these comparisons; return how far the losses are from the CPU's, by run, which of them
     are too far, and rows a second by tasks a step and run.
     """
+    found: dict[str, Any] = {}
+    tasks = [128] if quick else [128, 1_024]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        far, failed = agreement(device, root, list(AGREEING)[:: 3 if quick else 1])
-        rates = speeds(device, root, [128] if quick else [128, 1_024], quick)
-    return {"far": far, "wrong": failed, "rows_a_second": rates}
+        if "losses" in parts:
+            names = list(AGREEING)[:: 3 if quick else 1]
+            found["far"], found["wrong"] = agreement(device, root, names)
+        for part, runs in (("speeds", FAST), ("feeds", FED)):
+            if part in parts:
+                names = list(runs)[:: 3 if quick else 1]
+                found[part] = speeds(
+                    device, root, tasks, {name: runs[name] for name in names}, quick
+                )
+    return found
 
 
 def agreement(device: str, root: Path, names: Sequence[str]) -> tuple[dict[str, float], list[str]]:
@@ -93,8 +117,7 @@ def agreement(device: str, root: Path, names: Sequence[str]) -> tuple[dict[str, 
         train(run, data, on, [*SMALL, *keys])
         if again != keys:
             train(run, data, on, [*SMALL, *again], "--resume")
-        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        return [one["valid"]["auc"] if "valid" in one else one["loss"] for one in lines]
+        return readings_of(run)
 
     far, wrong = {}, []
     with ThreadPoolExecutor(max(1, len(available_cores()) // 2)) as pool:
@@ -109,39 +132,59 @@ def agreement(device: str, root: Path, names: Sequence[str]) -> tuple[dict[str, 
                 wrong.append(name)
                 print(f"train: {name:40s} FAILED\n{error}", flush=True)
                 continue
-            assert len(expected) == len(found) > 1, f"{name}: {expected}, {found}"
-            far[name] = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
-            is_close = far[name] < (CLOSE_BF16 if "bf16" in name else CLOSE)
-            wrong += [] if is_close else [name]
-            told = f"{'right' if is_close else 'WRONG'}  {far[name]:.1e} off"
-            print(f"train: {name:40s} {told} in {len(found)} readings", flush=True)
+            far[name] = farthest(f"train: {name}", expected, found)
+            wrong += [] if far[name] < allowed(name) else [name]
     return far, wrong
 
 
-def speeds(device: str, root: Path, tasks: Sequence[int], quick: bool) -> dict[str, dict[str, int]]:
+def readings_of(run: Path) -> list[float]:
+    """Return the losses of a run's steps, and its AUCs between them."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [one["valid"]["auc"] if "valid" in one else one["loss"] for one in lines]
+
+
+def farthest(name: str, expected: Sequence[float], found: Sequence[float]) -> float:
+    """Print and return how far two runs' readings are from each other at most, relatively."""
+    assert len(expected) == len(found) > 1, f"{name}: {expected}, {found}"
+    far = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+    told = f"{'right' if far < allowed(name) else 'WRONG'}  {far:.1e} off"
+    print(f"{name:47s} {told} in {len(found)} readings", flush=True)
+    return far
+
+
+def allowed(name: str) -> float:
+    """Return how far the readings of this run may be from the CPU's."""
+    return CLOSE_BF16 if "bf16" in name else CLOSE
+
+
+def speeds(
+    device: str, root: Path, tasks: Sequence[int], runs: Mapping[str, list[str]], quick: bool
+) -> dict[str, dict[str, int]]:
     """Train for a while, one run after the other; return the median of rows a second, without the
     first readings, by tasks a step and run.
     """
     data = root / "large"
-    prepare_synthetic(str(data), SyntheticConfig(num_tasks=2_000 if quick else 60_000))
-    names = list(FAST)[:: 3 if quick else 1]
+    if not data.exists():
+        prepare_synthetic(str(data), SyntheticConfig(num_tasks=2_000 if quick else 60_000))
     found: dict[str, dict[str, int]] = {}
     for number in tasks:
         found[str(number)] = {}
-        for name in names:
-            run, steps = root / "runs" / f"{name}-{number}", 10 if quick else 60_000 // number
-            keys = [f"data.tasks_per_step={number}", f"run.max_steps={min(steps, 300)}"]
+        for name, keys in runs.items():
+            run, steps = root / "runs" / f"{name}-{number}", 12 if quick else 300
+            keys = [f"data.tasks_per_step={number}", f"run.max_steps={steps}", *keys]
             keys += [f"run.log_every_steps={2 if quick else 10}"]
             start = time.perf_counter()
-            train(run, data, device, [*LARGE, *keys, *FAST[name]])
+            train(run, data, device, [*LARGE, *keys])
             seconds = time.perf_counter() - start
             lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-            readings = [one for one in lines if "loss" in one]
-            rates = [one["samples_per_s"] for one in readings][len(readings) // 4 :]
-            waits = statistics.median(one["data_wait_share"] for one in readings)
-            found[str(number)][name] = rate = round(statistics.median(rates))
-            row = [f"{number} tasks a step, {name}", f"{rate:,}", f"{waits:.0%}", f"{seconds:.0f}"]
-            print_table(["gmeta train", "rows/s", "waits for data", "seconds in all"], [row])
+            readings = [one for one in lines if "loss" in one][1:]
+            counted = readings[len(readings) // 4 :]  # the first take what was read ahead
+            rate = statistics.median(one["samples_per_s"] for one in counted)
+            waits = statistics.median(one["data_wait_share"] for one in counted)
+            found[str(number)][name] = round(rate)
+            row = [f"{number} tasks a step, {name}", f"{rate:,.0f}", f"{waits:.0%}"]
+            heads = ["gmeta train", "rows/s", "waits for data", "seconds in all"]
+            print_table(heads, [[*row, f"{seconds:.0f}"]])
     return found
 
 
@@ -151,15 +194,34 @@ def train(run: Path, data: Path, device: str, keys: Sequence[str], *options: str
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
+    finish_train(start_train(run, data, device, [*keys, *options], {}))
+
+
+def start_train(
+    run: Path, data: Path, device: str, arguments: Sequence[str], environment: dict[str, str]
+) -> subprocess.Popen[str]:
+    """Start `gmeta train` with so much more in its environment."""
     config = run.parent / f"{run.name}.toml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(CONFIG)
     where = [f"run.dir={run}", f"data.path={data}", f"run.device={device}"]
-    command = [sys.executable, "-m", "gmeta", "train", str(config), *where, *keys, *options]
     rooms = [str(REPOSITORY / room) for room in (".", "models", "protos")]
     path = os.pathsep.join([*rooms, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gmeta", "train", str(config), *where, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path} | environment,
     )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def finish_train(process: subprocess.Popen[str]) -> None:
+    """Wait for it.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    said, _ = process.communicate(timeout=MOST_SECONDS)
+    if process.returncode:
+        raise RuntimeError(f"{process.args}\n{said[-3000:]}")

@@ -1,16 +1,16 @@
-"""What reading costs a run on a GPU: steps a second while threads read and arrange its batches,
-beside the same steps with batches that are there already.
+"""What reading costs a run on a GPU: steps a second while threads, or processes, read and arrange
+its batches, beside the same steps with batches that are there already.
 
 The loop is that of `gmeta train` on CUDA, one rank, with all that its host does: batches of 128
-tasks of about 30 rows and 26 features, from a split in bundles, shuffled, checked, arranged in
-buckets and packed; ids announced and rows numbered; forward and backward replayed as a graph;
-guard, optimizers, readings. What the GPU would do is left out, and nothing waits for it: a replayed
-graph does nothing, and tables move 64 rows. So the main thread needs the interpreter's lock as it
-does with a GPU, and shares it with the threads that read.
+tasks, or of --tasks, of about 30 rows and 26 features, from a split in bundles, shuffled, checked,
+arranged in buckets and packed; ids announced and rows numbered; forward and backward replayed as a
+graph; guard, optimizers, readings. What the GPU would do is left out, and nothing waits for it: a
+replayed graph does nothing, and tables move 64 rows. So the main thread needs the interpreter's
+lock as it does with a GPU, and shares it with the threads that read.
 
 `fed_ratio` is the speed while reading over the speed with batches that are there: 1 where reading
-costs a step nothing. Both take turns inside one run, 60 steps at a time; of each turn the first 20
-do not count, as they take what was read ahead. What the main thread does in a step is told apart:
+costs a step nothing. All ways take turns inside one run, 60 steps each; of a turn the first 20 do
+not count, as they take what was read ahead. What the main thread does in a step is told apart:
 `cpu` is its own work, `core` the wait for a core (that of other programs, too), `data` that for a
 batch, and `lock` the rest: the wait for the interpreter's lock. `fed_ratio_with_cores` is the ratio
 without `core`: that of a machine with a core for each thread. The milliseconds of a batch are CPU
@@ -26,12 +26,12 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import metaio_logs
 import torch
-from _common import environment, finish, make_parser, print_table, spread_of
+from _common import environment, finish, make_parser, positive_int, print_table, spread_of
 
 import gmeta.adaptation.fused.loop
 import gmeta.learner
@@ -42,12 +42,14 @@ from gmeta.batches.augment import augmented
 from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.config import TrainConfig, load_config
 from gmeta.feeds.agent import Agent
+from gmeta.feeds.processes import Processes
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
 from gmeta.parallel import sharding
-from gmeta.parallel.ranks import start_ranks, stop_ranks
+from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from gmeta.parallel.sharding import ShardedLearner, local_learner
 from gmeta.tables import updates
+from gmeta.tables.given import GivenRows
 from metaio.format.dataset import open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
@@ -59,7 +61,7 @@ from metaio.read.reader import BatchReader
 
 CONFIG = """
 [data]
-tasks_per_step = 128
+tasks_per_step = {tasks}
 [model]
 name = "dlrm"
 embedding_dim = 4
@@ -77,14 +79,21 @@ loggers = []
 log_every_steps = 20
 checkpoint_every_steps = 1000000
 """
-TASKS = 128  # a step
 ROWS, QUERY_ROWS = 30, 10  # of a task: on average, and exactly
 COUNTED_STEPS = 60  # of batches made by themselves
 MOVED_ROWS = 64  # of tables, a step
 TURN, COUNTED_FROM = 60, 20  # steps of a way to be fed
 FED = "there already"
 PARTS = "compose_ms", "arrange_ms", "plan_ms", "pack_ms"
+MANY_EPOCHS = 1 << 20
 Batches = Iterator[Any]
+
+
+class Ways(NamedTuple):
+    """How many threads, and processes, read and arrange."""
+
+    threads: list[int]
+    processes: list[int]
 
 
 def write_data(folder: Path, tasks: int) -> str:
@@ -119,7 +128,7 @@ def without_gpu() -> Iterator[None]:
         chosen = slice(MOVED_ROWS)
         torch.index_select(rows.values_RD, 0, row_U[chosen], out=values_UD[chosen])
 
-    def update(group: Any, given: updates.GivenRows, grad_ND: torch.Tensor) -> None:
+    def update(group: Any, given: GivenRows, grad_ND: torch.Tensor) -> None:
         chosen = slice(MOVED_ROWS)
         with torch.no_grad():
             group._update_rows(group, given.row_N[chosen], grad_ND[chosen])
@@ -151,13 +160,13 @@ class Turns(Agent):
     """Feeds a run in each way in turns, and notes when its steps were taken."""
 
     def __init__(
-        self, config: TrainConfig, local: ShardedLearner, threads: list[int], turns: int
+        self, config: TrainConfig, local: ShardedLearner, ranks: Ranks, ways: Ways, turns: int
     ) -> None:
-        self._config, self._local, self._turns = config, local, turns
+        self._config, self._local, self._ranks, self._turns = config, local, ranks, turns
         self._dataset = open_dataset(config.data.path)
-        self._threads = threads
+        self._feeds = ways
         self.at_s: dict[str, list[float]] = {name: [] for name in ("step", "cpu", "core", "data")}
-        self._wait_s, self._readers = 0.0, list[BatchReader]()
+        self._wait_s, self._readers = 0.0, list[BatchReader | Processes]()
         self.ways: list[str] = []  # of each turn
 
     def _stored(self, threads: int) -> Iterator[TaskBatch]:
@@ -173,14 +182,28 @@ class Turns(Agent):
                     checked, config.augment, self._dataset.features, config.run.seed, epoch, 0
                 )
 
+    def _from_processes(self, number: int) -> Batches:
+        """Yield batches that so many processes make, epoch after epoch."""
+        config = replace(self._config, run=replace(self._config.run, epochs=MANY_EPOCHS))
+        with open_reader(config, self._dataset, "train", 0, 1) as reader:
+            num_steps = reader.num_steps()
+        processes = Processes(number, config, self._ranks)
+        self._readers.append(processes)
+        try:
+            for epoch in range(MANY_EPOCHS):
+                yield from processes.episodes(self._local, epoch, 0, num_steps)
+        finally:
+            processes.close()
+
     def _prepared(self, batch: TaskBatch) -> Any:
         return self._local.exchange.prepared(self._local.learner.arrange(batch))
 
     def arranged(self, batches: Iterator[TaskBatch]) -> Batches:
         sources: dict[str, Batches] = {
             f"threads = {n}": mapped_ahead(self._prepared, self._stored(n), n, self._waited)
-            for n in self._threads
+            for n in self._feeds.threads
         }
+        sources |= {f"processes = {n}": self._from_processes(n) for n in self._feeds.processes}
         some = itertools.islice(mapped_ahead(self._prepared, self._stored(1), 1), 16)
         sources[FED] = itertools.cycle(list(some))
         for turn in range(self._turns):
@@ -225,7 +248,9 @@ def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, fl
     dataset = open_dataset(config.data.path)
     split = dataset.splits["train"]
     order = EpisodeOrder(
-        split.blocks.num_episodes_X, OrderConfig(TASKS), bundle_tasks=split.blocks.bundle_tasks
+        split.blocks.num_episodes_X,
+        OrderConfig(config.data.tasks_per_step),
+        bundle_tasks=split.blocks.bundle_tasks,
     )
     blocks = [dataset.read_block("train", block) for block in range(split.num_blocks)]
     spent_s = [0.0] * len(PARTS)
@@ -248,11 +273,11 @@ def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, fl
     return dict(zip(PARTS, per_batch, strict=True))
 
 
-def run(folder: Path, threads: list[int], quick: bool, rounds: int) -> dict[str, Any]:
+def run(folder: Path, tasks: int, ways: Ways, quick: bool, rounds: int) -> dict[str, Any]:
     """Print and return all figures."""
-    (folder / "train.toml").write_text(CONFIG)
+    (folder / "train.toml").write_text(CONFIG.format(tasks=tasks))
     data = write_data(folder, 8_000 if quick else 40_000)
-    num_steps = rounds * (1 + len(threads)) * TURN
+    num_steps = rounds * (1 + len(ways.threads) + len(ways.processes)) * TURN
     keys = [f"data.path={data}", f"run.dir={folder / 'run'}", f"run.max_steps={num_steps}"]
     config = load_config(folder / "train.toml", keys)
     ranks = start_ranks("cpu", 300)
@@ -261,7 +286,7 @@ def run(folder: Path, threads: list[int], quick: bool, rounds: int) -> dict[str,
     def agent(config: TrainConfig, feed: Any, sharded: Any, ranks: Any, stop: Any) -> Agent:
         local = local_learner(sharded)
         parts.update(parts_of_a_batch(config, local))
-        turns.append(Turns(config, local, threads, rounds))
+        turns.append(Turns(config, local, ranks, ways, rounds))
         return turns[0]
 
     parts: dict[str, float] = {}
@@ -294,12 +319,15 @@ def run(folder: Path, threads: list[int], quick: bool, rounds: int) -> dict[str,
 
 
 def main() -> int:
-    options = make_parser(__doc__ or "").parse_args()
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--tasks", type=positive_int, default=128, help="of a step")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rounds = options.rounds or (6 if options.quick else 20)
     with tempfile.TemporaryDirectory(prefix="feed-") as name:
-        figures = run(Path(name), [1] if options.quick else [1, 2, 4], options.quick, rounds)
-    finish("feed", {**figures, **environment()})
+        ways = Ways([1], [2]) if options.quick else Ways([1, 2, 4], [1, 2, 4])
+        figures = run(Path(name), options.tasks, ways, options.quick, rounds)
+    finish("feed", {"tasks": options.tasks, **figures, **environment()})
     return 0
 
 

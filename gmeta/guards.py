@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes, Inputs
+from gmeta.batches.transfer import mapped
 from gmeta.errors import GMetaError
 from gmeta.files.whole import whole_file
 from gmeta.parallel.ranks import Ranks, any_rank_later, gather_to_first, value_of_first
@@ -152,6 +153,8 @@ def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
     # Without the fetch: what is under way between ranks cannot lie in a file.
     alone = [replace(part, plan=None, fetch=None) for part in parts]
     on_host = [part.to(torch.device("cpu")) for part in alone]
+    # In memory of their own: a file takes no tensors of several kinds from one block.
+    on_host = [mapped(part, torch.clone) for part in on_host]
     with whole_file(path) as file:
         torch.save(on_host, file)
 

@@ -7,11 +7,11 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 Shape suffixes: N rows, U fetched rows, P distinct (task, row) pairs, D embedding width.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,14 +24,8 @@ from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
 from gmeta.adaptation.learned import NOTHING_LEARNED
 from gmeta.adaptation.plan import AdaptationPlan
-from gmeta.batches.episodes import (
-    Episodes,
-    plain_rows,
-    side_lengths,
-    support_and_query,
-    task_groups,
-)
-from gmeta.batches.for_fused import padded_tasks, similar_tasks
+from gmeta.batches.arranging import Arranging
+from gmeta.batches.episodes import Episodes, support_and_query
 from gmeta.batches.graphs import Capture, Graphs
 from gmeta.batches.groups import GROUP_WORK, least_gain
 from gmeta.batches.item_statistics import ItemStatistics
@@ -109,7 +103,8 @@ class MetaLearner(nn.Module):
             model.requires_grad_(False)
             self.projections.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
-        self._is_plain = self._config.name == PLAIN
+        # What no epoch of a run is: whoever begins none adapts from the first batch on.
+        self._epoch = sys.maxsize
         self.in_buckets = False  # whether batches are arranged in few shapes: batches/buckets.py
         self._graphs: Graphs | None = None
         self._fused_loop: FusedLoop | None = None
@@ -156,32 +151,28 @@ class MetaLearner(nn.Module):
         """Arrange batches as this epoch of a run asks, counted from 0: for plain training in the
         first ones, if the config says so.
         """
-        self._is_plain = self._config.name == PLAIN or epoch < self._config.plain_epochs
+        self._epoch = epoch
 
     def arrange(self, batch: TaskBatch) -> Episodes:
         """Return what `forward` takes, from a batch on the host."""
-        if self.items is not None:
-            batch = self.items.widened(batch, to_train=True)
-        batch = self.statistics.widened(batch)
-        if self._is_plain:
-            return plain_rows(batch, kind_of_device(self.model))
+        return self.arranging().arranged(batch, self._epoch)
+
+    def arranging(self) -> Arranging:
+        """Return how it takes batches, without its weights."""
+        layout, device = None, kind_of_device(self.model)
         if self._fused_loop is not None and self._query_loss is not None:
             layout = self._fused_loop.layout(self._query_loss.second_order, self.in_buckets)
-            groups = similar_tasks(batch, layout)
-            # Without a support row in the whole batch nothing adapts, and the fused loop has no
-            # rectangle.
-            if any(group.support_rows for group in groups):
-                return padded_tasks(batch, groups, layout)
-        device = kind_of_device(self.model)
-        gain = least_gain(GROUP_WORK, device, self._plan.num_weights)
-        episodes = task_groups(batch, bool(self._config.adapt_embeddings), gain, device)
-        if self._algorithm.learns_from == "support":
-            support_T, query_T = side_lengths(batch)
-            # Reptile's terms are tasks with support rows; a loss is shown of those with query rows,
-            # too.
-            num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)
-            episodes = replace(episodes, num_terms=int(num_terms), num_shown=int(num_shown))
-        return episodes
+        return Arranging(
+            device=device,
+            items=None if self.items is None else self.items.of_folds(),
+            statistics=self.statistics,
+            is_plain=self._config.name == PLAIN,
+            plain_epochs=self._config.plain_epochs,
+            layout=layout,
+            rows_per_task=bool(self._config.adapt_embeddings),
+            least_gain=least_gain(GROUP_WORK, device, self._plan.num_weights),
+            learns_from_support=self._algorithm.learns_from == "support",
+        )
 
     def with_items(self, batch: TaskBatch) -> TaskBatch:
         """Return a batch to predict with what training rows say of its rows' values."""

@@ -12,9 +12,8 @@ from typing import Any, final
 from torch import Tensor
 
 from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
-from gmeta.batches.labels import check_first_labels, kinds_of, labels_checked
+from gmeta.batches.labels import check_first_labels
 from gmeta.build import all_plugins_of, build
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.loader import restore_replaced
@@ -23,7 +22,8 @@ from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.feeds.agent import open_agent
-from gmeta.feeds.source import open_feed
+from gmeta.feeds.arranged import arranged_batches
+from gmeta.feeds.source import open_feed, told_of
 from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
 from gmeta.hooks.run_hooks import RunHooks
@@ -35,7 +35,7 @@ from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
-from gmeta.parallel.together import by_first, no_tasks, stopping_if_wrong, why_stopped
+from gmeta.parallel.together import by_first, no_tasks, why_stopped
 from gmeta.prequential import forecast
 from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment
@@ -99,7 +99,7 @@ class TrainingRun:
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_feed(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
-        self._told_at_start += self._beginning.told
+        self._told_at_start += self._beginning.told + told_of(config.data)
         # Of this dataset, whatever weights the run begins with.
         items = self._learner.items
         self._told_at_start += take_item_statistics(items, config, self._dataset, ranks)
@@ -166,21 +166,17 @@ class TrainingRun:
 
         stored batches -> augmented -> arranged episodes -> announced to all ranks -> a step.
         """
-        config, features, progress = self._config, self._dataset.features, self._progress
-        stored = self.feed.batches(progress.epoch, progress.epoch_step)
-        kinds = kinds_of(config, self._dataset)
-        self._learner.begin_epoch(progress.epoch)  # what `arrange` makes of its batches
-        batches = augmented(
-            labels_checked(stored, kinds, self._dataset, config.data.train_split),
-            config.augment,
-            features,
-            config.run.seed,
-            progress.epoch,
-            progress.epoch_step,
-        )
         for episodes, totals in in_step(
-            self._agent.arranged(stopping_if_wrong(batches, features, stop)),
-            self._learner.arrange(no_tasks(features)),
+            arranged_batches(
+                self._config,
+                self._dataset,
+                self.feed,
+                self._agent,
+                local_learner(self._sharded),
+                self._progress,
+                stop,
+            ),
+            self._learner.arrange(no_tasks(self._dataset.features)),
             self._ranks,
             stop,
             self._sharded,

@@ -39,17 +39,23 @@ def augmented(
     first_step: int,
 ) -> Iterator[TaskBatch]:
     """Return the batches of an epoch's steps from `first_step` on, as training takes them."""
-    dropped_B = np.array(
-        [not config.oov_tables or table.name in config.oov_tables for table in features.tables]
-    )
     for step, batch in enumerate(batches, start=first_step):
-        if config.resplit_support:
-            batch = resplit(
-                batch, config.min_support_share, config.max_support_share, mixed_key(seed, epoch)
-            )
-        if config.oov_dropout > 0.0:
-            batch = drop_ids(batch, config.oov_dropout, dropped_B, mixed_key(seed, epoch, step))
-        yield batch
+        yield augmented_batch(batch, config, features, seed, epoch, step)
+
+
+def augmented_batch(
+    batch: TaskBatch, config: AugmentConfig, features: Features, seed: int, epoch: int, step: int
+) -> TaskBatch:
+    """Return the batch of one step of an epoch as training takes it."""
+    if config.resplit_support:
+        shares = config.min_support_share, config.max_support_share
+        batch = resplit(batch, *shares, mixed_key(seed, epoch))
+    if config.oov_dropout > 0.0:
+        dropped_B = np.array(
+            [not config.oov_tables or table.name in config.oov_tables for table in features.tables]
+        )
+        batch = drop_ids(batch, config.oov_dropout, dropped_B, mixed_key(seed, epoch, step))
+    return batch
 
 
 def check_augment(config: AugmentConfig, features: Features) -> None:

@@ -168,22 +168,22 @@ class Episodes:
 
 def episodes_moved(parts: tuple[Episodes, ...], device: torch.device) -> tuple[Episodes, ...]:
     """Return the parts of a step on a device, in one copy if `episodes_packed` made them."""
-    return _with_trees(parts, sent(_trees(parts), device))
+    return with_trees(parts, sent(trees_of(parts), device))
 
 
 def episodes_packed(parts: tuple[Episodes, ...]) -> tuple[Episodes, ...]:
     """Return the parts of a step in one block of pinned memory."""
-    return _with_trees(parts, packed(_trees(parts)))
+    return with_trees(parts, packed(trees_of(parts)))
 
 
-def _trees(parts: tuple[Episodes, ...]) -> list[Any]:
+def trees_of(parts: tuple[Episodes, ...]) -> list[Any]:
     """Return what a device needs of the parts of a step; the first one has the plan of all."""
     plan = parts[0].plan
     return [*(part.held for part in parts), *([] if plan is None else [plan.numbers])]
 
 
-def _with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
-    """Return the parts of a step with these in place of `_trees`."""
+def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
+    """Return the parts with these in place of what `trees_of` returns."""
     plan = parts[0].plan
     plans = [plan if plan is None else RowPlan(plan.known, trees[-1])] + [None] * len(parts)
     return tuple(

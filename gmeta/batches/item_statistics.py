@@ -147,20 +147,28 @@ class ItemStatistics(nn.Module):
         Raises:
             ValueError: it is to train, and nobody took the sums of the training split.
         """
+        if to_train:
+            of_folds = self.of_folds()
+            return batch if of_folds is None else of_folds.widened(batch)
         if not self.width:
             return batch
         found = []
         for index, column in enumerate(self._columns):
             row_E, id_E = _entries(batch, column)
-            if to_train:
-                if self._without_fold is None:
-                    raise ValueError("the statistics of items were not taken from training rows")
-                values_E2 = self._without_fold[index][_fold_N(batch)[row_E], id_E]
-            else:
-                values_E2 = self._values_V2(index)[id_E]
-            found.append(_means_N2(row_E, id_E, values_E2, batch.num_rows))
-        of_rows = torch.from_numpy(np.concatenate(found, axis=1)).to(batch.dense_NK.dtype)
-        return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
+            found.append(_means_N2(row_E, id_E, self._values_V2(index)[id_E], batch.num_rows))
+        return _widened(batch, found)
+
+    def of_folds(self) -> FoldStatistics | None:
+        """Return what rows that the model trains on are told; None where there are no columns.
+
+        Raises:
+            ValueError: nobody took the sums of the training split.
+        """
+        if not self.width:
+            return None
+        if self._without_fold is None:
+            raise ValueError("the statistics of items were not taken from training rows")
+        return FoldStatistics(self._columns, self._without_fold)
 
     def of_ids(self, ids_NF: Tensor, ids_NML: Tensor, lengths_NM: Tensor) -> Tensor:
         """Return what all training rows say of rows to predict [N, width], in tensors alone; their
@@ -213,6 +221,29 @@ class ItemStatistics(nn.Module):
             buffers = (self.get_buffer(_buffer(at)) for at in range(len(self._columns)))
             self._on_host = [buffer.cpu().numpy() for buffer in buffers]
         return self._on_host[index]
+
+
+@dataclass(frozen=True)
+class FoldStatistics:
+    """What the rows of the other folds say of a training row's values."""
+
+    columns: tuple[_Column, ...]
+    without_fold: list[npt.NDArray[np.float32]]  # of each [K, V, 2]
+
+    def widened(self, batch: TaskBatch) -> TaskBatch:
+        """Return the batch with these of each row behind its dense columns."""
+        fold_N, found = _fold_N(batch), []
+        for column, values_KV2 in zip(self.columns, self.without_fold, strict=True):
+            row_E, id_E = _entries(batch, column)
+            values_E2 = values_KV2[fold_N[row_E], id_E]
+            found.append(_means_N2(row_E, id_E, values_E2, batch.num_rows))
+        return _widened(batch, found)
+
+
+def _widened(batch: TaskBatch, found: list[npt.NDArray[np.float32]]) -> TaskBatch:
+    """Return the batch with these [N, 2] of each column behind its dense columns."""
+    of_rows = torch.from_numpy(np.concatenate(found, axis=1)).to(batch.dense_NK.dtype)
+    return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
 
 
 def _buffer(index: int) -> str:

@@ -104,11 +104,18 @@ def laid_out(tree: T) -> tuple[Layout[T], list[tuple[Place, Tensor]]]:
     return Layout(in_places, end), list(found.values())
 
 
-def packed(trees: Sequence[Any], pin_memory: bool = True) -> list[Packed[Any]]:
-    """Return copies of trees, one behind the other in one block of pinned memory."""
+def packed(
+    trees: Sequence[Any], pin_memory: bool = True, memory: Callable[[int], Tensor] | None = None
+) -> list[Packed[Any]]:
+    """Return copies of trees, one behind the other in one block of pinned memory, or in the memory
+    that is given for so many bytes.
+    """
     laid = [laid_out(tree) for tree in trees]
     num_bytes = sum(layout.num_bytes for layout, _ in laid)
-    whole = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    if memory is None:
+        whole = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    else:
+        whole = memory(num_bytes)
     start, found = 0, []
     for layout, tensors in laid:
         one: Packed[Any] = Packed(whole, start, layout)

@@ -6,6 +6,7 @@ from typing import final
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
+from gmeta.feeds.processes import Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
@@ -31,8 +32,11 @@ class StaticFeed(Feed):
                 f"episodes in {split.num_blocks:,} blocks do not fill one. Lower "
                 "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
             )
-        if is_fresh:
-            self._reader.prefetch(epoch=0)  # while the model and the run folder are made ready
+        # Both while the model and the run folder are made ready.
+        number = number_of_processes(config.data.processes, ranks.device)
+        self.processes = Processes(number, config, ranks) if number else None
+        if is_fresh and self.processes is None:
+            self._reader.prefetch(epoch=0)
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         """Read this rank's share of each step, in the order that the seed gives."""
@@ -57,8 +61,15 @@ class StaticFeed(Feed):
     @property
     def wait_s(self) -> float:
         """Return the seconds that steps waited for the reader."""
-        return self._reader.wait_s
+        return self._reader.wait_s if self.processes is None else self.processes.wait_s
 
     def close(self) -> None:
-        """End the reader's threads."""
+        """End the reader's threads, or processes."""
         self._reader.close()
+        if self.processes is not None:
+            self.processes.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        super().__exit__(kind, *rest)
+        if self.processes is not None:
+            self.processes.close()  # after an error, too: they are to wait for nobody

@@ -24,8 +24,9 @@ from torchrec.distributed import DistributedModelParallel
 from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import add_over_ranks
 from gmeta.parallel.sharding import local_learner
+from gmeta.tables.given import GivenRows
 from gmeta.tables.groups import table_groups
-from gmeta.tables.updates import FastGroup, GivenRows, row_numbers_N, summed_by_row
+from gmeta.tables.updates import FastGroup, row_numbers_N, summed_by_row
 
 # As in torch.nn.utils.clip_grad_norm_, whose results these are.
 NORM_EPSILON = 1e-6

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from gmeta.errors import GMetaError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
@@ -9,6 +10,8 @@ from gmeta.parallel.stopping import Stop
 from metaio.errors import MetaIOError
 from metaio.format.features import Features
 from metaio.read.batch import TaskBatch, empty_batch
+
+T = TypeVar("T")
 
 
 def by_first(work: Callable[[], object], ranks: Ranks) -> None:
@@ -49,13 +52,18 @@ def stopping_if_wrong(
     """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
     asks all ranks to stop before its step; `raise_first_problem` is to follow.
     """
+    return idle_if_wrong(batches, no_tasks(features), stop)
+
+
+def idle_if_wrong(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
+    """Do as `stopping_if_wrong` with batches in any form, of which `idle` is one without tasks."""
     try:
         yield from batches
         return
     except (GMetaError, MetaIOError, OSError) as error:
         stop.problem, stop.asked = error, True
     while True:  # a rank without a batch would count as one whose data has run out
-        yield no_tasks(features)
+        yield idle
 
 
 def no_tasks(features: Features) -> TaskBatch:

@@ -3,15 +3,13 @@
 fbgemm's CPU backward spends 600 to 1,600 ns a row, which makes a whole step more than twice as long
 (benchmarks/torchrec_step.py), and its CUDA kernels need a build for the CUDA at hand.
 
-Shape suffixes: N rows given out (ids may repeat), A rows given out again, U distinct rows, R rows
-of all tables, F features, D embedding width.
+Shape suffixes: N rows given out (ids may repeat), U distinct rows, R rows of all tables, F
+features, D embedding width.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +17,9 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 
+from gmeta.tables.given import GivenRows, Ints, Repeats
 from gmeta.tables.plain import PlainTables
 
-Ints = npt.NDArray[np.int64]
 # Group, distinct rows [U] and their gradients [U, D].
 Update = Callable[["FastGroup", Tensor, Tensor], None]
 
@@ -77,35 +75,6 @@ class _HostRows(_Rows):
 
     def _whole(self, values_UD: Tensor) -> npt.NDArray[Any]:
         return values_UD.numpy().view(self._row)[:, 0]
-
-
-class _Merge(NamedTuple):
-    """How the gradients of rows that stand several times become one: to those at `once`, which are
-    of `row`, those at `again` are added, each to the one in place `into`.
-    """
-
-    once_U: Tensor
-    row_U: Tensor
-    again_A: Tensor
-    into_A: Tensor
-
-
-@dataclass(frozen=True)
-class GivenRows:
-    """The rows that a group gives out in a step, by their numbers among those of all its tables."""
-
-    row_N: Tensor
-    merge: _Merge | None  # None: no row stands twice
-
-    def summed(self, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
-        if self.merge is None:
-            return self.row_N, grad_ND
-        summed_UD = grad_ND.index_select(0, self.merge.once_U)
-        again_AD = grad_ND.index_select(0, self.merge.again_A)
-        # Only the rows that stand again are added: of popular ids few, where all would be a pass
-        # over every gradient.
-        return self.merge.row_U, summed_UD.index_add_(0, self.merge.into_A, again_AD)
 
 
 def _sgd(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None:
@@ -184,32 +153,11 @@ class FastGroup:
         # What becomes of the gradients [N, D] of given rows; clipping holds them back.
         self.take: Callable[[GivenRows, Tensor], None] = self.update
         self._update_rows = UPDATES[tables.optimizer]
-        # The last place of each row among those given out: written before it is read.
-        self._last_R: npt.NDArray[np.int32] | None = None
-        self._lock = threading.Lock()  # several threads may make batches ready
+        self.repeats = Repeats(len(self.rows.values_RD))
 
     def given(self, row_N: Ints) -> GivenRows:
-        """Return these rows as `update` takes them, on the host: there it is known without waiting
-        for a device which of them stand several times. One rank alone may ask so, too: the blocks
-        of a batch each bring their ids.
-        """
-        rows = torch.from_numpy(row_N)
-        # In a tenth of the time of `summed_by_row`, which sorts: again a fifth of a step.
-        place_N = np.arange(row_N.size, dtype=np.int32)
-        with self._lock:
-            if self._last_R is None:
-                self._last_R = np.empty(len(self.rows.values_RD), np.int32)
-            # Of equal indices numpy keeps the last, so a row's last place wins; never cleared,
-            # since only places that were just written are read.
-            self._last_R[row_N] = place_N
-            last_N = self._last_R.take(row_N)
-        again_A = np.flatnonzero(last_N != place_N)
-        if not again_A.size:
-            return GivenRows(rows, None)
-        once_U = np.flatnonzero(last_N == place_N)
-        into_A = np.searchsorted(once_U, last_N.take(again_A))
-        numbers = once_U, row_N.take(once_U), again_A, into_A
-        return GivenRows(rows, _Merge(*map(torch.from_numpy, numbers)))
+        """Return these rows as `update` takes them, see Repeats."""
+        return self.repeats.given(row_N)
 
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
         """Copy rows, by their numbers among those of all tables, into `rows_ND`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -176,12 +176,22 @@ class BatchReader(_PipelineReader):
             return started[1]
         return self._pipeline.run(self._plans(epoch, first_step), look_ahead=True)
 
+    def batches_of_steps(self, steps: Iterable[tuple[int, int]]) -> Generator[TaskBatch]:
+        """Yield the batch of each of these steps, given as epoch and step; `state_dict` knows
+        nothing of them. For processes that share the steps of a rank.
+        """
+        return self._pipeline.run(self._plans_of(steps), look_ahead=True)
+
     def _plans(self, epoch: int, first_step: int) -> Iterator[Plan]:
         """Yield the plans of an epoch; no more of it is planned than is read ahead."""
-        order = self._order(epoch)
-        for step in range(first_step, order.num_steps):
-            parts = order.step(step, self._rank, self._world_size)
-            yield [(self._split.name, part) for part in parts]
+        return self._plans_of((epoch, step) for step in range(first_step, self.num_steps(epoch)))
+
+    def _plans_of(self, steps: Iterable[tuple[int, int]]) -> Iterator[Plan]:
+        for epoch, of_epoch in groupby(steps, key=itemgetter(0)):
+            order = self._order(epoch)
+            for _, step in of_epoch:
+                parts = order.step(step, self._rank, self._world_size)
+                yield [(self._split.name, part) for part in parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins; what was prefetched but not handed out counts as

@@ -11,10 +11,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from gmeta.batches.accumulate import Arranged
     from gmeta.batches.episodes import RowPlan
+    from gmeta.parallel.exchange.planning import Planner
 
 
 class Exchange(ABC):
     """Brings the rows that episodes need."""
+
+    planner: "Planner"  # what it does in front of a step, another process can do with it, too
 
     def __init__(self) -> None:
         # Of this rank's rows in the last backward, on the device: finite where the gradient was.
@@ -31,9 +34,9 @@ class Exchange(ABC):
         """
         return episodes.planned(self.plan(episodes)).packed()
 
-    @abstractmethod
     def plan(self, episodes: "Arranged") -> "RowPlan":
         """Return which rows these episodes, which are on the host, need of each rank."""
+        return self.planner.plan(episodes)
 
     @abstractmethod
     def announce(self, episodes: "Arranged") -> "Arranged":

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.parallel.transport.transport import Swap, Transport
-from gmeta.tables.updates import FastGroup, GivenRows
+from gmeta.tables.given import GivenRows
+from gmeta.tables.updates import FastGroup
 
 FLOAT16_MAX = 65_504.0
 
@@ -33,8 +34,8 @@ class RowSwap:
         device: torch.device,
         wire_dtype: torch.dtype | None,
         given_G: Sequence[GivenRows],
-        counts_WG: list[list[int]],
-        num_asked: list[int],
+        counts_WG: Sequence[Sequence[int]],
+        num_asked: Sequence[int],
         saw_gradient: Callable[[Tensor], None],
     ) -> None:
         self.groups, self.given_G = groups, given_G
@@ -78,8 +79,8 @@ class RowSwap:
     def send(
         self,
         values: Tensor,
-        given: list[int],
-        asked: list[int],
+        given: Sequence[int],
+        asked: Sequence[int],
         taken: Tensor | None = None,
         scale: float = 1.0,
     ) -> Swap:

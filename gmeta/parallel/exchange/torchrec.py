@@ -11,9 +11,10 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
-from gmeta.batches.episodes import RowFetch, RowPlan
+from gmeta.batches.episodes import RowFetch
 from gmeta.batches.transfer import unpacked
 from gmeta.parallel.exchange.exchange import Exchange
+from gmeta.parallel.exchange.planning import IdsPlanner
 
 if TYPE_CHECKING:
     from gmeta.batches.accumulate import Arranged
@@ -29,10 +30,7 @@ class TorchRecExchange(Exchange):
         self._tables = tables
         self._names = names
         self._device = device
-
-    def plan(self, episodes: "Arranged") -> RowPlan:
-        """Return the ids as the device needs them: TorchRec sorts them there."""
-        return RowPlan(None, (episodes.unique_ids_U, episodes.unique_lengths_B))
+        self.planner = IdsPlanner()
 
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Start TorchRec's distribution of the ids, and return the episodes with it under way."""

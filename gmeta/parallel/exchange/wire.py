@@ -14,7 +14,7 @@ then this one; S shards that it holds, G groups of tables that these are in, D e
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +27,13 @@ from gmeta.batches.episodes import RowFetch, RowPlan
 from gmeta.batches.transfer import moved, unpacked
 from gmeta.internals import TableKernel, table_kernels
 from gmeta.parallel.exchange.exchange import Exchange
-from gmeta.parallel.exchange.routes import Ints, Routes, Shard
+from gmeta.parallel.exchange.planning import Given, Known, WirePlanner
+from gmeta.parallel.exchange.routes import Routes, Shard
 from gmeta.parallel.exchange.row_swap import RowSwap
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Swap
 from gmeta.tables.sharding import WireDtype
-from gmeta.tables.updates import FastGroup, GivenRows
+from gmeta.tables.updates import FastGroup
 from gmeta_models.table_projections import filled_UD
 
 KINDS = ("row_wise", "table_wise", "column_wise")
@@ -41,6 +42,8 @@ WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 class WireExchange(Exchange):
     """Fetches rows by one AlltoAll each way; their gradients update the shards that hold them."""
+
+    planner: WirePlanner
 
     def __init__(
         self,
@@ -72,30 +75,13 @@ class WireExchange(Exchange):
         # Shards of one group stand together, because a group serves one kind of sharding
         # and one width.
         self.groups = list(dict.fromkeys(group for group, _ in mine))
-        self.is_of_group_SG = np.array(
+        is_of_group_SG = np.array(
             [[group is other for other in self.groups] for group, _ in mine], np.int64
         ).reshape(len(mine), len(self.groups))
-        # Of this rank's shards, once for every rank that asks.
-        self.first_row_WS = np.tile(np.array([row for _, row in mine], np.int64), ranks.world_size)
+        repeats = [group.repeats for group in self.groups]
+        firsts = [row for _, row in mine]
+        self.planner = WirePlanner(self.routes, firsts, is_of_group_SG, repeats, ranks.world_size)
         self.columns_S = np.array([s.num_columns for s in own], np.int64)
-
-    def plan(self, episodes: Arranged) -> RowPlan:
-        """Sort the ids by the rank that holds their rows. Where no other rank is there to ask for
-        rows, it is known as well which this one gives out.
-        """
-        asked = self.routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
-        given = None
-        if self.ranks.world_size == 1:
-            given = self.given(asked.counts_S[np.newaxis], asked.row_of_shard)
-        known = _Known(
-            asked.counts_S,
-            asked.row_of_shard,
-            (asked.counts_S @ self.routes.is_of_peer_SW).tolist(),
-            (asked.counts_S @ self.routes.columns_SW).tolist(),
-            None if given is None else given.counts_WG,
-        )
-        rows_G = None if given is None else given.rows_G
-        return RowPlan(known, (asked.place_U, asked.id_U, rows_G))
 
     def announce(self, episodes: Arranged) -> Arranged:
         """Sort the ids by the rank that holds their rows and tell each rank how many it is to send;
@@ -107,58 +93,24 @@ class WireExchange(Exchange):
         assert there.plan is not None
         return there.fetched_by(_WireFetch(self, there.plan))
 
-    def given(self, counts_WS: Ints, ids: Tensor) -> "_Given":
-        """Return the rows that this rank gives out, by the ids that each rank asks of its shards:
-        so many of each.
-        """
-        row_N = np.repeat(self.first_row_WS, counts_WS.reshape(-1))
-        # Ids travel as rows of a shard; here they become rows of the group that holds it.
-        row_N += ids.numpy()
-        counts_WG = counts_WS @ self.is_of_group_SG
-        if len(self.groups) > 1:
-            num_ranks, num_groups = counts_WG.shape
-            group_N = np.repeat(np.tile(np.arange(num_groups), num_ranks), counts_WG.ravel())
-            row_GN = [row_N[group_N == index] for index in range(num_groups)]
-        else:
-            row_GN = [row_N] * len(self.groups)
-        pairs = zip(self.groups, row_GN, strict=True)
-        return _Given(counts_WG.tolist(), tuple(group.given(rows) for group, rows in pairs))
-
-
-class _Known(NamedTuple):
-    """What the host knows of a step's exchange before any message."""
-
-    counts_S: Ints  # ids asked for, shard by shard in the order of the wire
-    row_of_shard: Tensor  # these ids
-    ids_W: list[int]  # asked of each rank
-    values_W: list[int]  # that it gives for them
-    given_WG: list[list[int]] | None  # rows of each group that each rank asks of this one
-
-
-class _Given(NamedTuple):
-    """The rows of each group that a rank gives out, rank by rank, and how many to each."""
-
-    counts_WG: list[list[int]]
-    rows_G: tuple[GivenRows, ...]
-
 
 class _WireFetch(RowFetch):
     """One step's exchange, as one rank sees it."""
 
     def __init__(self, exchange: WireExchange, plan: RowPlan) -> None:
         self._exchange = exchange
-        self._known: _Known = plan.known
+        self._known: Known = plan.known
         self._swap: Swap | None = None  # what is under way: the counts, then the ids
         self._rows: RowSwap | None = None
         # Where each id's row comes to stand, on the device.
         self._place_U, self._id_U, rows_G = unpacked(plan.numbers)
-        self._given: _Given | None = None
+        self._given: Given | None = None
         if self._known.given_WG is not None:
-            self._given = _Given(self._known.given_WG, rows_G)
+            self._given = Given(self._known.given_WG, rows_G)
             return
         routes = exchange.routes
         others = len(routes.of_peer) - 1
-        counts_S = self._known.counts_S
+        counts_S = self._known.counts_S.numpy()
         remote_counts_S, own_counts_S = np.split(counts_S, [len(counts_S) - routes.num_local])
         self._counts_WS = np.zeros((others + 1, routes.num_local), np.int64)
         self._counts_WS[-1] = own_counts_S
@@ -179,7 +131,9 @@ class _WireFetch(RowFetch):
         for counts_S, told in zip(self._counts_WS[:-1], self._swap.parts(), strict=True):
             counts_S[:] = told.numpy()
         self._swap = self._exchange.ranks.transport.swap(
-            self._remote_ids, self._known.ids_W[:-1], self._counts_WS[:-1].sum(axis=1).tolist()
+            self._remote_ids,
+            self._known.ids_W[:-1],
+            self._counts_WS[:-1].sum(axis=1).tolist(),
         )
 
     def look_up(self) -> None:
@@ -197,14 +151,14 @@ class _WireFetch(RowFetch):
             exchange.saw_gradient,
         )
 
-    def _asked_by_others(self) -> _Given:
+    def _asked_by_others(self) -> Given:
         """Wait for the ids that the others ask for, and return the rows to give, on the device."""
         if not self._sent:
             self.send()
         assert self._swap is not None
         ids = torch.cat([*self._swap.parts(), self._own_ids])
         self._swap = None
-        given = self._exchange.given(self._counts_WS, ids)
+        given = self._exchange.planner.given(self._counts_WS, ids)
         return given._replace(rows_G=moved(given.rows_G, self._exchange.ranks.device))
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
@@ -228,7 +182,7 @@ class _WireFetch(RowFetch):
         # Every shard has whole rows of one width: what arrived is the matrix already.
         if routes.is_even and not routes.cut_tables:
             return flat.view(-1, routes.widest)
-        values = flat.split_with_sizes((self._known.counts_S * routes.columns_S).tolist())
+        values = flat.split_with_sizes((self._known.counts_S.numpy() * routes.columns_S).tolist())
         whole: list[Tensor] = []
         parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
         for shard, is_cut, of_shard in zip(routes.shards, routes.is_cut_S, values, strict=True):

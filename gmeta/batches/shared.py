@@ -1,0 +1,46 @@
+"""An arranged batch on its way from one process to another: all its tensors in one block of memory
+that both see, and beside it where each of them stands.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.episodes import Episodes, trees_of, with_trees
+from gmeta.batches.transfer import Layout, Packed, packed
+
+
+class Told(NamedTuple):
+    """All that is to be known of a block: a few hundred numbers, which are pickled."""
+
+    num_bytes: int
+    trees: list[tuple[int, Layout[Any]]]  # what a device needs of each part: its start and layout
+    rest: tuple[int, Layout[tuple[Episodes, ...]]]  # what stays on the host: the parts without it
+    is_whole: bool  # the step is taken in one part
+
+
+def into_block(episodes: Episodes | MicroBatches, memory: Callable[[int], Tensor]) -> Told:
+    """Copy a batch on the host into the memory that is given for so many bytes."""
+    parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
+    trees = trees_of(parts)
+    rest = with_trees(parts, [None] * len(trees))
+    *found, last = packed([*trees, rest], memory=memory)
+    return Told(
+        last.whole.nbytes,
+        [(one.start, one.layout) for one in found],
+        (last.start, last.layout),
+        isinstance(episodes, Episodes),
+    )
+
+
+def out_of_block(told: Told, block: Tensor) -> Episodes | MicroBatches:
+    """Return the batch, whose tensors are views of a block with the same bytes; what a device needs
+    is `packed`.
+    """
+    start, layout = told.rest
+    for_device = block[:start]
+    trees = [Packed(for_device, *place) for place in told.trees]
+    parts = with_trees(layout.of(block[start:]), trees)
+    return parts[0] if told.is_whole else MicroBatches(parts)

@@ -1,0 +1,428 @@
+"""Batches that processes make beside a rank: those of the rank itself, to the bit; and how the
+processes end.
+"""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.augment import augmented
+from gmeta.batches.shared import into_block, out_of_block
+from gmeta.batches.transfer import unpacked
+from gmeta.build import build
+from gmeta.config import TrainConfig, load_config
+from gmeta.errors import GMetaError
+from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
+from gmeta.feeds.reader import open_reader
+from gmeta.feeds.shared_block import SharedBlock
+from gmeta.feeds.source import told_of
+from gmeta.feeds.training_sums import take_item_statistics
+from gmeta.feeds.worker import Work
+from gmeta.guards import load_batch, named_tensors, save_batch
+from gmeta.hooks.callback import Callback, Run
+from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
+from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
+from gmeta.train import train
+from metaio.errors import NoDatasetError
+from tests.distributed.harness import on_ranks
+from tests.waiting import PATIENCE_S, wait_until
+
+CONFIG = """
+[data]
+path = "{data}"
+tasks_per_step = 48
+[model]
+name = "melu"
+embedding_dim = 4
+hidden = [6]
+[algorithm]
+name = "maml"
+adapt_embeddings = false
+[run]
+dir = "{folder}/run"
+epochs = 3
+checkpoint_every_steps = 2
+log_every_steps = 1
+loggers = []
+"""
+STEPS = 5  # of an epoch: 200 tasks
+# What is drawn anew, told by other rows, cut in parts and plain at first, at once.
+EVERYTHING = [
+    "augment.resplit_support=true",
+    "augment.oov_dropout=0.3",
+    'item_features.columns=["item"]',
+    'support_features.columns=["genre", "tags"]',
+    "outer.accumulate_steps=2",
+    "algorithm.plain_epochs=1",
+    "run.shape_buckets=on",
+]
+KINDS = {
+    "fast loop": [],
+    "everything": EVERYTHING,
+    "general loop": ["algorithm.name=encoder"],
+    "rows that adapt": ["algorithm.adapt_embeddings=true", "algorithm.name=reptile"],
+    "plain": ["algorithm.name=none", "data.threads=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """This process, alone."""
+    yield start_ranks("cpu", timeout_s=PATIENCE_S)
+    stop_ranks()
+
+
+def config_of(data: Path, folder: Path, *keys: str) -> TrainConfig:
+    path = folder / "train.toml"
+    path.write_text(CONFIG.format(data=data, folder=folder))
+    return load_config(path, keys)
+
+
+def made_here(
+    config: TrainConfig, ranks: Ranks, rank: int, world_size: int, epoch: int, step: int
+) -> tuple[ShardedLearner, list[Any]]:
+    """The learner, and the batches from there to the end of the run, made in this process."""
+    dataset, learner = build(config)
+    local = local_learner(shard_learner(learner, dataset.features, config, ranks))
+    take_item_statistics(learner.items, config, dataset, ranks)
+    arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
+    found = []
+    with open_reader(config, dataset, "train", rank, world_size) as reader:
+        for at in range(epoch, config.run.epochs):
+            first = step if at == epoch else 0
+            learner.begin_epoch(at)
+            stored = reader.batches(at, first)
+            seed = config.run.seed
+            augmenting = augmented(stored, config.augment, dataset.features, seed, at, first)
+            arranged = map(arrange, augmenting)
+            found += [one.planned(local.exchange.plan(one)) for one in arranged]
+    return local, found
+
+
+def tensors(episodes: Any) -> list[tuple[str, torch.dtype, tuple[int, ...], list[float]]]:
+    """All of them, by their names, those that the exchange needs among them."""
+    parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
+    plan = parts[0].plan
+    named = list(named_tensors((tuple(replace(part, plan=None) for part in parts), plan.known)))
+    named += named_tensors(unpacked(plan.numbers), "numbers")
+    return [(name, one.dtype, tuple(one.shape), one.flatten().tolist()) for name, one in named]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("of", "place"), [(1, (0, 0)), (2, (0, 3)), (3, (1, 4))])
+def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
+    click_logs: Path, tmp_path: Path, ranks: Ranks, kind: str, of: int, place: tuple[int, int]
+) -> None:
+    config = config_of(click_logs, tmp_path, *KINDS[kind])
+    local, expected = made_here(config, ranks, 1, 2, *place)
+    assert len(expected) == 3 * STEPS - place[0] * STEPS - place[1]
+    how = pickle.loads(pickle.dumps((local.learner.arranging(), local.exchange.planner)))
+    works = [Work(config, *how, 1, 2, *place, index, of).made() for index in range(of)]
+    for number, wanted in enumerate(expected):
+        made_for, episodes = next(works[number % of])
+        assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
+        block = SharedBlock.make()
+        told = pickle.loads(pickle.dumps(into_block(episodes, block.first)))
+        there = SharedBlock(os.dup(block.fileno()))
+        assert tensors(out_of_block(told, there.first(told.num_bytes))) == tensors(wanted)
+        block.close()
+        there.close()
+    assert [next(made, None) for made in works] == [None] * of
+
+
+class EndsAWorker(Callback):
+    """Ends a process that makes batches, in the middle of training."""
+
+    def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
+        if run.step == 3:
+            os.kill(children()[-1], signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """The processes that this one has started."""
+    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    return sorted(map(int, listed.split()))
+
+
+def losses(config: TrainConfig) -> list[float]:
+    lines = map(json.loads, (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines]
+
+
+def trained(config: TrainConfig, ranks: Ranks) -> list[float]:
+    train(config, ranks)
+    return losses(config)
+
+
+def test_training_is_the_same_and_goes_on_in_the_middle_of_an_epoch(
+    click_logs: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    before = children()
+    expected = trained(
+        config_of(click_logs, tmp_path, f"run.dir={tmp_path}/threads", *EVERYTHING), ranks
+    )
+    keys = [*EVERYTHING, "data.processes=2"]
+    # Ends early, in the middle of an epoch; then goes on, to the end of the run.
+    assert trained(config_of(click_logs, tmp_path, *keys, "run.max_steps=7"), ranks) == expected[:7]
+    assert children() == before
+    assert trained(config_of(click_logs, tmp_path, *keys), ranks) == expected
+    assert children() == before
+
+
+def train_both(ranks: Ranks, configs: list[TrainConfig]) -> None:
+    for config in configs:
+        train(config, ranks)
+
+
+@pytest.mark.distributed
+def test_training_is_the_same_on_two_ranks(click_logs: Path, tmp_path: Path) -> None:
+    keys = [*EVERYTHING, "run.epochs=2"]
+    threads = config_of(click_logs, tmp_path, *keys, f"run.dir={tmp_path}/threads")
+    processes = config_of(click_logs, tmp_path, *keys, "data.processes=2")
+    on_ranks(2, train_both, [threads, processes])
+    assert losses(processes) == losses(threads)
+    assert len(losses(threads)) == 2 * STEPS
+
+
+class EndsAWorkerOfTheSecond(Callback):
+    """Ends a process that makes batches of rank 1, in the middle of training."""
+
+    def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
+        if run.step == 3 and torch.distributed.get_rank() == 1:
+            os.kill(children()[-1], signal.SIGKILL)
+
+
+def told_by(ranks: Ranks, config: TrainConfig) -> str:
+    try:
+        train(config, ranks)
+    except GMetaError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_a_killed_one_ends_the_run_on_all_ranks_with_the_same_words(
+    click_logs: Path, tmp_path: Path
+) -> None:
+    callback = f"run.callbacks=['{__name__}:EndsAWorkerOfTheSecond']"
+    keys = "data.processes=2", "data.tasks_per_step=4", callback
+    one, other = on_ranks(2, told_by, config_of(click_logs, tmp_path, *keys))
+    assert one == other
+    assert "that make the batches of rank 1, was ended by SIGKILL (exit code -9)" in one
+
+
+def episodes_of(processes: Processes, local: ShardedLearner) -> Iterator[Any]:
+    return processes.episodes(local, 0, 0, STEPS)
+
+
+def started(
+    click_logs: Path, folder: Path, ranks: Ranks, number: int
+) -> tuple[Processes, ShardedLearner]:
+    config = config_of(click_logs, folder, f"data.processes={number}")
+    dataset, learner = build(config)
+    sharded = shard_learner(learner, dataset.features, config, ranks)
+    return Processes(number, config, ranks), local_learner(sharded)
+
+
+def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
+    click_logs: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    # More steps than are made ahead.
+    keys = "data.processes=1", "data.tasks_per_step=4", f"run.callbacks=['{__name__}:EndsAWorker']"
+    config = config_of(click_logs, tmp_path, *keys)
+    with pytest.raises(GMetaError) as error:
+        train(config, ranks)
+    pid = str(error.value).split()[1].rstrip(",")
+    assert str(error.value) == (
+        f"process {pid}, one of data.processes = 1 that make the batches of rank 0, was ended by "
+        "SIGKILL (exit code -9). If memory ran out, lower data.processes, or set it to 0 for "
+        "threads; --resume goes on from the newest checkpoint"
+    )
+    assert len(losses(config)) >= 3
+    assert (Path(config.run.dir) / "checkpoints").exists()
+    assert int(pid) not in children()
+
+
+def test_ctrl_c_is_for_the_rank_alone(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
+    processes, local = started(click_logs, tmp_path, ranks, 1)
+    episodes = episodes_of(processes, local)
+    next(episodes)
+    for pid in children():
+        os.kill(pid, signal.SIGINT)
+    assert sum(one.num_rows > 0 for one in episodes) == STEPS - 1
+    processes.close()
+
+
+def test_what_one_cannot_read_is_told_as_the_rank_would(
+    click_logs: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    processes, local = started(click_logs, tmp_path, ranks, 2)
+    gone = config_of(tmp_path / "gone", tmp_path)
+    processes._config = gone
+    with pytest.raises(NoDatasetError) as expected:
+        build(gone)
+    with pytest.raises(NoDatasetError) as error:
+        next(episodes_of(processes, local))
+    assert str(error.value) == str(expected.value)
+    processes.close()
+
+
+def test_one_that_fails_writes_why_and_is_named(
+    click_logs: Path, tmp_path: Path, ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    processes, local = started(click_logs, tmp_path, ranks, 1)
+    pid = processes._workers[0].process.pid
+    local.exchange.planner = None  # type: ignore[assignment]
+    with pytest.raises(GMetaError) as error:
+        next(episodes_of(processes, local))
+    assert str(error.value) == (
+        f"process {pid}, one of data.processes = 1 that make the batches of rank 0, ended with "
+        "exit code 1; what it wrote stands above. If memory ran out, lower data.processes, or set "
+        "it to 0 for threads; --resume goes on from the newest checkpoint"
+    )
+    assert "AttributeError: 'NoneType' object has no attribute 'plan'" in capfd.readouterr().err
+    processes.close()
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from gmeta.parallel.ranks import start_ranks
+from tests.feeds.test_processes import episodes_of, started
+processes, local = started(Path(sys.argv[1]), Path(sys.argv[2]), start_ranks("cpu", 60), 2)
+next(episodes_of(processes, local))
+print(*[worker.process.pid for worker in processes._workers], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_they_end_with_a_rank_that_is_killed(
+    click_logs: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    command = [sys.executable, "-c", PARENT, str(click_logs), str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert len(pids) == 2
+        assert all(map(is_running, pids))
+        parent.kill()
+    wait_until(lambda: not any(map(is_running, pids)), "the end of both processes")
+
+
+def test_their_memory_has_no_name_and_goes_with_them(
+    click_logs: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    held = num_blocks()
+    processes, local = started(click_logs, tmp_path, ranks, 2)
+    episodes = episodes_of(processes, local)
+    first = tensors(next(episodes))
+    assert num_blocks() == held + 2 * BLOCKS
+    rest = list(map(tensors, episodes))
+    processes.close()
+    # What was taken is the rank's own.
+    assert len(rest) == STEPS - 1
+    assert first != rest[0]
+    assert num_blocks() == held
+
+
+def num_blocks() -> int:
+    """Count the blocks of shared memory that this process holds."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        link = Path(f"/proc/self/fd/{name}")
+        if link.is_symlink() and str(link.readlink()).startswith("/memfd:gmeta-batch"):
+            found.add(link.stat().st_ino)
+    return len(found)
+
+
+def test_a_block_grows_on_both_sides() -> None:
+    here = SharedBlock.make()
+    there = SharedBlock(os.dup(here.fileno()))
+    for size in (3, 5_000, 4_000, 1 << 20):
+        here.first(size).copy_(torch.arange(size) % 251)
+        assert torch.equal(there.first(size), (torch.arange(size) % 251).to(torch.uint8))
+    assert here.first(0).nbytes == 0
+    here.close()
+    # Who still holds it, has it.
+    assert int(there.first(1 << 20)[250]) == 250
+    there.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        # A process that nobody waits for any more is a zombie at most.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_are_not_used_where_shards_are_leased(click_logs: Path, tmp_path: Path) -> None:
+    config = config_of(click_logs, tmp_path, "data.processes=2", "data.source=service")
+    assert told_of(config.data) == [
+        "data.processes = 2 is not used: threads read and arrange, because with "
+        'data.source = "service" the share of a rank may change from step to step'
+    ]
+    assert told_of(config_of(click_logs, tmp_path, "data.processes=2").data) == []
+    assert told_of(config_of(click_logs, tmp_path, "data.source=service").data) == []
+
+
+def test_a_batch_that_came_in_one_block_can_be_saved(
+    click_logs: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    config = config_of(click_logs, tmp_path, "outer.accumulate_steps=2")
+    _, (wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
+    block = SharedBlock.make()
+    told = into_block(wanted, block.first)
+    save_batch(tmp_path / "bad.pt", out_of_block(told, block.first(told.num_bytes)))
+    saved = load_batch(tmp_path / "bad.pt")
+    for part, expected in zip(saved, wanted.parts, strict=True):
+        names = dict(named_tensors(replace(expected, plan=None)))
+        found = dict(named_tensors(part))
+        assert found.keys() == names.keys()
+        assert all(torch.equal(found[name], names[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "cores", "quota", "ranks", "number"),
+    [
+        (3, "cpu", 1, "", 1, 3),
+        (0, "cuda", 16, "", 1, 0),
+        (-1, "cpu", 16, "", 1, 0),
+        (-1, "cuda", 16, "", 1, 4),
+        (-1, "cuda", 16, "", 8, 1),
+        (-1, "cuda", 1, "", 1, 0),
+        (-1, "cuda", 16, "", 32, 0),
+        (-1, "cuda", 64, "max 100000", 8, 4),
+        (-1, "cuda", 64, "300000 100000", 1, 2),
+        (-1, "cuda", 64, "50000 100000", 1, 0),
+    ],
+)
+def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
+    asked: int,
+    device: str,
+    cores: int,
+    quota: str,
+    ranks: int,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if quota:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr("gmeta.feeds.processes._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert number_of_processes(asked, torch.device(device)) == number
