@@ -23,7 +23,6 @@ the scripts themselves. Each ends within 8 minutes and needs no network.
 import itertools
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -45,6 +44,7 @@ from _common import (
 )
 from _gpu_peers import HIDDEN, ROWS, STEPS, jax_on, jax_seconds, products_alone, vmap_step
 from _gpu_ranks import ranks_agree
+from _gpu_shapes import shapes_of_runs
 from _gpu_train import PARTS, trained
 from _learner import Step
 from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
@@ -52,10 +52,9 @@ from maml_step import INNER_LR, NUM_FEATURES, WIDTH, model_of
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches import groups
-from gmeta.batches.graphs import CudaCapture, shape_of
+from gmeta.batches.graphs import CudaCapture
 from gmeta.learner import MetaLearner
 from gmeta.numerics import autocast, choose_products
-from gmeta.rows.rectangles import PaddedTasks
 from metaio.read.batch import TaskBatch
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
@@ -183,27 +182,6 @@ def counted() -> list[dict[str, Any]]:
     return found
 
 
-def ragged_run(num_batches: int) -> dict[str, Any]:
-    """How many shapes the batches of a run have that arranges them in buckets, how many of the
-    batches have the twelve most frequent, and what share of the rows pads.
-    """
-    learner, shapes, shares = learner_of("maml", 1), Counter[Any](), []
-    learner.in_buckets = True
-    features = single_id_features(NUM_FEATURES, 100_000)
-    for number in range(num_batches):
-        sizes = [ragged_sizes(128, ROWS, 2 * number + side) for side in (1, 2)]
-        episodes = learner.arrange(random_batch(features, *sizes, seed=number))
-        assert isinstance(episodes.rows, PaddedTasks)
-        shapes[shape_of(episodes)] += 1
-        shares.append(episodes.rows.padded_share)
-    return {
-        "batches": num_batches,
-        "shapes": len(shapes),
-        "in_twelve": sum(count for _, count in shapes.most_common(12)) / num_batches,
-        "padded_share": round(sum(shares) / num_batches, 3),
-    }
-
-
 def counts(quick: bool) -> dict[str, Any]:
     """Print what steps ask of a GPU; return it."""
     if missing := missing_for_guard():
@@ -248,13 +226,14 @@ def counts(quick: bool) -> dict[str, Any]:
     print()
     table = [[name, *map(str, step.values())] for name, step in whole.items()]
     print_table(["step of gmeta train", "launches", "waits", "copies"], table)
-    run = ragged_run(20 if quick else 100)
     print()
-    print_table(list(run), [list(map(str, run.values()))])
+    learner = learner_of("maml", 1)
+    learner.in_buckets = True
+    shapes = shapes_of_runs(learner, 20 if quick else 400)
     return {
         "learner": {step.pop("case"): step for step in steps},
         "train": whole,
-        "ragged_run": run,
+        "shapes": shapes,
     }
 
 
