@@ -29,14 +29,14 @@ from gmeta.rows.rectangles import (
     Rectangle,
 )
 from gmeta.rows.sides import Side, Sides, TaskGroups
-from gmeta.rows.sparse_matrix import Bags, Scattered, SparseRows
+from gmeta.rows.sparse_matrix import Bags, Gathered, Scattered, SparseRows
 from gmeta.runs.progress import Progress
 
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
 # All classes that a saved batch is made of: torch loads no other.
 _SAVED = (
-    Bags, CommonFeatures, Episodes, Inputs, PaddedFeatures, PaddedHistory, PaddedRows, PaddedTasks,
-    Rectangle, RowLayout, Scattered, Side, Sides, SparseRows, TaskGroups,
+    Bags, CommonFeatures, Episodes, Gathered, Inputs, PaddedFeatures, PaddedHistory, PaddedRows,
+    PaddedTasks, Rectangle, RowLayout, Scattered, Side, Sides, SparseRows, TaskGroups,
 )  # fmt: skip
 
 

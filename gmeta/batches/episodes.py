@@ -183,13 +183,13 @@ def trees_of(parts: tuple[Episodes, ...]) -> list[Any]:
 
 
 def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
-    """Return the parts with these in place of what `trees_of` returns."""
+    """Return the parts of a step with these in place of what `trees_of` returns."""
     plan = parts[0].plan
-    if plan is not None:
-        plan = replace(plan, numbers=trees[-1])
-    changed = (replace(part, held=tree) for part, tree in zip(parts, trees, strict=False))
-    first, *rest = changed
-    return replace(first, plan=plan), *rest
+    plans = [plan if plan is None else RowPlan(plan.known, trees[-1])] + [None] * len(parts)
+    return tuple(
+        replace(part, held=tree, plan=own)
+        for part, tree, own in zip(parts, trees, plans, strict=False)
+    )
 
 
 def plain_rows(batch: TaskBatch, device: str) -> Episodes:

@@ -227,10 +227,17 @@ def _padded_features(
 def _pooled(
     batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
-    """Return bags of each row's features, single then multi-id; empty ones for a row of -1 and for
-    the history.
+    """Return bags of each row's features, single then multi-id; empty ones for the history, and
+    for a row of -1 but where all bags have one value: there it reads what any row does.
     """
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
+    if layout.in_buckets and not num_multi:
+        # What they read counts nothing, as nothing of theirs does, and a gather is the whole of it.
+        # Of many rows, not of one: what adds to one row waits for each other.
+        others_R = np.arange(len(rows_R)) % len(batch.positions_NF)
+        single_RF = batch.positions_NF.numpy()[np.where(rows_R >= 0, rows_R, others_R)]
+        index_V = torch.from_numpy(single_RF.ravel())
+        return Bags.single(index_V, num_rows, constant, layout.device)
     there_N = np.flatnonzero(rows_R >= 0)
     rows_N = rows_R[there_N]
     history = -1 if layout.history is None else layout.history
@@ -247,13 +254,13 @@ def _pooled(
         lengths_RC[there_N] = 1
     lengths = torch.from_numpy(lengths_RC.ravel())
     single_NF = batch.positions_NF.numpy()[rows_N]
+    if not num_multi:
+        single_V = torch.from_numpy(single_NF.ravel())
+        return Bags.of(single_V, lengths, None, num_rows, constant, device=layout.device)
     num_entries = 0
     if layout.in_buckets:
         num_values = VALUES.of(max(values_V.size, 1)) if pooled_M.size else 0
         num_entries = len(rows_R) * num_single + num_values
-    if not num_multi:
-        single_V = torch.from_numpy(single_NF.ravel())
-        return Bags.of(single_V, lengths, None, num_rows, constant, num_entries, layout.device)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     # In the order of rows, as gradients are added up: a row's embeddings lie side by side.

@@ -40,7 +40,8 @@ class OuterOptimizer(CombinedOptimizer):
             return kind(parameters, lr=outer.dense_lr, weight_decay=outer.weight_decay)
 
         self._dense = KeyedOptimizerWrapper(layers, dense)
-        super().__init__([sharded.fused_optimizer, self._dense])
+        self._tables = sharded.fused_optimizer
+        super().__init__([self._tables, self._dense])
         self._layers = list(layers.values())
         self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
         self._sharded = sharded
@@ -64,7 +65,10 @@ class OuterOptimizer(CombinedOptimizer):
                 group["lr"] = self._rates["dense_lr" if is_dense else "sparse_lr"]
         # Bias correction goes on with the run before: its moments come along.
         set_adam_step(self._adam_groups, self.steps_before + step)
-        self.zero_grad()  # the tables take their rate here
+        # As zero_grad does, but for torch's three wrappers around it.
+        for layer in self._layers:
+            layer.grad = None
+        self._tables.zero_grad()  # the tables take their rate here
 
     def step(self, closure: Any = None) -> None:
         """Update the layers; backward updated the tables, unless clipping held it back till now."""

@@ -106,7 +106,7 @@ class PaddedRows:
 
 @dataclass(frozen=True)
 class PaddedFeatures:
-    """The features of the rows of one side, or of both. A row that pads has none."""
+    """The features of the rows of one side, or of both. A row that pads has none, or any."""
 
     bags: Bags  # the pooled features of row n are bags n * F to (n + 1) * F
     num_features: int

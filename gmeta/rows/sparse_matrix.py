@@ -123,14 +123,24 @@ class Scattered(NamedTuple):
         )
 
 
-Matrix = SparseRows | Scattered
+class Gathered(NamedTuple):
+    """A sparse matrix whose rows hold one 1 each, for a GPU: a gather, without offsets of bags."""
+
+    index_C: Tensor  # int32
+
+    def times(self, rows_PD: Tensor) -> Tensor:
+        """Return the product with a dense matrix: [C, D]."""
+        return rows_PD.detach().index_select(0, self.index_C)
+
+
+Matrix = SparseRows | Gathered | Scattered
 
 
 @dataclass(frozen=True)
 class Bags:
     """Sums that are cheap to differentiate, any number of times."""
 
-    forward: SparseRows
+    forward: Matrix
     backward: Matrix | None  # None: the sums are constants
 
     @classmethod
@@ -150,7 +160,7 @@ class Bags:
         rows alone, if `several` says whether bags may have more than one row in any batch.
         """
         forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
-        backward: Matrix | None = None
+        backward: SparseRows | Scattered | None = None
         if not constant:
             is_cpu = device == "cpu"
             backward = (
@@ -169,12 +179,11 @@ class Bags:
     ) -> "Bags":
         """Make a plain gather of rows."""
         index_V = index_V.to(torch.int32)
+        if device != "cpu":
+            scattered = None if constant else Scattered(index_V, None, None, num_rows)
+            return cls(Gathered(index_V), scattered)
         forward = SparseRows(index_V, torch.arange(len(index_V) + 1, dtype=torch.int32), None)
-        if constant:
-            return cls(forward, None)
-        if device == "cpu":
-            return cls(forward, forward.transposed(num_rows))
-        return cls(forward, Scattered(index_V, None, None, num_rows))
+        return cls(forward, None if constant else forward.transposed(num_rows))
 
     def pool(self, rows_PD: Tensor) -> Tensor:
         """Return the bags' sums: [C, D].
