@@ -1,4 +1,6 @@
-"""MAML of one step on even tasks, as torch.func and JAX take it: beside the learner's in gpu.py."""
+"""What stands beside the learner's step in gpu.py: MAML of one step on even tasks as torch.func and
+JAX take it, and a step's products of matrices alone.
+"""
 
 import os
 from collections.abc import Callable
@@ -8,13 +10,17 @@ import torch
 from _common import seconds_of
 from _learner import Step
 from maml_step import INNER_LR, NUM_FEATURES, WIDTH, model_of
+from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from metaio.read.batch import TaskBatch
 
 ROWS, HIDDEN = 10, (512, 256)  # of each side of a task; of the layers
 STEPS = 10  # that follow one another, of each measurement
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"}
 
 
 def vmap_step(device: torch.device, batch: TaskBatch) -> Step:
@@ -97,3 +103,39 @@ def jax_seconds(jax: Any, batch: TaskBatch) -> Callable[[], float]:
         )
 
     return seconds
+
+
+class _Products(TorchDispatchMode):
+    """Inside, each product of matrices is noted as a call with matrices of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name.removeprefix("aten::").removesuffix("_") in PRODUCTS:
+            own = tree_map_only(Tensor, _random_like, args)
+            self.calls.append(lambda: func(*own, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _random_like(matrix: Tensor) -> Tensor:
+    like = torch.empty_strided(
+        matrix.shape, matrix.stride(), dtype=matrix.dtype, device=matrix.device
+    )
+    return like.normal_(std=0.01)
+
+
+def products_alone(step: Step) -> Callable[[], object]:
+    """Return what does a step's products of matrices again and nothing else, as one CUDA graph:
+    the least that a step takes with this library for products, whose kernels are far from the
+    card's best where matrices are small.
+    """
+    with _Products() as noted:
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in noted.calls:
+            call()
+    return graph.replay

@@ -54,7 +54,8 @@ AGREEING: dict[str, list[str]] = {
     "bf16": ["run.precision=bf16"],
     "stopped and resumed": ["run.max_steps=5"],
 }
-LARGE = ["model.embedding_dim=32", "model.hidden=[512,256]", "data.threads=4"]
+MOST_SECONDS = 200  # of a run
+LARGE = ["model.embedding_dim=32", "model.hidden=[512,256]"]
 LARGE += ["data.valid_split=", "run.epochs=1000"]
 FAST: dict[str, list[str]] = {
     "plain": ["algorithm.name=none"],
@@ -67,9 +68,9 @@ FAST: dict[str, list[str]] = {
 }
 # Who reads and arranges, of two of the runs above.
 WAYS = {
-    "1 thread": ["data.threads=1"],
-    "2 threads": ["data.threads=2"],
-    "4 threads": ["data.threads=4"],
+    "1 thread": ["data.threads=1", "data.processes=0"],
+    "2 threads": ["data.threads=2", "data.processes=0"],
+    "4 threads": ["data.threads=4", "data.processes=0"],
     "2 processes": ["data.threads=1", "data.processes=2"],
     "4 processes": ["data.threads=1", "data.processes=4"],
     "8 processes": ["data.threads=1", "data.processes=8"],
@@ -116,8 +117,7 @@ def agreement(device: str, root: Path, names: Sequence[str]) -> tuple[dict[str, 
         train(run, data, on, [*SMALL, *keys])
         if again != keys:
             train(run, data, on, [*SMALL, *again], "--resume")
-        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        return [one["valid"]["auc"] if "valid" in one else one["loss"] for one in lines]
+        return readings_of(run)
 
     far, wrong = {}, []
     with ThreadPoolExecutor(max(1, len(available_cores()) // 2)) as pool:
@@ -132,13 +132,29 @@ def agreement(device: str, root: Path, names: Sequence[str]) -> tuple[dict[str, 
                 wrong.append(name)
                 print(f"train: {name:40s} FAILED\n{error}", flush=True)
                 continue
-            assert len(expected) == len(found) > 1, f"{name}: {expected}, {found}"
-            far[name] = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
-            is_close = far[name] < (CLOSE_BF16 if "bf16" in name else CLOSE)
-            wrong += [] if is_close else [name]
-            told = f"{'right' if is_close else 'WRONG'}  {far[name]:.1e} off"
-            print(f"train: {name:40s} {told} in {len(found)} readings", flush=True)
+            far[name] = farthest(f"train: {name}", expected, found)
+            wrong += [] if far[name] < allowed(name) else [name]
     return far, wrong
+
+
+def readings_of(run: Path) -> list[float]:
+    """Return the losses of a run's steps, and its AUCs between them."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [one["valid"]["auc"] if "valid" in one else one["loss"] for one in lines]
+
+
+def farthest(name: str, expected: Sequence[float], found: Sequence[float]) -> float:
+    """Print and return how far two runs' readings are from each other at most, relatively."""
+    assert len(expected) == len(found) > 1, f"{name}: {expected}, {found}"
+    far = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+    told = f"{'right' if far < allowed(name) else 'WRONG'}  {far:.1e} off"
+    print(f"{name:47s} {told} in {len(found)} readings", flush=True)
+    return far
+
+
+def allowed(name: str) -> float:
+    """Return how far the readings of this run may be from the CPU's."""
+    return CLOSE_BF16 if "bf16" in name else CLOSE
 
 
 def speeds(
@@ -178,15 +194,34 @@ def train(run: Path, data: Path, device: str, keys: Sequence[str], *options: str
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
+    finish_train(start_train(run, data, device, [*keys, *options], {}))
+
+
+def start_train(
+    run: Path, data: Path, device: str, arguments: Sequence[str], environment: dict[str, str]
+) -> subprocess.Popen[str]:
+    """Start `gmeta train` with so much more in its environment."""
     config = run.parent / f"{run.name}.toml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(CONFIG)
     where = [f"run.dir={run}", f"data.path={data}", f"run.device={device}"]
-    command = [sys.executable, "-m", "gmeta", "train", str(config), *where, *keys, *options]
     rooms = [str(REPOSITORY / room) for room in (".", "models", "protos")]
     path = os.pathsep.join([*rooms, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gmeta", "train", str(config), *where, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path} | environment,
     )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def finish_train(process: subprocess.Popen[str]) -> None:
+    """Wait for it.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    said, _ = process.communicate(timeout=MOST_SECONDS)
+    if process.returncode:
+        raise RuntimeError(f"{process.args}\n{said[-3000:]}")

@@ -184,14 +184,10 @@ class Turns(Agent):
 
     def _from_processes(self, number: int) -> Batches:
         """Yield batches that so many processes make, epoch after epoch."""
-        config = replace(
-            self._config,
-            data=replace(self._config.data, processes=number),
-            run=replace(self._config.run, epochs=MANY_EPOCHS),
-        )
+        config = replace(self._config, run=replace(self._config.run, epochs=MANY_EPOCHS))
         with open_reader(config, self._dataset, "train", 0, 1) as reader:
             num_steps = reader.num_steps()
-        processes = Processes(config, self._ranks)
+        processes = Processes(number, config, self._ranks)
         self._readers.append(processes)
         try:
             for epoch in range(MANY_EPOCHS):

@@ -8,14 +8,15 @@
             gmeta.load predicts
   time      a step, eager and as a CUDA graph, by tasks, shape, inner steps, rectangles and
             precision; MAML of one step by torch.func's vmap, and by JAX's where it is installed.
-            Beside each, on a GPU, the floors of the step that is eager, at the speeds of its
-            products, memory and launches that are measured first. Steps follow one another; the
-            host waits at the end
+            Beside each, on a GPU, its products of matrices alone as a graph, and the floors of the
+            step that is eager, at the speeds of its products, memory and launches that are measured
+            first. Steps follow one another; the host waits at the end
   profile   where the time of a step goes, eager and as a graph
   train     runs of `gmeta train`: losses against the CPU's; rows a second; and rows a second while
             threads or processes read and arrange. --only does one of these: losses, speeds, feeds
+  ranks     runs of `gmeta train` on two ranks: losses against two ranks of the CPU
 
-counts is the default without a GPU, check with one. The last four need a GPU; --device cpu tries
+counts is the default without a GPU, check with one. The last five need a GPU; --device cpu tries
 the scripts themselves. Each ends within 8 minutes and needs no network.
 """
 
@@ -42,7 +43,8 @@ from _common import (
     seconds_of,
     spread_of,
 )
-from _gpu_peers import HIDDEN, ROWS, STEPS, jax_on, jax_seconds, vmap_step
+from _gpu_peers import HIDDEN, ROWS, STEPS, jax_on, jax_seconds, products_alone, vmap_step
+from _gpu_ranks import ranks_agree
 from _gpu_train import PARTS, trained
 from _learner import Step
 from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_features
@@ -325,6 +327,7 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
                     measures[f"{most} rectangles"] = step_on(
                         device, batch, algorithm, steps, precision
                     )
+            eager = next(iter(measures.values()))
             if on_gpu and algorithm != "none":
                 measures["graph"] = step_on(device, batch, algorithm, steps, precision, True)
             if algorithm == "maml" and steps == 1 and not ragged:
@@ -334,8 +337,10 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
                 for name, step in measures.items()
             }
             # Those of a GPU say nothing of a CPU, whose loops call other operations.
-            eager = next(iter(measures.values()))
             floors = floors_of(eager, precision, speeds) if on_gpu else {}
+            if "graph" in measures:
+                alone = products_alone(eager)
+                seconds["products alone"] = partial(_seconds_of, alone, device)
             if peer is not None and "vmap" in measures and precision == "float32":
                 seconds["jax.vmap"] = jax_seconds(peer, batch)
             for measure in seconds.values():
@@ -401,7 +406,9 @@ def profiled(device: torch.device) -> dict[str, Any]:
 def main() -> None:
     """Do what is asked; print figures, then JSON."""
     parser = make_parser(__doc__)
-    parser.add_argument("what", nargs="?", choices=["counts", "check", "time", "profile", "train"])
+    parser.add_argument(
+        "what", nargs="?", choices=["counts", "check", "time", "profile", "train", "ranks"]
+    )
     parser.add_argument("--device", choices=["cuda", "cpu", "pretend"])
     parser.add_argument("--only", choices=PARTS, help="train: this part alone")
     options = parser.parse_args()
@@ -423,6 +430,8 @@ def main() -> None:
         figures = timed(device, options.quick, options.rounds or (3 if options.quick else 10))
     elif what == "train":
         figures = trained(kind, options.quick, [options.only] if options.only else PARTS)
+    elif what == "ranks":
+        figures = ranks_agree(kind, options.quick)
     else:
         figures = profiled(device)
     about = environment() | {"device": kind}

@@ -65,10 +65,11 @@ class DataConfig:
         1, "threads per rank that decode, and as many that arrange for a GPU", min=1, max=1024
     )
     processes: int = key(
-        0,
+        -1,
         "processes per rank that read and arrange its batches, so that a GPU need not wait for "
-        "Python; 0: threads do (docs/gpu.md)",
-        min=0,
+        "Python; 0: threads do; -1: on a GPU four, or one less than the rank has cores, on a CPU 0 "
+        "(docs/gpu.md)",
+        min=-1,
         max=1024,
     )
     source: Literal["static", "service"] = key(

@@ -13,9 +13,23 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-# One rectangle of all tasks; a second one where few are long. With a third, a heavy tail has twice
-# as many shapes (docs/gpu.md), as the cuts fall elsewhere in every batch.
-MOST_RECTANGLES = 2
+# Of a batch's tasks, the shortest first, the share that stands in front of each cut between two
+# rectangles; the LONGEST tasks stand behind one more. Cuts at the same places in every batch: where
+# they would save most differs from batch to batch, and would give each a shape of its own.
+CUTS, CUTS_OF_MANY, MANY_TASKS = (0.75,), (0.5, 0.75, 0.9375), 512
+LONGEST = 8
+
+
+def cut(num_tasks: int) -> list[int]:
+    """Return where so many tasks, the shortest first, are cut into rectangles: rising places, the
+    last of which is the end.
+
+    >>> cut(128), cut(1024), cut(8)
+    ([96, 120, 128], [512, 768, 960, 1016, 1024], [6, 8])
+    """
+    shares = CUTS if num_tasks < MANY_TASKS else CUTS_OF_MANY
+    places = [int(num_tasks * share) for share in shares]
+    return sorted({*places, max(num_tasks - LONGEST, places[-1]), num_tasks})
 
 
 class Series(NamedTuple):
@@ -42,11 +56,11 @@ class Series(NamedTuple):
         return rounded
 
 
-# A rank has about as many tasks in every step, so finer steps add no shapes; of a few long tasks
-# there are sometimes more.
-TASKS, LONG_TASKS = Series(8, 4), Series(8, 1)
-# Support or query rows of a rectangle's longest task, values of a history: what varies most. Up to
-# 16 by twos, as many data sets have 10 query rows for every task.
-ROWS = Series(8, 4, fine=16)
+# A rank has about as many tasks in every step, so finer steps add no shapes.
+TASKS = Series(8, 4)
+# Support or query rows of a rectangle's longest task: up to 16 by twos, as many data sets have 10
+# query rows for every task. What varies most, in the last two rectangles and in histories, by
+# powers of two from there on.
+ROWS, ROWS_OF_LONG = Series(8, 4, fine=32), Series(8, 4, fine=16)
 # Unique rows, and values of multi-id features: rows that pad cost memory alone.
 FETCHED, VALUES = Series(4096, 1), Series(1024, 1)

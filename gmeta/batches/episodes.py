@@ -183,7 +183,7 @@ def trees_of(parts: tuple[Episodes, ...]) -> list[Any]:
 
 
 def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
-    """Return the parts of a step with these in place of what `trees_of` returns."""
+    """Return the parts with these in place of what `trees_of` returns."""
     plan = parts[0].plan
     plans = [plan if plan is None else RowPlan(plan.known, trees[-1])] + [None] * len(parts)
     return tuple(

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from gmeta.batches import buckets
-from gmeta.batches.buckets import FETCHED, LONG_TASKS, ROWS, TASKS, VALUES, Ints
+from gmeta.batches.buckets import FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, Ints, cut
 from gmeta.batches.episodes import Episodes, reading_copies, side_lengths
 from gmeta.batches.groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
 from gmeta.losses.objectives import label_weights
@@ -53,36 +52,33 @@ def similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup]:
 def _groups_in_buckets(
     support_T: Ints, query_T: Ints, with_query: Ints, layout: FusedLayout
 ) -> list[TaskGroup]:
-    """Return one group of these tasks, or two where the second has few that are long, in sizes of
-    buckets.py.
+    """Return these tasks, the shortest first, in groups of few sizes: buckets.py. Neighbours are
+    one group where a rectangle more would cost more than it saves.
     """
-    support_T, query_T = ROWS.of_all(support_T), ROWS.of_all(query_T)
+    tasks = with_query[np.argsort((support_T + query_T)[with_query], kind="stable")]
+    number = TASKS.of(len(tasks))
+    tasks = np.pad(tasks, (number - len(tasks), 0), constant_values=-1)
     # As on CUDA, on any device: what is there for graphs has a graph's few rectangles.
     gain = least_gain(RECTANGLE_WORK, "cuda", layout.num_weights)
-    sides = support_T[with_query], query_T[with_query]
-    groups = [with_query[group] for group in group_tasks(*sides, gain, buckets.MOST_RECTANGLES)]
-    groups.sort(key=lambda tasks: int(support_T[tasks].max() + query_T[tasks].max()))
-
-    def padded(groups: list[Ints]) -> list[TaskGroup]:
-        found = []
-        for place, tasks in enumerate(groups):
-            # The first as if it held them all: how many the second has varies from batch to batch.
-            number = LONG_TASKS.of(len(tasks)) if place else TASKS.of(len(with_query))
-            tasks_G = np.pad(tasks, (0, number - len(tasks)), constant_values=-1)
-            sizes = int(support_T[tasks].max()), int(query_T[tasks].max())
-            found.append(TaskGroup(tasks_G, *sizes))
-        return found
-
-    if len(groups) < 2:
-        return padded(groups)
-    # A second of nearly all tasks pads more rows than it saves.
-    one, two = padded([with_query]), padded(groups)
-    return two if _num_rows(two) + gain <= _num_rows(one) else one
-
-
-def _num_rows(groups: list[TaskGroup]) -> int:
-    """Count the rows of groups, those that pad included."""
-    return sum(len(group.tasks) * (group.support_rows + group.query_rows) for group in groups)
+    groups: list[TaskGroup] = []
+    places = cut(number)[:-1]
+    for place, part in enumerate(np.split(tasks, places)):
+        there, rows = part[part >= 0], ROWS if place < len(places) - 1 else ROWS_OF_LONG
+        sizes = [rows.of(int(side_T[there].max(initial=0))) for side_T in (support_T, query_T)]
+        group = TaskGroup(part, *sizes)
+        if groups:
+            both = TaskGroup(
+                np.concatenate([groups[-1].tasks, part]),
+                max(groups[-1].support_rows, group.support_rows),
+                max(groups[-1].query_rows, group.query_rows),
+            )
+            apart = groups[-1].num_rows + group.num_rows
+            # Tasks that pad alone are no rectangle.
+            if not groups[-1].num_rows or both.num_rows - apart < gain:
+                groups[-1] = both
+                continue
+        groups.append(group)
+    return groups
 
 
 def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLayout) -> Episodes:
@@ -227,16 +223,15 @@ def _padded_features(
 def _pooled(
     batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
-    """Return bags of each row's features, single then multi-id; empty ones for the history, and
-    for a row of -1 but where all bags have one value: there it reads what any row does.
+    """Return bags of each row's features, single then multi-id; empty ones for the history, and on
+    a CPU for a row of -1.
     """
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
-    if layout.in_buckets and not num_multi:
-        # What they read counts nothing, as nothing of theirs does, and a gather is the whole of it.
-        # Of many rows, not of one: what adds to one row waits for each other.
-        others_R = np.arange(len(rows_R)) % len(batch.positions_NF)
-        single_RF = batch.positions_NF.numpy()[np.where(rows_R >= 0, rows_R, others_R)]
-        index_V = torch.from_numpy(single_RF.ravel())
+    if layout.device != "cpu" and not num_multi and batch.num_rows:
+        # A row that pads reads some other's features, as it weighs nothing: each time another's, as
+        # what is added to one row of a table waits for each other.
+        read_R = np.where(rows_R >= 0, rows_R, np.arange(len(rows_R)) % batch.num_rows)
+        index_V = batch.positions_NF[torch.from_numpy(read_R)].flatten()
         return Bags.single(index_V, num_rows, constant, layout.device)
     there_N = np.flatnonzero(rows_R >= 0)
     rows_N = rows_R[there_N]
@@ -254,13 +249,13 @@ def _pooled(
         lengths_RC[there_N] = 1
     lengths = torch.from_numpy(lengths_RC.ravel())
     single_NF = batch.positions_NF.numpy()[rows_N]
-    if not num_multi:
-        single_V = torch.from_numpy(single_NF.ravel())
-        return Bags.of(single_V, lengths, None, num_rows, constant, device=layout.device)
     num_entries = 0
     if layout.in_buckets:
         num_values = VALUES.of(max(values_V.size, 1)) if pooled_M.size else 0
         num_entries = len(rows_R) * num_single + num_values
+    if not num_multi:
+        single_V = torch.from_numpy(single_NF.ravel())
+        return Bags.of(single_V, lengths, None, num_rows, constant, num_entries, layout.device)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     # In the order of rows, as gradients are added up: a row's embeddings lie side by side.
@@ -292,7 +287,8 @@ def _history(
     lengths_R[there_R] = lengths_N1[:, 0]
     longest, num_entries = int(lengths_R.max(initial=0)), 0
     if layout.in_buckets:
-        longest, num_entries = ROWS.of(max(longest, 1)), VALUES.of(max(values_V.size, 1))
+        longest = ROWS_OF_LONG.of(max(longest, 1))
+        num_entries = VALUES.of(max(values_V.size, 1))
     there_RH = torch.from_numpy(np.arange(longest) < lengths_R[:, None])
     lengths = there_RH.flatten().to(torch.int64)
     index_V = torch.from_numpy(values_V)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,15 +30,18 @@ class TaskGroup(NamedTuple):
     support_rows: int
     query_rows: int
 
+    @property
+    def num_rows(self) -> int:
+        """Count its rows on both sides, those that pad included."""
+        return len(self.tasks) * (self.support_rows + self.query_rows)
 
-def group_tasks(
-    support_T: Ints, query_T: Ints, least_gain: float = 1, most: float = math.inf
-) -> list[Ints]:
+
+def group_tasks(support_T: Ints, query_T: Ints, least_gain: float = 1) -> list[Ints]:
     """Group tasks of similar sizes; return their indices.
 
     The group that gains most is cut in two, by support or by query rows, until rows that pad are at
-    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups (or `most`) or a cut saves
-    fewer rows than `least_gain`.
+    most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer rows
+    than `least_gain`.
 
     >>> groups = group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]))
     >>> [group.tolist() for group in groups]
@@ -49,8 +51,7 @@ def group_tasks(
         return []
     groups = [_Group.of(np.arange(len(support_T)), support_T, query_T)]
     allowed = (1 + PADDING_SHARE) * (support_T.sum() + query_T.sum())
-    most = min(most, MOST_RECTANGLES)
-    while len(groups) < most and sum(group.cost for group in groups) > allowed:
+    while len(groups) < MOST_RECTANGLES and sum(group.cost for group in groups) > allowed:
         best = max(groups, key=lambda group: group.gain)
         if best.gain < least_gain:
             break

@@ -32,7 +32,7 @@ def open_feed(config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: P
 
 def told_of(data: DataConfig) -> list[str]:
     """Return what to tell of a feed when a run begins."""
-    if data.source == "service" and data.processes:
+    if data.source == "service" and data.processes > 0:
         return [
             f"data.processes = {data.processes} is not used: threads read and arrange, because "
             'with data.source = "service" the share of a rank may change from step to step'

@@ -6,7 +6,7 @@ from typing import final
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
-from gmeta.feeds.processes import Processes
+from gmeta.feeds.processes import Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
@@ -33,7 +33,8 @@ class StaticFeed(Feed):
                 "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
             )
         # Both while the model and the run folder are made ready.
-        self.processes = Processes(config, ranks) if config.data.processes else None
+        number = number_of_processes(config.data.processes, ranks.device)
+        self.processes = Processes(number, config, ranks) if number else None
         if is_fresh and self.processes is None:
             self._reader.prefetch(epoch=0)
 

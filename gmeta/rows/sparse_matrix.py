@@ -75,6 +75,16 @@ class SparseRows(NamedTuple):
         return SparseRows(torch.from_numpy(bag_V[order_V]), _offsets(lengths_P), weight_V)
 
 
+class Gathered(NamedTuple):
+    """A matrix that copies rows, on a GPU: no offsets, and no search for where a bag ends."""
+
+    index_C: Tensor  # int32
+
+    def times(self, rows_PD: Tensor) -> Tensor:
+        """Return the product with a dense matrix: [C, D]."""
+        return rows_PD.detach().index_select(0, self.index_C)
+
+
 class Scattered(NamedTuple):
     """The transpose of a sparse matrix for a GPU: rows are added to as they come."""
 
@@ -123,16 +133,6 @@ class Scattered(NamedTuple):
         )
 
 
-class Gathered(NamedTuple):
-    """A sparse matrix whose rows hold one 1 each, for a GPU: a gather, without offsets of bags."""
-
-    index_C: Tensor  # int32
-
-    def times(self, rows_PD: Tensor) -> Tensor:
-        """Return the product with a dense matrix: [C, D]."""
-        return rows_PD.detach().index_select(0, self.index_C)
-
-
 Matrix = SparseRows | Gathered | Scattered
 
 
@@ -140,7 +140,7 @@ Matrix = SparseRows | Gathered | Scattered
 class Bags:
     """Sums that are cheap to differentiate, any number of times."""
 
-    forward: Matrix
+    forward: SparseRows | Gathered
     backward: Matrix | None  # None: the sums are constants
 
     @classmethod
@@ -180,8 +180,9 @@ class Bags:
         """Make a plain gather of rows."""
         index_V = index_V.to(torch.int32)
         if device != "cpu":
-            scattered = None if constant else Scattered(index_V, None, None, num_rows)
-            return cls(Gathered(index_V), scattered)
+            # One tensor for both: a batch takes it along once.
+            backward = None if constant else Scattered(index_V, None, None, num_rows)
+            return cls(Gathered(index_V), backward)
         forward = SparseRows(index_V, torch.arange(len(index_V) + 1, dtype=torch.int32), None)
         return cls(forward, None if constant else forward.transposed(num_rows))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.buckets import ROWS, TASKS, Series
+from gmeta.batches.buckets import ROWS, ROWS_OF_LONG, TASKS, Series
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.graphs import shape_of
 from gmeta.batches.groups import RECTANGLE_WORK
@@ -61,7 +61,8 @@ def test_a_size_goes_up_to_the_next_of_a_geometric_series(size: int, series: Ser
 
 def test_nothing_stays_nothing_and_many_are_rounded_as_one() -> None:
     sizes = np.array([0, 1, 8, 9, 13, 16, 17, 1000])
-    assert ROWS.of_all(sizes).tolist() == [0, 8, 8, 10, 14, 16, 32, 1024]
+    assert ROWS.of_all(sizes).tolist() == [0, 8, 8, 10, 14, 16, 20, 1024]
+    assert ROWS_OF_LONG.of_all(sizes).tolist() == [0, 8, 8, 10, 14, 16, 32, 1024]
     assert [TASKS.of(size) for size in (100, 128, 129)] == [112, 128, 160]
 
 
@@ -174,12 +175,47 @@ def test_a_batch_whose_lists_have_one_value_at_most_has_the_shape_of_others() ->
     assert shapes == shapes[:1] * 3
 
 
-def test_few_long_tasks_stand_in_a_rectangle_of_their_own() -> None:
-    learner = learner_of(Case("melu", "maml", buckets=True))
-    batch = batch_of(learner, [(4, 4)] * 30 + [(3000, 2000)])
+@pytest.mark.parametrize(
+    ("of_tasks", "support", "query"),
+    [
+        ([(4, 4)] * 30 + [(3000, 2000)], [(24, 8), (8, 4096)], [(24, 8), (8, 2048)]),
+        # Where a cut saves nothing there is none.
+        ([(4, 4)] * 31, [(32, 8)], [(32, 8)]),
+        ([(0, 3)] * 24 + [(90, 3)] * 8, [(24, 0), (8, 128)], [(24, 8), (8, 8)]),
+        # Behind seven that pad.
+        ([(1, 600)], [(8, 8)], [(8, 1024)]),
+    ],
+)
+def test_long_tasks_stand_in_a_rectangle_of_their_own(
+    of_tasks: list[tuple[int, int]], support: list[tuple[int, int]], query: list[tuple[int, int]]
+) -> None:
+    rows = _arranged(learner_of(Case("melu", "maml")), of_tasks)[1].rows
+    assert isinstance(rows, PaddedTasks)
+    assert [mine[1:] for mine in rows.support.rectangles] == support
+    assert [mine[1:] for mine in rows.query.rectangles] == query
+
+
+def _arranged(
+    learner: MetaLearner, of_tasks: list[tuple[int, int]], in_buckets: bool = True
+) -> tuple[reference.TaskBatch, Episodes]:
+    """A batch of these tasks, arranged as if a rectangle cost nothing."""
+    batch = batch_of(learner, of_tasks)
+    learner.in_buckets = in_buckets
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RECTANGLE_WORK, "cuda", 1)
-        rows = learner.arrange(batch).rows
-    assert isinstance(rows, PaddedTasks)
-    assert [mine[1:] for mine in rows.support.rectangles] == [(32, 8), (8, 4096)]
-    assert [mine[1:] for mine in rows.query.rectangles] == [(32, 8), (8, 2048)]
+        return batch, learner.arrange(batch)
+
+
+def test_a_step_of_several_rectangles_is_the_step() -> None:
+    """Tasks without support rows have a rectangle without any."""
+    sizes_T = [(0, 3)] * 24 + [(random.Random(at).randint(1, 90), 2) for at in range(8)]
+    learner, grads = learner_of(Case("melu", "maml", everything=True)), []
+    for in_buckets in (False, True):
+        batch, episodes = _arranged(learner, sizes_T, in_buckets)
+        rows_UD = torch.ones(batch.unique_ids_U.numel(), 8, dtype=torch.float64).cumsum(0).sin()
+        wanted = [rows_UD.requires_grad_(), *learner.parameters()]
+        loss = learner(rows_UD, episodes, 1 / episodes.num_terms)
+        grads.append([loss, *torch.autograd.grad(loss, wanted)])
+    assert isinstance(episodes.rows, PaddedTasks)
+    assert [one.rows for one in episodes.rows.support.rectangles] == [0, 128]
+    assert distance(*grads) < 1e-12

@@ -23,7 +23,7 @@ from gmeta.batches.transfer import unpacked
 from gmeta.build import build
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import GMetaError
-from gmeta.feeds.processes import BLOCKS, Processes
+from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.source import told_of
@@ -232,7 +232,7 @@ def started(
     config = config_of(click_logs, folder, f"data.processes={number}")
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    return Processes(config, ranks), local_learner(sharded)
+    return Processes(number, config, ranks), local_learner(sharded)
 
 
 def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
@@ -393,3 +393,36 @@ def test_a_batch_that_came_in_one_block_can_be_saved(
         found = dict(named_tensors(part))
         assert found.keys() == names.keys()
         assert all(torch.equal(found[name], names[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "cores", "quota", "ranks", "number"),
+    [
+        (3, "cpu", 1, "", 1, 3),
+        (0, "cuda", 16, "", 1, 0),
+        (-1, "cpu", 16, "", 1, 0),
+        (-1, "cuda", 16, "", 1, 4),
+        (-1, "cuda", 16, "", 8, 1),
+        (-1, "cuda", 1, "", 1, 0),
+        (-1, "cuda", 16, "", 32, 0),
+        (-1, "cuda", 64, "max 100000", 8, 4),
+        (-1, "cuda", 64, "300000 100000", 1, 2),
+        (-1, "cuda", 64, "50000 100000", 1, 0),
+    ],
+)
+def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
+    asked: int,
+    device: str,
+    cores: int,
+    quota: str,
+    ranks: int,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if quota:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr("gmeta.feeds.processes._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert number_of_processes(asked, torch.device(device)) == number

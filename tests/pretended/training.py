@@ -28,6 +28,7 @@ CONFIG = """
 path = "{data}"
 valid_split = "valid"
 tasks_per_step = 40
+processes = 0
 [model]
 name = "{model}"
 embedding_dim = 8

@@ -3,6 +3,7 @@ whoever brings them, on the rows as they are by then. All in float64, on the hos
 device's.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -167,6 +168,21 @@ def test_two_updates_of_one_step_both_move_the_rows() -> None:
     moved = before - tables.values_RD
     expected = torch.zeros_like(moved).index_fill_(0, row_N, 2 * RATE)
     torch.testing.assert_close(moved, expected)
+
+
+def test_several_threads_may_ask_at_a_time_which_rows_stand_again() -> None:
+    group = FastGroup(some_tables(EmbOptimType.EXACT_SGD))
+    generator = torch.Generator().manual_seed(3)
+    # So many that numpy lets other threads run meanwhile.
+    asked = [torch.randint(NUM_ROWS, (20_000,), generator=generator) for _ in range(8)]
+    expected = [group.given(row_N.numpy()) for row_N in asked]
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda row_N: group.given(row_N.numpy()), asked * 20)
+        for one, given in zip(expected * 20, found, strict=True):
+            assert one.merge is not None
+            assert given.merge is not None
+            for mine, other in zip(one.merge, given.merge, strict=True):
+                assert torch.equal(mine, other)
 
 
 def test_the_state_of_a_table_has_torchs_names_and_one_number_a_row_where_it_says_so() -> None:
