@@ -7,7 +7,6 @@ end with their connections: the system closes these when a rank ends, however it
 is left behind.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -41,21 +40,24 @@ BLOCKS = 3  # of each process: batches that are made and not yet copied
 MOST_UNASKED = 4  # eight were no faster on an H200
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 END_TIMEOUT_S = 10.0  # of a process whose connection has ended: it is exiting
-# Modules are found where this process finds them. Who wants the job to end tells the ranks, which
-# may take a last step and save it first: a signal to all processes of a job is for them.
+# Who wants the job to end tells the ranks, which may take a last step and save it first: a signal
+# to all processes of a job is for them.
 _PROGRAM = (
-    "import json, signal, sys; "
+    "import signal, sys; "
     "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    "sys.path[:] = json.loads(sys.argv[1]); "
-    "from gmeta.feeds.worker import work; work(*map(int, sys.argv[2:]))"
+    "from gmeta.feeds.worker import work; work(*map(int, sys.argv[1:]))"
 )
 
 
-def number_of_processes(asked: int, device: torch.device) -> int:
-    """Return `asked`, or what data.processes = -1 is for a rank that computes on this device."""
+def number_of_processes(asked: int, device: torch.device, is_local: bool) -> int:
+    """Return `asked`, or what data.processes = -1 is for a rank that computes on this device and
+    reads from a disk, or from a store that is further away.
+    """
     if asked >= 0 or device.type == "cpu":
         return max(asked, 0)
-    return min(MOST_UNASKED, _cores_of_rank() - 1)
+    # Batches are drawn from the same blocks, so each process reads them all: the page cache serves
+    # that, a store would have to send them once for each.
+    return min(MOST_UNASKED if is_local else 1, _cores_of_rank() - 1)
 
 
 def _cores_of_rank() -> int:
@@ -82,12 +84,13 @@ class _Worker:
         blocks = [SharedBlock.make() for _ in range(BLOCKS)]
         with theirs:
             passed = [theirs.fileno(), *(block.fileno() for block in blocks)]
+            # Modules are found where this process finds them, and (-P) nowhere else. What it does
+            # needs no GPU, and would take memory of one.
+            own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(
-                # -P: not from the folder that it works in, unless this process does so.
-                [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), *map(str, passed)],
+                [sys.executable, "-P", "-c", _PROGRAM, *map(str, passed)],
                 pass_fds=passed,
-                # What it does needs no GPU, and would take memory of one.
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **own, "PYTHONPATH": os.pathsep.join(sys.path)},
                 # A session of its own: the terminal's Ctrl-C is for the rank.
                 start_new_session=True,
             )

@@ -33,7 +33,7 @@ class StaticFeed(Feed):
                 "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
             )
         # Both while the model and the run folder are made ready.
-        number = number_of_processes(config.data.processes, ranks.device)
+        number = number_of_processes(config.data.processes, ranks.device, dataset.is_local)
         self.processes = Processes(number, config, ranks) if number else None
         if is_fresh and self.processes is None:
             self._reader.prefetch(epoch=0)

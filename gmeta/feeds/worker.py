@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -89,6 +90,8 @@ def work(connection: int, *blocks: int) -> None:
     """Do what the rank says at the other end of a connection, until it closes that or is gone;
     all are given by their descriptors.
     """
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text("gmeta-batches")  # as `top` shows it
     torch.set_num_threads(1)
     keep_freed_memory()
     with Connection(connection) as rank, suppress(EOFError, ConnectionError):

@@ -9,8 +9,8 @@ from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 
-# What may differ from one machine to the next: where the data is, and how many threads read it.
-OF_ONE_MACHINE = ("data.path", "data.service", "data.threads")
+# What may differ from one machine to the next: where the data is, and who reads it.
+OF_ONE_MACHINE = ("data.path", "data.service", "data.threads", "data.processes")
 
 
 def settings_of_all(config: TrainConfig) -> dict[str, Any]:

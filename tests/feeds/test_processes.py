@@ -33,6 +33,7 @@ from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
+from gmeta.parallel.stopping import StoppedError
 from gmeta.train import train
 from metaio.errors import NoDatasetError
 from tests.distributed.harness import on_ranks
@@ -176,6 +177,35 @@ def test_training_is_the_same_and_goes_on_in_the_middle_of_an_epoch(
     # Ends early, in the middle of an epoch; then goes on, to the end of the run.
     assert trained(config_of(click_logs, tmp_path, *keys, "run.max_steps=7"), ranks) == expected[:7]
     assert children() == before
+    assert trained(config_of(click_logs, tmp_path, *keys), ranks) == expected
+    assert children() == before
+
+
+class SignalsAll(Callback):
+    """Tells all processes of the job to end, as a cluster does."""
+
+    def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
+        if run.step == 3:
+            for pid in [*children(), os.getpid()]:
+                os.kill(pid, signal.SIGTERM)
+
+
+def test_sigterm_to_all_processes_of_a_job_loses_nothing(
+    click_logs: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    before = children()
+    alone = config_of(click_logs, tmp_path, f"run.dir={tmp_path}/threads", "run.epochs=2")
+    expected = trained(alone, ranks)
+    keys = ["run.epochs=2", "data.processes=2"]
+    stopped = config_of(click_logs, tmp_path, *keys, f"run.callbacks=['{__name__}:SignalsAll']")
+    with pytest.raises(StoppedError) as error:
+        train(stopped, ranks)
+    num_done = len(losses(stopped))
+    assert str(error.value) == (
+        f"stopped by SIGTERM behind step {num_done}, and nothing of it is lost. Run the same "
+        "command with --resume to go on"
+    )
+    assert 3 <= num_done < 2 * STEPS
     assert trained(config_of(click_logs, tmp_path, *keys), ranks) == expected
     assert children() == before
 
@@ -410,6 +440,7 @@ def test_a_batch_that_came_in_one_block_can_be_saved(
         (-1, "cuda", 64, "50000 100000", 1, 0),
     ],
 )
+@pytest.mark.parametrize("is_local", [True, False])
 def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
     asked: int,
     device: str,
@@ -417,6 +448,7 @@ def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
     quota: str,
     ranks: int,
     number: int,
+    is_local: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -425,4 +457,6 @@ def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
     monkeypatch.setattr("gmeta.feeds.processes._QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert number_of_processes(asked, torch.device(device)) == number
+    # A store would send the same blocks to each that nobody asked for.
+    expected = number if is_local or asked >= 0 else min(number, 1)
+    assert number_of_processes(asked, torch.device(device), is_local) == expected
