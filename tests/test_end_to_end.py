@@ -55,7 +55,7 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
     assert "auc" in metrics(run)[-1]["valid"]
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
 
-    result = gmeta("evaluate", run, "--against", plain, "--nproc-per-node", "2")
+    result = gmeta("evaluate", run, "--against", plain, "--no-trees", "--nproc-per-node", "2")
     assert result.returncode == 0, result.stderr
     assert "user-item-cold" in result.stdout
     assert str(run / "evaluation" / "report.html") in result.stdout

@@ -11,6 +11,7 @@ import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -133,14 +134,21 @@ def test_the_wheel_says_under_which_licence_and_with_which_torch_it_runs(wheel: 
     ],
 )
 def test_what_an_image_copies_installs_and_imports(
-    tmp_path: Path, image: str, modules: tuple[str, ...]
+    tmp_path_factory: pytest.TempPathFactory, image: str, modules: tuple[str, ...]
 ) -> None:
-    sources, out, installed = (tmp_path / name for name in ("sources", "out", "installed"))
-    sources.mkdir()
-    out.mkdir()
     text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
     build_stage = text[: text.index("pip install --no-deps .")]
-    for line in re.findall(r"^COPY (?!--)(.+)", build_stage, flags=re.MULTILINE):
+    copied = re.findall(r"^COPY (?!--)(.+)", build_stage, flags=re.MULTILINE)
+    install_and_import(tmp_path_factory, tuple(copied), modules)
+
+
+@cache  # both images that train copy and import the same
+def install_and_import(
+    places: pytest.TempPathFactory, copied: tuple[str, ...], modules: tuple[str, ...]
+) -> None:
+    """Install what these lines of COPY bring, and import the modules."""
+    sources, out, installed = (places.mktemp(name) for name in ("sources", "out", "installed"))
+    for line in copied:
         *names, target = line.split()
         (sources / target).mkdir(parents=True, exist_ok=True)
         for name in names:
