@@ -144,7 +144,7 @@ class ServiceAgent(Agent):
 
     def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch arranged, in as many parts as the plan says by then; the time counts as
-        this rank's own.
+        this rank's own. Where processes arrange, nobody asks for this.
         """
         for batch in batches:
             began_s = time.perf_counter()
@@ -215,7 +215,7 @@ class ServiceAgent(Agent):
 
 @final
 class Reading:
-    """How long a rank reads a task, over the last steps.
+    """How long a rank reads a task, over the last steps; where processes do, arranging counts, too.
 
     By the tasks that were read, which are others than those of the step: batches are read ahead. A
     change of the shares puts what was read ahead back, and it is read again out of memory; that
