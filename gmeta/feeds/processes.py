@@ -2,9 +2,10 @@
 
 Threads that read and arrange take turns with the one that launches a step's kernels: an interpreter
 runs the Python of one thread at a time. Of a batch from a process the rank copies one block, from
-shared memory into the memory that goes to the device, and no thread waits for that. The processes
-end with their connections: the system closes these when a rank ends, however it does, and nothing
-is left behind.
+shared memory into the memory that goes to the device, and no thread waits for that. Where its share
+is fixed it says once what is to be done; where it leases shards it asks for one batch after the
+other, and may drop what it asked for. The processes end with their connections: the system closes
+these when a rank ends, however it does, and nothing is left behind.
 """
 
 import json
@@ -159,9 +160,10 @@ class Processes:
         assert batches_ahead <= (BLOCKS - 1) * of, "one more block is written than is read"
         if not self._is_told:
             self._tell([AskedWork(*self._how(local))] * of)
-        # What their processes say next is still about them.
-        wait(self._under_way)
+        began_s = perf_counter()
+        wait(self._under_way)  # what their processes say next is still about them
         self._under_way.clear()
+        self._waited(perf_counter() - began_s)
         while True:
             while len(self._under_way) < batches_ahead and (asked := next(asks, None)):
                 self._under_way.append(self._ask(next(self._turns), asked))
