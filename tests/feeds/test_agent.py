@@ -61,7 +61,8 @@ def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
     monkeypatch.setattr("gmeta.batches.ahead.perf_counter", lambda: next(ticks))
     arranged = SimpleNamespace(packed=lambda: "packed")
     learner = SimpleNamespace(arrange=lambda batch: arranged)
-    sharded: Any = SimpleNamespace(module=SimpleNamespace(learner=learner))
+    exchange = SimpleNamespace(prepared=lambda episodes: episodes.packed())
+    sharded: Any = SimpleNamespace(module=SimpleNamespace(learner=learner, exchange=exchange))
     batches: list[Any] = [1, 2, 3]
     agent = NoAgent(sharded, micro_batches=1, threads=1)
     assert list(agent.arranged(iter(batches))) == ["packed"] * 3
