@@ -77,6 +77,10 @@ WAYS = {
 }
 FED = {f"maml, graphs, {way}": [*FAST["maml, graphs"], *keys] for way, keys in WAYS.items()}
 FED |= {f"plain, {way}": [*FAST["plain"], *WAYS[way]] for way in ("4 threads", "4 processes")}
+FED |= {
+    f"maml, graphs, leased, {way}": [*FAST["maml, graphs"], *WAYS[way], "data.source=service"]
+    for way in ("1 thread", "4 processes")
+}
 # What `trained` compares.
 PARTS = ("losses", "speeds", "feeds")
 

@@ -3,8 +3,8 @@ peers.
 
 `gmeta, a block a batch` hands out stored blocks in order, `gmeta, blocks shuffled` in a random one
 (`data.blocks_per_step`: batch-level shuffle). `gmeta, shuffled` makes batches of 1,024 episodes
-from a window of shuffled blocks, of the logs as `gmeta prepare` stores them by default: from a
-million rows on in bundles of 64 tasks. `gmeta, episodes shuffled` draws each episode by itself, as
+from a window of shuffled blocks, of the logs as `gmeta prepare` stores them by default: from
+524,288 rows on in bundles of 64 tasks. `gmeta, episodes shuffled` draws each episode by itself, as
 of a smaller split or `--bundle-tasks 0`. All give unique ids and positions, and read every block
 anew in every epoch; of bundles what lies in the file as in memory is copied into batches and not
 decoded. `bare decode` reads the files without bundles with pyarrow, in a loop, to Arrow arrays and

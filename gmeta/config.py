@@ -62,7 +62,11 @@ class DataConfig:
     )
     drop_last: bool = key(False, "drop an epoch's last, smaller step")
     threads: int = key(
-        1, "threads per rank that decode, and as many that arrange for a GPU", min=1, max=1024
+        1,
+        "threads per rank that decode, and as many that arrange for a GPU; where data.processes do "
+        "both, threads of each that decode",
+        min=1,
+        max=1024,
     )
     processes: int = key(
         -1,

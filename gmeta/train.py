@@ -23,7 +23,7 @@ from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.feeds.agent import open_agent
 from gmeta.feeds.arranged import arranged_batches
-from gmeta.feeds.source import open_feed, told_of
+from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
 from gmeta.hooks.run_hooks import RunHooks
@@ -99,7 +99,7 @@ class TrainingRun:
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_feed(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
-        self._told_at_start += self._beginning.told + told_of(config.data)
+        self._told_at_start += self._beginning.told
         # Of this dataset, whatever weights the run begins with.
         items = self._learner.items
         self._told_at_start += take_item_statistics(items, config, self._dataset, ranks)

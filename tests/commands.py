@@ -23,6 +23,22 @@ def gmeta(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Complet
     return run_forked("gmeta", *arguments, env=environment(), cwd=cwd)
 
 
+def evaluate(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`gmeta evaluate ARGUMENTS` with empty pictures, where a test does not look at them: to draw
+    takes longer than to score the few tasks of one.
+    """
+    words = ("evaluate", *arguments)
+    return run_forked("gmeta", *words, env=environment(), cwd=cwd, first=without_pictures)
+
+
+def without_pictures() -> None:
+    """Have this process draw nothing."""
+    from gmeta.report import files, page
+
+    files.png_sheet = lambda chart: b""
+    page.svg_panel = lambda chart, index: "<svg></svg>"
+
+
 def fresh_gmeta(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """`python -m gmeta ARGUMENTS`, waited for: a fresh interpreter."""
     return subprocess.run(

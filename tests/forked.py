@@ -103,11 +103,13 @@ def run_forked(
     cwd: Path | None = None,
     anew: tuple[str, ...] = (),
     timeout_s: float = 2 * PATIENCE_S,
+    first: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """As subprocess.run of `python -m PROGRAM ARGUMENTS`."""
     command = tuple(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
-        with forked(Task(program, command, env, Path(folder), cwd, anew)) as running:
+        task = Task(program, command, env, Path(folder), cwd, anew, first=first)
+        with forked(task) as running:
             code = running.wait(timeout_s)
         return subprocess.CompletedProcess(command, code, running.stdout, running.stderr)
 

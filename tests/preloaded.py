@@ -8,7 +8,11 @@ from contextlib import suppress
 
 gc.disable()  # it would look for garbage among a million new objects, again and again
 
+import duckdb
+import fsspec.implementations.local
 import hypothesis
+import matplotlib.backends.backend_agg
+import matplotlib.backends.backend_svg
 import optuna
 import pyarrow.dataset
 import pytest
@@ -23,9 +27,15 @@ with suppress(ImportError):  # an extra
 
 import gmeta.cli
 import gmeta.commands.evaluate
+import gmeta.commands.export
+import gmeta.commands.extend
+import gmeta.commands.inspect
+import gmeta.commands.prepare
 import gmeta.commands.train
 import gmeta.commands.tune
+import gmeta.commands.work.delivery
 import gmeta.commands.work.evaluate
+import gmeta.commands.work.export
 import gmeta.commands.work.train
 import gmeta.commands.work.tune
 import gmeta.server.process

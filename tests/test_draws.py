@@ -12,7 +12,7 @@ import pytest
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
-from tests.commands import SMALL_MODEL, gmeta, write_config
+from tests.commands import SMALL_MODEL, evaluate, gmeta, write_config
 
 SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(run: Path, out: str, *arguments: str) -> tuple[pa.Table, dict[str, Any]]:
     folder = run.parent / out
     asked = ("--draws", "2", "--support-sizes", "0,3", "--no-trees", "--out", folder)
-    result = gmeta("evaluate", run, *asked, *arguments)
+    result = evaluate(run, *asked, *arguments)
     assert result.returncode == 0, result.stderr
     table = pq.read_table(folder / "predictions.parquet")
     return table, json.loads((folder / "evaluation.json").read_text())
@@ -154,7 +154,7 @@ def test_a_support_that_the_protocol_gives_is_not_drawn_anew(tmp_path: Path, pro
     data = prepared(tmp_path, **FIXED[protocol])
     config = write_config(tmp_path / "train.toml", data, tmp_path / "run")
     assert gmeta("train", config, *SMALL_MODEL, "run.max_steps=1").returncode == 0
-    result = gmeta("evaluate", tmp_path / "run", "--draws", "2", "--no-trees")
+    result = evaluate(tmp_path / "run", "--draws", "2", "--no-trees")
     assert result.returncode == 0, result.stderr
     note = (
         f"--draws = 2, but the protocol of {data} says which rows of a task are support, and which "

@@ -16,7 +16,7 @@ from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.antdt.faults.test_training_job import process_of
 from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
-from tests.forked import ForkedProcess, Task, forked
+from tests.forked import ForkedProcess, Task, forked, run_forked
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -55,7 +55,7 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
     assert "auc" in metrics(run)[-1]["valid"]
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
 
-    result = gmeta("evaluate", run, "--against", plain, "--nproc-per-node", "2")
+    result = gmeta("evaluate", run, "--against", plain, "--no-trees", "--nproc-per-node", "2")
     assert result.returncode == 0, result.stderr
     assert "user-item-cold" in result.stdout
     assert str(run / "evaluation" / "report.html") in result.stdout
@@ -68,15 +68,8 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
 def test_the_same_seed_gives_the_same_losses_however_the_ranks_are_started(config: Path) -> None:
     checked = ["run.deterministic=true", f"run.dir={config.parent / 'ours'}"]
     ours = losses(train(config, "--nproc-per-node=2", *checked))
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gmeta", "train"]
-    result = subprocess.run(
-        [sys.executable, *command, str(config), *SMALL_MODEL],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    command = ("--nproc-per-node=2", "-m", "gmeta", "train", config, *SMALL_MODEL)
+    result = run_forked("torch.distributed.run", *command, env=environment())
     assert result.returncode == 0, result.stderr
     # Two ranks twice: to the last bit. One rank sums in another order: to rounding.
     assert losses(config.parent / "run") == ours

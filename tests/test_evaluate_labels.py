@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.metrics.scores import auc, logloss, mae, rmse
-from tests.commands import gmeta, metrics
+from tests.commands import evaluate, gmeta, metrics
 
 DRAWS = 2
 OF_CLICKS = {"auc": auc, "logloss": logloss}
@@ -24,6 +24,12 @@ def done(*arguments: str | Path) -> str:
     ended = gmeta(*arguments)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def scored(run: Path, out: Path, *arguments: str) -> None:
+    """Evaluate without trees and pictures."""
+    ended = evaluate(run, *arguments, "--item-column", "item", "--no-trees", "--out", out)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +134,8 @@ def test_console_and_page_show_every_label_within_80_columns(folder: Path) -> No
 
 
 def test_another_label_is_judged_with_the_same_predictions(folder: Path, tmp_path: Path) -> None:
-    done(
-        "evaluate", folder / "run", "--no-trees", "--label", "click", "--out", tmp_path / "out",
-        "--item-column", "item", "evaluation.candidates=3", 'evaluation.metrics=["auc", "hr@1"]',
-    )  # fmt: skip
+    judged = ("--label", "click", "evaluation.candidates=3", 'evaluation.metrics=["auc", "hr@1"]')
+    scored(folder / "run", tmp_path / "out", *judged)
     found = evaluation_of(tmp_path / "out")
     other = evaluation_of(folder / "out")
     assert list(found) == ["click", "buy", "stars", "buy|click"]
@@ -176,8 +180,7 @@ def test_validation_on_several_splits_has_each_label_of_each_and_their_mean(
     # Told its own rate, it adapts as validation had it.
     config = json.loads((run / "config.json").read_text())
     own = f"algorithm.inner_lr={config['algorithm']['inner_lr']}"
-    asked += ["--item-column", "item"]
-    done("evaluate", run, own, "--no-trees", *asked, "--out", tmp_path / "out")
+    scored(run, tmp_path / "out", own, *asked)
     found = evaluation_of(tmp_path / "out")
     for label, measured in MEASURED.items():
         groups = {group["name"]: group for group in found[label]["groups"]}

@@ -33,7 +33,7 @@ from gmeta_models import MODELS
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
-from tests.commands import SMALL_MODEL, write_config
+from tests.commands import SMALL_MODEL, evaluate, write_config
 from tests.commands import gmeta as run_gmeta
 from tests.exported import evaluated, rows_of_split
 from tests.sealed import seal
@@ -496,7 +496,7 @@ def test_a_run_of_other_hardware_is_evaluated_on_what_is_here(run: Path, tmp_pat
     config["outer"]["sparse_optimizer"] = "adam"
     config["sharding"]["default"] = "data_parallel"
     (copy / "config.json").write_text(json.dumps(config))
-    result = run_gmeta("evaluate", copy, "--split", SPLIT)
+    result = evaluate(copy, "--split", SPLIT)
     assert result.returncode == 0, result.stderr
     assert json.loads((copy / "evaluation" / "evaluation.json").read_text())["runs"][0]["step"] == 8
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL_MODEL, environment, losses, metrics, write_config
+from tests.commands import SMALL_MODEL, environment, losses, metrics, without_pictures, write_config
 from tests.forked import run_forked
 from tests.waiting import PATIENCE_S
 
@@ -79,7 +79,7 @@ def forked(program: str, *arguments: str | Path, at: Path, code: int = 0, **vari
     """The output of `python -m PROGRAM` in the folder `at`, whose package it imports itself."""
     roots = [str(at), str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(roots), **variables}
-    done = run_forked(program, *arguments, env=env, cwd=at, anew=("myrec",))
+    done = run_forked(program, *arguments, env=env, cwd=at, anew=("myrec",), first=without_pictures)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -11,7 +11,7 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pytest
 
-from tests.commands import environment, losses, metrics
+from tests.commands import environment, losses, metrics, without_pictures
 from tests.forked import run_forked
 from tests.labelled import SCHEMA, TRAIN, write_log
 from tests.server.test_labels import request_of
@@ -92,7 +92,9 @@ def ran(at: Path, program: str, *arguments: str | Path, code: int = 0) -> str:
     """The output of `python -m PROGRAM` in the folder `at`, whose packages are installed."""
     roots = [str(at), str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(roots)}
-    done = run_forked(program, *arguments, env=env, cwd=at, anew=("shoprec",))
+    done = run_forked(
+        program, *arguments, env=env, cwd=at, anew=("shoprec",), first=without_pictures
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code else done.stdout
 

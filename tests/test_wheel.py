@@ -8,9 +8,11 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import tomllib
 import zipfile
 from email.parser import Parser
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -132,26 +134,31 @@ def test_the_wheel_says_under_which_licence_and_with_which_torch_it_runs(wheel: 
         ("trainer-cuda", ("gmeta.train", "gmeta.serving.load", "metaio.prepare.local")),
     ],
 )
-def test_what_an_image_copies_installs_and_imports(
-    tmp_path: Path, image: str, modules: tuple[str, ...]
-) -> None:
-    sources, out, installed = (tmp_path / name for name in ("sources", "out", "installed"))
-    sources.mkdir()
-    out.mkdir()
+def test_what_an_image_copies_installs_and_imports(image: str, modules: tuple[str, ...]) -> None:
     text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
     build_stage = text[: text.index("pip install --no-deps .")]
-    for line in re.findall(r"^COPY (?!--)(.+)", build_stage, flags=re.MULTILINE):
-        *names, target = line.split()
-        (sources / target).mkdir(parents=True, exist_ok=True)
-        for name in names:
-            copy(ROOT / name, sources / target)
-    with zipfile.ZipFile(build("wheel", sources, out)) as archive:
-        archive.extractall(installed)
+    copied = re.findall(r"^COPY (?!--)(.+)", build_stage, flags=re.MULTILINE)
+    install_and_import(tuple(copied), modules)
+
+
+@cache  # both images that train copy and import the same
+def install_and_import(copied: tuple[str, ...], modules: tuple[str, ...]) -> None:
+    """Install what these lines of COPY bring, and import the modules."""
     # Others' packages, but not the path files there, which lead to this repository.
     code = (
         f"import sys; sys.path += [{sysconfig.get_path('purelib')!r}]; import {', '.join(modules)}"
     )
-    run(sys.executable, "-S", "-c", code, cwd=installed)
+    with tempfile.TemporaryDirectory() as folder:
+        sources, out, installed = (Path(folder, name) for name in ("sources", "out", "installed"))
+        out.mkdir()
+        for line in copied:
+            *names, target = line.split()
+            (sources / target).mkdir(parents=True, exist_ok=True)
+            for name in names:
+                copy(ROOT / name, sources / target)
+        with zipfile.ZipFile(build("wheel", sources, out)) as archive:
+            archive.extractall(installed)
+        run(sys.executable, "-S", "-c", code, cwd=installed)
 
 
 @pytest.mark.distributed

@@ -117,7 +117,7 @@ BundleTasks = Annotated[
         min=0,
         max=2**31 - 1,
         help="schema: training tasks that are shuffled together, which reads faster; 0: each by "
-        "itself; default: 64 from a million rows on, else 0",
+        "itself; default: 64 from 524,288 rows on, else 0",
         show_default=False,
     ),
 ]

@@ -24,7 +24,7 @@ from gmeta.batches.ahead import mapped_ahead
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.feeds.feed import Feed
-from gmeta.feeds.leased import PREFETCH_BATCHES, ServiceFeed
+from gmeta.feeds.leased import ServiceFeed
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner
@@ -137,14 +137,14 @@ class ServiceAgent(Agent):
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._asked: tuple[Plan, Tensor, Swap] | None = None
         self._arranged_s = 0.0  # since the last step
-        self._hiding = Hiding(PREFETCH_BATCHES)
+        self._hiding = Hiding(feed.batches_ahead)
         self._reading = Reading()
         self._wait_s = feed.wait_s
         self._ended_s = time.perf_counter()
 
     def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch arranged, in as many parts as the plan says by then; the time counts as
-        this rank's own.
+        this rank's own. Where processes arrange, nobody asks for this.
         """
         for batch in batches:
             began_s = time.perf_counter()
@@ -184,10 +184,10 @@ class ServiceAgent(Agent):
             self._feed.client.hurry()
         if plan.version == self._worker.plan.version or bool((versions != plan.version).any()):
             return False
-        read_ahead = (PREFETCH_BATCHES + 1) * self._feed.share
+        read_ahead = (self._feed.batches_ahead + 1) * self._feed.share
         with asking_to_stop(self._stop):
             self._worker.adopt(plan)
-        self._feed.change_share(plan.tasks)
+        self._feed.change_share(plan.tasks, plan.micro_batches)
         self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
         return True
 
@@ -215,7 +215,7 @@ class ServiceAgent(Agent):
 
 @final
 class Reading:
-    """How long a rank reads a task, over the last steps.
+    """How long a rank reads a task, over the last steps; where processes do, arranging counts, too.
 
     By the tasks that were read, which are others than those of the step: batches are read ahead. A
     change of the shares puts what was read ahead back, and it is read again out of memory; that

@@ -9,7 +9,6 @@ from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.config import TrainConfig
 from gmeta.feeds.agent import Agent
 from gmeta.feeds.feed import Feed
-from gmeta.feeds.static import StaticFeed
 from gmeta.parallel.sharding import ShardedLearner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import idle_if_wrong, no_tasks, stopping_if_wrong
@@ -32,8 +31,8 @@ def arranged_batches(
     epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
     learner = local.learner
     learner.begin_epoch(epoch)  # what `arrange` makes of its batches
-    if isinstance(feed, StaticFeed) and feed.processes is not None:
-        made = feed.processes.episodes(local, epoch, step, feed.num_steps)
+    made = feed.episodes(local, epoch, step)
+    if made is not None:
         return idle_if_wrong(made, learner.arrange(no_tasks(features)), stop)
     split = config.data.train_split
     checked = labels_checked(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)

@@ -7,9 +7,15 @@ over, and what a checkpoint must hold so that no episode is trained twice or nev
 import abc
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.episodes import Episodes
 from gmeta.hooks.logger import Logger
 from metaio.read.batch import TaskBatch
+
+if TYPE_CHECKING:
+    from gmeta.parallel.sharding import ShardedLearner
 
 
 class Feed(abc.ABC):
@@ -24,6 +30,14 @@ class Feed(abc.ABC):
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         """Yield this rank's batch of each step of `epoch` from `first_step` on, empty where it has
         none now.
+        """
+
+    @abc.abstractmethod
+    def episodes(
+        self, local: "ShardedLearner", epoch: int, first_step: int
+    ) -> Iterator[Episodes | MicroBatches] | None:
+        """Return the same batches as the learner and its exchange take them, made by processes;
+        None: the rank has none, and makes them itself.
         """
 
     @abc.abstractmethod

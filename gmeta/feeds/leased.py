@@ -7,20 +7,26 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, TypeVar, final
+
+import numpy as np
 
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.client.stream import UnitStream
+from gmeta.antdt.client.stream import UnitRange, UnitStream
 from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
+from gmeta.feeds.processes import Processes, number_of_processes
 from gmeta.feeds.service import connect, own_service, service_address
+from gmeta.feeds.worker import Asked
 from gmeta.hooks.logger import Logger, Reading
 from gmeta.parallel.ranks import Ranks, barrier, value_of_first
 from gmeta.parallel.together import by_all, by_first
@@ -28,15 +34,23 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 
+if TYPE_CHECKING:
+    from gmeta.parallel.sharding import ShardedLearner
+
 # Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
 SMALL_SHARD_TASKS = 16
 MIN_SHARDS = 4096  # of a split with enough episodes
-# Batches composed ahead. What a rank holds ahead its peers cannot take when the data runs out.
+# Batches made ahead; more only where more threads or processes make them. What a rank holds ahead
+# its peers cannot take when the data runs out.
 PREFETCH_BATCHES = 2
 WARN_AFTER_S = 30.0  # without a shard; an operator may have drained the service, and forgotten it
 IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their last shards
 
 _log = logging.getLogger("gmeta.feed")
+
+Made = TypeVar("Made", TaskBatch, Episodes | MicroBatches)
+# Makes a batch of each of the groups, which it draws some ahead, from this step on.
+_Maker = Callable[[Iterator[list[UnitRange]], int], Generator[Made]]
 
 
 def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
@@ -87,6 +101,7 @@ class ServiceFeed(Feed):
                 "ranks: each needs a task a step to lease shards. Raise it, or start fewer ranks"
             )
         self.share = _share_of(data.tasks_per_step, ranks.rank, ranks.world_size)
+        self._num_parts = config.outer.accumulate_steps
         self._replan = False
         units_per_shard = tasks_per_shard(config, dataset)
         self._units_per_shard = units_per_shard
@@ -124,6 +139,12 @@ class ServiceFeed(Feed):
             # Behind the roll-back: who registers before it is of the generation that it ends.
             address = value_of_first(address, ranks)
             by_all(join if ranks.rank else lambda: None, ranks)
+            number = number_of_processes(data.processes, ranks.device, dataset.is_local)
+            self.processes = Processes(number, config, ranks) if number else None
+            if self.processes is not None:
+                undo.callback(self.processes.close)
+            self._made_by = self.processes or self._reader
+            self.batches_ahead = max(PREFETCH_BATCHES, number or data.threads)
             self.loggers = {"the data-shard service": LivePage(self.client)}
             self._closing = undo.pop_all()
 
@@ -159,18 +180,51 @@ class ServiceFeed(Feed):
         Raises:
             AntdtError: of this rank alone: the others may be in a collective.
         """
+
+        def made(groups: Iterator[list[UnitRange]], _: int) -> Generator[TaskBatch]:
+            return self._reader.batches(
+                [EpisodeRange(self._split, *part) for part in group] for group in groups
+            )
+
+        return self._epoch_of(made, epoch, first_step)
+
+    def episodes(
+        self, local: "ShardedLearner", epoch: int, first_step: int
+    ) -> Iterator[Episodes | MicroBatches] | None:
+        """Lease shards and have the processes make the batches, if there are any.
+
+        Raises:
+            AntdtError: of this rank alone: the others may be in a collective.
+            GMetaError: a process has ended.
+        """
+        if self.processes is None:
+            return None
+        processes = self.processes
+
+        def made(
+            groups: Iterator[list[UnitRange]], step: int
+        ) -> Generator[Episodes | MicroBatches]:
+            asks = (
+                Asked((epoch, at), np.array(group, np.int64).reshape(-1, 2), self._num_parts)
+                for at, group in enumerate(groups, step)
+            )
+            return processes.made(local, asks, self.batches_ahead)
+
+        return self._epoch_of(made, epoch, first_step)
+
+    def _epoch_of(self, maker: _Maker[Made], epoch: int, first_step: int) -> Iterator[Made]:
         self._close_stream()
         self._replan = self._epoch_ended = False
         self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
-        yield from self._batches_of(self._stream)
+        yield from self._batches_of(self._stream, maker, first_step)
         self._epoch_ended = True
 
-    def change_share(self, num_tasks: int) -> None:
-        """Take `num_tasks` for each batch from now on, whatever was read ahead: the batch that was
-        asked for last is dropped and asked for again, on every rank, so that their steps stay
-        whole.
+    def change_share(self, num_tasks: int, num_parts: int) -> None:
+        """Take `num_tasks` for each batch from now on, whatever was made ahead, and work through
+        them in so many parts: the batch that was asked for last is dropped and asked for again, on
+        every rank, so that their steps stay whole.
         """
-        self.share = num_tasks
+        self.share, self._num_parts = num_tasks, num_parts
         self._replan = True
 
     def _shards_ahead(self) -> int:
@@ -179,14 +233,15 @@ class ServiceFeed(Feed):
         """
         return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
 
-    def _batches_of(self, stream: UnitStream) -> Iterator[TaskBatch]:
-        """Yield the batches of a stream; after a change of share, those read ahead are dropped and
-        planned anew, from blocks that are decoded already.
+    def _batches_of(self, stream: UnitStream, maker: _Maker[Made], step: int) -> Iterator[Made]:
+        """Yield the batches of a stream from this step on; after a change of share, those made
+        ahead are dropped and planned anew, from blocks that are decoded already.
         """
         while not stream.ended:
-            planned: deque[int] = deque()  # tasks of each batch that is read ahead
-            with closing(self._reader.batches(self._groups(stream, planned))) as batches:
+            planned: deque[int] = deque()  # tasks of each batch that is made ahead
+            with closing(maker(self._groups(stream, planned), step)) as batches:
                 for batch in batches:
+                    step += 1
                     yield batch
                     self._raise_problem()
                     if self._replan:
@@ -196,7 +251,7 @@ class ServiceFeed(Feed):
             self._replan = False
             stream.lease_ahead(self._shards_ahead())
 
-    def _groups(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[EpisodeRange]]:
+    def _groups(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[UnitRange]]:
         """Yield the episodes of this rank's next batches, until the epoch has ended."""
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
@@ -212,7 +267,7 @@ class ServiceFeed(Feed):
                 _log.warning("rank %d has no shard: %s", self._ranks.rank, stream.waiting_for)
             self._lease_wait_s += time.perf_counter() - began_s
             planned.append(sum(part.number for part in taken))
-            yield [EpisodeRange(self._split, part.first, part.number) for part in taken]
+            yield taken
 
     def trained(self, num_tasks: int) -> None:
         """Report the tasks to the service. Where a lease was lost, the next batch and the next
@@ -275,17 +330,19 @@ class ServiceFeed(Feed):
     @property
     def wait_s(self) -> float:
         """Return the seconds of waiting for batches and for leases."""
-        return self._reader.wait_s + self._lease_wait_s
+        return self._made_by.wait_s + self._lease_wait_s
 
     @property
     def read_s(self) -> float:
-        """Return the seconds that reading has taken, also where nobody had to wait for it."""
-        return self._reader.busy_s + self._lease_wait_s
+        """Return the seconds that reading has taken, also where nobody had to wait for it; with
+        processes also arranging.
+        """
+        return self._made_by.busy_s + self._lease_wait_s
 
     @property
     def tasks_read(self) -> int:
         """Return the tasks read in that time, also those that were read ahead and put back."""
-        return self._reader.num_tasks_composed
+        return self._made_by.num_tasks_composed
 
     def close(self) -> None:
         """Give back what was not trained, and end the job's own service, if any. Collective."""
@@ -293,6 +350,11 @@ class ServiceFeed(Feed):
         self.client.close()
         barrier(self._ranks)  # rank 0 may own the service, and the others still say good-bye to it
         self._closing.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        super().__exit__(kind, *rest)
+        if self.processes is not None:
+            self.processes.close()  # after an error, too: they are to wait for nobody
 
     def _close_stream(self) -> None:
         if self._stream is not None:

@@ -2,9 +2,10 @@
 
 Threads that read and arrange take turns with the one that launches a step's kernels: an interpreter
 runs the Python of one thread at a time. Of a batch from a process the rank copies one block, from
-shared memory into the memory that goes to the device, and no thread waits for that. The processes
-end with their connections: the system closes these when a rank ends, however it does, and nothing
-is left behind.
+shared memory into the memory that goes to the device, and no thread waits for that. Where its share
+is fixed it says once what is to be done; where it leases shards it asks for one batch after the
+other, and may drop what it asked for. The processes end with their connections: the system closes
+these when a rank ends, however it does, and nothing is left behind.
 """
 
 import os
@@ -12,25 +13,30 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, final
 
 import torch
 
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.ahead import mapped_ahead
+from gmeta.batches.arranging import Arranging
 from gmeta.batches.episodes import Episodes
-from gmeta.batches.shared import out_of_block
+from gmeta.batches.shared import Told, out_of_block
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.feeds.worker import Place, Work
+from gmeta.feeds.worker import Answer, Asked, AskedWork, OwnWork, Place, Work
+from gmeta.parallel.exchange.planning import Planner
 from gmeta.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -98,9 +104,11 @@ class _Worker:
 
     def end(self) -> None:
         """End it; what it holds is read again by whoever needs it."""
-        # First the process: a thread may be waiting for what it says.
         self.process.kill()
         self.process.wait()
+
+    def close(self) -> None:
+        """Let go of what it had; no thread waits for it any more."""
         self.connection.close()
         for block in self.blocks:
             block.close()
@@ -116,9 +124,13 @@ class Processes:
         self._workers = [_Worker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
         self._is_told = False
+        self._under_way: deque[Future[Episodes | MicroBatches]] = deque()  # asked for, not taken
+        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="receive")
         self.wait_s = 0.0
+        self.num_tasks_composed = 0  # of batches that were asked for, also of those nobody took
+        self._made_s = 0.0  # what these took
         # Also where nobody closes it, as the run could not begin.
-        self._close = weakref.finalize(self, _end, list(self._workers))
+        self._close = weakref.finalize(self, _end, list(self._workers), self._receiver)
 
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int, num_steps: int
@@ -131,24 +143,82 @@ class Processes:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
         """
         if not self._is_told:
-            self._is_told = True
-            self._tell(local, epoch, first_step)
+            ranks, of = self._ranks, len(self._workers)
+            place = ranks.rank, ranks.world_size, epoch, first_step
+            self._tell([OwnWork(*self._how(local), *place, index, of) for index in range(of)])
         places = ((epoch, step) for step in range(first_step, num_steps))
         # A thread receives the next one while a step is taken.
         return mapped_ahead(self._next, places, 1, self._waited)
 
+    def made(
+        self, local: "ShardedLearner", asks: Iterator[Asked], batches_ahead: int
+    ) -> Generator[Episodes | MicroBatches]:
+        """Yield the batch of each of these, as the learner and its exchange take it. They are drawn
+        in the caller's thread, so many ahead. What an earlier call drew and nobody took is dropped.
+
+        Raises:
+            GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
+        """
+        of = len(self._workers)
+        assert batches_ahead <= (BLOCKS - 1) * of, "one more block is written than is read"
+        if not self._is_told:
+            self._tell([AskedWork(*self._how(local))] * of)
+        began_s = perf_counter()
+        wait(self._under_way)  # what their processes say next is still about them
+        self._under_way.clear()
+        self._waited(perf_counter() - began_s)
+        while True:
+            while len(self._under_way) < batches_ahead and (asked := next(asks, None)):
+                self._under_way.append(self._ask(next(self._turns), asked))
+            if not self._under_way:
+                return
+            began_s = perf_counter()
+            made = self._under_way.popleft().result()
+            self._waited(perf_counter() - began_s)
+            yield made
+
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds that the batches that were asked for have taken if all processes were
+        at work at all times.
+        """
+        return self._made_s / len(self._workers)
+
     def _waited(self, seconds: float) -> None:
         self.wait_s += seconds
 
-    def _tell(self, local: "ShardedLearner", epoch: int, step: int) -> None:
-        rank, world_size, of = self._ranks.rank, self._ranks.world_size, len(self._workers)
-        how = local.learner.arranging(), local.exchange.planner
-        work = Work(self._config, *how, rank, world_size, epoch, step, 0, of)
-        for index, worker in enumerate(self._workers):
-            try:
-                worker.connection.send(replace(work, index=index))
-            except ConnectionError as error:
-                raise self._ended(worker) from error
+    def _how(self, local: "ShardedLearner") -> tuple[TrainConfig, Arranging, Planner]:
+        return self._config, local.learner.arranging(), local.exchange.planner
+
+    def _tell(self, works: Sequence[Work]) -> None:
+        self._is_told = True
+        for worker, work in zip(self._workers, works, strict=True):
+            self._send(worker, work)
+
+    def _send(self, worker: _Worker, told: Work | Asked) -> None:
+        try:
+            worker.connection.send(told)
+        except ConnectionError as error:
+            raise self._ended(worker) from error
+
+    def _ask(self, worker: _Worker, asked: Asked) -> "Future[Episodes | MicroBatches]":
+        """Return the batch that is to be made. Always received: a process that cannot say what it
+        has made would not hear what is asked of it.
+        """
+        self._send(worker, asked)
+        return self._receiver.submit(self._answer, worker, asked)
+
+    def _answer(self, worker: _Worker, asked: Asked) -> Episodes | MicroBatches:
+        try:
+            answer: Answer = worker.connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._ended(worker) from error
+        assert answer.place == asked.place, f"{answer.place}, where {asked.place} was asked for"
+        if isinstance(answer.what, Exception):
+            raise answer.what
+        self._made_s += answer.seconds
+        self.num_tasks_composed += int(asked.ranges[:, 1].sum())
+        return self._copied(worker, answer.what)
 
     def _next(self, place: Place) -> Episodes | MicroBatches:
         """Return the batch of this place in the run, which is the next one."""
@@ -159,13 +229,18 @@ class Processes:
                 raise told
             made_for, of_batch = told
             assert made_for == place, f"the batch of {made_for}, where that of {place} was due"
-            on_gpu = self._ranks.device.type == "cuda"
-            block = torch.empty(of_batch.num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-            block.copy_(next(worker.turns).first(of_batch.num_bytes))
-            worker.connection.send_bytes(b"")  # it is free
+            episodes = self._copied(worker, of_batch)
+            worker.connection.send_bytes(b"")  # the block is free
         except (EOFError, ConnectionError) as error:
             raise self._ended(worker) from error
-        return out_of_block(of_batch, block)
+        return episodes
+
+    def _copied(self, worker: _Worker, told: Told) -> Episodes | MicroBatches:
+        """Return the batch that stands in the process's next block."""
+        on_gpu = self._ranks.device.type == "cuda"
+        block = torch.empty(told.num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        block.copy_(next(worker.turns).first(told.num_bytes))
+        return out_of_block(told, block)
 
     def _ended(self, worker: _Worker) -> GMetaError:
         """Return what to say of a process that ended before its work was done."""
@@ -189,6 +264,10 @@ class Processes:
         self._close()
 
 
-def _end(workers: list[_Worker]) -> None:
+def _end(workers: list[_Worker], receiver: ThreadPoolExecutor) -> None:
+    # First the processes: the thread may be waiting for what they say.
     for worker in workers:
         worker.end()
+    receiver.shutdown()
+    for worker in workers:
+        worker.close()

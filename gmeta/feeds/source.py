@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME
-from gmeta.config import DataConfig, TrainConfig
+from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.leased import ServiceFeed
@@ -28,13 +28,3 @@ def open_feed(config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: P
     if leased:
         return ServiceFeed(config, dataset, ranks, checkpoint)
     return StaticFeed(config, dataset, ranks, is_fresh=checkpoint is None)
-
-
-def told_of(data: DataConfig) -> list[str]:
-    """Return what to tell of a feed when a run begins."""
-    if data.source == "service" and data.processes > 0:
-        return [
-            f"data.processes = {data.processes} is not used: threads read and arrange, because "
-            'with data.source = "service" the share of a rank may change from step to step'
-        ]
-    return []

@@ -1,8 +1,10 @@
 """A rank's fixed share of every step."""
 
 from collections.abc import Iterator, Mapping
-from typing import final
+from typing import TYPE_CHECKING, final
 
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
@@ -11,6 +13,9 @@ from gmeta.feeds.reader import open_reader
 from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
+
+if TYPE_CHECKING:
+    from gmeta.parallel.sharding import ShardedLearner
 
 
 @final
@@ -43,6 +48,14 @@ class StaticFeed(Feed):
         yield from self._reader.batches(epoch, first_step=first_step)
         if epoch + 1 < self._num_epochs:
             self._reader.prefetch(epoch + 1)  # while this epoch is validated and saved
+
+    def episodes(
+        self, local: "ShardedLearner", epoch: int, first_step: int
+    ) -> Iterator[Episodes | MicroBatches] | None:
+        """Take them from the processes, if there are any."""
+        if self.processes is None:
+            return None
+        return self.processes.episodes(local, epoch, first_step, self.num_steps)
 
     def trained(self, num_tasks: int) -> None:
         """Do nothing: the step's number says it all."""

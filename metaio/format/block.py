@@ -302,11 +302,7 @@ def are_apart(features: Features, block: Block) -> bool:
     """
     if block.bundles is None:
         return True
-    tables = [table.name for table in features.tables]
-    table_F, table_M = (
-        np.array([tables.index(feature.table) for feature in kind], dtype=np.int64)
-        for kind in (features.single, features.multi)
-    )
+    table_F, table_M = features.table_of_single, features.table_of_multi
     bounds_G1 = bundle_bounds(block.num_episodes, block.bundles.num_tasks)
     rows_G = _stretches(block.row_offsets_T1[bounds_G1])
     values_G = _stretches(block.value_offsets_T1[bounds_G1])

@@ -240,7 +240,7 @@ def assemble(
     def flat(stream: str, absent: Any = empty) -> Any:
         return columns[stream][0] if stream in columns else absent
 
-    lengths_NM = np.zeros((num_rows, len(length_columns)), dtype=np.int32)
+    lengths_NM = np.empty((num_rows, len(length_columns)), dtype=np.int32)
     for index, column in enumerate(length_columns):
         lengths_NM[:, index] = column
     return Block(

@@ -3,7 +3,11 @@ manifest.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 MAX_TABLE_ROWS = 1 << 40
 MAX_TABLE_WIDTH = 1 << 16
@@ -79,6 +83,20 @@ class Features:
         a model sees.
         """
         return self.single + self.multi
+
+    @cached_property
+    def table_of_single(self) -> npt.NDArray[np.int64]:
+        """Return the index of each single feature's table."""
+        return self._tables_of(self.single)
+
+    @cached_property
+    def table_of_multi(self) -> npt.NDArray[np.int64]:
+        """Return the index of each multi feature's table."""
+        return self._tables_of(self.multi)
+
+    def _tables_of(self, kind: tuple[FeatureSpec, ...]) -> npt.NDArray[np.int64]:
+        index = {table.name: index for index, table in enumerate(self.tables)}
+        return np.array([index[feature.table] for feature in kind], dtype=np.int64)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain lists and dicts for the manifest."""

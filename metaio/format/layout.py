@@ -32,8 +32,9 @@ DEFAULT_BLOCK_ROWS = 65_536
 # A shard is what one prepare task writes and one download fetches: 16 blocks are about 100 to 200
 # MB.
 DEFAULT_SHARD_BLOCKS = 16
-# Smaller train splits can be shuffled episode by episode, and have few bundles to shuffle.
-BUNDLED_ROWS = 16 * DEFAULT_BLOCK_ROWS
+# Of a smaller train split all episodes of an epoch are composed in half a second: they can be drawn
+# one by one, and there would be few bundles to shuffle.
+BUNDLED_ROWS = 8 * DEFAULT_BLOCK_ROWS
 # Half of a usual step: fewer ids are looked up than where its episodes come from eight blocks.
 BUNDLE_TASKS = 64
 

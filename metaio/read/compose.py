@@ -116,9 +116,9 @@ def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: Memory)
     columns["unique_lengths_B"] = lengths_PB.sum(axis=0)
     for name in ("task_T", "support_lengths_T"):
         columns[name] = np.concatenate([getattr(block, name)[own_E] for block, own_E in chosen])
-    columns["row_offsets_T1"] = offsets(
-        np.concatenate([np.diff(block.row_offsets_T1)[own_E] for block, own_E in chosen])
-    )
+    ends = [block.row_offsets_T1[own_E + 1] for block, own_E in chosen]
+    begins = [block.row_offsets_T1[own_E] for block, own_E in chosen]
+    columns["row_offsets_T1"] = offsets(np.concatenate(ends) - np.concatenate(begins))
     return TaskBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
@@ -190,10 +190,12 @@ def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
     dataset does not store.
     """
     columns = [getattr(part.block, name) for part in parts]
-    num_rows = sum(part.num_rows for part in parts) if any(map(len, columns)) else 0
-    found = memory.empty(name, (num_rows, *columns[0].shape[1:]), columns[0].dtype)
+    num_rows, kind, shape = sum(part.num_rows for part in parts), columns[0].dtype, columns[0].shape
+    if not any(map(len, columns)):
+        return np.empty((0, *shape[1:]), dtype=kind)
+    found = memory.empty(name, (num_rows, *shape[1:]), kind)
     begin = 0
-    for part, own_N in zip(parts, columns, strict=True) if num_rows else ():
+    for part, own_N in zip(parts, columns, strict=True):
         into = found[begin : begin + part.num_rows]
         if isinstance(part.rows, slice):
             into[:] = own_N[part.rows]
@@ -230,10 +232,8 @@ def _renumber(
     num_rows = sum(part.num_rows for part in parts)
     into_NF = memory.empty("positions_NF", (num_rows, len(features.single)), np.int32)
     into_V = memory.empty("multi_positions_V", (sum(part.num_values for part in parts),), np.int32)
-    tables = [table.name for table in features.tables]
-    table_F = [tables.index(feature.table) for feature in features.single]
-    of_lists = sorted({tables.index(feature.table) for feature in features.multi})
-    shift_PF = shift_PB[:, table_F]
+    of_lists = sorted(set(features.table_of_multi.tolist()))
+    shift_PF = shift_PB[:, features.table_of_single]
     shift_of_many = np.tile(shift_PF, _ROWS_AT_ONCE)
     row = value = 0
     for index, part in enumerate(parts):

@@ -37,7 +37,9 @@ class Memory:
 def _piece(free: deque[npt.NDArray[np.uint8]], num_bytes: int) -> npt.NDArray[np.uint8]:
     while free:
         try:
-            memory = free.popleft()
+            # The newest: what of it is still in the processor's cache need not be fetched to be
+            # written to.
+            memory = free.pop()
         except IndexError:  # another thread was faster
             break
         if len(memory) >= num_bytes:

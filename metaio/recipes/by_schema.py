@@ -60,7 +60,7 @@ def read_fields(path: Path, separator: str, num_fields: int, source: str) -> lis
         if line and len(fields) != num_fields:
             raise DataError(
                 f"{path}, line {number}: {len(fields)} fields, {num_fields} separated by "
-                f"{separator!r} are expected. Download {source} again"
+                f"{separator!r} are expected. Download the file again"
             )
         if line:
             found.append(fields)

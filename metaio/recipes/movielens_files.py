@@ -16,6 +16,7 @@ import pyarrow.csv as pa_csv
 
 from metaio.errors import DataError
 from metaio.ragged import Int64
+from metaio.recipes.by_schema import read_fields
 
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")
@@ -48,32 +49,6 @@ class Movies:
     def has_extra(self) -> bool:
         """Tell whether MPAA rate, directors and actors are known."""
         return bool(self.rate)
-
-
-def _lines(path: Path, num_fields: int) -> list[list[str]]:
-    """Yield the fields of each line; the files mix UTF-8 and Latin-1.
-
-    Raises:
-        DataError: the file is missing or empty, or a line has another number of fields.
-    """
-    if not path.is_file():
-        raise DataError(f"{path} does not exist. Point PATH at the unpacked ml-1m folder")
-    # Copies of the files differ: GroupLens' are Latin-1, re-saved ones UTF-8.
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        text = data.decode("latin-1")
-    found = [line.split("::") for line in text.replace("\r\n", "\n").split("\n") if line]
-    if not found:
-        raise DataError(f"{path} is empty. Download ml-1m again")
-    for number, fields in enumerate(found, start=1):
-        if len(fields) != num_fields:
-            raise DataError(
-                f"{path}, line {number}: {len(fields)} fields, {num_fields} separated by '::' are "
-                "expected. Download the file again"
-            )
-    return found
 
 
 def read_ratings(folder: Path) -> Ratings:
@@ -116,7 +91,7 @@ def read_ratings(folder: Path) -> Ratings:
 
 def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
     """Return gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
-    lines = _lines(folder / "users.dat", 5)
+    lines = read_fields(folder / "users.dat", "::", 5, "ml-1m")
     return {int(user): (gender, age, job, code[:5]) for user, gender, age, job, code in lines}
 
 
@@ -128,7 +103,7 @@ def read_movies(folder: Path) -> Movies:
     if not path.is_file():
         return _plain_movies(folder)
     movies = Movies({}, {}, {}, {}, {})
-    for fields in _lines(path, 11):
+    for fields in read_fields(path, "::", 11, "ml-1m"):
         movie = int(fields[0])
         movies.year[movie] = int(fields[2])
         movies.rate[movie] = fields[3]
@@ -148,7 +123,7 @@ def _names(field: str) -> list[str]:
 def _plain_movies(folder: Path) -> Movies:
     movies = Movies({}, {}, {}, {}, {})
     path = folder / "movies.dat"
-    for number, (movie, title, genres) in enumerate(_lines(path, 3), start=1):
+    for number, (movie, title, genres) in enumerate(read_fields(path, "::", 3, "ml-1m"), start=1):
         year = _YEAR.search(title)
         if year is None:
             raise DataError(
@@ -163,7 +138,7 @@ def _plain_movies(folder: Path) -> Movies:
 def read_titles(folder: Path) -> dict[int, tuple[str, str, list[str]]]:
     """Return title, year and genres by movie id, from movies.dat."""
     found = {}
-    for movie, title, genres in _lines(folder / "movies.dat", 3):
+    for movie, title, genres in read_fields(folder / "movies.dat", "::", 3, "ml-1m"):
         year = _YEAR.search(title)
         found[int(movie)] = (
             _YEAR.sub("", title).strip(),

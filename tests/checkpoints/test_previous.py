@@ -13,8 +13,8 @@ import pytest
 import gmeta
 from gmeta.checkpoints.files import check_files, read_progress
 from gmeta.runs.folder import list_checkpoints
+from tests.commands import evaluate, metrics
 from tests.commands import gmeta as run_gmeta
-from tests.commands import metrics
 
 PREVIOUS = Path(__file__).with_name("previous")
 DATASET = PREVIOUS.parents[1] / "metaio" / "format" / "previous" / "data"
@@ -43,9 +43,7 @@ def test_a_run_of_the_previous_release_scores_as_it_did_there(folder: Path) -> N
     was = metrics(folder / "run")[-1]["valid"]
     rate = json.loads((folder / "run" / "config.json").read_text())["algorithm"]["inner_lr"]
     # As its config says: this release would choose a rate.
-    ended = run_gmeta(
-        "evaluate", "run", "--split", "valid", f"algorithm.inner_lr={rate}", cwd=folder
-    )
+    ended = evaluate("run", "--split", "valid", f"algorithm.inner_lr={rate}", cwd=folder)
     assert ended.returncode == 0, ended.stderr
     told = json.loads((folder / "run" / "evaluation" / "evaluation.json").read_text())
     (group,) = told["groups"]

@@ -12,7 +12,7 @@ from gmeta.errors import ConfigError, UserError
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.runs.folder import RunFolder
 from metaio.errors import NoDatasetError
-from tests.commands import gmeta
+from tests.commands import evaluate, gmeta
 from tests.logs_by_day import write_stream
 
 
@@ -102,9 +102,8 @@ def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:
 
 
 def test_a_run_is_scored_on_another_increment(stream: Path, tmp_path: Path) -> None:
-    result = gmeta(
-        "evaluate", stream.parent / "one", "--on", stream, "--no-trees", "--out", tmp_path / "out"
-    )
+    options = ("--on", stream, "--no-trees", "--out", tmp_path / "out")
+    result = evaluate(stream.parent / "one", *options)
     assert result.returncode == 0, result.stderr
     assert "train: " in result.stdout
     assert "gate: " in result.stdout

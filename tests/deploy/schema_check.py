@@ -9,7 +9,6 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
-from kubeflow_trainer_api import models
 from kubernetes_validate.utils import SchemaNotFoundError, ValidationError
 
 from tests.deploy.rendering import Manifest, name_of
@@ -17,10 +16,10 @@ from tests.deploy.rendering import Manifest, name_of
 VERSIONS = ("1.29", "1.37")
 _SCHEMAS = Path(__file__).parent / "schemas"
 _OPERATOR_KINDS = {"ServiceMonitor", "PrometheusRule"}
-_TRAINER_KINDS: dict[str, Any] = {
-    "TrainJob": models.TrainerV1alpha1TrainJob,
-    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
-    "JobSet": models.JobsetV1alpha2JobSet,
+_TRAINER_KINDS = {
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "JobSet": "JobsetV1alpha2JobSet",
 }
 
 
@@ -80,8 +79,11 @@ def _by_inference_service(manifest: Manifest) -> list[str]:
 
 def _by_trainer_model(manifest: Manifest) -> list[str]:
     """The models drop fields they do not know: what does not come back was unknown."""
+    from kubeflow_trainer_api import models  # a second to import, of which most workers need none
+
+    model = getattr(models, _TRAINER_KINDS[manifest["kind"]])
     try:
-        known = _TRAINER_KINDS[manifest["kind"]].from_dict(manifest).to_dict()
+        known = model.from_dict(manifest).to_dict()
     except ValueError as error:
         return [f"{name_of(manifest)}: {error}"]
     problems = [f"{name_of(manifest)}: {path} is unknown" for path in _lost(manifest, known, "")]

@@ -60,7 +60,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
 
         def take_replanned() -> bool:
             if not even:
-                feed.change_share(uneven(ranks.rank, len(steps)))
+                feed.change_share(uneven(ranks.rank, len(steps)), 1)
             return not even
 
         take_replanned()

@@ -59,13 +59,14 @@ def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("gmeta.batches.ahead.perf_counter", lambda: next(ticks))
-    arranged = SimpleNamespace(packed=lambda: "packed")
-    learner = SimpleNamespace(arrange=lambda batch: arranged)
-    sharded: Any = SimpleNamespace(module=SimpleNamespace(learner=learner))
+    learner = SimpleNamespace(arrange=lambda batch: "arranged")
+    exchange = SimpleNamespace(prepared=lambda episodes: f"{episodes} and packed")
+    local = SimpleNamespace(learner=learner, exchange=exchange)
+    sharded: Any = SimpleNamespace(module=local)
     batches: list[Any] = [1, 2, 3]
     agent = NoAgent(sharded, micro_batches=1, threads=1)
-    assert list(agent.arranged(iter(batches))) == ["packed"] * 3
+    assert list(agent.arranged(iter(batches))) == ["arranged and packed"] * 3
     assert agent.wait_s == 3
     beside = NoAgent(sharded, micro_batches=1, threads=0)
-    assert list(beside.arranged(iter(batches))) == [arranged] * 3
+    assert list(beside.arranged(iter(batches))) == ["arranged"] * 3
     assert beside.wait_s == 0

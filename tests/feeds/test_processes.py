@@ -26,9 +26,8 @@ from gmeta.errors import GMetaError
 from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.feeds.source import told_of
 from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import Work
+from gmeta.feeds.worker import OwnWork
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
@@ -129,7 +128,7 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
     local, expected = made_here(config, ranks, 1, 2, *place)
     assert len(expected) == 3 * STEPS - place[0] * STEPS - place[1]
     how = pickle.loads(pickle.dumps((local.learner.arranging(), local.exchange.planner)))
-    works = [Work(config, *how, 1, 2, *place, index, of).made() for index in range(of)]
+    works = [OwnWork(config, *how, 1, 2, *place, index, of).made() for index in range(of)]
     for number, wanted in enumerate(expected):
         made_for, episodes = next(works[number % of])
         assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
@@ -397,16 +396,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def test_processes_are_not_used_where_shards_are_leased(click_logs: Path, tmp_path: Path) -> None:
-    config = config_of(click_logs, tmp_path, "data.processes=2", "data.source=service")
-    assert told_of(config.data) == [
-        "data.processes = 2 is not used: threads read and arrange, because with "
-        'data.source = "service" the share of a rank may change from step to step'
-    ]
-    assert told_of(config_of(click_logs, tmp_path, "data.processes=2").data) == []
-    assert told_of(config_of(click_logs, tmp_path, "data.source=service").data) == []
 
 
 def test_a_batch_that_came_in_one_block_can_be_saved(

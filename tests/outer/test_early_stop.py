@@ -9,7 +9,7 @@ from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.outer.early_stop import EarlyStop, early_stop_of
 from gmeta.runs.progress import Progress
-from tests.commands import SMALL_MODEL, gmeta, metrics, write_config
+from tests.commands import SMALL_MODEL, evaluate, gmeta, metrics, write_config
 
 
 def judged(stop: EarlyStop, scores: list[float | None]) -> Progress:
@@ -121,7 +121,7 @@ def test_a_run_that_gets_no_better_stops_and_keeps_its_best_also_after_a_resume(
     newest = json.loads((run / "checkpoints" / names[-1] / "progress.json").read_text())
     assert (newest["best_step"], newest["stale"], newest["step"]) == (2, 3, 6)
 
-    scored = gmeta("evaluate", run, "--split", "user-cold", "--no-trees")
+    scored = evaluate(run, "--split", "user-cold", "--no-trees")
     assert scored.returncode == 0
     evaluation = json.loads((run / "evaluation" / "evaluation.json").read_text())
     assert evaluation["runs"][0]["step"] == 2
@@ -191,7 +191,7 @@ def test_where_the_best_is_not_kept_every_command_says_which_checkpoint_it_takes
         f"run {run}: the checkpoint of the best validation, at step 2, is not kept "
         "(run.keep_best = false); the newest, of step 6, stands for the run"
     )
-    scored = gmeta("evaluate", run, "--split", "user-cold", "--no-trees")
+    scored = evaluate(run, "--split", "user-cold", "--no-trees")
     exported = gmeta("export", run, tmp_path / "model")
     for command in (trained, scored, exported):
         assert command.returncode == 0, command.stderr

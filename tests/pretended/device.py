@@ -53,6 +53,7 @@ class Counts:
     to_host: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)  # copies whose host memory is not pinned
     collectives: list[str] = field(default_factory=list)
+    with_work: bool = True  # count the next two as well, which takes a fifth of a step here
     flops: int = 0
     bytes: int = 0  # read and written by the kernels
 
@@ -143,14 +144,19 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     if kind is tuple or kind is list:
         return kind([mapped(function, one) for one in tree])
     if kind is dict:
-        return {name: mapped(function, one) for name, one in tree.items()}
+        return {name: mapped(function, one) for name, one in tree.items()} if tree else tree
     return function(tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return all tensors of arguments or results."""
     found: list[Tensor] = []
-    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+    kind = type(tree)
+    for one in tree.values() if kind is dict else tree if kind in (tuple, list) else (tree,):
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif type(one) in (tuple, list, dict):
+            found += tensors_in(one)
     return found
 
 
@@ -303,9 +309,12 @@ def count_launch(
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     if is_view or name in SILENT:
         return
-    counts().launches[name] += 1
-    counts().bytes += sum(one.numel() * one.element_size() for one in (*given, *tensors_in(result)))
-    counts().flops += _flops(func, name, args, kwargs, result)
+    now = counts()
+    now.launches[name] += 1
+    if not now.with_work:
+        return
+    now.bytes += sum(one.numel() * one.element_size() for one in (*given, *tensors_in(result)))
+    now.flops += _flops(func, name, args, kwargs, result)
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:

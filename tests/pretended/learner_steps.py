@@ -196,13 +196,13 @@ def step_of(
         arrange = in_parts(learner.arrange, 2)
     arranged = arrange(batch)
     with inside():
-        with counting() as moving:
+        with counting(Counts(with_work=False)) as moving:
             episodes = arranged.to(device)
         # Weights of labels are put there once.
         for _ in range(3 if case.graph else 2 if case.labels else 1):
             rows_UD.grad = None
             learner.zero_grad()
-            with around(), counting() as stepping:
+            with around(), counting(Counts(with_work=False)) as stepping:
                 found = _step(learner, rows_UD, episodes, case)
     assert all(one.device == device for one in found), "a result is on another device"
     return [held(one).detach() for one in found], moving, stepping

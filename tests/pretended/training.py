@@ -155,7 +155,7 @@ def _counting_steps(steps: list[Counts]) -> Iterator[None]:
     def batches(*rest: Any) -> Iterator[Any]:
         upcoming = in_step(*rest)
         while True:
-            with counting() as counts:
+            with counting(Counts(with_work=False)) as counts:
                 item = next(upcoming, None)
             if item is None:
                 return

@@ -24,7 +24,7 @@ from gmeta.yardstick.rows import EpisodeRows
 from metaio import Dataset, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
-from tests.commands import SMALL_MODEL, gmeta, write_config
+from tests.commands import SMALL_MODEL, evaluate, gmeta, write_config
 
 FILMS = 25
 SCHEMA: dict[str, Any] = {
@@ -220,7 +220,7 @@ def test_evaluate_ranks_among_candidates_alike_on_one_rank_and_two(
     found, tables = [], []
     for name, ranks in (("one", "1"), ("two", "2")):
         options = ("--draws", "2", "--support-sizes", "0", "--nproc-per-node", ranks)
-        result = gmeta("evaluate", tmp_path / "run", *asked, *options, "--out", tmp_path / name)
+        result = evaluate(tmp_path / "run", *asked, *options, "--out", tmp_path / name)
         assert result.returncode == 0, result.stderr
         found.append(json.loads((tmp_path / name / "evaluation.json").read_text()))
         tables.append(pq.read_table(tmp_path / name / "predictions.parquet"))
@@ -251,7 +251,7 @@ def test_evaluate_ranks_among_candidates_alike_on_one_rank_and_two(
                 of_draw.append(sum(values) / len(values))
             assert told["metrics"][name]["value"] == pytest.approx(sum(of_draw) / 2)
     # Rows of which nothing is sampled are as they are without candidates.
-    plain_out = gmeta("evaluate", tmp_path / "run", "--no-trees", "--out", tmp_path / "plain")
+    plain_out = evaluate(tmp_path / "run", "--no-trees", "--out", tmp_path / "plain")
     assert plain_out.returncode == 0, plain_out.stderr
     table = pq.read_table(tmp_path / "plain" / "predictions.parquet")
     values = [

@@ -12,7 +12,7 @@ import pytest
 
 from gmeta.yardstick.finetune import half_of
 from metaio import Provenance, write_dataset
-from tests.commands import gmeta
+from tests.commands import evaluate, gmeta
 from tests.yardstick.sample import FEATURES, raw_rows, write_data
 
 
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(*arguments: str | Path) -> dict[str, Any]:
     """Evaluate; evaluation.json."""
     out = Path(arguments[arguments.index("--out") + 1])
-    done = gmeta("evaluate", *arguments)
+    done = evaluate(*arguments)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((out / "evaluation.json").read_text())
     return {**found, "stdout": done.stdout}

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,10 +108,9 @@ class ShardManifest:
         return _digest(self._body())
 
     def _body(self) -> dict[str, Any]:
-        body = asdict(self)
-        for entry, dataset in zip(body["datasets"], self.datasets, strict=True):
-            entry["spec"] = dataset.spec.to_dict()
-        return {"schema_version": SCHEMA_VERSION, "order": ORDER_NAME, **body}
+        datasets = [{**vars(one), "spec": one.spec.to_dict()} for one in self.datasets]
+        version = {"schema_version": SCHEMA_VERSION, "order": ORDER_NAME}
+        return {**version, **vars(self), "datasets": datasets}
 
     def save(self, folder: Path) -> Path:
         """Write shards.json into a checkpoint folder that is still being written, and return its

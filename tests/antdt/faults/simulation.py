@@ -10,12 +10,14 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from gmeta.antdt.errors import RefusedError, StoreFullError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import parse_manifest
-from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
+from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome, ShardState
+from gmeta.antdt.order import ShardOrder
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, Store
 from gmeta.antdt.storage.stored import Batch, Snapshot
@@ -26,6 +28,12 @@ CRASH_POINTS += ("after_snapshot", "after_claim")
 MAX_STEPS = 4000
 Model = Counter[tuple[int, int]]  # (epoch, unit) -> times trained
 Saved = tuple[Model, str, int, set[tuple[int, int]]]  # model, manifest, epoch, acknowledged
+
+
+@lru_cache(maxsize=4096)
+def position_of(order: ShardOrder, shard: int) -> int:
+    """As the order says, which is asked for the same shards after each command."""
+    return order.position_of(shard)
 
 
 class Crash(Exception):  # noqa: N818 - what happens to a machine, not an error of the code
@@ -248,7 +256,7 @@ class Simulation:
 
     def is_done(self, shard: int) -> bool:
         table = self.committer.ledger.state.tables["d"]
-        return bool(table.state_of(table.order.position_of(shard)).name == "DONE")
+        return table.state_of(position_of(table.order, shard)) is ShardState.DONE
 
     def restart_job(self) -> None:
         """All ranks are killed; some of them do not notice and stay as zombies."""

@@ -57,6 +57,18 @@ def test_what_is_too_small_or_of_another_name_is_not_used() -> None:
     assert begin not in map(address, held)
 
 
+def test_what_was_given_back_last_is_used_first() -> None:
+    memory = Memory(2)
+    first, second = (memory.empty("column", (1_000,), np.int64) for _ in range(2))
+    begins = [address(second), address(first)]
+    del first
+    gc.collect()
+    del second
+    gc.collect()
+    held = [memory.empty("column", (1_000,), np.int64) for _ in range(2)]
+    assert [address(array) for array in held] == begins
+
+
 def test_no_more_pieces_are_kept_than_said() -> None:
     memory = Memory(3)
     arrays = [memory.empty("column", (1_000,), np.int64) for _ in range(10)]
