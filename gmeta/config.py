@@ -89,7 +89,7 @@ class DataConfig:
     tasks_per_shard: int = key(
         0,
         "service: episodes of a leased shard; 0: up to 16 of a split that fits in memory, "
-        "else a block's worth",
+        "else a block's worth, of a split in bundles whole ones",
         min=0,
     )
 

@@ -34,6 +34,7 @@ from gmeta.feeds.source import open_feed
 from gmeta.parallel.ranks import Ranks
 from gmeta.train import train
 from metaio import open_dataset
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.distributed.harness import on_ranks, steps_of
 
 NUM_TASKS = 200
@@ -309,6 +310,20 @@ def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
     assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
     asked = TrainConfig(data=DataConfig(source="service", tasks_per_shard=7))
     assert tasks_per_shard(asked, dataset) == 7
+
+
+def test_shards_of_bundles_hold_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metaio.recipes.synthetic.usual_bundle_tasks", lambda rows: 8)
+    prepare_synthetic(str(tmp_path), SyntheticConfig(num_tasks=100, num_items=60, block_rows=900))
+    dataset, config = open_dataset(str(tmp_path)), leased(tmp_path, "")
+    split = dataset.split("train")
+    assert split.blocks.bundle_tasks == 8
+    assert tasks_per_shard(config, dataset) == 8
+    monkeypatch.setattr("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1)
+    about = split.num_episodes // split.num_blocks
+    assert tasks_per_shard(config, dataset) == about - about % 8 > 8
+    # No shard cuts a bundle.
+    assert not (split.episode_offsets[1:-1] % 8).any()
 
 
 def test_ranks_of_several_machines_need_a_service_that_was_named(
