@@ -59,19 +59,15 @@ LARGE = ["model.embedding_dim=32", "model.hidden=[512,256]"]
 LARGE += ["data.valid_split=", "run.epochs=1000"]
 FAST: dict[str, list[str]] = {
     "plain": ["algorithm.name=none"],
-    "fomaml": ["algorithm.name=fomaml"],
     "maml": [],
     "maml, graphs": ["run.cuda_graphs=on"],
     "maml, graphs, bf16": ["run.cuda_graphs=on", "run.precision=bf16"],
-    "maml, 3 steps": ["algorithm.inner_steps=3"],
     "maml, 3 steps, graphs": ["algorithm.inner_steps=3", "run.cuda_graphs=on"],
 }
 # Who reads and arranges, of two of the runs above.
 WAYS = {
     "1 thread": ["data.threads=1", "data.processes=0"],
-    "2 threads": ["data.threads=2", "data.processes=0"],
     "4 threads": ["data.threads=4", "data.processes=0"],
-    "2 processes": ["data.threads=1", "data.processes=2"],
     "4 processes": ["data.threads=1", "data.processes=4"],
     "8 processes": ["data.threads=1", "data.processes=8"],
 }
