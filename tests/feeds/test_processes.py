@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,9 +151,16 @@ class EndsAWorker(Callback):
 
 
 def children() -> list[int]:
-    """The processes that this one has started."""
+    """The processes that this one has started and that make batches; the test session has others,
+    as fork servers, and the newest need not have the highest number.
+    """
     listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    return sorted(map(int, listed.split()))
+    found = []
+    for pid in sorted(map(int, listed.split())):
+        with suppress(OSError):  # it has ended
+            if b"gmeta.feeds.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def losses(config: TrainConfig) -> list[float]:
