@@ -6,7 +6,8 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 
 from gmeta.errors import GMetaError, UserError
@@ -66,7 +67,8 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
                 monitor_interval=0.2,
                 logs_specs=DefaultLogsSpecs(folder),
             )
-            elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
+            with _ended_ranks_passed_over():
+                elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
     except SignalException as stopped:
         return 128 + stopped.sigval  # the ranks have told what they kept
     except ChildFailedError as error:
@@ -87,6 +89,27 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
             "Run the same command with --resume: it goes on from the newest checkpoint"
         ) from error
     return 0
+
+
+@contextmanager
+def _ended_ranks_passed_over() -> Iterator[None]:
+    """Have torchrun's agent pass over ranks that have ended by the time when it ends them. It
+    signals the process group of each, and where that is gone the job would fail of that, and not
+    of what its first rank failed of.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    close = SubprocessHandler.close
+
+    def closed(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+        with suppress(ProcessLookupError):
+            close(handler, death_sig)
+
+    SubprocessHandler.close = closed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SubprocessHandler.close = close  # type: ignore[method-assign]
 
 
 def _check_port(port: int) -> None:

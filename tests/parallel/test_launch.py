@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api
 
 from gmeta.errors import GMetaError, UserError
@@ -68,6 +69,21 @@ def test_nothing_of_the_agent_stays_in_tmpdir(
     agent = Agent(monkeypatch, end)
     launch([], nproc_per_node=2, port=0, max_restarts=0)
     assert not agent.left_behind.exists()
+
+
+def test_a_rank_that_has_ended_already_need_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = SubprocessHandler(sys.executable, ("-c", ""), {}, None, None, 0, None)
+    ended.proc.wait()
+
+    def end_all(config: Any, program: str) -> Any:
+        return lambda *_: ended.close(signal.SIGTERM)
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(api, "elastic_launch", end_all)
+    assert launch([], nproc_per_node=2, port=0, max_restarts=0) == 0
+    # torch alone does mind. Where it does not any more, launch need not.
+    with pytest.raises(ProcessLookupError):
+        ended.close(signal.SIGTERM)
 
 
 def test_more_ranks_than_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
