@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from _common import available_cores
-from _gpu_train import SMALL, allowed, farthest, finish_train, readings_of, start_train
+from _gpu_train import SMALL, compared, finish_train, readings_of, start_train
 
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
@@ -35,8 +35,6 @@ def ranks_agree(device: str, quick: bool) -> dict[str, Any]:
     """Train on two ranks of each device; return how far the losses are from each other, by run, and
     which of them are too far.
     """
-    far: dict[str, float] = {}
-    wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         prepare_synthetic(str(data), SyntheticConfig(num_tasks=400, num_items=60))
@@ -53,15 +51,11 @@ def ranks_agree(device: str, quick: bool) -> dict[str, Any]:
         # Those of the CPU beside the others, of which two at a time would wait for one GPU.
         with ThreadPoolExecutor(max(1, len(available_cores()) // 4)) as pool:
             of_cpu = {name: pool.submit(readings, name, True) for name in names}
-            for name in names:
-                try:
-                    found, expected = readings(name, False), of_cpu[name].result()
-                except RuntimeError as error:
-                    wrong.append(name)
-                    print(f"two ranks: {name:36s} FAILED\n{error}", flush=True)
-                    continue
-                far[name] = farthest(f"two ranks: {name}", expected, found)
-                wrong += [] if far[name] < allowed(name) else [name]
+            far, wrong = compared(
+                "two ranks",
+                names,
+                lambda name: (of_cpu[name].result(), readings(name, False)),
+            )
     return {"far": far, "wrong": wrong, "gpus": torch.cuda.device_count()}
 
 

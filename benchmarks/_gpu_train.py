@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,22 +119,12 @@ def agreement(device: str, root: Path, names: Sequence[str]) -> tuple[dict[str, 
             train(run, data, on, [*SMALL, *again], "--resume")
         return readings_of(run)
 
-    far, wrong = {}, []
     with ThreadPoolExecutor(max(1, len(available_cores()) // 2)) as pool:
         pairs = {
             n: [pool.submit(readings, n, is_expected) for is_expected in (True, False)]
             for n in names
         }
-        for name, (one, other) in pairs.items():
-            try:
-                expected, found = one.result(), other.result()
-            except RuntimeError as error:
-                wrong.append(name)
-                print(f"train: {name:40s} FAILED\n{error}", flush=True)
-                continue
-            far[name] = farthest(f"train: {name}", expected, found)
-            wrong += [] if far[name] < allowed(name) else [name]
-    return far, wrong
+        return compared("train", names, lambda name: [one.result() for one in pairs[name]])
 
 
 def readings_of(run: Path) -> list[float]:
@@ -143,18 +133,28 @@ def readings_of(run: Path) -> list[float]:
     return [one["valid"]["auc"] if "valid" in one else one["loss"] for one in lines]
 
 
-def farthest(name: str, expected: Sequence[float], found: Sequence[float]) -> float:
-    """Print and return how far two runs' readings are from each other at most, relatively."""
-    assert len(expected) == len(found) > 1, f"{name}: {expected}, {found}"
-    far = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
-    told = f"{'right' if far < allowed(name) else 'WRONG'}  {far:.1e} off"
-    print(f"{name:47s} {told} in {len(found)} readings", flush=True)
-    return far
-
-
-def allowed(name: str) -> float:
-    """Return how far the readings of this run may be from the CPU's."""
-    return CLOSE_BF16 if "bf16" in name else CLOSE
+def compared(
+    what: str, names: Sequence[str], pair: Callable[[str], Sequence[Sequence[float]]]
+) -> tuple[dict[str, float], list[str]]:
+    """Print how far the readings of each pair of runs, expected and found, are from each other at
+    most, relatively; return that by name, and the names of those that are too far, or failed.
+    """
+    far: dict[str, float] = {}
+    wrong: list[str] = []
+    for name in names:
+        try:
+            expected, found = pair(name)
+        except RuntimeError as error:
+            wrong.append(name)
+            print(f"{what}: {name:40s} FAILED\n{error}", flush=True)
+            continue
+        assert len(expected) == len(found) > 1, f"{name}: {expected}, {found}"
+        far[name] = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+        is_close = far[name] < (CLOSE_BF16 if "bf16" in name else CLOSE)
+        wrong += [] if is_close else [name]
+        told = f"{'right' if is_close else 'WRONG'}  {far[name]:.1e} off"
+        print(f"{what}: {name:40s} {told} in {len(found)} readings", flush=True)
+    return far, wrong
 
 
 def speeds(

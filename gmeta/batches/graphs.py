@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from gmeta.batches.episodes import Episodes, Inputs
-from gmeta.batches.transfer import Packed, laid_out, packed
+from gmeta.batches.transfer import Packed, packed
 from gmeta.errors import GMetaError
 
 _log = logging.getLogger(__name__)
@@ -245,6 +245,4 @@ def shape_of(episodes: Episodes) -> Hashable:
     """Return what two batches have alike that share a graph: every shape, and every number that is
     no tensor.
     """
-    held = episodes.held
-    layout = held.layout if isinstance(held, Packed) else laid_out(held)[0]
-    return layout, episodes.num_fetched
+    return packed_inputs(episodes).layout, episodes.num_fetched
