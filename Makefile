@@ -7,11 +7,18 @@ VARIANT ?= $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libnvidia-ml.so.1")
 
 .PHONY: setup format check test bench demo demo-stream clean protos protos-lint mutants antdt-faults deploy-check deploy-tools deploy-pin \
 	deploy-cluster config-page kills fuzz
-setup: $(VENV)/.installed
+setup: $(VENV)/.developer
 
-$(VENV)/.installed: pyproject.toml deploy/requirements/$(VARIANT).txt
+# What gmeta runs with, then the tools of a contributor: the demo does not wait for these.
+REQUIREMENTS := deploy/requirements/$(VARIANT).txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+$(VENV)/.installed: pyproject.toml $(REQUIREMENTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements/$(VARIANT).txt
+	$(PIP) -r $(REQUIREMENTS)
+	touch $@
+
+$(VENV)/.developer: $(VENV)/.installed
+	$(PIP) -r $(REQUIREMENTS) -e '.[dev]'
 	touch $@
 
 format: setup
@@ -33,7 +40,7 @@ bench: setup
 	@for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick || exit 1; done
 
 # Data, training with MAML and without, evaluation: what the README shows.
-demo: setup
+demo: $(VENV)/.installed
 	rm -rf runs/demo
 	$(BIN)/gmeta prepare --recipe synthetic --tasks 16000 runs/demo/data
 	$(BIN)/gmeta train examples/demo.toml --nproc-per-node 2
@@ -41,7 +48,7 @@ demo: setup
 	$(BIN)/gmeta evaluate runs/demo/maml --against runs/demo/plain
 
 # Five days of a log with drift: each becomes an increment, a run and a version that is served.
-demo-stream: setup
+demo-stream: $(VENV)/.installed
 	rm -rf runs/demo-stream
 	$(BIN)/gmeta prepare --recipe synthetic-days --days 5 --tasks 2000 runs/demo-stream/logs
 	$(BIN)/gmeta follow examples/stream/stream.toml --once --page runs/demo-stream/stream.html
