@@ -20,11 +20,11 @@ from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.log import event
 from gmeta.antdt.model import bad_argument, check_range
 from gmeta.antdt.rpc import views
-from gmeta.antdt.rpc.loop import event_loop
+from gmeta.antdt.rpc.loop import event_loop, wait_for
 from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta.antdt.rpc.wire import CODECS, refusal_to
 from gmeta.antdt.service.metrics import ServiceMetrics
-from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, Ticket, hung_disk, resolve, told
+from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, hung_disk, resolve, told
 from gmeta.antdt.storage.request import Answer, Read, Request
 from gmeta.antdt.storage.writer import Writer
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
@@ -84,16 +84,18 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     def ask(self, request: Request) -> Any:
         """Return the request's answer; wait for it in a thread other than the event loop's. Raise
         RefusedError."""
-        ticket = Ticket()
-        self._submit(request, ticket)
-        if not ticket.lock.acquire(timeout=ANSWER_TIMEOUT_S):
-            raise hung_disk()
-        return told(ticket.answer)
+        return wait_for(self._ask(request))
 
     async def _ask(self, request: Request) -> Any:
         """Return the request's answer, as `ask` does, on the event loop."""
+        if self._writer is None:
+            raise RefusedError(
+                "UNAVAILABLE",
+                "SHUTTING_DOWN",
+                "the service is recovering its store; retry in a moment.",
+            )
         future = asyncio.get_running_loop().create_future()
-        self._submit(request, future)
+        self._writer.submit(request, future)
         self._asked[future] = time.monotonic()
         try:
             return told(await future)
@@ -105,17 +107,8 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         would be a tenth of a call's CPU."""
         late_s = time.monotonic() - ANSWER_TIMEOUT_S
         resolve([(each, hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
-        if not self._closing.is_set():
+        if self._asked or not self._closing.is_set():  # the governor may ask to the last
             event_loop().call_later(LOOK_EVERY_S, self._look_for_hung_disk)
-
-    def _submit(self, request: Request, ticket: Any) -> None:
-        if self._writer is None:
-            raise RefusedError(
-                "UNAVAILABLE",
-                "SHUTTING_DOWN",
-                "the service is recovering its store; retry in a moment.",
-            )
-        self._writer.submit(request, ticket)
 
     def read_status(self) -> Any:
         """Return a StatusResponse, or None while the service cannot answer."""

@@ -1,30 +1,31 @@
-"""Where callers wait for their answers: threads, and futures of the event loop."""
+"""Where callers wait for their answers: futures of the event loop."""
 
 import asyncio
-import threading
 
 import pytest
 
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.service.tickets import Ticket, deliver, hung_disk, resolve, told
+from gmeta.antdt.rpc.loop import event_loop, wait_for
+from gmeta.antdt.service.tickets import deliver, hung_disk, resolve, told
+from gmeta.antdt.storage.request import Answered
 from tests.waiting import PATIENCE_S
 
 
-def test_a_thread_waits_until_its_own_answer_is_delivered() -> None:
-    tickets, seen = [Ticket(), Ticket()], []
+def test_each_caller_gets_its_own_answer_when_that_is_delivered() -> None:
+    async def future() -> asyncio.Future[object]:
+        return asyncio.get_running_loop().create_future()
 
-    def wait() -> None:
-        assert tickets[1].lock.acquire(timeout=PATIENCE_S)
-        seen.append(tickets[1].answer)
+    async def answer_of(ticket: asyncio.Future[object]) -> object:
+        return await ticket
 
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    deliver([(tickets[0], cmd.End(1))])
-    assert not tickets[1].lock.acquire(blocking=False)
-    deliver([(tickets[1], cmd.End(2))])
-    waiting.join(PATIENCE_S)
-    assert seen == [cmd.End(2)]
+    tickets = [wait_for(future()), wait_for(future())]
+    second = asyncio.run_coroutine_threadsafe(answer_of(tickets[1]), event_loop())
+    deliver([Answered(tickets[0], cmd.End(1))])
+    assert wait_for(answer_of(tickets[0])) == cmd.End(1)
+    assert not second.done()
+    deliver([Answered(tickets[1], cmd.End(2))])
+    assert second.result(PATIENCE_S) == cmd.End(2)
 
 
 def test_a_caller_that_has_gone_keeps_nobody_from_their_answers() -> None:
