@@ -1,5 +1,6 @@
 """Answers of the writer, handed to the calls that wait for them on the event loop."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from gmeta.antdt.errors import RefusedError
@@ -16,7 +17,7 @@ def deliver(answered: list[Answered]) -> None:
         event_loop().call_soon_threadsafe(resolve, answered)
 
 
-def resolve(answered: list[tuple[Any, Answer]]) -> None:
+def resolve(answered: Sequence[tuple[Any, Answer]]) -> None:
     """Set the answers of futures; call it on the event loop."""
     for future, answer in answered:
         if not future.done():  # else its caller has gone
