@@ -46,22 +46,20 @@ def completed(
     state: LedgerState, worker: Worker, command: cmd.Complete, call_crc: int
 ) -> ev.ShardsCompleted:
     """Return the event of a Complete, also where none of its tokens counts: its number is used."""
-    items: dict[int, Outcome] = {}
-    for token in command.tokens:
-        if token in worker.tokens:
-            items[token] = Outcome.ACCEPTED
-        else:
-            items[token] = (
-                Outcome.ALREADY if state.closed.get(token) == worker.worker_id else Outcome.FENCED
-            )
-    listed = [(token, int(items[token])) for token in command.tokens]
-    return ev.ShardsCompleted(worker.worker_id, command.seq, call_crc, _once(listed))
+    items = [(token, _completed(state, worker, token)) for token in command.tokens]
+    return ev.ShardsCompleted(worker.worker_id, command.seq, call_crc, _once(items))
+
+
+def _completed(state: LedgerState, worker: Worker, token: int) -> Outcome:
+    if token in worker.tokens:
+        return Outcome.ACCEPTED
+    return Outcome.ALREADY if state.closed.get(token) == worker.worker_id else Outcome.FENCED
 
 
 def released(worker: Worker, command: cmd.Release, call_crc: int) -> ev.ShardsReleased:
     """Return the event of a Release, also where none of its tokens counts."""
     items = [
-        (token, int(Outcome.ACCEPTED if token in worker.tokens else Outcome.FENCED))
+        (token, Outcome.ACCEPTED if token in worker.tokens else Outcome.FENCED)
         for token in command.tokens
     ]
     return ev.ShardsReleased(worker.worker_id, command.seq, call_crc, _once(items))
@@ -82,12 +80,12 @@ def failed(
     return ev.ShardFailed(worker.worker_id, command.seq, call_crc, command.token, note, quarantined)
 
 
-def _once(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _once(items: list[tuple[int, Outcome]]) -> list[tuple[int, int]]:
     """Accept a token that is named twice in one call once; the others are ALREADY."""
     seen: set[int] = set()
     listed = []
     for token, outcome in items:
         repeated = token in seen and outcome == Outcome.ACCEPTED
-        listed.append((token, int(Outcome.ALREADY) if repeated else outcome))
+        listed.append((token, int(Outcome.ALREADY if repeated else outcome)))
         seen.add(token)
     return listed

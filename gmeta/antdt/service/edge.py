@@ -144,6 +144,10 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         except RefusedError as error:
             await abort(context, error)
 
+    def _admission(self, context: Any) -> Callable[[str], None]:
+        """Return what judges each request of a stream; without a guard all may come."""
+        return self._guard.admission(context) if self._guard else lambda rpc: None
+
     async def Status(self, request: Any, context: Any) -> Any:
         """Return datasets, workers and checkpoints as they are now."""
         return await self._answer("Status", context, lambda: self._ask(Read(views.status)))
@@ -173,11 +177,10 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Yield the status again and again, as long as the caller may see it."""
-        admit = None if self._guard is None else self._guard.admission(context)
+        admit = self._admission(context)
 
         async def look() -> Any:
-            if admit is not None:
-                admit("Watch")
+            admit("Watch")
             return await self._ask(Read(views.status))
 
         interval_s = await self._answer("Watch", context, lambda: self._begin_watch(request))
@@ -218,7 +221,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                     "one.",
                 ),
             )
-        admit = None if self._guard is None else self._guard.admission(context)
+        admit = self._admission(context)
         peer, task = context.peer(), asyncio.current_task()
         try:
             while not self._closing.is_set():
@@ -237,9 +240,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         # Said, so that the client asks the successor and does not take it for a cut link.
         await abort(context, shutting_down())
 
-    async def _answer_streamed(
-        self, request: Any, peer: str, admit: Callable[[str], None] | None
-    ) -> Any:
+    async def _answer_streamed(self, request: Any, peer: str, admit: Callable[[str], None]) -> Any:
         field = request.WhichOneof("call")
         rpc = _RPC_OF_FIELD.get(field, "Stream")
 
@@ -249,8 +250,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                     "the request names no call that this service knows; allowed are "
                     f"{', '.join(STREAMED)}. Make other calls one by one."
                 )
-            if admit is not None:
-                admit(rpc)
+            admit(rpc)
             return await self._respond(rpc, getattr(request, field), peer)
 
         try:
