@@ -330,14 +330,8 @@ class ServedModel:
 
     def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
         """Return the rows of several tasks as their support sides alone."""
-        features, none, every = (
-            self.config.features,
-            np.zeros(0, np.int64),
-            np.arange(rows.num_rows),
-        )
-        lengths_T = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
-        batch = task_batch(features, rows, no_rows(features), (every, none), lengths_T)
-        return self._statistics.widened(self._learner.with_items(batch))
+        nothing = no_rows(self.config.features), [0] * len(lengths)
+        return self._statistics.widened(self._batch((rows, lengths), nothing))
 
     def _as_query(
         self,
@@ -348,29 +342,29 @@ class ServedModel:
         """Return the rows of several tasks as their query sides alone, with what each support says
         of them.
         """
-        features, none, every = (
-            self.config.features,
-            np.zeros(0, np.int64),
-            np.arange(rows.num_rows),
-        )
-        lengths_T = np.zeros(len(lengths), np.int64), np.array(lengths, np.int64)
-        nothing = no_rows(features)
-        batch = task_batch(features, nothing, rows, (none, every), lengths_T)
-        batch = self._learner.with_items(batch)
+        nothing = no_rows(self.config.features)
+        batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
         if not self._statistics.width:
             return batch
         known = [support or nothing for support in supports]
-        known_T = np.array([support.num_rows for support in known], np.int64)
+        known_lengths = [support.num_rows for support in known]
         # Statistics are of a task's support, so both sides stand in one batch for them; the query
         # rows alone go on.
-        chosen = np.arange(known_T.sum()), every
-        both = task_batch(features, join_rows(known), rows, chosen, (known_T, lengths_T[1]))
+        both = self._statistics.widened(
+            self._batch((join_rows(known), known_lengths), (rows, lengths))
+        )
         # Both sides stand in turn, task by task.
-        sides = np.stack([np.zeros_like(known_T), np.ones_like(known_T)], axis=1).astype(bool)
-        is_query_N = np.repeat(sides.ravel(), np.stack([known_T, lengths_T[1]], axis=1).ravel())
-        both = self._statistics.widened(self._learner.with_items(both))
-        dense_NK = both.dense_NK[torch.from_numpy(is_query_N)]
-        return replace(batch, dense_NK=dense_NK)
+        turns = np.array([known_lengths, lengths], np.int64).T.ravel()
+        is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)
+        return replace(batch, dense_NK=both.dense_NK[torch.from_numpy(is_query_N)])
+
+    def _batch(self, *sides: tuple[EncodedColumns, Sequence[int]]) -> TaskBatch:
+        """Return a batch of support and query rows, which stand task by task, so many of each."""
+        support, query = (rows for rows, _ in sides)
+        chosen_E = np.arange(support.num_rows), np.arange(query.num_rows)
+        support_T, query_T = (np.array(lengths, np.int64) for _, lengths in sides)
+        batch = task_batch(self.config.features, support, query, chosen_E, (support_T, query_T))
+        return self._learner.with_items(batch)
 
     def columns_read(self, with_label: bool) -> list[str]:
         """Return the columns that `encode` reads, the task's too."""
