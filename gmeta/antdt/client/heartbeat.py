@@ -101,10 +101,10 @@ class Heartbeat:
             readings = list(self._readings)
         response = self._session.call(
             "Heartbeat",
-            lambda caller: pb.HeartbeatRequest(
-                caller=caller, tokens=tokens, report=report, readings=readings
-            ),
             budget_s=None if self._session.closed.is_set() else self._session.ttl_s / 3,
+            tokens=tokens,
+            report=report,
+            readings=readings,
         )
         self._session.renewed(sent_s, tokens & set(response.revoked_tokens))
         with self._lock:
