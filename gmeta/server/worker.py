@@ -13,7 +13,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gmeta.antdt.access.address import AddressError, split_address
-from gmeta.antdt.access.credentials import ServerTls, server_credentials
+from gmeta.antdt.access.credentials import ServerTls, take_port
 from gmeta.antdt.log import event
 from gmeta.server.access import Access
 from gmeta.server.cache import TaskCache
@@ -162,12 +162,8 @@ async def _grpc_server(
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     for name in ("", SERVICE_NAME):
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    credentials = server_credentials(tls)
     try:
-        if credentials is None:
-            port = server.add_insecure_port(config.grpc_listen)
-        else:
-            port = server.add_secure_port(config.grpc_listen, credentials)
+        port = take_port(server, config.grpc_listen, tls)
     except RuntimeError as error:
         raise AddressError(
             f"cannot serve at --grpc {config.grpc_listen}: the address is taken, or not of this "

@@ -219,11 +219,12 @@ class ServerTls:
         return context
 
 
-def server_credentials(tls: ServerTls | None) -> Any:
-    """Return TLS for the gRPC server, None without. New connections get replaced files at once;
-    where those do not fit together, that is logged and the old ones stay. Raise CredentialError."""
+def take_port(server: Any, address: str, tls: ServerTls | None) -> int:
+    """Have a gRPC server listen at an address, and return its port. New connections get replaced
+    files of TLS at once; where those do not fit together, that is logged and the old ones stay.
+    Raise CredentialError, and RuntimeError where the address cannot be had."""
     if tls is None:
-        return None
+        return int(server.add_insecure_port(address))
 
     def read() -> Any:
         tls.check()
@@ -241,7 +242,8 @@ def server_credentials(tls: ServerTls | None) -> Any:
         return configuration.value
 
     is_shown = tls.client_ca is not None
-    return grpc.dynamic_ssl_server_credentials(configuration.value, fetch, is_shown)
+    credentials = grpc.dynamic_ssl_server_credentials(configuration.value, fetch, is_shown)
+    return int(server.add_secure_port(address, credentials))
 
 
 def client_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Any:
