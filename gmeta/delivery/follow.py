@@ -3,7 +3,6 @@ are promoted."""
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -60,16 +59,15 @@ class Follower:
         every_s: float = 2.0,
         verify: bool = True,
         cache: str | Path | None = None,
-        told: Callable[[Served], None] = lambda served: None,
     ) -> None:
         """Load what is served now, and look for newer versions every `every_s` seconds (0: never,
-        call `check`). `told` is called with each version once it serves.
+        call `check`).
 
         Raises:
             UserError: the channel has no version yet.
             GMetaError: its version is damaged.
         """
-        self._place, self._verify, self._told = channel, verify, told
+        self._place, self._verify = channel, verify
         self._cache = None if cache is None else Path(cache)
         self._served = load_current(channel, verify, self._cache)
         self._refused: tuple[str, str, float] | None = None
@@ -136,8 +134,7 @@ class Follower:
             # A collection of the cycles among its layers, a fifth of a second in which nobody
             # predicts, is left to Python.
             self._retired, self._served, self._refused = self._served, served, None
-        self._told(served)
-        return True
+            return True
 
     def close(self) -> None:
         """End the thread; the model that is served stays usable."""
