@@ -20,19 +20,18 @@ from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.log import event
 from gmeta.antdt.model import bad_argument, check_range
 from gmeta.antdt.rpc import views
-from gmeta.antdt.rpc.loop import event_loop, wait_for
+from gmeta.antdt.rpc.loop import wait_for
 from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta.antdt.rpc.wire import CODECS, refusal_to
 from gmeta.antdt.service.metrics import ServiceMetrics
-from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, hung_disk, resolve, told
-from gmeta.antdt.storage.request import Answer, Read, Request
+from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, hung_disk
+from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.storage.writer import Writer
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_WATCHERS = 8  # each has the whole status built again and again
 MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
-LOOK_EVERY_S = 1.0  # how late a hung disk may be noticed
 # Rare calls, of which each changes who takes part or what is trained. A line for each Lease would
 # be a log of nothing else.
 _LOGGED = {
@@ -63,7 +62,6 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._writer: Writer | None = None
         self._num_watchers = 0
         self._streams: dict[Any, bool] = {}  # the task of each, and whether it waits for a request
-        self._asked: dict[asyncio.Future[Answer], float] = {}  # and since when
         self._closing = asyncio.Event()
         self._auditing = asyncio.Lock()
         self.metrics = ServiceMetrics(self.read_status, lambda: len(self._streams))
@@ -71,7 +69,6 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     def open(self, writer: Writer) -> None:
         """Answer calls from now on: the store has been read."""
         self._writer = writer
-        event_loop().call_soon_threadsafe(self._look_for_hung_disk)
 
     async def close(self) -> None:
         """End the streams, so that a drain need not wait for them; what they have asked is answered
@@ -96,19 +93,11 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             )
         future = asyncio.get_running_loop().create_future()
         self._writer.submit(request, future)
-        self._asked[future] = time.monotonic()
         try:
-            return told(await future)
-        finally:
-            del self._asked[future]
-
-    def _look_for_hung_disk(self) -> None:
-        """Refuse what has waited too long, again and again. One timer for all calls: one for each
-        would be a tenth of a call's CPU."""
-        late_s = time.monotonic() - ANSWER_TIMEOUT_S
-        resolve([(each, hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
-        if self._asked or not self._closing.is_set():  # the governor may ask to the last
-            event_loop().call_later(LOOK_EVERY_S, self._look_for_hung_disk)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise hung_disk() from None
 
     def read_status(self) -> Any:
         """Return a StatusResponse, or None while the service cannot answer."""

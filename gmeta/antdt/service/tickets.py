@@ -18,17 +18,15 @@ def deliver(answered: list[Answered]) -> None:
 
 
 def resolve(answered: Sequence[tuple[Any, Answer]]) -> None:
-    """Set the answers of futures; call it on the event loop."""
+    """Set the answers of futures, which raise those that are refusals; call it on the event
+    loop."""
     for future, answer in answered:
-        if not future.done():  # else its caller has gone
+        if future.done():
+            continue  # its caller has gone
+        if isinstance(answer, RefusedError):
+            future.set_exception(answer)
+        else:
             future.set_result(answer)
-
-
-def told(answer: Answer) -> Any:
-    """Return an answer. Raise it where it is a RefusedError."""
-    if isinstance(answer, RefusedError):
-        raise answer
-    return answer
 
 
 def hung_disk() -> RefusedError:
