@@ -71,10 +71,13 @@ class Heartbeat:
         self._thread.join()
 
     def _beat_on(self) -> None:
-        while not self._session.closed.is_set():
+        is_last = False
+        while not is_last:
             self._due.wait(self._pause_s())
             self._due.clear()
-            if self._session.closed.is_set() and not self._readings:
+            # Closed while the last one was under way, it may have missed the newest readings.
+            is_last = self._session.closed.is_set()
+            if is_last and not self._readings:
                 return
             try:
                 self.beat()
