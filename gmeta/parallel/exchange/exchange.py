@@ -33,18 +33,14 @@ class Exchange(ABC):
         """Return these episodes, which are on the host, with all done that `announce` can do in
         front of it, in one block of pinned memory. Any thread may call it, for any batch.
         """
-        return episodes.planned(self.plan(episodes)).packed()
-
-    def plan(self, episodes: "Arranged") -> "RowPlan":
-        """Return which rows these episodes, which are on the host, need of each rank."""
-        return self.planner.plan(episodes)
+        return episodes.planned(self.planner.plan(episodes)).packed()
 
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Tell all ranks how many rows these episodes, which are on the host, need of each, and
         return them on the rank's device with their rows on the way. They may be `prepared`.
         """
         if episodes.plan is None:
-            episodes = episodes.planned(self.plan(episodes))
+            episodes = episodes.planned(self.planner.plan(episodes))
         there = episodes.to(self._device)
         assert there.plan is not None
         return there.fetched_by(self._fetch(there.plan))
