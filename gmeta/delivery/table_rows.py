@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gmeta.errors import GMetaError
+from gmeta.files.tensors import read_tensors
 from gmeta.serving.folder import REMEDY
-from gmeta.serving.tables import read_tensors
 from metaio.ragged import Int64
 
 _BLOCK_ROWS = 1 << 18  # compared at a time: tens of megabytes, whatever the table's size

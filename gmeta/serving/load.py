@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gmeta.build import build_learner, check_registered, statistics_of
 from gmeta.errors import GMetaError
+from gmeta.files.tensors import read_tensors
 from gmeta.learner import MetaLearner
 from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
 from gmeta.serving.device import device_named, on_the_cpu
@@ -23,7 +24,7 @@ from gmeta.serving.folder import (
     vocabulary_file,
 )
 from gmeta.serving.model import ServedModel
-from gmeta.serving.tables import check_table, read_tensors
+from gmeta.serving.tables import check_table
 from gmeta.tables.widths import widths_of_tables
 from metaio.prepare.schema import features_of
 

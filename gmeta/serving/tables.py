@@ -5,15 +5,12 @@ Shape suffixes: R rows of a table, D embedding width, U fetched rows of all tabl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gmeta.errors import GMetaError, NotFiniteError
-from gmeta.serving.folder import REMEDY, TableFormat
+from gmeta.serving.folder import TableFormat
 from gmeta_models.table_projections import filled_UD
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
@@ -77,19 +74,6 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
     scale_R = torch.where(scale_R > 0, scale_R, 1.0)
     codes_RD = (weight_RD / scale_R.unsqueeze(1)).round().to(torch.int8)
     return StoredTable(codes_RD, scale_R)
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped.
-
-    Raises:
-        GMetaError: it cannot be read.
-    """
-    try:
-        tensors: dict[str, Tensor] = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise GMetaError(f"{file} cannot be read: {error}. {REMEDY}") from error
-    return tensors
 
 
 def check_table(
