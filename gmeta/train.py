@@ -198,7 +198,7 @@ class TrainingRun:
         weight = self._ranks.world_size / max(totals.num_terms, 1)
         loss: Tensor = self._sharded(episodes, weight=weight)
         loss.backward()
-        rows_sum = local_learner(self._sharded).rows_gradient_sum
+        rows_sum = local_learner(self._sharded).exchange.gradient_sum
         self._guard.watch(self._progress, episodes, loss, rows_sum)
         self._optimizer.step()
         self.writer.poll()

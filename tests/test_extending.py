@@ -30,7 +30,7 @@ rows = dict.fromkeys(FEATURES_SINGLE, [1, 2]) | dict.fromkeys(FEATURES_DENSE, [0
 rows["tags"] = [[1], [2, 3]]
 model = gmeta.load(sys.argv[1])
 task = model.adapt({**rows, "click": [1, 0]})
-print(type(model._learner.model).__module__, len(task.predict(rows)))
+print(type(model.learner.model).__module__, len(task.predict(rows)))
 """
 
 

@@ -77,7 +77,7 @@ import sys, gmeta
 model = gmeta.load(sys.argv[1])
 rows = {"item": [1, 2], "shop": [3, 4], "price": [0.5, 0.1]}
 task = model.adapt({**rows, "click": [1, 0], "bought": [1, 0]})
-print(type(model._learner.model).__module__, tuple(task.predict(rows).shape))
+print(type(model.learner.model).__module__, tuple(task.predict(rows).shape))
 """
 SERVE = """
 import json, sys

@@ -1,6 +1,7 @@
 """What workers report of themselves, and the settings by which the monitor judges it."""
 
 from dataclasses import dataclass
+from operator import add, sub
 from typing import NamedTuple
 
 from gmeta_keys import key
@@ -38,14 +39,11 @@ class Report(NamedTuple):
 
     def since(self, before: "Report") -> "Report":
         """Return what was added since an earlier report."""
-        return Report(
-            self.step - before.step,
-            self.tasks_done - before.tasks_done,
-            self.compute_ms - before.compute_ms,
-            self.data_wait_ms - before.data_wait_ms,
-            self.communication_ms - before.communication_ms,
-            self.peer_wait_ms - before.peer_wait_ms,
-        )
+        return Report._make(map(sub, self, before))
+
+    def and_then(self, later: "Report") -> "Report":
+        """Return the totals with what was added later."""
+        return Report._make(map(add, self, later))
 
     @property
     def own_ms(self) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ from gmeta.checkpoints.files import read_about, read_progress
 from gmeta.checkpoints.growth import check_discount
 from gmeta.checkpoints.lineage import Lineage, lineage_of, skipped_before
 from gmeta.checkpoints.loader import check_config
-from gmeta.checkpoints.resume import layers_state, named_checkpoint
+from gmeta.checkpoints.resume import changed_optimizers, named_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.outer.early_stop import early_stop_of
@@ -71,21 +71,15 @@ def _check_as_before(folder: RunFolder, before: TrainConfig, now: TrainConfig) -
     """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
     new rows other values than the old ones began with."""
     was, asked = before.to_json(), now.to_json()
-    for name, is_same in (
-        ("outer.loss", before.outer.loss == now.outer.loss),
-        ("outer.dense_optimizer", layers_state(before.outer) == layers_state(now.outer)),
-        ("outer.momentum", (before.outer.momentum > 0) == (now.outer.momentum > 0)),
-        ("outer.sparse_optimizer", before.outer.sparse_optimizer == now.outer.sparse_optimizer),
-        (
-            "outer.embedding_init_std",
-            before.outer.embedding_init_std == now.outer.embedding_init_std,
-        ),
-        ("run.seed", before.run.seed == now.run.seed),
+    for section, key in (
+        ("outer", "loss"),
+        *(("outer", key) for key in changed_optimizers(before.outer, now.outer)),
+        ("outer", "embedding_init_std"),
+        ("run", "seed"),
     ):
-        section, key = name.split(".")
-        if not is_same:
+        if was[section][key] != asked[section][key]:
             raise UserError(
-                f"{name} = {asked[section][key]!r}, but run {folder.root}, which run.continue_from "
-                f"goes on from, was trained with {was[section][key]!r}: weights, optimizer state "
-                "and new rows would not belong together. Set it as it was"
+                f"{section}.{key} = {asked[section][key]!r}, but run {folder.root}, which "
+                f"run.continue_from goes on from, was trained with {was[section][key]!r}: weights, "
+                "optimizer state and new rows would not belong together. Set it as it was"
             )

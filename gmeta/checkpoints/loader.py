@@ -23,8 +23,9 @@ from gmeta.checkpoints.files import (
 from gmeta.checkpoints.index import IndexedReader, grown
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
-from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
+from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import TABLES_PREFIX
+from gmeta.parallel.together import by_all
 from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step_of
 from gmeta.runs.progress import Progress
 
@@ -58,7 +59,8 @@ def load_checkpoint(
         # torch makes it at the first step, and only what is there can be filled.
         _create_state(optimizer)
     state = state_of(sharded, optimizer)
-    _check_together(path, ranks)
+    # Each rank its share: all of it is read once, whatever their number.
+    by_all(lambda: check_files(path, ranks.rank, ranks.world_size), ranks)
     progress = read_progress(path)
     try:
         reader = IndexedReader(path)
@@ -134,22 +136,6 @@ def check_config(path: Path, config: TrainConfig) -> None:
                     f"{before[section][key]!r}, and its weights mean nothing with another. Set it "
                     "as it was, or train a new run, which may begin with run.start_from"
                 )
-
-
-def _check_together(path: Path, ranks: Ranks) -> None:
-    """Check the files against their checksums, each rank its share: all of it is read once,
-    whatever the number of ranks, and all ranks raise what one of them finds."""
-    try:
-        # An error is told, not raised here: the other ranks would wait in the next collective for
-        # ever.
-        check_files(path, ranks.rank, ranks.world_size)
-        mine = ""
-    except GMetaError as error:
-        mine = str(error)
-    found = gather_to_first(mine, ranks) or []
-    first = value_of_first(next((one for one in found if one), ""), ranks)
-    if first:
-        raise GMetaError(first)
 
 
 def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:

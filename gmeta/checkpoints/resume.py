@@ -47,44 +47,39 @@ def check_goes_on(
     if not (folder.root / CONFIG_FILE).exists():
         return
     before, progress = folder.read_config(), read_progress(checkpoint)
-    _check_loss(folder, before.outer.loss, config.outer.loss)
-    _check_optimizers(folder, before.outer, config.outer)
+    _check_training(folder, before.outer, config.outer)
     _check_scores(folder, before, config, progress)
     if config.data.source == "static" and progress.epoch_step:
         _check_order(folder, before, config, progress.epoch_step)
 
 
-def _check_loss(folder: RunFolder, was: str, asked: str) -> None:
-    """Refuse another loss: optimizer state and logged losses belong to the old one."""
-    if was != asked:
+def _check_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
+    """Refuse another loss or optimizer: what the optimizers have gathered belongs to the old one,
+    and torch would drop what it does not know."""
+    changed = dict.fromkeys(
+        changed_optimizers(before, now), ", whose state is of no use to the other"
+    )
+    if before.loss != now.loss:
+        why = ": the state of its optimizers and its metrics are of no use to the other"
+        changed = {"loss": why}
+    for key, why in changed.items():
         raise UserError(
-            f"outer.loss = {asked!r}, but run {folder.root} was trained with {was!r}: the state of "
-            "its optimizers and its metrics are of no use to the other. Set it as it was, or begin "
-            f"a new run with the weights alone: add run.start_from={folder.root} and choose "
-            "another run.dir"
+            f"outer.{key} = {getattr(now, key)!r}, but run {folder.root} was trained with "
+            f"{getattr(before, key)!r}{why}. Set it as it was, or begin a new run with the weights "
+            f"alone: add run.start_from={folder.root} and choose another run.dir"
         )
 
 
-def _check_optimizers(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
-    """Refuse another optimizer: each keeps other state, and torch would drop what it does not
-    know."""
-    for key, was, asked in (
-        ("dense_optimizer", layers_state(before), layers_state(now)),
-        ("momentum", before.momentum > 0, now.momentum > 0),
-        ("sparse_optimizer", before.sparse_optimizer, now.sparse_optimizer),
-    ):
-        if was != asked:
-            raise UserError(
-                f"outer.{key} = {getattr(now, key)!r}, but run {folder.root} was trained with "
-                f"{getattr(before, key)!r}, whose state is of no use to the other. Set it as it "
-                f"was, or begin a new run with the weights alone: add run.start_from={folder.root} "
-                "and choose another run.dir"
-            )
-
-
-def layers_state(outer: OuterConfig) -> str:
-    """Return which optimizer's state the layers' optimizer keeps: AdamW keeps Adam's."""
-    return "adam" if outer.dense_optimizer == "adamw" else outer.dense_optimizer
+def changed_optimizers(before: OuterConfig, now: OuterConfig) -> list[str]:
+    """Return the keys by which an optimizer would keep another state than it did before."""
+    # AdamW keeps Adam's.
+    was, asked = (outer.dense_optimizer.replace("adamw", "adam") for outer in (before, now))
+    is_other = {
+        "dense_optimizer": was != asked,
+        "momentum": (before.momentum > 0) != (now.momentum > 0),
+        "sparse_optimizer": before.sparse_optimizer != now.sparse_optimizer,
+    }
+    return [key for key, changed in is_other.items() if changed]
 
 
 def _check_scores(

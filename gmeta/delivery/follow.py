@@ -3,10 +3,8 @@ are promoted."""
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 from gmeta.delivery.pieces import in_small_pieces
@@ -61,16 +59,15 @@ class Follower:
         every_s: float = 2.0,
         verify: bool = True,
         cache: str | Path | None = None,
-        told: Callable[[Served], None] = lambda served: None,
     ) -> None:
         """Load what is served now, and look for newer versions every `every_s` seconds (0: never,
-        call `check`). `told` is called with each version once it serves.
+        call `check`).
 
         Raises:
             UserError: the channel has no version yet.
             GMetaError: its version is damaged.
         """
-        self._place, self._verify, self._told = channel, verify, told
+        self._place, self._verify = channel, verify
         self._cache = None if cache is None else Path(cache)
         self._served = load_current(channel, verify, self._cache)
         self._refused: tuple[str, str, float] | None = None
@@ -137,8 +134,7 @@ class Follower:
             # A collection of the cycles among its layers, a fifth of a second in which nobody
             # predicts, is left to Python.
             self._retired, self._served, self._refused = self._served, served, None
-        self._told(served)
-        return True
+            return True
 
     def close(self) -> None:
         """End the thread; the model that is served stays usable."""
@@ -149,12 +145,7 @@ class Follower:
     def __enter__(self) -> "Follower":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _watch(self, every_s: float) -> None:

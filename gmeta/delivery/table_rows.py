@@ -14,15 +14,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gmeta.errors import GMetaError
+from gmeta.files.tensors import read_tensors
+from gmeta.serving.folder import REMEDY
 from metaio.ragged import Int64
 
 _BLOCK_ROWS = 1 << 18  # compared at a time: tens of megabytes, whatever the table's size
 _GAPS = "gaps"
-_REMEDY = "Copy the folder again, or export the run again"
 # The narrowest that holds the largest gap: a byte or two a row, where ids would take eight.
 _GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
@@ -31,8 +32,8 @@ def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
     """Write the rows of the table file `new` that differ from those of `old`, and return how many
     they are; no file where none differ. Without `old`, or where it holds other tensors, all rows.
     """
-    after = _load(new)
-    before = {} if old is None else _load(old)
+    after = read_tensors(new)
+    before = {} if old is None else read_tensors(old)
     if not _alike(before, after):
         before = {name: tensor[:0] for name, tensor in after.items()}
     ids_C = _changed_C(before, after)
@@ -55,7 +56,7 @@ def write_whole_table(
         GMetaError: the files do not fit each other.
     """
     whole: dict[str, Tensor] = {}
-    for name, stored in _load(base).items():
+    for name, stored in read_tensors(base).items():
         whole[name] = stored.new_empty((num_rows, *stored.shape[1:]))
         whole[name][: len(stored)] = stored[:num_rows]
     for change in changes:
@@ -69,7 +70,7 @@ def write_whole_table(
         except (SafetensorError, OSError, KeyError, IndexError, RuntimeError) as error:
             raise GMetaError(
                 f"{change} does not fit table {table} of {base.parent} "
-                f"({str(error).splitlines()[0]:.200}). {_REMEDY}"
+                f"({str(error).splitlines()[0]:.200}). {REMEDY}"
             ) from error
     save_file(whole, out, {"table": table})
 
@@ -108,12 +109,3 @@ def _alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
         return ((name, each.dtype, each.shape[1:]) for name, each in sorted(tensors.items()))
 
     return list(rows(before)) == list(rows(after))
-
-
-def _load(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped."""
-    try:
-        found: dict[str, Tensor] = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise GMetaError(f"{file} cannot be read: {error}. {_REMEDY}") from error
-    return found

@@ -9,7 +9,14 @@ from typing import Any
 
 from gmeta.errors import GMetaError
 from gmeta.files.checksums import FileEntry, differences, entries_of
-from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE, ExportedConfig, read_config
+from gmeta.serving.folder import (
+    CONFIG_FILE,
+    DELTA_FILE,
+    REMEDY,
+    ExportedConfig,
+    checksum_in,
+    read_config,
+)
 from metaio.errors import FormatError
 from metaio.format.checked_json import checked
 from metaio.format.manifest import xxh3_hex
@@ -17,7 +24,6 @@ from metaio.format.typed import typed
 
 DELTA_FORMAT = "gmeta-delta"
 MODEL_FILE = "model.json"  # the config.json of the model that a delta leads to
-_REMEDY = "Copy the folder again, or export the run again"
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,7 @@ def read_version(folder: Path, number: int = 0) -> Version:
         return Version(folder, body["checksum"], num_bytes, delta.full_bytes, delta, number)
     config = read_config(folder)
     num_bytes = sum(entry.num_bytes for entry in config.files.values())
-    checksum = xxh3_hex((folder / CONFIG_FILE).read_bytes())
-    return Version(folder, checksum, num_bytes, num_bytes, None, number)
+    return Version(folder, checksum_in(folder), num_bytes, num_bytes, None, number)
 
 
 def model_config(version: Version) -> ExportedConfig:
@@ -132,7 +137,7 @@ def check_version(version: Version) -> None:
     """
     listed_in = description_of(version.folder)
     for difference in differences(version.folder, files_of(version), listed_in, contents=True):
-        raise GMetaError(f"{difference}. {_REMEDY}")
+        raise GMetaError(f"{difference}. {REMEDY}")
 
 
 def description_of(folder: Path) -> str:
@@ -160,7 +165,7 @@ def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
             raise ValueError(f"it lists no file {MODEL_FILE}")
     except (LookupError, ValueError, TypeError) as error:
         raise GMetaError(
-            f"{folder / DELTA_FILE} is not what an export writes ({error!r:.200}). {_REMEDY}"
+            f"{folder / DELTA_FILE} is not what an export writes ({error!r:.200}). {REMEDY}"
         ) from error
     return delta
 

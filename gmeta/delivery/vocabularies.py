@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from gmeta.errors import GMetaError
+from gmeta.serving.folder import REMEDY
 
 _LENGTH = b"num_values"  # of the vocabulary that a delta leads to
-_REMEDY = "Copy the folder again, or export the run again"
 
 
 def read_values(file: Path) -> pa.Array:
@@ -90,10 +90,10 @@ def whole_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
         except (KeyError, TypeError, ValueError, IndexError, pa.ArrowException) as error:
             raise GMetaError(
                 f"{change} does not fit the vocabulary that it changes "
-                f"({str(error).splitlines()[0]:.200}). {_REMEDY}"
+                f"({str(error).splitlines()[0]:.200}). {REMEDY}"
             ) from error
     if values is None:
-        raise GMetaError(f"a vocabulary of the chain has neither a base nor a delta. {_REMEDY}")
+        raise GMetaError(f"a vocabulary of the chain has neither a base nor a delta. {REMEDY}")
     return values
 
 
@@ -103,5 +103,5 @@ def _read(file: Path) -> pa.Table:
             return vocabulary.read(use_threads=False)  # one column
     except (pa.ArrowException, OSError) as error:
         raise GMetaError(
-            f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. {_REMEDY}"
+            f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. {REMEDY}"
         ) from error

@@ -220,10 +220,9 @@ class Loop:
         if not increment_numbers(self._stream):
             arguments += ["--schema", self.config.follow.schema]
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
-        code, took_s = self._timed(0, arguments, log)
+        code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
         if code == SET_ASIDE:
             return Done("prepare", 0, took_s, f"{partition.name}: {self._last_line(log)}")
-        self._check("prepare", partition.name, code, log)
         newest = open_stream(self._stream).newest
         told = f"{partition.name}: {newest.num_rows:,} training rows"
         return Done("prepare", newest.number, took_s, told)
@@ -248,7 +247,7 @@ class Loop:
         arguments += ["--resume"] if begun.root.exists() else []
         if follow.nproc_per_node > 1:
             arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
-        took_s = self._taken("train", number, arguments)
+        _, took_s = self._run(number, arguments)
         write_json(root / "trained.json", {"increment": number, "at_s": time.time()})
         told = f", without increment {', '.join(map(str, skipped))}" if skipped else ""
         return Done("train", number, took_s, f"{root / 'run'}{told}")
@@ -257,10 +256,10 @@ class Loop:
         root = self.folder(number)
         tables = self.config.export.tables
         arguments = ["export", str(root / "run"), str(root / "model"), "--tables", tables]
-        code, took_s = self._timed(number, [*arguments, "--overwrite"], root / "export.log")
-        if code == NotFiniteError.exit_code:
+        allowed = (0, NotFiniteError.exit_code)
+        code, took_s = self._run(number, [*arguments, "--overwrite"], allowed=allowed)
+        if code:
             return self._judge(number, root / "run")  # which says so
-        self._check("export", f"increment {number}", code, root / "export.log")
         return Done("export", number, took_s, f"{tables} tables")
 
     def _judge(self, number: int, candidate: Path) -> Done:
@@ -270,16 +269,14 @@ class Loop:
         arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
         arguments += ["--margin", str(judge.margin)] if judge.margin else []
         arguments += ["--out", str(root / "verdict.json")]
-        took_s = self._taken("judge", number, arguments, allowed=(0, SET_ASIDE))
+        _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
         verdict = self.verdict(number) or {}
         return Done("judge", number, took_s, _told_verdict(verdict))
 
     def _promote(self, number: int) -> Done:
         root = self.folder(number)
         arguments = ["promote", str(root / "model"), str(self.channel.root)]
-        took_s = self._taken(
-            "promote", number, [*arguments, "--verdict", str(root / "verdict.json")]
-        )
+        _, took_s = self._run(number, [*arguments, "--verdict", str(root / "verdict.json")])
         version = self.channel.version(self.channel.served().number)
         told = f"version {version.name}, {version.kind}{self._removed()}"
         return Done("promote", number, took_s, told)
@@ -287,8 +284,8 @@ class Loop:
     def _publish(self, current: Current) -> Done:
         mirror, name = self.config.follow.mirror, f"{current.number}-{current.checksum[:12]}"
         log = self._runs / "logs" / "publish.log"
-        code, took_s = self._timed(0, ["publish", str(self.channel.root), mirror], log)
-        self._check("publish", f"version {name}", code, log)
+        arguments = ["publish", str(self.channel.root), mirror]
+        _, took_s = self._run(0, arguments, f"version {name}", log)
         self._published = current.at
         return Done("publish", 0, took_s, f"version {name} is at {mirror}")
 
@@ -327,33 +324,33 @@ class Loop:
     def _score(self, number: int, version: Version) -> Done:
         arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]
         arguments += ["--out", str(self.folder(number) / FROZEN_FILE)]
-        took_s = self._taken("score", number, arguments)
+        _, took_s = self._run(number, arguments)
         return Done("score", number, took_s, f"version {version.name}, which does not go on")
 
-    def _taken(
-        self, stage: str, number: int, arguments: list[str], allowed: tuple[int, ...] = (0,)
-    ) -> float:
-        log = self.folder(number) / f"{stage}.log"
-        code, took_s = self._timed(number, arguments, log)
-        self._check(stage, f"increment {number}", code, log, allowed)
-        return took_s
-
-    def _timed(self, number: int, arguments: list[str], log: Path) -> tuple[int, float]:
+    def _run(
+        self,
+        number: int,
+        arguments: list[str],
+        what: str = "",
+        log: Path | None = None,
+        allowed: tuple[int, ...] = (0,),
+    ) -> tuple[int, float]:
+        """Run a stage of `what` (default: increment `number`), which the command of gmeta names;
+        return its exit code and its seconds. Raise GMetaError for a code that is not allowed."""
+        stage = arguments[0]
+        log = log or self.folder(number) / f"{stage}.log"
         began_s = time.monotonic()
-        self.under_way = UnderWay(arguments[0], number, time.time())
+        self.under_way = UnderWay(stage, number, time.time())
         try:
             code = self._run_stage(arguments, log)
         finally:
             self.under_way = None
-        return code, time.monotonic() - began_s
-
-    def _check(
-        self, stage: str, what: str, code: int, log: Path, allowed: tuple[int, ...] = (0,)
-    ) -> None:
         if code not in allowed:
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")
+            what = what or f"increment {number}"
             raise kind(f"{stage} of {what} ended with {code}: {why} (see {log})")
+        return code, time.monotonic() - began_s
 
     def _too_many(self, refused: list[int]) -> GMetaError:
         last = refused[-1]

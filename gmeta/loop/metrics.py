@@ -14,6 +14,27 @@ from gmeta.loop.loop import STAGES, Done, Loop
 from gmeta.loop.status import Status, status_of
 from metaio.errors import MetaIOError
 
+_GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
+    ("prepared_increment", "newest increment of the stream", lambda now: now.prepared),
+    (
+        "served_increment",
+        "newest increment that the served model knows",
+        lambda now: now.served_increment,
+    ),
+    (
+        "served_version",
+        "version that the channel serves",
+        lambda now: now.current.number if now.current else None,
+    ),
+    ("event_age_seconds", "now minus the event time the model knows", Status.event_age_s),
+    ("event_age_limit_seconds", "follow.fresh_s", lambda now: now.fresh_s),
+    ("served_age_seconds", "since the served version was promoted", Status.served_age_s),
+    ("waiting_partitions", "closed partitions not yet in the stream", lambda now: now.waiting),
+    ("refused_in_a_row", "candidates refused since the last promotion", lambda now: now.refused),
+    ("quarantined_files", "files that the screen refused", lambda now: now.quarantined),
+    ("failing", "1 while the next stage fails or is set aside", lambda now: bool(now.failure)),
+)
+
 
 @final
 class LoopMetrics:
@@ -25,48 +46,9 @@ class LoopMetrics:
         self.status = Status(fresh_s=loop.config.follow.fresh_s)
         self.registry = CollectorRegistry()
 
-        def gauge(name: str, text: str, value: Callable[[], float | None]) -> None:
-            made = Gauge(f"gmeta_follow_{name}", text, registry=self.registry)
-            made.set_function(lambda: _number(value()))
-
-        gauge("prepared_increment", "newest increment of the stream", lambda: self.status.prepared)
-        gauge(
-            "served_increment",
-            "newest increment that the served model knows",
-            lambda: self.status.served_increment,
-        )
-        gauge(
-            "served_version",
-            "version that the channel serves",
-            lambda: self.status.current.number if self.status.current else None,
-        )
-        gauge(
-            "event_age_seconds",
-            "now minus the event time the model knows",
-            lambda: self.status.event_age_s(),
-        )
-        gauge("event_age_limit_seconds", "follow.fresh_s", lambda: self.status.fresh_s)
-        gauge(
-            "served_age_seconds",
-            "since the served version was promoted",
-            lambda: self.status.served_age_s(),
-        )
-        gauge(
-            "waiting_partitions",
-            "closed partitions not yet in the stream",
-            lambda: self.status.waiting,
-        )
-        gauge(
-            "refused_in_a_row",
-            "candidates refused since the last promotion",
-            lambda: self.status.refused,
-        )
-        gauge("quarantined_files", "files that the screen refused", lambda: self.status.quarantined)
-        gauge(
-            "failing",
-            "1 while the next stage fails or is set aside",
-            lambda: bool(self.status.failure),
-        )
+        for name, text, value in _GAUGES:
+            gauge = Gauge(f"gmeta_follow_{name}", text, registry=self.registry)
+            gauge.set_function(partial(self._value, value))
         self._running = Gauge(
             "gmeta_follow_stage_running_seconds",
             "since the stage under way began; 0 of others",
@@ -98,12 +80,12 @@ class LoopMetrics:
             self.look()
         self.status = replace(self.status, failure=why)
 
+    def _value(self, value: Callable[[Status], float | None]) -> float:
+        """Return a gauge's value; NaN of what is not there yet, which no alert's comparison is true
+        of."""
+        found = value(self.status)
+        return float("nan") if found is None else float(found)
+
     def _running_s(self, stage: str) -> float:
         now = self._loop.under_way
         return max(0.0, time.time() - now.since_s) if now and now.stage == stage else 0.0
-
-
-def _number(value: float | None) -> float:
-    """Return a gauge's value; NaN of what is not there yet, which no alert's comparison is true
-    of."""
-    return float("nan") if value is None else float(value)

@@ -34,13 +34,8 @@ class LayerAverage:
             call_after_backward(self._finish)
         self._missing -= 1
         if not self._missing:
-            transport = self._ranks.transport
-            like = self._layers[0]
-            # Put together where the peers read it: no copy more.
-            given = transport.outgoing(sum(self._sizes), like.dtype, like.device)
-            torch.cat([grad.flatten() for grad in self._grads()], out=given)
-            total = torch.empty_like(given)
-            self._sum = total, transport.add(given, total)
+            total = torch.cat([grad.flatten() for grad in self._grads()])
+            self._sum = total, self._ranks.transport.add(total)
 
     def _finish(self) -> None:
         """Wait for the sum behind the last operation of backward, and hand every layer its mean

@@ -80,11 +80,12 @@ def estimate(
     device_W, host_W, asked_W, from_host_W = (np.zeros(num_ranks) for _ in range(4))
     tables = {}
     copied_values = 0
-    is_long = any(rows >= 2**31 for rows, _ in _shards_of(plan, sizes))
+    held = {name: _held(table, *sizes[name], num_ranks) for name, table in plan["tables"].items()}
+    is_long = any(rows_W.max() >= 2**31 for rows_W, _ in held.values())
     id_bytes = 8 if is_long or sharding.exchange == "torchrec" else 4
     for name, table in plan["tables"].items():
         num_rows, width = sizes[name]
-        rows_W, columns_W = _held(table, num_rows, width, num_ranks)
+        rows_W, columns_W = held[name]
         on_device_W, on_host_W = table_bytes(table["placement"], rows_W, columns_W, outer)
         device_W += on_device_W
         host_W += on_host_W
@@ -159,20 +160,6 @@ def _states(outer: OuterConfig) -> tuple[int, int]:
     """Return how many numbers the tables' optimizer keeps of each value, and of each row."""
     kind = STATES[optimizer_type_to_emb_opt_type(SPARSE_OPTIMIZERS[outer.sparse_optimizer])]
     return len(kind.names) - len(kind.of_rows), len(kind.of_rows)
-
-
-def _shards_of(
-    plan: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Return rows and columns of every shard."""
-    found = []
-    for name, table in plan["tables"].items():
-        shards = [
-            (shard["rows"][1] - shard["rows"][0], shard["columns"][1] - shard["columns"][0])
-            for shard in table["shards"]
-        ]
-        found += shards or [sizes[name]]
-    return found
 
 
 def _held(

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.sharding_plan import (
     ParameterShardingGenerator,
@@ -24,9 +23,10 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from gmeta.errors import ConfigError
-from gmeta.parallel.planner import KERNELS, PLACES, NoPlaceError, collections_in, planned
-from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.planner import KERNELS, PLACES, collections_in, planned
+from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.stated import Cluster
+from gmeta.parallel.together import by_first
 from gmeta.tables.names import module_name, table_of
 from gmeta.tables.sharding import (
     IN_HOST_MEMORY,
@@ -53,20 +53,16 @@ def make_plan(
         ConfigError: a kind does not fit the device, the width or the number of ranks.
     """
     cluster = Cluster(ranks.world_size, _local_size(), ranks.device.type)
-    if None not in _checked_kinds(tables, config, cluster).values():
+    if config.default != "planner":
         return plan_on(tables, config, tasks_per_step, cluster)
     # By rank 0 for all: ranks that planned for themselves might differ.
-    result: list[Any] = [None]
-    if ranks.rank == 0:
-        try:
-            result[0] = plan_on(tables, config, tasks_per_step, _measured(cluster, ranks.device))
-        except NoPlaceError as error:
-            result[0] = error
-    dist.broadcast_object_list(result, src=0, group=ranks.control)
-    if isinstance(result[0], NoPlaceError):
-        raise result[0]
-    plans: dict[str, EmbeddingModuleShardingPlan] = result[0]
-    return plans
+    found: dict[str, EmbeddingModuleShardingPlan] = {}
+
+    def plan() -> None:
+        found.update(plan_on(tables, config, tasks_per_step, _measured(cluster, ranks.device)))
+
+    by_first(plan, ranks)
+    return value_of_first(found, ranks)
 
 
 def plan_on(
@@ -78,8 +74,7 @@ def plan_on(
         ConfigError: a kind does not fit the device, the width or the number of ranks.
         NoPlaceError: TorchRec's planner finds no place for the tables.
     """
-    kinds = _checked_kinds(tables, config, cluster)
-    placements = _placements(config, list(kinds))
+    kinds, placements = _checked(tables, config, cluster)
     if None in kinds.values():
         return planned(tables, kinds, placements, config.exchange, tasks_per_step, cluster)
     collections = collections_in(tables)
@@ -188,10 +183,11 @@ def _measured(cluster: Cluster, device: torch.device) -> Cluster:
     return replace(cluster, device_bytes=device_bytes, host_bytes=host_bytes)
 
 
-def _checked_kinds(
+def _checked(
     tables: nn.Module, config: ShardingConfig, cluster: Cluster
-) -> dict[str, Kind | None]:
-    """Return the kind of each table by its module's name; None: the planner is to choose.
+) -> tuple[dict[str, Kind | None], dict[str, Placement]]:
+    """Return the kind (None: the planner is to choose) and the placement of each table, by its
+    module's name.
 
     Raises:
         ConfigError: a kind or a placement does not fit the device, the width or the ranks, or
@@ -206,24 +202,18 @@ def _checked_kinds(
         )
     configs = {t.name: t for one in collections.values() for t in one.embedding_configs()}
     names = [table_of(name) for name in configs]
-    placements = placements_of_tables(config, names)
-    kinds: dict[str, Kind | None] = {}
-    for table, kind in kinds_of_tables(config, names).items():
-        name = module_name(table)
-        _check_kind(table, kind, configs[name].embedding_dim, config, cluster)
+    kinds, placements = kinds_of_tables(config, names), placements_of_tables(config, names)
+    for table, kind in kinds.items():
+        _check_kind(table, kind, configs[module_name(table)].embedding_dim, config, cluster)
         if placements[table] in IN_HOST_MEMORY and cluster.device == "cpu":
             raise ConfigError(
                 f'table {table!r} is to be placed in "{placements[table]}" on the CPU, where all '
                 'tables are in the host\'s memory. Set placement "auto", or run on CUDA'
             )
-        kinds[name] = kind
-    return kinds
-
-
-def _placements(config: ShardingConfig, names: Sequence[str]) -> dict[str, Placement]:
-    """Return the placement of each table by its module's name."""
-    placements = placements_of_tables(config, [table_of(name) for name in names])
-    return {module_name(table): placement for table, placement in placements.items()}
+    return (
+        {module_name(table): kind for table, kind in kinds.items()},
+        {module_name(table): place for table, place in placements.items()},
+    )
 
 
 def _check_kind(

@@ -159,7 +159,7 @@ def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     """Start to ask whether any rank's flag is set; return a function that waits for the answer."""
     number = flag.to(torch.int32).view(1)
     if ranks.device.type == "cpu":
-        work = ranks.transport.add(number, number)
+        work = ranks.transport.add(number)
 
         def answer() -> bool:
             work.wait()

@@ -120,11 +120,6 @@ class ShardedLearner(nn.Module):
         torch.set_num_threads(threads)
         self._last_step = now, work, threads
 
-    @property
-    def rows_gradient_sum(self) -> Tensor:
-        """Return the sum of the last backward's gradient of this rank's rows, see Exchange."""
-        return self.exchange.gradient_sum
-
     def fetch(self, episodes: Arranged, gradient_unit: float = 1.0) -> tuple[Arranged, Tensor]:
         """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
         the episodes as they index them.

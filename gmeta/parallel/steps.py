@@ -82,7 +82,7 @@ def in_step(
         counts = torch.tensor(
             [mine.num_terms, mine.num_shown, mine.num_rows, int(has_data), int(asked)]
         )
-        return _Upcoming(mine, counts, ranks.transport.add(counts, counts))
+        return _Upcoming(mine, counts, ranks.transport.add(counts))
 
     def send(step: _Upcoming[Arranged]) -> _Upcoming[Arranged]:
         if step.episodes.fetch is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gmeta.antdt.access.credentials import CredentialError, ServerTls, WatchedFiles
+from gmeta.antdt.access.credentials import Reread, ServerTls
 from gmeta.antdt.log import event
 
 HEAD_BYTES = 64 << 10
@@ -106,17 +106,15 @@ def http_server(
 async def rotate(context: ssl.SSLContext, tls: ServerTls) -> None:
     """Give new connections replaced files, until cancelled; where they do not fit together, log it
     and keep the old ones."""
-    files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
+
+    def load() -> None:
+        tls.check()
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+
+    loaded = Reread(tls.files, load, "certificate_not_rotated")
     while True:
         await asyncio.sleep(_LOOK_EVERY_S)
-        if not files.changed():
-            continue
-        try:
-            tls.check()
-            context.load_cert_chain(tls.cert, tls.key)
-            if tls.client_ca is not None:
-                context.load_verify_locations(tls.client_ca)
-        except CredentialError as error:
-            event(logging.ERROR, "certificate_not_rotated", message=str(error))
-        else:
+        if loaded.refresh():
             event(logging.INFO, "certificate_rotated", cert=str(tls.cert))

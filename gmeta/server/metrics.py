@@ -6,7 +6,7 @@ from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.multiprocess import MultiProcessCollector
 
 # The folder in which prometheus_client keeps the metrics of several processes.
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
@@ -125,8 +125,3 @@ def count_together() -> None:
     prometheus_client itself looks only when it is imported.
     """
     values.ValueClass = values.get_value_class()
-
-
-def forget_worker(pid: int) -> None:
-    """Let a worker that ended count no more in gauges of what is now."""
-    mark_process_dead(pid)

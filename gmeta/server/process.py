@@ -18,12 +18,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from gmeta.antdt.access.address import check_free, split_address
 from gmeta.antdt.log import configure_logging, event
 from gmeta.errors import GMetaError
 from gmeta.server.config import ServeConfig
 from gmeta.server.loading import model_folder
-from gmeta.server.metrics import MULTIPROCESS_DIR, forget_worker
+from gmeta.server.metrics import MULTIPROCESS_DIR
 from gmeta.serving.folder import check_files, read_config
 
 _LOOK_EVERY_S = 0.2
@@ -104,7 +106,8 @@ class _Workers:
                         worker.serves = worker.sign.recv()
                 if worker.process.is_alive():
                     continue
-                forget_worker(worker.process.pid or 0)
+                # It counts no more in gauges of what is now.
+                mark_process_dead(worker.process.pid or 0)
                 if not worker.serves:
                     code = worker.process.exitcode or 1
                     self._ended.set()

@@ -13,8 +13,9 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gmeta.antdt.access.address import AddressError, split_address
-from gmeta.antdt.access.credentials import ServerTls, server_credentials
+from gmeta.antdt.access.credentials import ServerTls, take_port
 from gmeta.antdt.log import event
+from gmeta.numerics import keep_freed_memory
 from gmeta.server.access import Access
 from gmeta.server.cache import TaskCache
 from gmeta.server.config import ServeConfig
@@ -22,7 +23,6 @@ from gmeta.server.grpc_service import SERVICE_NAME, inference_handler
 from gmeta.server.http_app import http_app
 from gmeta.server.http_edge import http_server, rotate
 from gmeta.server.loading import load_version
-from gmeta.server.memory import keep_freed_memory
 from gmeta.server.metrics import ServerMetrics, count_together
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
@@ -30,6 +30,7 @@ from gmeta.server.tracing import tracing_from_environment
 
 BACKLOG = 1024
 _HANDSHAKE_MS = 10_000
+_KEPT_BYTES = 256 << 20  # of what batches gave back, for the next
 
 
 def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
@@ -41,7 +42,7 @@ def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
         GMetaError: the model is damaged.
     """
     torch.set_num_threads(config.threads)
-    keep_freed_memory()
+    keep_freed_memory(_KEPT_BYTES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, tell))
 
@@ -162,12 +163,8 @@ async def _grpc_server(
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     for name in ("", SERVICE_NAME):
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    credentials = server_credentials(tls)
     try:
-        if credentials is None:
-            port = server.add_insecure_port(config.grpc_listen)
-        else:
-            port = server.add_secure_port(config.grpc_listen, credentials)
+        port = take_port(server, config.grpc_listen, tls)
     except RuntimeError as error:
         raise AddressError(
             f"cannot serve at --grpc {config.grpc_listen}: the address is taken, or not of this "

@@ -37,7 +37,7 @@ DELTA_FILE = "delta.json"  # in place of config.json: what changed since another
 LAYERS_FILE = "layers.safetensors"
 TableFormat = Literal["float32", "float16", "int8"]
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
-_REMEDY = "Copy the folder again, or export the run again"
+REMEDY = "Copy the folder again, or export the run again"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def vocabulary_file(table: str) -> str:
     """Return the path of a table's vocabulary, as in the dataset that it was copied from."""
     if not is_name(table):
         raise GMetaError(
-            f"table {table!r:.80} cannot have a vocabulary: it would lie elsewhere. {_REMEDY}"
+            f"table {table!r:.80} cannot have a vocabulary: it would lie elsewhere. {REMEDY}"
         )
     return f"vocabulary/{table}.parquet"
 
@@ -145,7 +145,7 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise _no_model(folder, name) from None  # in a notebook the whole chain would be shown
     except ValueError as error:
-        raise GMetaError(f"{path} is not JSON: it was cut short or edited. {_REMEDY}") from error
+        raise GMetaError(f"{path} is not JSON: it was cut short or edited. {REMEDY}") from error
     # Any folder of a run has a config.json too.
     if body.pop("format", None) != FORMAT_NAME:
         raise UserError(
@@ -162,7 +162,7 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
     checksum = body.pop("checksum", None)
     signed = {"format": FORMAT_NAME, "version": version, **body}
     if checksum != xxh3_hex(canonical_json(signed)):
-        raise GMetaError(f"{path} does not match its own checksum: it was edited. {_REMEDY}")
+        raise GMetaError(f"{path} does not match its own checksum: it was edited. {REMEDY}")
     return _from_json(path, body)
 
 
@@ -195,7 +195,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         ) from error
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise GMetaError(
-            f"{path} is not what an export writes ({error!r:.200}). {_REMEDY}"
+            f"{path} is not what an export writes ({error!r:.200}). {REMEDY}"
         ) from error
     return ExportedConfig(
         model=parts.model,
@@ -239,7 +239,7 @@ def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
         GMetaError: a file is missing, cut short or altered.
     """
     for difference in differences(folder, config.files, CONFIG_FILE, contents=checksums):
-        raise GMetaError(f"{difference}. {_REMEDY}")
+        raise GMetaError(f"{difference}. {REMEDY}")
 
 
 def is_export(folder: Path) -> bool:

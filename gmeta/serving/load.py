@@ -6,12 +6,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gmeta.build import build_learner, check_registered, statistics_of
 from gmeta.errors import GMetaError
+from gmeta.files.tensors import read_tensors
 from gmeta.learner import MetaLearner
 from gmeta.serving.columns import ColumnEncoder, IdColumns, RawColumns
 from gmeta.serving.device import device_named, on_the_cpu
@@ -50,7 +49,7 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
     for index, table in enumerate(config.features.tables):
         file = folder / table_file(index)
         shape = (table.num_rows, widths[table.name])
-        tables.append(check_table(str(file), _tensors(file), shape, config.table_format))
+        tables.append(check_table(str(file), read_tensors(file), shape, config.table_format))
     reload = partial(_load_again, folder.absolute(), config, device)
     learner, encoder = _learner(folder, config), _encoder(folder, config)
     return ServedModel(config, checksum, learner, tables, encoder, reload, computes_on)
@@ -70,7 +69,7 @@ def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedMode
 
 def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     check_registered(folder, config.model, config.algorithm, config.source)
-    tensors = _tensors(folder / LAYERS_FILE)
+    tensors = read_tensors(folder / LAYERS_FILE)
 
     def built() -> MetaLearner:
         return build_learner(
@@ -136,13 +135,3 @@ def _vocabulary(file: Path) -> pa.Array:
         raise GMetaError(
             f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Export the run again"
         ) from error
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise GMetaError(
-            f"{file} cannot be read: {error}. Copy the folder again, or export the run again"
-        ) from error
-    return tensors

@@ -70,12 +70,13 @@ class ServedModel:
         self.config = config
         self.checksum = checksum
         self._reload = reload
-        # Inner gradients are taken at the outputs of layers and at rows, never at weights.
-        self._learner = learner.requires_grad_(False).eval().to(device)
+        # Not to be run but under a lock, or as a copy. Inner gradients are taken at the outputs of
+        # layers and at rows, never at weights.
+        self.learner = learner.requires_grad_(False).eval().to(device)
         self._device = device
         self._inner = learner.general_loop
         self._statistics = learner.statistics
-        self._tables = tables
+        self.tables = tables
         self._encoder = encoder
         rows_B = torch.tensor([table.num_rows for table in config.features.tables])
         self._first_key_B = rows_B.cumsum(0) - rows_B
@@ -83,16 +84,6 @@ class ServedModel:
         self._unadapted: TaskState | None = None
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
-
-    @property
-    def learner(self) -> MetaLearner:
-        """Return the layers and the way they adapt. To be run under no other lock than a copy's."""
-        return self._learner
-
-    @property
-    def tables(self) -> Sequence[StoredTable]:
-        """Return the embedding tables, in the order of `features.tables`."""
-        return self._tables
 
     def refusal(self, support_rows: int, who: str = "a task") -> str | None:
         """Return why `who`, with so many support rows, cannot be adapted to; None if it can."""
@@ -183,9 +174,9 @@ class ServedModel:
         """
         self._check_support_rows(batch.support_lengths_T.tolist())
         with self._exclusive():
-            arranged = self._learner.arrange_to_predict(batch), self._fetch_UD(batch)
+            arranged = self.learner.arrange_to_predict(batch), self._fetch_UD(batch)
             episodes, rows_UD = self._there(arranged)
-            return self._back(self._learner.predict(rows_UD, episodes))
+            return self._back(self.learner.predict(rows_UD, episodes))
 
     @on_the_cpu
     def adapt_together(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
@@ -210,7 +201,7 @@ class ServedModel:
             )
             working = WorkingRows(rows_PD, 0.0)
             if row_P is not None:
-                working = WorkingRows(rows_PD, self._learner.rates.of_rows(lengths_B, row_P))
+                working = WorkingRows(rows_PD, self.learner.rates.of_rows(lengths_B, row_P))
             adapted = self._inner.take_steps(working, support, _EXPECTED_QUERY_ROWS, False)
         none = torch.zeros(0, dtype=torch.int64)
         rows_PD, key_P, task_P = values_PD[:0], none, none
@@ -282,7 +273,7 @@ class ServedModel:
     @property
     def _state_shape(self) -> StateShape:
         """Return what the state of any task holds."""
-        layers = row_layers(self._learner.model).items()
+        layers = row_layers(self.learner.model).items()
         return StateShape(
             layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
             gates_1MO=self.unadapted.gates_1MO,
@@ -316,8 +307,8 @@ class ServedModel:
         return tree if self._device == HOST else moved(tree, HOST)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
-        rows_UD = fetch_UD(self._tables, batch.unique_ids_U, batch.unique_lengths_B)
-        return self._learner.starting_rows_UD(rows_UD, batch.unique_lengths_B.tolist())
+        rows_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
+        return self.learner.starting_rows_UD(rows_UD, batch.unique_lengths_B.tolist())
 
     def _key_U(self, batch: TaskBatch) -> Tensor:
         """Return the place [U] of each fetched row among the rows of all tables; ascending, as ids
@@ -326,18 +317,12 @@ class ServedModel:
         return first_U + batch.unique_ids_U
 
     def _shown_N(self, output_N: Tensor) -> Tensor:
-        return self._learner.objectives.outer.predictions(output_N)
+        return self.learner.objectives.outer.predictions(output_N)
 
     def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
         """Return the rows of several tasks as their support sides alone."""
-        features, none, every = (
-            self.config.features,
-            np.zeros(0, np.int64),
-            np.arange(rows.num_rows),
-        )
-        lengths_T = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
-        batch = task_batch(features, rows, no_rows(features), (every, none), lengths_T)
-        return self._statistics.widened(self._learner.with_items(batch))
+        nothing = no_rows(self.config.features), [0] * len(lengths)
+        return self._statistics.widened(self._batch((rows, lengths), nothing))
 
     def _as_query(
         self,
@@ -348,29 +333,29 @@ class ServedModel:
         """Return the rows of several tasks as their query sides alone, with what each support says
         of them.
         """
-        features, none, every = (
-            self.config.features,
-            np.zeros(0, np.int64),
-            np.arange(rows.num_rows),
-        )
-        lengths_T = np.zeros(len(lengths), np.int64), np.array(lengths, np.int64)
-        nothing = no_rows(features)
-        batch = task_batch(features, nothing, rows, (none, every), lengths_T)
-        batch = self._learner.with_items(batch)
+        nothing = no_rows(self.config.features)
+        batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
         if not self._statistics.width:
             return batch
         known = [support or nothing for support in supports]
-        known_T = np.array([support.num_rows for support in known], np.int64)
+        known_lengths = [support.num_rows for support in known]
         # Statistics are of a task's support, so both sides stand in one batch for them; the query
         # rows alone go on.
-        chosen = np.arange(known_T.sum()), every
-        both = task_batch(features, join_rows(known), rows, chosen, (known_T, lengths_T[1]))
+        both = self._statistics.widened(
+            self._batch((join_rows(known), known_lengths), (rows, lengths))
+        )
         # Both sides stand in turn, task by task.
-        sides = np.stack([np.zeros_like(known_T), np.ones_like(known_T)], axis=1).astype(bool)
-        is_query_N = np.repeat(sides.ravel(), np.stack([known_T, lengths_T[1]], axis=1).ravel())
-        both = self._statistics.widened(self._learner.with_items(both))
-        dense_NK = both.dense_NK[torch.from_numpy(is_query_N)]
-        return replace(batch, dense_NK=dense_NK)
+        turns = np.array([known_lengths, lengths], np.int64).T.ravel()
+        is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)
+        return replace(batch, dense_NK=both.dense_NK[torch.from_numpy(is_query_N)])
+
+    def _batch(self, *sides: tuple[EncodedColumns, Sequence[int]]) -> TaskBatch:
+        """Return a batch of support and query rows, which stand task by task, so many of each."""
+        support, query = (rows for rows, _ in sides)
+        chosen_E = np.arange(support.num_rows), np.arange(query.num_rows)
+        support_T, query_T = (np.array(lengths, np.int64) for _, lengths in sides)
+        batch = task_batch(self.config.features, support, query, chosen_E, (support_T, query_T))
+        return self.learner.with_items(batch)
 
     def columns_read(self, with_label: bool) -> list[str]:
         """Return the columns that `encode` reads, the task's too."""

@@ -131,7 +131,7 @@ def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
         _, rows_UD = local.fetch(run.learner.arrange(batches_of_rank(ranks)[0]))
         grad_UD = torch.full_like(rows_UD, 0.5 + ranks.rank)
         rows_UD.backward(grad_UD)
-        found.append((local.rows_gradient_sum.item(), grad_UD.sum().item()))
+        found.append((local.exchange.gradient_sum.item(), grad_UD.sum().item()))
     return found
 
 

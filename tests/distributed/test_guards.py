@@ -60,7 +60,7 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
             optimizer.begin_step(step, NUM_STEPS)
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             loss.backward()
-            rows_sum = local_learner(sharded).rows_gradient_sum
+            rows_sum = local_learner(sharded).exchange.gradient_sum
             guard.watch(Progress(step, 2, step), episodes, loss, rows_sum)
             optimizer.step()
             done += 1

@@ -23,7 +23,6 @@ from tests.waiting import PATIENCE_S
 
 DTYPES = (torch.float32, torch.int32, torch.int64, torch.float16)
 ROUNDS = 12
-HOST = torch.device("cpu")
 
 
 def sharing(ranks: Ranks) -> Ranks:
@@ -34,9 +33,7 @@ def sharing(ranks: Ranks) -> Ranks:
 
 
 def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor, Swap]:
-    """Start to swap values of every rank's own, some of them where they were written; all ranks
-    draw the same sizes.
-    """
+    """Start to swap values of every rank's own; all ranks draw the same sizes."""
     generator = torch.Generator().manual_seed(seed)
     world = ranks.world_size
     counts_WW = torch.randint(0, 50, (world, world), generator=generator).tolist()
@@ -46,8 +43,6 @@ def swapped(transport: Transport, ranks: Ranks, seed: int) -> tuple[torch.Tensor
     given = [counts_WW[ranks.rank][peer] for peer in others]
     taken = [counts_WW[peer][ranks.rank] for peer in others]
     values = (torch.arange(sum(given)) + 1_000 * ranks.rank).to(dtype)
-    if seed % 2:
-        values = transport.outgoing(sum(given), dtype, HOST).copy_(values)
     result = torch.full((sum(taken),), -1, dtype=dtype)
     return result, transport.swap(values, given, taken, result)
 
@@ -61,7 +56,7 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
         for round_number in range(ROUNDS):
             swaps = [swapped(transport, ranks, 7 * round_number + i) for i in range(3)]
             values = torch.arange(5.0, dtype=torch.float64) * (ranks.rank + 1)
-            summing = transport.add(values, values)
+            summing = transport.add(values)
             summing.wait()
             swaps = swaps[:2] if name == "shared" else swaps
             for result, swap in reversed(swaps):
@@ -85,14 +80,14 @@ def large_on_rank(ranks: Ranks) -> tuple[list[bool], list[float]]:
     ranks = sharing(ranks)
     sizes = [FIRST_BYTES // 16, FIRST_BYTES // 8, FIRST_BYTES]
     values = [torch.full((size,), float(ranks.rank + index)) for index, size in enumerate(sizes)]
-    pending = [ranks.transport.add(one, one) for one in values]
+    pending = [ranks.transport.add(one) for one in values]
     for one in pending:
         one.wait()
     exact = [bool((one == 2 * index + 1).all()) for index, one in enumerate(values)]
     small = []
     for number in range(200):
         numbers = torch.full((FIRST_BYTES // 16,), float(number))
-        ranks.transport.add(numbers, numbers).wait()
+        ranks.transport.add(numbers).wait()
         small.append(numbers.mean().item())
     return exact, small
 
@@ -105,15 +100,15 @@ def test_memory_grows_with_the_messages_and_is_used_again() -> None:
 
 
 def kept_on_rank(ranks: Ranks) -> tuple[list[bool], bool, int]:
-    """A swap that is kept while others come and go; memory that was filled before a larger one was
-    needed; how large it is in the end.
+    """A swap that is kept while others come and go, and behind one that needs larger memory; how
+    large that is in the end.
     """
     ranks = sharing(ranks)
     transport, size = ranks.transport, FIRST_BYTES // 16
     assert isinstance(transport, SharedMemory)
 
     def given(number: int) -> torch.Tensor:
-        return transport.outgoing(size, torch.float32, HOST).fill_(number + 100 * ranks.rank)
+        return torch.full((size,), float(number + 100 * ranks.rank))
 
     mine = given(0)
     kept = transport.swap(mine, [size], [size])
@@ -155,7 +150,7 @@ def lose_peer_on_rank(ranks: Ranks) -> tuple[float, str, str]:
     start, messages = time.monotonic(), []
     for _ in range(2):  # while it waits, and when it sends
         with pytest.raises(dist.DistError) as error:
-            ranks.transport.add(zeros, zeros).wait()
+            ranks.transport.add(zeros).wait()
         messages.append(str(error.value))
     return time.monotonic() - start, messages[0], messages[1]
 

@@ -9,7 +9,6 @@ Health probes show no proof, and have places of their own.
 import asyncio
 import base64
 import hashlib
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,14 +19,13 @@ import grpc
 
 from gmeta.antdt.access.credentials import (
     CredentialError,
-    WatchedFiles,
+    Reread,
     end_of_certificate,
     read_tokens,
 )
 from gmeta.antdt.access.rate import CallLimits
 from gmeta.antdt.access.roles import ALLOWED, SERVICE_PREFIX, Role, may_call, role_of_certificate
 from gmeta.antdt.errors import REASON_KEY, RefusedError
-from gmeta.antdt.log import event
 
 MIN_TOKEN_LENGTH = 16
 MAX_CALLS = 8192  # under way at once, of callers who have shown their proof; streams count too
@@ -47,27 +45,18 @@ class Tokens:
         """Read the folder's files. Raise CredentialError."""
         self._paths = {role: folder / role.value for role in Role}
         self._folder = folder
-        self._files = WatchedFiles(list(self._paths.values()))
-        self._roles = self._read()
+        self._roles = Reread(list(self._paths.values()), self._read, "tokens_not_rotated")
         self._next_look_s = 0.0
 
     def role_of(self, authorization: str) -> Role | None:
         """Return the role behind `Bearer TOKEN`, or behind `Basic` with the token as the password
         (what a browser sends); None for a stranger."""
-        self._refresh()
-        # Looked up by digest: how long it takes tells nothing about the tokens.
-        return self._roles.get(_digest(_token_in(authorization)))
-
-    def _refresh(self) -> None:
         now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + _RELOAD_EVERY_S
-        if self._files.changed():
-            try:
-                self._roles = self._read()
-            except CredentialError as error:
-                event(logging.ERROR, "tokens_not_rotated", message=str(error))
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _RELOAD_EVERY_S
+            self._roles.refresh()
+        # Looked up by digest: how long it takes tells nothing about the tokens.
+        return self._roles.value.get(_digest(_token_in(authorization)))
 
     def _read(self) -> dict[bytes, Role]:
         found: dict[bytes, Role] = {}

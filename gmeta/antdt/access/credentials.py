@@ -9,11 +9,11 @@ import logging
 import re
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import grpc
 
@@ -21,6 +21,7 @@ from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.log import event
 from gmeta.errors import UserError
 
+Value = TypeVar("Value")
 _TOKEN = re.compile(r"[!-~]+")  # what an HTTP header may hold
 
 
@@ -126,6 +127,32 @@ class WatchedFiles:
         return [_stamp(path) for path in self._paths]
 
 
+@final
+class Reread(Generic[Value]):
+    """What `read` makes of some files, made anew once one of them is replaced. Where the new ones
+    cannot be used the old value stays, and the log has an event of the name `failed`."""
+
+    def __init__(
+        self, paths: Sequence[Path | None], read: Callable[[], Value], failed: str
+    ) -> None:
+        """Read the files. Raise CredentialError."""
+        self._files = WatchedFiles(paths)
+        self._read = read
+        self._failed = failed
+        self.value = read()
+
+    def refresh(self) -> bool:
+        """Return whether there is another value since this was last asked."""
+        if not self._files.changed():
+            return False
+        try:
+            self.value = self._read()
+        except CredentialError as error:
+            event(logging.ERROR, self._failed, message=str(error))
+            return False
+        return True
+
+
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         status = path.stat()
@@ -157,9 +184,14 @@ class ServerTls:
             )
         return ServerTls(cert, key, client_ca)
 
+    @property
+    def files(self) -> list[Path]:
+        """Return the two or three files."""
+        return [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
+
     def check(self) -> None:
         """Raise CredentialError unless the files can be read and the key is the certificate's."""
-        for path in (self.cert, self.key, *([self.client_ca] if self.client_ca else [])):
+        for path in self.files:
             read_file(path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -187,32 +219,31 @@ class ServerTls:
         return context
 
 
-def server_credentials(tls: ServerTls | None) -> Any:
-    """Return TLS for the gRPC server, None without. New connections get replaced files at once;
-    where those do not fit together, that is logged and the old ones stay. Raise CredentialError."""
+def take_port(server: Any, address: str, tls: ServerTls | None) -> int:
+    """Have a gRPC server listen at an address, and return its port. New connections get replaced
+    files of TLS at once; where those do not fit together, that is logged and the old ones stay.
+    Raise CredentialError, and RuntimeError where the address cannot be had."""
     if tls is None:
-        return None
-    files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
+        return int(server.add_insecure_port(address))
 
-    def configuration() -> Any:
+    def read() -> Any:
         tls.check()
         pair = (read_file(tls.key), read_file(tls.cert))
         roots = read_file(tls.client_ca) if tls.client_ca else None
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
+    configuration = Reread(tls.files, read, "certificate_not_rotated")
+
     def fetch() -> Any:
         # None tells gRPC to go on with what it has.
-        if not files.changed():
-            return None
-        try:
-            fresh = configuration()
-        except CredentialError as error:
-            event(logging.ERROR, "certificate_not_rotated", message=str(error))
+        if not configuration.refresh():
             return None
         event(logging.INFO, "certificate_rotated", cert=str(tls.cert))
-        return fresh
+        return configuration.value
 
-    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, tls.client_ca is not None)
+    is_shown = tls.client_ca is not None
+    credentials = grpc.dynamic_ssl_server_credentials(configuration.value, fetch, is_shown)
+    return int(server.add_secure_port(address, credentials))
 
 
 def client_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> Any:
@@ -240,18 +271,9 @@ class Bearer:
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raise CredentialError."""
-        self._path = path
-        self._files = WatchedFiles([path])
-        self._metadata = self._read()
+        self._token = Reread([path], lambda: read_token(path), "token_not_rotated")
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return what the next call carries. While the file cannot be read the old token stays."""
-        if self._files.changed():
-            try:
-                self._metadata = self._read()
-            except CredentialError as error:
-                event(logging.ERROR, "token_not_rotated", message=str(error))
-        return self._metadata
-
-    def _read(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {read_token(self._path)}"),)
+        self._token.refresh()
+        return (("authorization", f"Bearer {self._token.value}"),)

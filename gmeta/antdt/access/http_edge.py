@@ -9,7 +9,6 @@ probe, which sends its request at once, is always answered.
 
 from __future__ import annotations
 
-import logging
 import socket
 import ssl
 import threading
@@ -20,9 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, final
 from urllib.parse import urlsplit
 
-from gmeta.antdt.access.credentials import CredentialError, ServerTls, WatchedFiles
+from gmeta.antdt.access.credentials import Reread, ServerTls
 from gmeta.antdt.access.roles import Role, role_of_certificate
-from gmeta.antdt.log import event
 
 if TYPE_CHECKING:
     from gmeta.antdt.access.auth import Tokens
@@ -122,8 +120,8 @@ class HttpServer(ThreadingHTTPServer):
         self._waiting: dict[socket.socket, float] = {}  # and since when, the oldest first
         self._lock = threading.Lock()  # of those that wait
         if tls is not None:
-            self._files = WatchedFiles([tls.cert, tls.key, tls.client_ca])
-            self._context = tls.context()  # a token is enough too: see the top
+            # A token is enough too: see the top.
+            self._context = Reread(tls.files, tls.context, "certificate_not_rotated")
         self._thread = threading.Thread(target=self.serve_forever, name="antdt-http", daemon=True)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -171,7 +169,8 @@ class HttpServer(ThreadingHTTPServer):
             request.settimeout(REQUEST_TIMEOUT_S)
             if self._tls is not None:
                 # The handshake comes with the first byte that is read, as part of the wait.
-                request = self._fresh_context().wrap_socket(
+                self._context.refresh()
+                request = self._context.value.wrap_socket(
                     request, server_side=True, do_handshake_on_connect=False
                 )
             self._begin_wait(request)
@@ -202,15 +201,6 @@ class HttpServer(ThreadingHTTPServer):
     def _end_wait(self, connection: socket.socket) -> None:
         with self._lock:
             self._waiting.pop(connection, None)
-
-    def _fresh_context(self) -> ssl.SSLContext:
-        assert self._tls is not None
-        if self._files.changed():
-            try:
-                self._context = self._tls.context()
-            except CredentialError as error:
-                event(logging.ERROR, "certificate_not_rotated", message=str(error))
-        return self._context
 
 
 def _hang_up(connection: socket.socket) -> None:

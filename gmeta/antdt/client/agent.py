@@ -62,15 +62,8 @@ class WorkerAgent:
     ) -> bool:
         """Count one more step, with so many of this worker's tasks. Return whether this worker
         became much slower or faster: then nobody should wait for the next heartbeat."""
-        old = self.totals
-        self.totals = Report(
-            old.step + 1,
-            old.tasks_done + num_tasks,
-            old.compute_ms + compute_ms,
-            old.data_wait_ms + data_wait_ms,
-            old.communication_ms + communication_ms,
-            old.peer_wait_ms + peer_wait_ms,
-        )
+        step = Report(1, num_tasks, compute_ms, data_wait_ms, communication_ms, peer_wait_ms)
+        self.totals = self.totals.and_then(step)
         self._client.report(self.totals, self.plan.tasks)
         return self._changed()
 

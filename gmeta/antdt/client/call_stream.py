@@ -6,6 +6,7 @@ with its status, and whoever wants to ask again opens another one.
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from typing import Any, final
 
 import grpc
@@ -45,20 +46,6 @@ class CallError(Exception):
 
 
 @final
-class _Asked:
-    """A request on its way, and where its thread waits: a bare lock is the cheapest hand-over."""
-
-    __slots__ = ("answer", "error", "lock", "message")
-
-    def __init__(self, message: Any) -> None:
-        self.message = message
-        self.answer: Any = None
-        self.error: CallError | None = None
-        self.lock = threading.Lock()
-        self.lock.acquire()
-
-
-@final
 class CallStream:
     """One open stream; `call` is safe from several threads."""
 
@@ -70,8 +57,8 @@ class CallStream:
         self._stub = stub
         self._counting = threading.Lock()
         self._last_id = 0
-        self._unanswered: dict[int, _Asked] = {}
-        self._unsent: asyncio.Queue[_Asked] = asyncio.Queue()
+        self._unanswered: dict[int, Future[Any]] = {}
+        self._unsent: asyncio.Queue[Any] = asyncio.Queue()
         self._ended: CallError | None = None
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
@@ -86,17 +73,16 @@ class CallStream:
         with self._counting:
             self._last_id += 1
             call_id = self._last_id
-        asked = _Asked(pb.StreamRequest(call_id=call_id, **{field: request}))
-        self._loop.call_soon_threadsafe(self._ask, asked)
-        if not asked.lock.acquire(timeout=timeout_s):
+        message, answered = pb.StreamRequest(call_id=call_id, **{field: request}), Future[Any]()
+        self._loop.call_soon_threadsafe(self._ask, message, answered)
+        try:
+            answer = answered.result(timeout_s)
+        except TimeoutError:
             # Whatever holds this answer back holds back the others behind it.
             self.close()
             raise CallError(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "", f"no answer within {timeout_s:g} s", True
-            )
-        if asked.error is not None:
-            raise asked.error
-        answer = asked.answer
+            ) from None
         if answer.HasField("refusal"):
             refusal = answer.refusal
             reason = pb.Reason.Name(refusal.reason).removeprefix("REASON_")
@@ -107,13 +93,12 @@ class CallStream:
         """End the stream; what is unanswered fails as UNAVAILABLE."""
         self._running.cancel()
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, message: Any, answered: Future[Any]) -> None:
         if self._ended is not None:
-            asked.error = self._ended
-            asked.lock.release()
+            answered.set_exception(self._ended)
             return
-        self._unanswered[asked.message.call_id] = asked
-        self._unsent.put_nowait(asked)
+        self._unanswered[message.call_id] = answered
+        self._unsent.put_nowait(message)
 
     async def _run(self) -> None:
         ended = CallError(grpc.StatusCode.UNAVAILABLE, "", "the stream of calls broke", True)
@@ -129,21 +114,17 @@ class CallStream:
                 call.cancel()
         finally:  # whatever it was: nobody may wait for an answer that cannot come
             self._ended = ended
-            for asked in self._unanswered.values():
-                asked.error = ended
-                asked.lock.release()
+            for answered in self._unanswered.values():
+                answered.set_exception(ended)
             self._unanswered.clear()
 
     async def _receive(self, call: Any) -> None:
         while (answer := await call.read()) is not grpc.aio.EOF:
-            asked = self._unanswered.pop(answer.call_id)
-            asked.answer = answer
-            asked.lock.release()
+            self._unanswered.pop(answer.call_id).set_result(answer)
 
     async def _send(self, call: Any) -> None:
         try:
             while True:
-                asked = await self._unsent.get()
-                await call.write(asked.message)
+                await call.write(await self._unsent.get())
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader is told the same, and why

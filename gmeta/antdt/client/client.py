@@ -103,10 +103,7 @@ class ShardClient:
     def register_dataset(self, spec: DatasetSpec) -> int:
         """Name a dataset; return its number of shards. Raise RefusedError when the name stands for
         other data."""
-        response = self._session.call(
-            "RegisterDataset", lambda _: pb.RegisterDatasetRequest(spec=spec_to(spec))
-        )
-        return int(response.num_shards)
+        return int(self._session.call("RegisterDataset", spec=spec_to(spec)).num_shards)
 
     def lease(
         self, dataset: str, epoch: int, max_shards: int = 1
@@ -116,14 +113,7 @@ class ShardClient:
         # From before the call: the service counts the ttl from a moment that lies behind it.
         sent_s = time.monotonic()
         response = self._session.call_numbered(
-            "Lease",
-            lambda caller, seq: pb.LeaseRequest(
-                caller=caller,
-                seq=seq,
-                dataset=dataset,
-                epoch=epoch,
-                max_shards=max_shards,
-            ),
+            "Lease", dataset=dataset, epoch=epoch, max_shards=max_shards
         )
         answer = response.WhichOneof("answer")
         if answer == "end":
@@ -184,11 +174,7 @@ class ShardClient:
         return bool(self._complete([token])[0] != Outcome.FENCED)
 
     def _complete(self, tokens: list[int]) -> Sequence[int]:
-        response = self._session.call_numbered(
-            "Complete",
-            lambda caller, seq: pb.CompleteRequest(caller=caller, seq=seq, tokens=tokens),
-        )
-        outcomes: Sequence[int] = response.outcomes
+        outcomes: Sequence[int] = self._session.call_numbered("Complete", tokens=tokens).outcomes
         return outcomes
 
     def flush(self) -> None:
@@ -212,10 +198,8 @@ class ShardClient:
         whole = [(x, done) for x, done in noted if done == x.num_units]
         if partial:
             items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
-            response = self._session.call(
-                "Progress", lambda caller: pb.ProgressRequest(caller=caller, items=items)
-            )
-            self._leases.settle(partial, response.outcomes, drop=False)
+            outcomes = self._session.call("Progress", items=items).outcomes
+            self._leases.settle(partial, outcomes, drop=False)
         if whole:
             outcomes = self._complete([lease.token for lease, _ in whole])
             self._leases.settle(whole, outcomes, drop=True)
@@ -225,24 +209,14 @@ class ShardClient:
         error."""
         tokens = [lease.token for lease in leases]
         if tokens:
-            self._session.call_numbered(
-                "Release",
-                lambda caller, seq: pb.ReleaseRequest(caller=caller, seq=seq, tokens=tokens),
-            )
+            self._session.call_numbered("Release", tokens=tokens)
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
         """Report that the shard cannot be processed; return True when it is quarantined now. Raise
         LeaseLostError."""
         response = self._session.call_numbered(
-            "Fail",
-            lambda caller, seq: pb.FailRequest(
-                caller=caller,
-                seq=seq,
-                token=lease.token,
-                failure_class=failure_class,
-                message=message,
-            ),
+            "Fail", token=lease.token, failure_class=failure_class, message=message
         )
         self._leases.settle([(lease, lease.units_done)], [response.outcome], drop=True)
         return bool(response.quarantined)
@@ -250,22 +224,14 @@ class ShardClient:
     def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
         """Return the manifest to save inside the checkpoint folder. For rank 0, after every rank
         has flushed at `step`."""
-        response = self._session.call(
-            "PrepareCheckpoint",
-            lambda caller: pb.PrepareCheckpointRequest(
-                caller=caller, checkpoint_id=checkpoint_id, step=step
-            ),
-        )
+        response = self._session.call("PrepareCheckpoint", checkpoint_id=checkpoint_id, step=step)
         return parse_manifest(response.manifest_json.decode(), "the service's manifest")
 
     def commit_checkpoint(self, manifest: ShardManifest) -> None:
         """Tell the service that the checkpoint folder was renamed into place (rank 0). Losing this
         call loses nothing."""
         self._session.call(
-            "CommitCheckpoint",
-            lambda caller: pb.CommitCheckpointRequest(
-                caller=caller, checkpoint_id=manifest.checkpoint_id, digest=manifest.digest
-            ),
+            "CommitCheckpoint", checkpoint_id=manifest.checkpoint_id, digest=manifest.digest
         )
 
     def restore(self, manifest: ShardManifest | None) -> int:
@@ -277,12 +243,7 @@ class ShardClient:
         """
         restore_id = uuid.uuid4().hex
         text = b"" if manifest is None else manifest.to_json().encode()
-        response = self._session.call(
-            "Restore",
-            lambda caller: pb.RestoreRequest(
-                caller=caller, manifest_json=text, restore_id=restore_id
-            ),
-        )
+        response = self._session.call("Restore", manifest_json=text, restore_id=restore_id)
         self._session.enter_generation(response.run_generation)
         # What was trained of them is in a model that is gone.
         self._leases.lose_all("the job was rolled back to a checkpoint")
@@ -310,12 +271,7 @@ class ShardClient:
     def ack_action(self, action_id: str, result: str, message: str = "") -> None:
         """Acknowledge an action; `result` is APPLIED, REFUSED or FAILED."""
         number = pb.AckActionRequest.Result.Value(f"RESULT_{result}")
-        self._session.call(
-            "AckAction",
-            lambda caller: pb.AckActionRequest(
-                caller=caller, action_id=action_id, result=number, message=message
-            ),
-        )
+        self._session.call("AckAction", action_id=action_id, result=number, message=message)
 
     def close(self) -> None:
         """Give the leases back and end the background thread. An unreachable service is not waited

@@ -71,10 +71,13 @@ class Heartbeat:
         self._thread.join()
 
     def _beat_on(self) -> None:
-        while not self._session.closed.is_set():
+        is_last = False
+        while not is_last:
             self._due.wait(self._pause_s())
             self._due.clear()
-            if self._session.closed.is_set() and not self._readings:
+            # Closed while the last one was under way, it may have missed the newest readings.
+            is_last = self._session.closed.is_set()
+            if is_last and not self._readings:
                 return
             try:
                 self.beat()
@@ -101,10 +104,10 @@ class Heartbeat:
             readings = list(self._readings)
         response = self._session.call(
             "Heartbeat",
-            lambda caller: pb.HeartbeatRequest(
-                caller=caller, tokens=tokens, report=report, readings=readings
-            ),
             budget_s=None if self._session.closed.is_set() else self._session.ttl_s / 3,
+            tokens=tokens,
+            report=report,
+            readings=readings,
         )
         self._session.renewed(sent_s, tokens & set(response.revoked_tokens))
         with self._lock:

@@ -68,28 +68,25 @@ class Session:
         """Go on in a generation that this process has begun."""
         self._caller.run_generation = run_generation
 
-    def call(
-        self, rpc: str, build: Callable[[pb.Caller], Any], budget_s: float | None = None
-    ) -> Any:
-        """Return the response of one RPC, as Connection.call does. `build` makes the request of who
-        calls."""
-        return self._call(rpc, lambda: build(self._caller), budget_s)
+    def call(self, rpc: str, budget_s: float | None = None, **fields: Any) -> Any:
+        """Return the response of one RPC, as Connection.call does; its request has these fields,
+        and who calls."""
+        return self._call(rpc, lambda: self._request(rpc, **fields), budget_s)
 
-    def call_numbered(self, rpc: str, build: Callable[[pb.Caller, int], Any]) -> Any:
-        """Return the response of one RPC under the next number: `build` makes the request of who
-        calls and of that number."""
+    def call_numbered(self, rpc: str, **fields: Any) -> Any:
+        """Return the response of one RPC under the next number; its request has these fields, who
+        calls and that number."""
         sent_to = 0  # the epoch of the service that the last attempt was meant for
 
-        def build_whole() -> Any:
-            """Build the request of a caller and a number that belong together."""
+        def build() -> Any:
             nonlocal sent_to
-            with self._seq_lock:
-                request = build(self._caller, self._seq + 1)
+            with self._seq_lock:  # caller and number belong together
+                request = self._request(rpc, seq=self._seq + 1, **fields)
             sent_to = request.caller.service_epoch
             return request
 
         with self._numbered:
-            response = self._call(rpc, build_whole)
+            response = self._call(rpc, build)
             with self._seq_lock:
                 self._seq = response.last_seq
                 if sent_to != self._caller.service_epoch:
@@ -97,6 +94,12 @@ class Session:
                     # and a WAIT of the old one is no number there.
                     self._seq = min(self._seq, self._registered_seq)
             return response
+
+    def _request(self, rpc: str, **fields: Any) -> Any:
+        kind = getattr(pb, f"{rpc}Request")
+        if "caller" in kind.DESCRIPTOR.fields_by_name:  # a dataset may be named by anybody
+            fields["caller"] = self._caller
+        return kind(**fields)
 
     def _call(self, rpc: str, build: Callable[[], Any], budget_s: float | None = None) -> Any:
         self.check_fence()

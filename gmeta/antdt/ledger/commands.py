@@ -249,8 +249,12 @@ class Changed(NamedTuple):
 # Wait.Cause of the proto.
 CAUSE_IN_FLIGHT, CAUSE_QUARANTINED, CAUSE_DRAINING, CAUSE_EARLIER_EPOCH = 1, 2, 3, 4
 
-WorkerCommand = (
-    LeaseShards
+Command = (
+    StartService
+    | Tick
+    | RegisterDataset
+    | Register
+    | LeaseShards
     | Heartbeat
     | Progress
     | Complete
@@ -259,16 +263,9 @@ WorkerCommand = (
     | PrepareCheckpoint
     | CommitCheckpoint
     | Restore
-    | AckAction
-)
-Command = (
-    StartService
-    | Tick
-    | RegisterDataset
-    | Register
-    | WorkerCommand
     | PostAction
     | BackUp
+    | AckAction
     | Requeue
     | Skip
     | Drain

@@ -235,18 +235,11 @@ class Ledger:
             self._renew(moved, now_s)
         return cmd.Outcomes(0, tuple(outcomes))
 
-    def _complete(self, command: cmd.Complete, now_s: float) -> cmd.Reply:
+    def _give_back(self, command: cmd.Complete | cmd.Release, now_s: float) -> cmd.Reply:
         worker, call_crc, again = self._numbered(command, now_s)
         if again is not None:
             return again
-        self._emit(results.completed(self.state, worker, command, call_crc))
-        return self.numbers.reply_of(worker.last_call[0])
-
-    def _release(self, command: cmd.Release, now_s: float) -> cmd.Reply:
-        worker, call_crc, again = self._numbered(command, now_s)
-        if again is not None:
-            return again
-        self._emit(results.released(worker, command, call_crc))
+        self._emit(results.given_back(self.state, worker, command, call_crc))
         return self.numbers.reply_of(worker.last_call[0])
 
     def _fail(self, command: cmd.Fail, now_s: float) -> cmd.Reply:
@@ -342,8 +335,8 @@ _DECIDE: dict[type[Any], Callable[[Ledger, Any, float], cmd.Reply]] = {
     cmd.LeaseShards: Ledger._lease,
     cmd.Heartbeat: Ledger._heartbeat,
     cmd.Progress: Ledger._progress,
-    cmd.Complete: Ledger._complete,
-    cmd.Release: Ledger._release,
+    cmd.Complete: Ledger._give_back,
+    cmd.Release: Ledger._give_back,
     cmd.Fail: Ledger._fail,
     cmd.PrepareCheckpoint: Ledger._prepare,
     cmd.CommitCheckpoint: Ledger._commit,

@@ -42,29 +42,25 @@ def _judged(
     return Outcome.ACCEPTED if units_done > known else Outcome.ALREADY
 
 
-def completed(
-    state: LedgerState, worker: Worker, command: cmd.Complete, call_crc: int
-) -> ev.ShardsCompleted:
-    """Return the event of a Complete, also where none of its tokens counts: its number is used."""
-    items: dict[int, Outcome] = {}
+def given_back(
+    state: LedgerState, worker: Worker, command: cmd.Complete | cmd.Release, call_crc: int
+) -> ev.ShardsCompleted | ev.ShardsReleased:
+    """Return the event of a Complete or Release, also where none of its tokens counts: its number
+    is used."""
+    is_whole = isinstance(command, cmd.Complete)
+    items: list[tuple[int, int]] = []
+    accepted: set[int] = set()
     for token in command.tokens:
         if token in worker.tokens:
-            items[token] = Outcome.ACCEPTED
+            # Named twice in one call it counts once.
+            outcome = Outcome.ALREADY if token in accepted else Outcome.ACCEPTED
+            accepted.add(token)
         else:
-            items[token] = (
-                Outcome.ALREADY if state.closed.get(token) == worker.worker_id else Outcome.FENCED
-            )
-    listed = [(token, int(items[token])) for token in command.tokens]
-    return ev.ShardsCompleted(worker.worker_id, command.seq, call_crc, _once(listed))
-
-
-def released(worker: Worker, command: cmd.Release, call_crc: int) -> ev.ShardsReleased:
-    """Return the event of a Release, also where none of its tokens counts."""
-    items = [
-        (token, int(Outcome.ACCEPTED if token in worker.tokens else Outcome.FENCED))
-        for token in command.tokens
-    ]
-    return ev.ShardsReleased(worker.worker_id, command.seq, call_crc, _once(items))
+            was_done = is_whole and state.closed.get(token) == worker.worker_id
+            outcome = Outcome.ALREADY if was_done else Outcome.FENCED
+        items.append((token, int(outcome)))
+    kind = ev.ShardsCompleted if is_whole else ev.ShardsReleased
+    return kind(worker.worker_id, command.seq, call_crc, items)
 
 
 def failed(
@@ -80,14 +76,3 @@ def failed(
     quarantined = exhausted and command.token not in state.backups.twins
     note = f"{command.failure_class}: {command.message}"
     return ev.ShardFailed(worker.worker_id, command.seq, call_crc, command.token, note, quarantined)
-
-
-def _once(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Accept a token that is named twice in one call once; the others are ALREADY."""
-    seen: set[int] = set()
-    listed = []
-    for token, outcome in items:
-        repeated = token in seen and outcome == Outcome.ACCEPTED
-        listed.append((token, int(Outcome.ALREADY) if repeated else outcome))
-        seen.add(token)
-    return listed

@@ -4,7 +4,7 @@ Nothing is decided here: an event that got this far is a fact.
 """
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.backups import Backups
@@ -140,8 +140,7 @@ class LedgerState:
                     self.drop_lease(twin)  # it came second
                 self.tables[lease.dataset].set_state(lease.position, ShardState.DONE)
                 self.closed[token] = event.worker_id
-        while len(self.closed) > MAX_CLOSED_TOKENS:
-            del self.closed[next(iter(self.closed))]
+        _forget_oldest(self.closed, MAX_CLOSED_TOKENS)
         self._record_call(event)
 
     def _shards_released(self, event: ev.ShardsReleased) -> None:
@@ -169,8 +168,7 @@ class LedgerState:
         self.checkpoints[event.checkpoint_id] = Checkpoint(
             event.checkpoint_id, self.generation, event.step, event.digest, event.manifest_json
         )
-        while len(self.checkpoints) > MAX_CHECKPOINTS:
-            del self.checkpoints[next(iter(self.checkpoints))]
+        _forget_oldest(self.checkpoints, MAX_CHECKPOINTS)
 
     def _checkpoint_committed(self, event: ev.CheckpointCommitted) -> None:
         checkpoint = self.checkpoints[event.checkpoint_id]
@@ -215,13 +213,11 @@ class LedgerState:
         del self.actions[event.action_id]
         # Remembered, so that an acknowledgement sent twice is ALREADY and not an unknown action.
         self.acked[event.action_id] = event.result
-        while len(self.acked) > MAX_ACTIONS:
-            del self.acked[next(iter(self.acked))]
+        _forget_oldest(self.acked, MAX_ACTIONS)
 
     def _record_request(self, request_id: str, num_changed: int) -> None:
         self.requests[request_id] = num_changed
-        while len(self.requests) > MAX_REQUESTS:
-            del self.requests[next(iter(self.requests))]
+        _forget_oldest(self.requests, MAX_REQUESTS)
 
     def _shards_requeued(self, event: ev.ShardsRequeued) -> None:
         table = self.tables[event.dataset]
@@ -260,6 +256,11 @@ class LedgerState:
             # Nothing goes back: what is in hand is finished, only no more is handed out.
             self.draining = event.draining
         self._record_request(event.request_id, num_released)
+
+
+def _forget_oldest(memory: dict[Any, Any], most: int) -> None:
+    while len(memory) > most:
+        del memory[next(iter(memory))]
 
 
 _EVOLVE: dict[type[ev.Event], Callable[..., None]] = {

@@ -5,12 +5,11 @@ that none was seen twice.
 this is reached.
 """
 
-import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gmeta.antdt.errors import ManifestError
-from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest
+from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest, covers
 from gmeta.antdt.model import MAX_EPOCHS
 from gmeta.antdt.order import ShardOrder
 
@@ -65,17 +64,11 @@ def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
         return new.epoch < old.epoch
 
     runs = sorted(new.done)
-
-    def is_done(start: int, end: int) -> bool:
-        # No run begins behind the dataset's last shard: the one that begins at `start` counts too.
-        number = bisect.bisect_right(runs, (start, new.spec.num_shards)) - 1
-        return number >= 0 and end <= runs[number][1]
-
     # Shards that are in the model in part: as much of each, or all of it by now.
     units_done = {item.position: item.units_done for item in new.exceptions}
-    return not all(is_done(start, end) for start, end in old.done) or any(
+    return not all(covers(runs, start, end) for start, end in old.done) or any(
         item.units_done > units_done.get(item.position, 0)
-        and not is_done(item.position, item.position + 1)
+        and not covers(runs, item.position, item.position + 1)
         for item in old.exceptions
     )
 

@@ -6,11 +6,12 @@ seeded order (order.py), so an epoch in progress is one interval and a few excep
 offline by audit.py.
 """
 
+import bisect
 import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,6 +175,13 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
             "that the service wrote."
         ) from error
     return manifest
+
+
+def covers(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    """Return whether one of some ascending runs of positions holds all of [start, end)."""
+    # No position is as large: the run that begins at `start` counts too.
+    number = bisect.bisect_right(runs, (start, 1 << 62)) - 1
+    return number >= 0 and end <= runs[number][1]
 
 
 def describe_table(table: "ShardTable", holders: dict[int, str]) -> DatasetManifest:

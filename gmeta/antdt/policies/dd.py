@@ -10,12 +10,9 @@ from gmeta.antdt.policies.split import Speed, better_split
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
     """Return ADJUST_BS with tasks and micro-batches of every worker, once all speeds are known."""
-    active = snapshot.active
-    takes_part = [worker for worker in snapshot.workers if not worker.excluded]
-    if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
-        return []
+    active = snapshot.to_split
     # A split by guessed speeds would only be corrected in the next window.
-    if any(worker.health.verdict == "unknown" for worker in active):
+    if not active or any(worker.health.verdict == "unknown" for worker in active):
         return []
     speeds = [_speed(worker, config) for worker in active]
     shares = [worker.tasks_per_step for worker in active]

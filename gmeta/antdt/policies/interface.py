@@ -85,6 +85,14 @@ class Snapshot:
         return tuple(w for w in self.workers if not w.excluded and w.health.tasks_per_s > 0)
 
     @property
+    def to_split(self) -> tuple[WorkerView, ...]:
+        """Return the workers that the tasks of a step can be divided among anew: none unless the
+        speed of all is known, and the tasks."""
+        takes_part = [worker for worker in self.workers if not worker.excluded]
+        is_known = self.tasks_per_step and len(self.active) == len(takes_part)
+        return self.active if is_known and len(takes_part) > 1 else ()
+
+    @property
     def stragglers(self) -> tuple[WorkerView, ...]:
         """Return the slow ones of the active workers."""
         return tuple(w for w in self.active if w.health.verdict in STRAGGLERS)
@@ -115,6 +123,11 @@ class Decision(NamedTuple):
     worker_id: str = ""
     parameters: dict[str, float] = {}  # noqa: RUF012 (never changed)
     reason: str = ""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the tasks of each worker that an ADJUST_BS names."""
+        return {name: n for name, n in self.parameters.items() if not name.startswith("micro:")}
 
 
 Policy = Callable[[Snapshot, ControllerConfig], Sequence[Decision]]

@@ -78,9 +78,8 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
 def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     """Return shares in proportion to speed, when a worker is slow or the shares are still unequal
     from before."""
-    active = snapshot.active
-    takes_part = [worker for worker in snapshot.workers if not worker.excluded]
-    if not snapshot.tasks_per_step or len(active) < 2 or len(active) != len(takes_part):
+    active = snapshot.to_split
+    if not active:
         return []
     shares = [worker.tasks_per_step for worker in active]
     # Equal but for the remainder: where nobody is slow there is nothing to give back.

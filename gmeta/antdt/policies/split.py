@@ -69,9 +69,6 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
     splits that end at the same time it is the one with the most slack where a task takes long: a
     straggler's time is the least certain.
 
-    Of splits that end at the same time it is the one with the most slack where a task takes long:
-    a straggler's time is the least certain.
-
     >>> fastest_split(16, [Speed(1.0), Speed(3.0)])
     [12, 4]
     >>> fastest_split(64, [Speed(20.0), Speed(20.0), Speed(20.0), Speed(80.0)])  # not 20, 20, 19, 5

@@ -3,14 +3,13 @@ Nothing here changes it."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from gmeta.antdt.ledger.table import ShardTable, find_table
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.manifest import covers, parse_manifest
 from gmeta.antdt.model import MAX_SHARDS, ShardState, bad_argument
 from gmeta.antdt.rpc.wire import spec_to
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
@@ -160,15 +159,9 @@ def _matching(table: ShardTable, state: int, start: int) -> Iterator[int]:
 
 def _wire_state(table: ShardTable, position: int) -> int:
     state = table.state_of(position)
-    if state == ShardState.DONE and _is_committed(table, position):
+    if state == ShardState.DONE and covers(table.committed, position, position + 1):
         return int(pb.SHARD_STATE_DONE_COMMITTED)
     return int(_WIRE_STATE[state])
-
-
-def _is_committed(table: ShardTable, position: int) -> bool:
-    # num_shards is no less than any end, so the interval that begins at this position counts too.
-    number = bisect.bisect_right(table.committed, (position, table.spec.num_shards)) - 1
-    return number >= 0 and position < table.committed[number][1]
 
 
 def _shard_info(table: ShardTable, position: int, holders: Sequence[str]) -> Any:

@@ -20,19 +20,18 @@ from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.log import event
 from gmeta.antdt.model import bad_argument, check_range
 from gmeta.antdt.rpc import views
-from gmeta.antdt.rpc.loop import event_loop
+from gmeta.antdt.rpc.loop import wait_for
 from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta.antdt.rpc.wire import CODECS, refusal_to
 from gmeta.antdt.service.metrics import ServiceMetrics
-from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, Ticket, hung_disk, resolve, told
-from gmeta.antdt.storage.request import Answer, Read, Request
+from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, hung_disk
+from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.storage.writer import Writer
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_WATCHERS = 8  # each has the whole status built again and again
 MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
-LOOK_EVERY_S = 1.0  # how late a hung disk may be noticed
 # Rare calls, of which each changes who takes part or what is trained. A line for each Lease would
 # be a log of nothing else.
 _LOGGED = {
@@ -63,7 +62,6 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._writer: Writer | None = None
         self._num_watchers = 0
         self._streams: dict[Any, bool] = {}  # the task of each, and whether it waits for a request
-        self._asked: dict[asyncio.Future[Answer], float] = {}  # and since when
         self._closing = asyncio.Event()
         self._auditing = asyncio.Lock()
         self.metrics = ServiceMetrics(self.read_status, lambda: len(self._streams))
@@ -71,7 +69,6 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     def open(self, writer: Writer) -> None:
         """Answer calls from now on: the store has been read."""
         self._writer = writer
-        event_loop().call_soon_threadsafe(self._look_for_hung_disk)
 
     async def close(self) -> None:
         """End the streams, so that a drain need not wait for them; what they have asked is answered
@@ -84,38 +81,23 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     def ask(self, request: Request) -> Any:
         """Return the request's answer; wait for it in a thread other than the event loop's. Raise
         RefusedError."""
-        ticket = Ticket()
-        self._submit(request, ticket)
-        if not ticket.lock.acquire(timeout=ANSWER_TIMEOUT_S):
-            raise hung_disk()
-        return told(ticket.answer)
+        return wait_for(self._ask(request))
 
     async def _ask(self, request: Request) -> Any:
         """Return the request's answer, as `ask` does, on the event loop."""
-        future = asyncio.get_running_loop().create_future()
-        self._submit(request, future)
-        self._asked[future] = time.monotonic()
-        try:
-            return told(await future)
-        finally:
-            del self._asked[future]
-
-    def _look_for_hung_disk(self) -> None:
-        """Refuse what has waited too long, again and again. One timer for all calls: one for each
-        would be a tenth of a call's CPU."""
-        late_s = time.monotonic() - ANSWER_TIMEOUT_S
-        resolve([(each, hung_disk()) for each, at_s in self._asked.items() if at_s < late_s])
-        if not self._closing.is_set():
-            event_loop().call_later(LOOK_EVERY_S, self._look_for_hung_disk)
-
-    def _submit(self, request: Request, ticket: Any) -> None:
         if self._writer is None:
             raise RefusedError(
                 "UNAVAILABLE",
                 "SHUTTING_DOWN",
                 "the service is recovering its store; retry in a moment.",
             )
-        self._writer.submit(request, ticket)
+        future = asyncio.get_running_loop().create_future()
+        self._writer.submit(request, future)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise hung_disk() from None
 
     def read_status(self) -> Any:
         """Return a StatusResponse, or None while the service cannot answer."""
@@ -151,6 +133,10 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         except RefusedError as error:
             await abort(context, error)
 
+    def _admission(self, context: Any) -> Callable[[str], None]:
+        """Return what judges each request of a stream; without a guard all may come."""
+        return self._guard.admission(context) if self._guard else lambda rpc: None
+
     async def Status(self, request: Any, context: Any) -> Any:
         """Return datasets, workers and checkpoints as they are now."""
         return await self._answer("Status", context, lambda: self._ask(Read(views.status)))
@@ -180,11 +166,10 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Yield the status again and again, as long as the caller may see it."""
-        admit = None if self._guard is None else self._guard.admission(context)
+        admit = self._admission(context)
 
         async def look() -> Any:
-            if admit is not None:
-                admit("Watch")
+            admit("Watch")
             return await self._ask(Read(views.status))
 
         interval_s = await self._answer("Watch", context, lambda: self._begin_watch(request))
@@ -225,7 +210,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                     "one.",
                 ),
             )
-        admit = None if self._guard is None else self._guard.admission(context)
+        admit = self._admission(context)
         peer, task = context.peer(), asyncio.current_task()
         try:
             while not self._closing.is_set():
@@ -244,9 +229,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         # Said, so that the client asks the successor and does not take it for a cut link.
         await abort(context, shutting_down())
 
-    async def _answer_streamed(
-        self, request: Any, peer: str, admit: Callable[[str], None] | None
-    ) -> Any:
+    async def _answer_streamed(self, request: Any, peer: str, admit: Callable[[str], None]) -> Any:
         field = request.WhichOneof("call")
         rpc = _RPC_OF_FIELD.get(field, "Stream")
 
@@ -256,8 +239,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                     "the request names no call that this service knows; allowed are "
                     f"{', '.join(STREAMED)}. Make other calls one by one."
                 )
-            if admit is not None:
-                admit(rpc)
+            admit(rpc)
             return await self._respond(rpc, getattr(request, field), peer)
 
         try:

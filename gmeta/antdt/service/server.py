@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from gmeta.antdt.access.address import DEFAULT_ADDRESS, check_free, split_address
 from gmeta.antdt.access.auth import MAX_CALLS, Guard
-from gmeta.antdt.access.credentials import is_loopback, server_credentials
+from gmeta.antdt.access.credentials import is_loopback, take_port
 from gmeta.antdt.access.http_edge import HttpServer, Route
 from gmeta.antdt.access.protection import Protection
 from gmeta.antdt.access.rate import CallLimits
@@ -156,11 +156,8 @@ class ShardServer:
         host, port = split_address("--listen", self.config.listen)
         if port:
             check_free("--listen", host, port)
-        credentials = server_credentials(self._tls)
         try:
-            if credentials is None:
-                return server, server.add_insecure_port(self.config.listen)
-            return server, server.add_secure_port(self.config.listen, credentials)
+            return server, take_port(server, self.config.listen, self._tls)
         except RuntimeError as error:
             raise ServiceStartError(
                 f"cannot listen on {self.config.listen}: the port was taken just now. Start the "

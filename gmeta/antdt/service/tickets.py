@@ -1,7 +1,7 @@
-"""Where a caller waits for the answer to its request: in a thread, or on the event loop."""
+"""Answers of the writer, handed to the calls that wait for them on the event loop."""
 
-import threading
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any
 
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.rpc.loop import event_loop
@@ -10,46 +10,23 @@ from gmeta.antdt.storage.request import Answer, Answered
 ANSWER_TIMEOUT_S = 60.0  # a commit that takes longer means a hung disk
 
 
-@final
-class Ticket:
-    """Where a thread waits for its answer: a bare lock, the cheapest hand-over between two
-    threads."""
-
-    __slots__ = ("answer", "lock")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        # Taken at once: `deliver` opens it, and the caller waits by taking it again.
-        self.lock.acquire()
-        self.answer: Answer = None
-
-
 def deliver(answered: list[Answered]) -> None:
-    """Hand answers to whoever waits for them; called by the writer's threads after the commit. A
-    ticket is a Ticket, or a future of the event loop, which is woken once for the whole group."""
-    awaited = []
-    for ticket, answer in answered:
-        if isinstance(ticket, Ticket):
-            ticket.answer = answer
-            ticket.lock.release()
+    """Hand answers to the futures that are their tickets; called by the writer's threads after the
+    commit. The event loop is woken once for the whole group."""
+    if answered:
+        event_loop().call_soon_threadsafe(resolve, answered)
+
+
+def resolve(answered: Sequence[tuple[Any, Answer]]) -> None:
+    """Set the answers of futures, which raise those that are refusals; call it on the event
+    loop."""
+    for future, answer in answered:
+        if future.done():
+            continue  # its caller has gone
+        if isinstance(answer, RefusedError):
+            future.set_exception(answer)
         else:
-            awaited.append((ticket, answer))
-    if awaited:
-        event_loop().call_soon_threadsafe(resolve, awaited)
-
-
-def resolve(awaited: list[tuple[Any, Answer]]) -> None:
-    """Set the answers of futures; call it on the event loop."""
-    for future, answer in awaited:
-        if not future.done():  # else its caller has gone
             future.set_result(answer)
-
-
-def told(answer: Answer) -> Any:
-    """Return an answer. Raise it where it is a RefusedError."""
-    if isinstance(answer, RefusedError):
-        raise answer
-    return answer
 
 
 def hung_disk() -> RefusedError:

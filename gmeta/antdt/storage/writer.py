@@ -83,9 +83,7 @@ class Writer:
                 f"{MAX_QUEUED} calls are waiting; no more are taken. Retry after a pause.",
             )
         self._queue.append((request, ticket))
-        # Set already: the writer clears it before it looks into the queue, so it finds this one.
-        if not self._wake.is_set():
-            self._wake.set()
+        self._wake.set()
 
     def stop(self) -> None:
         """Commit what is queued, store a snapshot, end the thread."""

@@ -124,7 +124,7 @@ def _refused_shares(
     config: ControllerConfig,
     workers: Mapping[str, WorkerView],
 ) -> str:
-    shares = {name: n for name, n in decision.parameters.items() if not name.startswith("micro:")}
+    shares = decision.shares
     unknown = sorted(set(shares) - set(workers))
     if unknown:
         return f"worker {unknown[0]!r} is unknown"
@@ -283,11 +283,7 @@ class Controller:
     def _carried_out(self, decision: Decision, now_s: float) -> None:
         if decision.kind == "ADJUST_BS":
             self._last_adjust_s = now_s
-            shares = {
-                name: int(n)
-                for name, n in decision.parameters.items()
-                if not name.startswith("micro:")
-            }
+            shares = {name: int(n) for name, n in decision.shares.items()}
             self._patience.changed(shares, now_s)
             self.shares.update(shares)
         elif decision.kind == "KILL_RESTART":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from gmeta.batches.accumulate import Arranged
-    from gmeta.batches.episodes import RowPlan
+    from gmeta.batches.episodes import RowFetch, RowPlan
     from gmeta.parallel.exchange.planning import Planner
 
 
@@ -19,7 +19,8 @@ class Exchange(ABC):
 
     planner: "Planner"  # what it does in front of a step, another process can do with it, too
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         # Of this rank's rows in the last backward, on the device: finite where the gradient was.
         self.gradient_sum = torch.tensor(0.0)
 
@@ -32,14 +33,18 @@ class Exchange(ABC):
         """Return these episodes, which are on the host, with all done that `announce` can do in
         front of it, in one block of pinned memory. Any thread may call it, for any batch.
         """
-        return episodes.planned(self.plan(episodes)).packed()
+        return episodes.planned(self.planner.plan(episodes)).packed()
 
-    def plan(self, episodes: "Arranged") -> "RowPlan":
-        """Return which rows these episodes, which are on the host, need of each rank."""
-        return self.planner.plan(episodes)
-
-    @abstractmethod
     def announce(self, episodes: "Arranged") -> "Arranged":
         """Tell all ranks how many rows these episodes, which are on the host, need of each, and
         return them on the rank's device with their rows on the way. They may be `prepared`.
         """
+        if episodes.plan is None:
+            episodes = episodes.planned(self.planner.plan(episodes))
+        there = episodes.to(self._device)
+        assert there.plan is not None
+        return there.fetched_by(self._fetch(there.plan))
+
+    @abstractmethod
+    def _fetch(self, plan: "RowPlan") -> "RowFetch":
+        """Start to fetch the rows of a plan, which is on the rank's device."""

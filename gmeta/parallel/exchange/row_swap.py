@@ -51,10 +51,7 @@ class RowSwap:
         self.asked = torch.empty(sum(num_asked), device=device)
         self.taken, own = self.asked.split_with_sizes([sum(num_asked[:-1]), num_asked[-1]])
         num_remote = sum(self.num_given[:-1])
-        if wire_dtype is None:
-            given = transport.outgoing(num_remote, torch.float32, device)
-        else:
-            given = torch.empty(num_remote, device=device)
+        given = torch.empty(num_remote, device=device)
         cut = [
             rows.row_N.split_with_sizes([rows.row_N.numel() - count, count])
             for rows, count in zip(given_G, counts_WG[-1], strict=True)
@@ -91,9 +88,7 @@ class RowSwap:
             if self.wire_dtype == torch.float16:
                 values = (values * scale).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
             # gloo does not know bfloat16: its bits travel as float16.
-            half = self._transport.outgoing(values.numel(), torch.float16, self._device)
-            half.view(self.wire_dtype).copy_(values)
-            values, taken = half, None
+            values, taken = values.to(self.wire_dtype).view(torch.float16), None
         return self._transport.swap(values, given[:-1], asked[:-1], taken)
 
     def received(self, swap: Swap, scale: float = 1.0) -> list[Tensor]:

@@ -4,20 +4,17 @@ Shape suffixes: U ids that a rank asks for, B tables, D embedding width.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
-from gmeta.batches.episodes import RowFetch
+from gmeta.batches.episodes import RowFetch, RowPlan
 from gmeta.batches.transfer import unpacked
 from gmeta.parallel.exchange.exchange import Exchange
 from gmeta.parallel.exchange.planning import IdsPlanner
-
-if TYPE_CHECKING:
-    from gmeta.batches.accumulate import Arranged
 
 
 class TorchRecExchange(Exchange):
@@ -26,24 +23,17 @@ class TorchRecExchange(Exchange):
     def __init__(
         self, tables: ShardedEmbeddingCollection, names: list[str], device: torch.device
     ) -> None:
-        super().__init__()
+        super().__init__(device)
         self._tables = tables
         self._names = names
-        self._device = device
         self.planner = IdsPlanner()
 
-    def announce(self, episodes: "Arranged") -> "Arranged":
-        """Start TorchRec's distribution of the ids, and return the episodes with it under way."""
-        if episodes.plan is None:
-            episodes = episodes.planned(self.plan(episodes))
-        episodes = episodes.to(self._device)
-        assert episodes.plan is not None
-        ids_U, lengths_B = unpacked(episodes.plan.numbers)
+    def _fetch(self, plan: RowPlan) -> "_TorchRecFetch":
+        """Start TorchRec's distribution of the ids."""
+        ids_U, lengths_B = unpacked(plan.numbers)
         # Lengths of one id each and stride 1: every table's ids are one jagged sample.
         ids = KeyedJaggedTensor(keys=self._names, values=ids_U, lengths=lengths_B, stride=1)
-        return episodes.fetched_by(
-            _TorchRecFetch(self._tables, self._names, ids, self.saw_gradient)
-        )
+        return _TorchRecFetch(self._tables, self._names, ids, self.saw_gradient)
 
 
 class _TorchRecFetch(RowFetch):

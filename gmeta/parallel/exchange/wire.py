@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
-from gmeta.batches.accumulate import Arranged
 from gmeta.batches.episodes import RowFetch, RowPlan
 from gmeta.batches.transfer import moved, unpacked
 from gmeta.internals import TableKernel, table_kernels
@@ -52,7 +51,7 @@ class WireExchange(Exchange):
         wire_dtype: WireDtype,
         ranks: Ranks,
     ) -> None:
-        super().__init__()
+        super().__init__(ranks.device)
         shards = [
             Shard(
                 KINDS.index(sharding.sharding_type),
@@ -81,17 +80,10 @@ class WireExchange(Exchange):
         repeats = [group.repeats for group in self.groups]
         firsts = [row for _, row in mine]
         self.planner = WirePlanner(self.routes, firsts, is_of_group_SG, repeats, ranks.world_size)
-        self.columns_S = np.array([s.num_columns for s in own], np.int64)
 
-    def announce(self, episodes: Arranged) -> Arranged:
-        """Sort the ids by the rank that holds their rows and tell each rank how many it is to send;
-        return the episodes with their rows on the way.
-        """
-        if episodes.plan is None:
-            episodes = episodes.planned(self.plan(episodes))
-        there = episodes.to(self.ranks.device)
-        assert there.plan is not None
-        return there.fetched_by(_WireFetch(self, there.plan))
+    def _fetch(self, plan: RowPlan) -> "_WireFetch":
+        """Tell each rank how many rows it is to send."""
+        return _WireFetch(self, plan)
 
 
 class _WireFetch(RowFetch):

@@ -132,11 +132,11 @@ class _Segment:
 
 @dataclass
 class _Block:
-    """Memory of one message; without a number until it is sent."""
+    """Memory of one message."""
 
     segment: _Segment
     first: int
-    message: int | None = None
+    message: int
 
 
 class _Outbox:
@@ -145,38 +145,21 @@ class _Outbox:
     def __init__(self) -> None:
         self._blocks: deque[_Block] = deque()  # oldest first
         self._end = 0
-        self._reserved: dict[int, _Block] = {}  # by address
         self.segment = _Segment.new(FIRST_BYTES)
 
-    def reserve(self, num_values: int, dtype: torch.dtype, read: int) -> Tensor:
-        """Return memory for values to be sent; that of messages up to `read` may be used again."""
-        block = self._new_block(num_values * dtype.itemsize, read)
-        values = block.segment.values(block.first, num_values * dtype.itemsize, dtype)
-        if num_values:
-            self._reserved[values.data_ptr()] = block
-        return values
-
-    def send(self, values: Tensor, message: int, read: int) -> _Block:
-        """Return where the values of a message lie; they are copied unless they are in reserved
-        memory.
+    def write(self, values: Tensor, message: int, read: int) -> _Block:
+        """Return where a copy of a message's values lies; the memory of messages up to `read` may
+        be used again.
         """
-        block = self._reserved.pop(values.data_ptr(), None)
-        if block is None or block.segment is not self.segment:
-            num_bytes = values.numel() * values.element_size()
-            block = self._new_block(num_bytes, read)
-            if num_bytes:
-                self.segment.values(block.first, num_bytes, values.dtype).copy_(values)
-        block.message = message
-        return block
-
-    def _new_block(self, num_bytes: int, read: int) -> _Block:
-        # From the oldest on: a block that is reserved and not sent yet holds back those behind it.
-        while self._blocks and (oldest := self._blocks[0].message) is not None and oldest <= read:
+        while self._blocks and self._blocks[0].message <= read:
             self._blocks.popleft()
+        num_bytes = values.numel() * values.element_size()
         room = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         first = self._place(room)
         self._end = first + room
-        self._blocks.append(_Block(self.segment, first))
+        self._blocks.append(_Block(self.segment, first, message))
+        if num_bytes:
+            self.segment.values(first, num_bytes, values.dtype).copy_(values)
         return self._blocks[-1]
 
     def _place(self, room: int) -> int:
@@ -222,10 +205,6 @@ class SharedMemory(Transport):
         self._next = 0
         self._open: dict[int, None] = {}  # messages that this rank will read
 
-    def outgoing(self, num_values: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Reserve memory that all peers can read."""
-        return self._outbox.reserve(num_values, dtype, self._read_by_all())
-
     def swap(
         self,
         given: Tensor,
@@ -239,12 +218,12 @@ class SharedMemory(Transport):
         into = None if taken is None else taken.split_with_sizes(list(counts_taken))
         return _SharedSwap(_Message(self, message), given.dtype, into)
 
-    def add(self, values: Tensor, total: Tensor) -> "_Sum":
+    def add(self, values: Tensor) -> "_Sum":
         """Share this rank's values; whoever waits for the sum adds all ranks' values itself."""
         message, block = self._post(values, None)
         num_bytes = values.numel() * values.element_size()
         mine = block.segment.values(block.first, num_bytes, values.dtype)
-        return _Sum(_Message(self, message), self._rank, mine, total)
+        return _Sum(_Message(self, message), self._rank, mine, values)
 
     def _read_by_all(self) -> int:
         """Return the last message that nobody needs any more, nor any before it."""
@@ -258,7 +237,7 @@ class SharedMemory(Transport):
         where to find all; return the message's number and memory.
         """
         read, message = self._oldest_open() - 1, self._next
-        block = self._outbox.send(values, message, self._read_by_all())
+        block = self._outbox.write(values, message, self._read_by_all())
         self._next += 1
         self._open[message] = None
         # The first packet that names a segment brings its descriptor.

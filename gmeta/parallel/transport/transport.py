@@ -34,12 +34,6 @@ class Swap(ABC):
 class Transport(ABC):
     """Swaps and sums between all ranks of the job."""
 
-    def outgoing(self, num_values: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory [num_values] for values that the next call gives: from there they need not
-        be copied. It keeps them while what that call returns lives.
-        """
-        return torch.empty(num_values, dtype=dtype, device=device)
-
     @abstractmethod
     def swap(
         self,
@@ -53,9 +47,9 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def add(self, values: Tensor, total: Tensor) -> Pending:
-        """Start the element-wise sum of flat values over the ranks, equal on all of them, in
-        `total`: this may be `values` itself unless they are `outgoing`.
+    def add(self, values: Tensor) -> Pending:
+        """Start to replace flat values by their element-wise sum over the ranks, equal on all of
+        them.
         """
 
 
@@ -92,11 +86,9 @@ class Gloo(Transport):
         )
         return _GlooSwap(work, taken, counts_taken)
 
-    def add(self, values: Tensor, total: Tensor) -> Pending:
+    def add(self, values: Tensor) -> Pending:
         """Start one AllReduce over the `control` group."""
-        if total is not values:
-            total.copy_(values)
-        work: dist.Work = dist.all_reduce(total, group=self._control, async_op=True)
+        work: dist.Work = dist.all_reduce(values, group=self._control, async_op=True)
         return work
 
 
@@ -127,10 +119,8 @@ class Alone(Transport):
         """Return a swap with nobody."""
         return _NoSwap()
 
-    def add(self, values: Tensor, total: Tensor) -> Pending:
-        """Copy the values: they are the sum."""
-        if total is not values:
-            total.copy_(values)
+    def add(self, values: Tensor) -> Pending:
+        """Leave the values: they are the sum."""
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

@@ -1,7 +1,8 @@
-"""Rows in files, batch by batch: what `gmeta predict` reads and writes. Reads Parquet from paths,
-globs and folders of any fsspec URL; writes Parquet or CSV, by the suffix.
+"""Rows in files, batch by batch: what `gmeta predict` and `gmeta adapt` read and write. Reads
+Parquet from paths, globs and folders of any fsspec URL; writes Parquet or CSV, by the suffix.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from gmeta.errors import UserError
+from metaio.format.destination import flush_to_disk, folder_of_one_writer
 from metaio.format.storage import file_system, is_local
 
 CSV = ".csv"
@@ -63,6 +65,24 @@ class RowFiles:
         with _told(path), fs.open(path) as file:
             found = pq.ParquetFile(file)
             return found.schema_arrow, found.metadata.num_rows
+
+
+@contextmanager
+def whole_output(out: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a folder for work under way, and the file in it that becomes `out` when the block ends
+    without an error; else nothing is left.
+
+    Raises:
+        DataError: another process writes `out`, or the disk is full.
+    """
+    out = Path(os.path.abspath(out))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with folder_of_one_writer(out.parent / f".{out.name}.partial", str(out)) as folder:
+        written = folder / "written"
+        yield folder, written
+        flush_to_disk([written])
+        written.replace(out)
+        flush_to_disk([out.parent])
 
 
 class RowWriter(Protocol):

@@ -5,8 +5,7 @@ predictions.
 Shape suffixes: N rows.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gmeta.serving.bulk.files import RowFiles, writer_of
-from gmeta.serving.bulk.spool import TaskSpool
+from gmeta.serving.bulk.files import RowFiles, whole_output, writer_of
+from gmeta.serving.bulk.spool import PART_ROWS, Advance, Clock, TaskSpool, parts_for, spooled
 from gmeta.serving.columns import check_task_kinds
 from gmeta.serving.model import ServedModel
 from gmeta.serving.outputs import BEFORE, PREDICTION, Output, outputs_of
 from gmeta.serving.tasks import refuse_without_support
-from metaio.format.destination import flush_to_disk, folder_of_one_writer
 
 SUPPORT_ROWS = "support_rows"
 
@@ -33,14 +31,6 @@ def schema_of(outputs: Sequence[Output]) -> pa.Schema:
     return pa.schema([*fields, (SUPPORT_ROWS, pa.int64())])
 
 
-# Of both sides, in memory at once: encoded rows of 39 columns are 300 bytes each.
-PART_ROWS = 1 << 20
-# Of the spool; more of them would make it files of a few rows each batch.
-_MAX_PARTS = 4_096
-
-Advance = Callable[[int, int], None]  # work done, and all of it
-
-
 @dataclass(frozen=True)
 class Predicted:
     """What was written: `seconds` are the model's own, without reading and writing."""
@@ -48,24 +38,6 @@ class Predicted:
     num_rows: int
     rows_without_support: int
     seconds: float
-
-
-class _Clock:
-    """Adds up the model's time, and tells how far the work has come."""
-
-    def __init__(self, advance: Advance, total: int) -> None:
-        self.seconds = 0.0
-        self._advance, self._total, self._done = advance, total, 0
-
-    def __enter__(self) -> None:
-        self._began_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._began_s
-
-    def did(self, num_rows: int) -> None:
-        self._done += num_rows
-        self._advance(self._done, self._total)
 
 
 def predict_files(
@@ -89,14 +61,12 @@ def predict_files(
         served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)
     heads = support.schema.empty_table(), query.schema.empty_table()
     check_task_kinds(served.config.columns.task, *heads)
-    clock = _Clock(advance, support.num_rows + 3 * query.num_rows)
+    clock = Clock(advance, support.num_rows + 3 * query.num_rows)
     # Tasks are dealt to parts by their hash, so both sides of one are in the same part.
-    num_parts = min(max(1, -(-(support.num_rows + query.num_rows) // part_rows)), _MAX_PARTS)
-    out = out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with folder_of_one_writer(out.with_name(f".{out.name}.partial"), str(out)) as folder:
-        supports = _spooled(served, support, "support", folder / "support", num_parts, clock)
-        queries = _spooled(served, query, "query", folder / "query", num_parts, clock)
+    num_parts = parts_for(support.num_rows + query.num_rows, part_rows)
+    with whole_output(out) as (folder, written):
+        supports = spooled(served, support, "support", folder / "support", num_parts, clock)
+        queries = spooled(served, query, "query", folder / "query", num_parts, clock)
         if not allow_no_support:
             _check_support(supports, queries)
         output = schema_of(outputs_of(served.config))
@@ -106,28 +76,8 @@ def predict_files(
         # Parts come by task, the file by row: each prediction is put where its row stands.
         found_N = np.memmap(folder / "predictions", kinds, "w+", shape=shape)
         without = _predict(served, supports, queries, found_N, clock)
-        written = folder / "rows"
         _write(query, output, found_N, written, out.suffix, clock)
-        flush_to_disk([written])
-        written.replace(out)
-        flush_to_disk([out.parent])
     return Predicted(query.num_rows, without, clock.seconds)
-
-
-def _spooled(
-    served: ServedModel, files: RowFiles, what: str, folder: Path, num_parts: int, clock: _Clock
-) -> TaskSpool:
-    spool = TaskSpool(folder, num_parts, served.config.features)
-    labelled = what == "support"
-    needed = set(served.columns_read(labelled))
-    columns = [name for name in files.schema.names if name in needed]
-    for batch in files.batches(columns):
-        with clock:
-            table = pa.Table.from_batches([batch])
-            rows = served.encode(table, what, with_label=labelled, with_task=True)
-        spool.append(rows)
-        clock.did(batch.num_rows)
-    return spool
 
 
 def _check_support(support: TaskSpool, query: TaskSpool) -> None:
@@ -148,7 +98,7 @@ def _predict(
     support: TaskSpool,
     query: TaskSpool,
     found_N: npt.NDArray[np.void],
-    clock: _Clock,
+    clock: Clock,
 ) -> int:
     """Fill in what is predicted of each query row; return how many have no support rows."""
     without = 0
@@ -173,7 +123,7 @@ def _write(
     found_N: npt.NDArray[np.void],
     path: Path,
     suffix: str,
-    clock: _Clock,
+    clock: Clock,
 ) -> None:
     schema, first = query.schema, 0
     for field in output:

@@ -3,18 +3,47 @@
 Shape suffixes: N rows.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from gmeta.serving.bulk.files import RowFiles
+from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, take_rows
 from metaio.format.features import Features
 from metaio.hashing import splitmix64
 from metaio.ragged import Int64, offsets
 
+# Of both sides, in memory at once: encoded rows of 39 columns are 300 bytes each.
+PART_ROWS = 1 << 20
+# More of them would make a spool files of a few rows each batch.
+_MAX_PARTS = 4_096
 _NAMES = [field.name for field in fields(EncodedColumns)]
+
+Advance = Callable[[int, int], None]  # work done, and all of it
+
+
+class Clock:
+    """Adds up the model's time, and tells how far the work has come."""
+
+    def __init__(self, advance: Advance, total: int) -> None:
+        self.seconds = 0.0
+        self._advance, self._total, self._done = advance, total, 0
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began_s
+
+    def did(self, num_rows: int) -> None:
+        """Tell that so many more rows are done."""
+        self._done += num_rows
+        self._advance(self._done, self._total)
 
 
 class TaskSpool:
@@ -84,3 +113,31 @@ class TaskSpool:
 
     def _path(self, part: int, what: str) -> Path:
         return self._folder / f"{part:05d}.{what}"
+
+
+def parts_for(num_rows: int, part_rows: int) -> int:
+    """Return in how many parts so many rows are spooled."""
+    return min(max(1, -(-num_rows // part_rows)), _MAX_PARTS)
+
+
+def spooled(
+    model: ServedModel,
+    files: RowFiles,
+    what: str,
+    folder: Path,
+    num_parts: int,
+    clock: Clock,
+    keeps_raw_tasks: bool = False,
+) -> TaskSpool:
+    """Return all rows of one side (`what`: support or query) by their tasks."""
+    spool = TaskSpool(folder, num_parts, model.config.features)
+    labelled = what == "support"
+    needed = set(model.columns_read(labelled))
+    columns = [name for name in files.schema.names if name in needed]
+    for batch in files.batches(columns):
+        with clock:
+            table = pa.Table.from_batches([batch])
+            rows = model.encode(table, what, with_label=labelled, with_task=True)
+        spool.append(rows, batch[model.config.columns.task] if keeps_raw_tasks else None)
+        clock.did(batch.num_rows)
+    return spool

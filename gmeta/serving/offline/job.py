@@ -19,7 +19,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -27,20 +26,17 @@ import pyarrow.parquet as pq
 import torch
 
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.bulk.files import RowFiles
-from gmeta.serving.bulk.predict import PART_ROWS
-from gmeta.serving.bulk.spool import TaskSpool
+from gmeta.serving.bulk.files import RowFiles, whole_output
+from gmeta.serving.bulk.spool import PART_ROWS, Advance, Clock, TaskSpool, parts_for, spooled
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
-from gmeta.serving.offline.states import CHUNK_ROWS, adapt_rows
+from gmeta.serving.offline.states import CHUNK_ROWS, STATE_COLUMNS, adapt_rows
 from gmeta.serving.rows import EncodedColumns, split_rows, take_rows
-from metaio.format.destination import flush_to_disk, folder_of_one_writer
 
 _CHUNKS_A_PROCESS = 2  # under way: one that is computed, one that waits
 _LOOK_EVERY_S = 1.0
 MODEL_KEY = b"gmeta.model"  # in the file's metadata: the checksum of the model
 
-Tell = Callable[[int, int], None]
 Chunk = tuple[EncodedColumns, pa.ChunkedArray]  # rows, and the raw task of each
 
 
@@ -58,7 +54,7 @@ def adapt_files(
     out: Path,
     processes: int,
     verify: bool,
-    tell: Tell,
+    tell: Advance,
     part_rows: int = PART_ROWS,
 ) -> Adapted:
     """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
@@ -79,45 +75,26 @@ def adapt_files(
         raise UserError(
             f"{', '.join(inputs)} has 0 rows: there is no task to adapt to. Give labelled rows"
         )
-    out = Path(os.path.abspath(out))
-    out.parent.mkdir(parents=True, exist_ok=True)
+    clock = Clock(tell, 2 * files.num_rows)
     with (
         # Forked first: reading Parquet starts threads.
         _workers(model, processes) as workers,
-        folder_of_one_writer(out.parent / f".{out.name}.partial", str(out)) as partial,
+        whole_output(out) as (scratch, file),
     ):
-        total = 2 * files.num_rows
-        spool = _spooled(model, files, partial / "rows", part_rows, lambda done: tell(done, total))
-        file, written = partial / "states.parquet", Adapted(0, 0)
-        with _StatesFile(file, model.checksum) as states_file:
+        num_parts = parts_for(files.num_rows, part_rows)
+        spool = spooled(model, files, "support", scratch / "rows", num_parts, clock, True)
+        written = Adapted(0, 0)
+        types = files.schema.field(model.config.columns.task).type, pa.binary(), pa.int64()
+        columns = list(zip(STATE_COLUMNS, types, strict=True))
+        schema = pa.schema(columns, {MODEL_KEY: model.checksum})
+        # The floats of a state are as good as random: nothing to compress.
+        with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
             for states in workers(_chunks(spool)):
-                states_file.write(states)
-                num_rows = written.num_rows + pa.compute.sum(states["rows"]).as_py()
-                written = Adapted(written.num_tasks + states.num_rows, num_rows)
-                tell(files.num_rows + num_rows, total)
-        flush_to_disk([file])
-        file.replace(out)
-        flush_to_disk([out.parent])
+                writer.write_table(states.replace_schema_metadata(schema.metadata))
+                num_rows = pa.compute.sum(states["rows"]).as_py()
+                clock.did(num_rows)
+                written = Adapted(written.num_tasks + states.num_rows, written.num_rows + num_rows)
     return written
-
-
-def _spooled(
-    model: ServedModel,
-    files: RowFiles,
-    folder: Path,
-    part_rows: int,
-    read: Callable[[int], None],
-) -> TaskSpool:
-    """Return all rows by their tasks; `read` is told how many there are by now."""
-    task, num_rows = model.config.columns.task, 0
-    spool = TaskSpool(folder, -(-files.num_rows // part_rows), model.config.features)
-    for batch in files.batches(model.columns_read(with_label=True)):
-        table = pa.Table.from_batches([batch])
-        rows = model.encode(table, "support", with_label=True, with_task=True)
-        spool.append(rows, batch[task])
-        num_rows += batch.num_rows
-        read(num_rows)
-    return spool
 
 
 def _chunks(spool: TaskSpool) -> Iterator[Chunk]:
@@ -138,32 +115,6 @@ def _chunks(spool: TaskSpool) -> Iterator[Chunk]:
                 # Not a slice: pickled, that would be the whole.
                 yield chunk, raw_task_N.take(pa.array(np.arange(first, end)))
                 first = end
-
-
-class _StatesFile:
-    """A Parquet file of states, opened when the first ones come."""
-
-    def __init__(self, file: Path, checksum: str) -> None:
-        self._file = file
-        self._checksum = checksum
-        self._writer: pq.ParquetWriter | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def write(self, states: pa.Table) -> None:
-        """Write a row group."""
-        if self._writer is None:
-            schema = states.schema.with_metadata({MODEL_KEY: self._checksum})
-            # The floats of a state are as good as random: nothing to compress.
-            self._writer = pq.ParquetWriter(
-                self._file, schema, compression="none", use_dictionary=False
-            )
-        self._writer.write_table(states.replace_schema_metadata(self._writer.schema.metadata))
 
 
 Work = Callable[[Iterator[Chunk]], Iterator[pa.Table]]

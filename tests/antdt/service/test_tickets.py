@@ -1,30 +1,36 @@
-"""Where callers wait for their answers: threads, and futures of the event loop."""
+"""Where callers wait for their answers: futures of the event loop."""
 
 import asyncio
-import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.service.tickets import Ticket, deliver, hung_disk, resolve, told
+from gmeta.antdt.rpc.loop import event_loop, wait_for
+from gmeta.antdt.service import edge as edge_module
+from gmeta.antdt.service.edge import Edge
+from gmeta.antdt.service.tickets import deliver, hung_disk, resolve
+from gmeta.antdt.storage.request import Answered
+from gmeta.antdt.storage.writer import Writer
 from tests.waiting import PATIENCE_S
 
 
-def test_a_thread_waits_until_its_own_answer_is_delivered() -> None:
-    tickets, seen = [Ticket(), Ticket()], []
+def test_each_caller_gets_its_own_answer_when_that_is_delivered() -> None:
+    async def future() -> asyncio.Future[object]:
+        return asyncio.get_running_loop().create_future()
 
-    def wait() -> None:
-        assert tickets[1].lock.acquire(timeout=PATIENCE_S)
-        seen.append(tickets[1].answer)
+    async def answer_of(ticket: asyncio.Future[object]) -> object:
+        return await ticket
 
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    deliver([(tickets[0], cmd.End(1))])
-    assert not tickets[1].lock.acquire(blocking=False)
-    deliver([(tickets[1], cmd.End(2))])
-    waiting.join(PATIENCE_S)
-    assert seen == [cmd.End(2)]
+    tickets = [wait_for(future()), wait_for(future())]
+    second = asyncio.run_coroutine_threadsafe(answer_of(tickets[1]), event_loop())
+    deliver([Answered(tickets[0], cmd.End(1))])
+    assert wait_for(answer_of(tickets[0])) == cmd.End(1)
+    assert not second.done()
+    deliver([Answered(tickets[1], cmd.End(2))])
+    assert second.result(PATIENCE_S) == cmd.End(2)
 
 
 def test_a_caller_that_has_gone_keeps_nobody_from_their_answers() -> None:
@@ -38,12 +44,25 @@ def test_a_caller_that_has_gone_keeps_nobody_from_their_answers() -> None:
     assert asyncio.run(answers()) == [True, cmd.End(2)]
 
 
-def test_a_refusal_is_raised_where_it_is_told_and_an_answer_returned() -> None:
-    assert told(cmd.End(3)) == cmd.End(3)
+def test_a_refusal_is_raised_where_it_is_waited_for() -> None:
+    async def answer() -> object:
+        future = asyncio.get_running_loop().create_future()
+        resolve([(future, hung_disk())])
+        return await future
+
     with pytest.raises(RefusedError) as refused:
-        told(hung_disk())
+        asyncio.run(answer())
     assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "STORE_FAILED")
     assert str(refused.value) == (
         "the store did not commit within 60 s: its disk hangs. Check the disk; the call may or may "
         "not have been applied: retry it unchanged."
     )
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_module, "ANSWER_TIMEOUT_S", 0.01)
+    edge = Edge(lease_ttl_s=30.0)
+    edge.open(cast(Writer, SimpleNamespace(submit=lambda request, ticket: None)))
+    with pytest.raises(RefusedError) as refused:
+        edge.ask(cmd.Tick())
+    assert str(refused.value) == str(hung_disk())

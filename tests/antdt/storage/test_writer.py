@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,13 +14,17 @@ from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.log import JsonFormatter
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.service.tickets import Ticket, deliver
 from gmeta.antdt.storage import writer as writer_module
 from gmeta.antdt.storage.committer import Committer
-from gmeta.antdt.storage.request import Read
+from gmeta.antdt.storage.request import Answered, Read
 from gmeta.antdt.storage.store import MemoryStore
 from gmeta.antdt.storage.writer import Writer
 from tests.waiting import PATIENCE_S
+
+
+def deliver(answered: list[Answered]) -> None:
+    for future, answer in answered:
+        future.set_result(answer)
 
 
 class Harness:
@@ -41,15 +46,13 @@ class Harness:
         if self.fail_sync:
             raise StoreFailedError("the disk failed")
 
-    def send(self, command: cmd.Command) -> Ticket:
-        ticket = Ticket()
-        self.writer.submit(command, ticket)
-        return ticket
+    def send(self, command: cmd.Command) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.writer.submit(command, future)
+        return future
 
     def ask(self, command: cmd.Command) -> Any:
-        ticket = self.send(command)
-        assert ticket.lock.acquire(timeout=PATIENCE_S)
-        return ticket.answer
+        return self.send(command).result(PATIENCE_S)
 
 
 @pytest.fixture
@@ -70,9 +73,10 @@ def test_grants_leave_at_once_and_completions_wait_for_the_disk(harness: Harness
     harness.disk_free.clear()
     completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
     assert isinstance(harness.ask(cmd.LeaseShards(caller("b"), 1, "d", 0, 1)), cmd.Granted)
-    assert not completing.lock.acquire(timeout=0.2)
+    with pytest.raises(TimeoutError):
+        completing.result(0.2)
     harness.disk_free.set()
-    assert completing.lock.acquire(timeout=PATIENCE_S)
+    completing.result(PATIENCE_S)
     harness.writer.stop()
 
 
@@ -83,10 +87,10 @@ def test_end_is_not_told_before_the_last_completion_is_on_the_disk(harness: Harn
     harness.disk_free.clear()
     harness.send(cmd.Complete(caller("a"), 2, tuple(grant.token for grant in grants)))
     asking = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
-    assert not asking.lock.acquire(timeout=0.3)
+    with pytest.raises(TimeoutError):
+        asking.result(0.3)
     harness.disk_free.set()
-    assert asking.lock.acquire(timeout=PATIENCE_S)
-    assert asking.answer == cmd.End(1)
+    assert asking.result(PATIENCE_S) == cmd.End(1)
     harness.writer.stop()
 
 
@@ -95,7 +99,8 @@ def test_a_failed_fsync_ends_the_service_without_an_answer(harness: Harness) -> 
     harness.fail_sync = True
     completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
     assert harness.ended.wait(PATIENCE_S)
-    assert not completing.lock.acquire(timeout=0.1)
+    with pytest.raises(TimeoutError):
+        completing.result(0.1)
     with pytest.raises(RefusedError) as refused:
         harness.send(cmd.Tick())
     assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
@@ -103,9 +108,9 @@ def test_a_failed_fsync_ends_the_service_without_an_answer(harness: Harness) -> 
 
 
 def test_stop_answers_what_is_queued(harness: Harness) -> None:
-    tickets = [harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1)) for _ in range(20)]
+    futures = [harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1)) for _ in range(20)]
     harness.writer.stop()
-    assert all(ticket.lock.acquire(timeout=0) for ticket in tickets)
+    assert all(future.done() for future in futures)
 
 
 def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
@@ -119,14 +124,13 @@ def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
     asking = harness.send(Read(broken))
     last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
     harness.disk_free.set()
-    for ticket in (first, asking, last):
-        assert ticket.lock.acquire(timeout=PATIENCE_S)
-    assert (asking.answer.code, asking.answer.reason) == ("INTERNAL", "INTERNAL")
-    assert str(asking.answer) == (
+    refused = asking.result(PATIENCE_S)
+    assert (refused.code, refused.reason) == ("INTERNAL", "INTERNAL")
+    assert str(refused) == (
         "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
         "service, which goes on; report it with the traceback from its log."
     )
-    assert all(isinstance(each.answer, cmd.Granted) for each in (first, last))
+    assert all(isinstance(each.result(PATIENCE_S), cmd.Granted) for each in (first, last))
     (logged,) = [record for record in caplog.records if record.message == "view_failed"]
     assert "test_writer.py" in JsonFormatter().format(logged)
     assert harness.ask(Read(lambda ledger, now_s: len(ledger.state.leases))) == 2
@@ -151,14 +155,13 @@ def test_a_command_that_raises_fails_its_own_call_and_leaves_nothing_behind(
     asking = harness.send(cmd.Drain("r", "", undo=False))
     last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
     harness.disk_free.set()
-    for ticket in (first, asking, last):
-        assert ticket.lock.acquire(timeout=PATIENCE_S)
-    assert (asking.answer.code, asking.answer.reason) == ("INTERNAL", "INTERNAL")
-    assert str(asking.answer) == (
+    refused = asking.result(PATIENCE_S)
+    assert (refused.code, refused.reason) == ("INTERNAL", "INTERNAL")
+    assert str(refused) == (
         "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
         "service, which goes on; report it with the traceback from its log."
     )
-    assert all(isinstance(each.answer, cmd.Granted) for each in (first, last))
+    assert all(isinstance(each.result(PATIENCE_S), cmd.Granted) for each in (first, last))
     (logged,) = [record for record in caplog.records if record.message == "command_failed"]
     assert "test_writer.py" in JsonFormatter().format(logged)
     assert harness.ask(Read(lambda ledger, now_s: ledger.state.draining)) is False
@@ -186,7 +189,6 @@ def test_callers_beyond_the_queue_are_told_to_come_back(
     assert (refused.value.code, refused.value.reason) == ("RESOURCE_EXHAUSTED", "BUSY")
     assert str(refused.value) == "2 calls are waiting; no more are taken. Retry after a pause."
     go_on.set()
-    for ticket in (first, *queued):
-        assert ticket.lock.acquire(timeout=PATIENCE_S)
-    assert [ticket.answer for ticket in queued] == ["seen", "seen"]
+    first.result(PATIENCE_S)
+    assert [future.result(PATIENCE_S) for future in queued] == ["seen", "seen"]
     harness.writer.stop()
