@@ -55,24 +55,15 @@ def site(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (sources / "myrec" / "__init__.py").touch()
     wheels = tmp_path_factory.mktemp("wheels")
     code = f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
-    run(sources, sys.executable, "-c", code)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=sources, env=environment(), capture_output=True,
+        text=True, timeout=2 * PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = wheels.iterdir()
     site = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel).extractall(site)
     return site
-
-
-def run(cwd: Path, *command: str | Path, path: Path | None = None) -> str:
-    """The output of a command that must not fail; `path` comes before the present one."""
-    env = environment()
-    roots = [str(ROOT), str(ROOT / "models"), str(ROOT / "protos")]
-    env["PYTHONPATH"] = os.pathsep.join([*([str(path)] if path else []), *roots])
-    done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True,
-        timeout=2 * PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def forked(program: str, *arguments: str | Path, at: Path, code: int = 0, **variables: str) -> str:
@@ -85,7 +76,8 @@ def forked(program: str, *arguments: str | Path, at: Path, code: int = 0, **vari
 
 
 def test_the_packages_own_tests_pass(sources: Path, site: Path) -> None:
-    told = run(sources, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", path=site)
+    options = ("-p", "no:cacheprovider", "-o", f"pythonpath={site}", "--rootdir", sources, "tests")
+    told = forked("pytest", *options, at=sources)
     assert "2 passed" in told
 
 

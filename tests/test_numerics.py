@@ -5,8 +5,7 @@ for large steps only; memory that is kept.
 import ctypes
 import random
 import resource
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from gmeta.numerics import (
 )
 from gmeta_models import ModelConfig
 from tests import reference
+from tests.processes import with_imports_ready
 
 FEATURES = reference.some_features(3, 1, 2)
 CPU = torch.device("cpu")
@@ -88,9 +88,8 @@ def test_tf32_on_a_cpu_is_refused() -> None:
 def faults_a_round(kept: int) -> float:
     """Page faults of a round of blocks that are allocated, written and freed, in a new process that
     keeps so many bytes."""
-    code = f"import tests.test_numerics as it; print(it.faults_here({kept}))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(run.stdout)
+    with ProcessPoolExecutor(1, with_imports_ready()) as pool:
+        return pool.submit(faults_here, kept).result()
 
 
 def faults_here(kept: int) -> float:

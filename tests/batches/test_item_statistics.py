@@ -46,27 +46,33 @@ def values_of(task: Task, row: int, column: int, num_single: int) -> list[int]:
     return [one for one in ids if one]
 
 
+class Told:
+    """What (task, row) pairs tell: the mean and the deviation of their labels, and the labels above
+    that of the rows that hold an id, by column and id."""
+
+    def __init__(self, rows: Sequence[tuple[Task, int]], columns: int, num_single: int) -> None:
+        labels = [task.label[row] for task, row in rows]
+        self.mean = sum(labels) / max(len(labels), 1)
+        variance = sum((label - self.mean) ** 2 for label in labels) / max(len(labels), 1)
+        self.deviation = math.sqrt(variance) if variance > 1e-12 else 1.0
+        self.of_value: list[dict[int, list[float]]] = [defaultdict(list) for _ in range(columns)]
+        for task, row in rows:
+            for column, of_value in enumerate(self.of_value):
+                for one in values_of(task, row, column, num_single):
+                    of_value[one].append((task.label[row] - self.mean) / self.deviation)
+
+
 def statistics_of_row(
-    told: Sequence[tuple[Task, int]],
-    values: list[list[int]],
-    shrinkage: float,
-    num_single: int,
-    log_odds: bool,
+    told: Told, values: list[list[int]], shrinkage: float, log_odds: bool
 ) -> list[float]:
-    """All statistics of a row with these values, from the (task, row) pairs that it is told of."""
-    labels = [task.label[row] for task, row in told]
-    mean = sum(labels) / max(len(labels), 1)
-    variance = sum((label - mean) ** 2 for label in labels) / max(len(labels), 1)
-    deviation = math.sqrt(variance) if variance > 1e-12 else 1.0
+    """All statistics of a row with these values, from what it is told of."""
     found = []
-    for column, ids in enumerate(values):
-        of_value: dict[int, list[float]] = defaultdict(list)
-        for task, row in told:
-            for one in values_of(task, row, column, num_single):
-                of_value[one].append((task.label[row] - mean) / deviation)
+    for of_value, ids in zip(told.of_value, values, strict=True):
         means = [sum(of_value[one]) / max(len(of_value[one]) + shrinkage, 1e-12) for one in ids]
         if log_odds:
-            means = [logit(mean + above * deviation) - logit(mean) for above in means]
+            means = [
+                logit(told.mean + above * told.deviation) - logit(told.mean) for above in means
+            ]
         counts = [math.log(1 + len(of_value[one])) / math.log(101) for one in ids]
         found += [sum(each) / max(len(each), 1) for each in (means, counts)]
     return found
@@ -107,15 +113,26 @@ def test_every_row_has_the_statistics_of_a_loop(
     for to_train in (True, False):
         found = items.widened(batch, to_train).dense_NK[:, 1:].numpy()
         assert found.shape == (len(every), items.width)
-        for place, (index, task, row) in enumerate(every):
-            told = [
-                (other, its)
-                for at, other, its in every
-                if not to_train or fold_of(at) != fold_of(index)
-            ]
-            values = [values_of(task, row, each, columns[0]) for each in range(sum(columns))]
-            expected = statistics_of_row(told, values, shrinkage, columns[0], log_odds)
-            np.testing.assert_allclose(found[place], expected, rtol=1e-5, atol=1e-6)
+        # All rows of a fold are told of the same ones.
+        told = {
+            fold: Told(
+                [(other, its) for at, other, its in every if not to_train or fold_of(at) != fold],
+                sum(columns),
+                columns[0],
+            )
+            for fold in {fold_of(index) for index, _, _ in every}
+        }
+        expected = [
+            statistics_of_row(
+                told[fold_of(index)],
+                [values_of(task, row, each, columns[0]) for each in range(sum(columns))],
+                shrinkage,
+                log_odds,
+            )
+            for index, task, row in every
+        ]
+        wanted = np.array(expected, np.float64).reshape(found.shape)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def some_batch(seed: int = 0) -> TaskBatch:

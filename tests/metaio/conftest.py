@@ -64,6 +64,9 @@ Episode = tuple[int, int, list[object]]
 
 def episodes_of_rows(rows: Rows) -> list[Episode]:
     """Each episode as (task, support rows, rows as plain lists), by loops over scalars."""
+    label, dense = rows.label_N.tolist(), rows.dense_NK.tolist()
+    single, values = rows.ids_NF.tolist(), rows.multi_ids_V.tolist()
+    lengths = rows.multi_lengths_NM.tolist()
     found: list[Episode] = []
     row, value = 0, 0
     for task, length, support in zip(
@@ -72,11 +75,10 @@ def episodes_of_rows(rows: Rows) -> list[Episode]:
         lines: list[object] = []
         for _ in range(length):
             lists = []
-            for count in rows.multi_lengths_NM[row].tolist():
-                lists.append(rows.multi_ids_V[value : value + count].tolist())
+            for count in lengths[row]:
+                lists.append(values[value : value + count])
                 value += count
-            single = rows.ids_NF[row].tolist()
-            lines.append((float(rows.label_N[row]), rows.dense_NK[row].tolist(), single, lists))
+            lines.append((label[row], dense[row], single[row], lists))
             row += 1
         found.append((int(task), int(support), lines))
     return found
@@ -84,23 +86,22 @@ def episodes_of_rows(rows: Rows) -> list[Episode]:
 
 def episodes_of_batch(batch: TaskBatch) -> list[Episode]:
     """The same of a batch, following its positions to the ids one by one."""
-    ids = batch.unique_ids_U.tolist()
+    ids, label, dense = batch.unique_ids_U.tolist(), batch.label_N.tolist(), batch.dense_NK.tolist()
+    positions, multi_positions = batch.positions_NF.tolist(), batch.multi_positions_V.tolist()
+    lengths, offsets = batch.multi_lengths_NM.tolist(), batch.row_offsets_T1.tolist()
+    support = batch.support_lengths_T.tolist()
     found: list[Episode] = []
     value = 0
     for episode, task in enumerate(batch.task_T.tolist()):
         lines: list[object] = []
-        for row in range(
-            int(batch.row_offsets_T1[episode]), int(batch.row_offsets_T1[episode + 1])
-        ):
+        for row in range(offsets[episode], offsets[episode + 1]):
             lists = []
-            for count in batch.multi_lengths_NM[row].tolist():
-                lists.append(
-                    [ids[p] for p in batch.multi_positions_V[value : value + count].tolist()]
-                )
+            for count in lengths[row]:
+                lists.append([ids[p] for p in multi_positions[value : value + count]])
                 value += count
-            single = [ids[p] for p in batch.positions_NF[row].tolist()]
-            lines.append((float(batch.label_N[row]), batch.dense_NK[row].tolist(), single, lists))
-        found.append((task, int(batch.support_lengths_T[episode]), lines))
+            single = [ids[p] for p in positions[row]]
+            lines.append((label[row], dense[row], single, lists))
+        found.append((task, support[episode], lines))
     return found
 
 

@@ -11,6 +11,15 @@ import pytest
 
 from tests.pretended.process import built_guard, call_pretended, missing_for_guard
 
+# Steps that are taken on tensors without values, too.
+FAKE = ["melu maml", "melu metasgd everything", "dlrm fomaml", "dlrm maml everything", "cbml maml"]
+SHOWN_BY = {  # a mutant, and which reading shows it
+    "a value read in the step": "waits",
+    "a copy more": "copies_inside",
+    "labels left on the host": "error",
+}
+Reading = dict[str, Any]
+
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,3 +51,13 @@ def pretended_once(pretended: Callable[..., Any], shared: Path) -> Callable[...,
         return json.loads(told.read_text())
 
     return call
+
+
+@pytest.fixture(scope="session")
+def found(pretended_once: Callable[..., Any]) -> Reading:
+    """What steps of the learner and served models show, in one process and half a minute."""
+    from tests.pretended.learner_steps import all_cases
+
+    cases = [case.name for case in all_cases()]
+    arguments = [cases.index(one) for one in FAKE], list(SHOWN_BY), cases.index("melu maml")
+    return dict(pretended_once("tests.pretended.learner_steps", "everything", *arguments))

@@ -8,13 +8,15 @@ themselves, their order on streams.
 Only for a process of its own, which `start` makes one with a GPU for good.
 """
 
+import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -129,11 +131,14 @@ def held(value: Any) -> Any:
 def place() -> str:
     """Return the innermost line of ours on the stack, else of TorchRec or fbgemm."""
     other = ""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith(OURS):
-            return f"{frame.filename[len(str(ROOT)) + 1 :]}:{frame.lineno}"
-        if not other and any(f"/{name}/" in frame.filename for name in ("torchrec", "fbgemm_gpu")):
-            other = f"{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(OURS):
+            return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
+        if not other and any(f"/{part}/" in name for part in ("torchrec", "fbgemm_gpu")):
+            other = f"{'/'.join(name.split('/')[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
     return other or "autograd"
 
 
@@ -148,14 +153,37 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def held_in(tree: Any) -> Any:
+    """Return arguments with what each tensor of the device holds in its place: mapped(held, tree)
+    without a call a leaf."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind(
+            [
+                one.held
+                if isinstance(one, OnDevice)
+                else held_in(one)
+                if type(one) in NESTS
+                else one
+                for one in tree
+            ]
+        )
+    if kind is dict:
+        return {name: held_in(one) for name, one in tree.items()} if tree else tree
+    return held(tree)
+
+
+NESTS = (tuple, list, dict)
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return all tensors of arguments or results."""
     found: list[Tensor] = []
     kind = type(tree)
-    for one in tree.values() if kind is dict else tree if kind in (tuple, list) else (tree,):
+    for one in tree.values() if kind is dict else tree if kind in NESTS else (tree,):
         if isinstance(one, Tensor):
             found.append(one)
-        elif type(one) in (tuple, list, dict):
+        elif type(one) in NESTS:
             found += tensors_in(one)
     return found
 
@@ -199,10 +227,27 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+@dataclass(frozen=True)
+class Operation:
+    """What of an operation is the same at each call."""
+
+    name: str
+    is_view: bool  # or silent: it launches no kernel
+    indexes: bool
+
+
+@cache
+def operation(func: Any) -> Operation:
+    """Return what the operation's schema says."""
+    name, returns = func._schema.name, func._schema.returns
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return Operation(name, is_view or name in SILENT, name.startswith("aten::index"))
+
+
 def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation of torch as CUDA would: on the values, where the result belongs, counted."""
-    name = func._schema.name
-    given = tensors_in((args, kwargs))
+    name = operation(func).name
+    given = tensors_in(args) + (tensors_in(kwargs) if kwargs else [])
     on_device = [one for one in given if isinstance(one, OnDevice)]
     asked = kwargs.get("device")
     if asked is not None:
@@ -224,12 +269,15 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # It has no memory, and what knows that stands above this place in torch's dispatcher: a
         # kernel would read where there is nothing. Autograd makes one, as of sgn's derivative.
         func = torch.ops.aten.zeros.default
-    if on_device:
-        _check_places(name, args, given)
-    result = func(*mapped(held, args), **mapped(held, kwargs))
+    if not on_device:
+        result = func(*args, **kwargs)
+    else:
+        if len(on_device) < len(given):
+            _check_places(name, args, given)
+        result = func(*held_in(args), **held_in(kwargs))
     if not is_cuda:
         return result
-    count_launch(func, name, args, kwargs, given, result)
+    count_launch(func, args, kwargs, given, result)
     by_memory = {id(one.held): one for one in on_device}  # in place, out=: the argument comes back
 
     def wrapped(value: Any) -> Any:
@@ -295,21 +343,18 @@ def _count_copy(copies: list[str], host: Tensor, source: Tensor, non_blocking: b
         counts().waits.append(at)
 
 
-def count_launch(
-    func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Any
-) -> None:
+def count_launch(func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
     """Count the launch of an operation on the device, and its wait."""
-    is_mask = name.startswith("aten::index") and any(
+    of = operation(func)
+    name, now = of.name, counts()
+    is_mask = of.indexes and any(
         one.dtype in (torch.bool, torch.uint8) for one in tensors_in(args[1:2])
     )
     unknown = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
     if name in WAITING or is_mask or unknown:
-        counts().waits.append(f"{place()} {name}")
-    returns = func._schema.returns
-    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-    if is_view or name in SILENT:
+        now.waits.append(f"{place()} {name}")
+    if of.is_view:
         return
-    now = counts()
     now.launches[name] += 1
     if not now.with_work:
         return
@@ -397,6 +442,11 @@ def _capturing(graph: _Graph, **_: Any) -> Iterator[None]:
 class PretendedDevice(TorchDispatchMode):
     """Inside, what is made on cuda without a tensor of it is there, too."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave torch.compile in: nothing is compiled, and keeping it out costs a tenth."""
+        return False
+
     def __enter__(self) -> "PretendedDevice":
         torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         return super().__enter__()
@@ -416,7 +466,7 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = tensors_in((args, kwargs))
-        count_launch(func, func._schema.name, args, kwargs, given, result)
+        count_launch(func, args, kwargs, given, result)
         return result
 
 

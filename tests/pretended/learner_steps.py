@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib import import_module
 from itertools import product
 from math import nan
@@ -29,6 +30,7 @@ from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from metaio.read.batch import TaskBatch
 from tests import reference
+from tests.pretended import serving
 from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, held
 from tests.pretended.mutants import MUTANTS
 
@@ -263,6 +265,12 @@ def of_cpu(case: Case) -> Case:
     return replace(case, buckets=False, graph=False)
 
 
+@cache  # some cases are the same there
+def values_on_cpu(case: Case) -> list[Tensor]:
+    """Return loss and gradients, or predictions, of a step on the CPU."""
+    return step_of(case, HOST)[0]
+
+
 def readings(numbers: list[int]) -> list[dict[str, Any]]:
     """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
     their norm, and the counts.
@@ -271,7 +279,7 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
     for number in numbers:
         case = cases[number]
         try:
-            expected, _, _ = step_of(of_cpu(case), HOST)
+            expected = values_on_cpu(of_cpu(case))
             values, moving, stepping = step_of(case, CUDA, PretendedDevice)
             far = distance(expected, values)
         except Exception as error:  # noqa: BLE001 - each case has its own test
@@ -294,15 +302,16 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
 
 def everything(fake: list[int], mutants: list[str], mutated: int) -> dict[str, Any]:
     """Return the readings of all cases, what went wrong on tensors without values, the readings
-    of one case under each mutant, and those of the benchmark: in one process, as its start takes
-    longer than a case.
+    of one case under each mutant, those of the benchmark, and what serving shows: in one process,
+    as its start takes longer than a hundred cases.
     """
     found = {"readings": readings(list(range(len(list(all_cases()))))), "fake": fake_steps(fake)}
     under = {}
     for name in mutants:
         with MUTANTS[name]():
             (under[name],) = readings([mutated])
-    return found | {"mutants": under, "benchmark": import_module("gpu").counted()}
+    found |= {"mutants": under, "benchmark": import_module("gpu").counted()}
+    return found | {"serving": serving.everything()}
 
 
 def fake_steps(numbers: list[int]) -> dict[str, str]:

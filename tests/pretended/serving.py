@@ -35,7 +35,7 @@ Inside = Callable[[], AbstractContextManager[Any]]
 
 
 def everything() -> tuple[dict[str, list[float]], list[str]]:
-    """Return what `compared` and `refusals` do: one process, as its start takes longer."""
+    """Return what `compared` and `refusals` do."""
     return compared(), refusals()
 
 

@@ -2,15 +2,12 @@
 wait, one copy of the batch, launches within a budget.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
+from tests.pretended.conftest import FAKE, SHOWN_BY, Reading
 from tests.pretended.learner_steps import all_cases
 
 CASES = [case.name for case in all_cases()]
-FAKE = ["melu maml", "melu metasgd everything", "dlrm fomaml", "dlrm maml everything", "cbml maml"]
 # Of two inner steps on three layers and a bias-free history: a kernel more is a choice to make.
 BUDGETS = {
     "melu none": 46,
@@ -31,20 +28,6 @@ BUDGETS = {
 
 # The steps of benchmarks/gpu.py, 128 tasks: even and ragged ones alike.
 BENCHMARK = {"none k=1": 28, "fomaml k=1": 61, "fomaml k=3": 126, "maml k=1": 95, "maml k=3": 289}
-SHOWN_BY = {
-    "a value read in the step": "waits",
-    "a copy more": "copies_inside",
-    "labels left on the host": "error",
-}
-
-Reading = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def found(pretended_once: Callable[..., Any]) -> Reading:
-    """All that the tests below look at, in one process and half a minute."""
-    arguments = [CASES.index(one) for one in FAKE], list(SHOWN_BY), CASES.index("melu maml")
-    return dict(pretended_once("tests.pretended.learner_steps", "everything", *arguments))
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,7 @@ UNEVEN = {
         "run.cuda_graphs=on",
     ]
 }
+MUTANT = "collectives swapped on a rank"
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +55,13 @@ def runs(
     labelled: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """Each run on the CPU and on the pretended GPU, one rank."""
+    """Each run on the CPU and on the pretended GPU, one rank; under `ranks` UNEVEN on two, and with
+    the mutant."""
     folder = str(tmp_path_factory.mktemp("runs"))
     of_labels = [f"data.path={labelled / 'data'}"]
     keys = {name: one + of_labels * name.startswith("labels") for name, one in RUNS.items()}
-    return dict(pretended_once(MODULE, "trained", folder, str(click_logs), keys))
+    asked = folder, str(click_logs), keys, UNEVEN, MUTANT
+    return dict(pretended_once(MODULE, "everything", *asked))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -86,7 +89,7 @@ def test_a_step_waits_once_and_copies_once(runs: dict[str, Any], name: str) -> N
 
 
 def test_a_step_of_a_shape_that_came_before_is_a_graph_of_each_part(runs: dict[str, Any]) -> None:
-    graphs = {name: [step["graphs"] for step in run["steps"]] for name, run in runs.items()}
+    graphs = {name: [step["graphs"] for step in runs[name]["steps"]] for name in RUNS}
     # Five steps, ten parts; a shape's first is eager.
     assert graphs["graphs"][0] == 0
     assert (max(graphs["graphs"]), max(graphs["graphs of parts"])) == (1, 2)
@@ -104,14 +107,8 @@ def check_waits(step: dict[str, Any]) -> None:
 
 
 @pytest.mark.distributed
-def test_two_ranks_train_alike_and_start_collectives_in_one_order(
-    pretended: Callable[..., Any], click_logs: Path, tmp_path: Path
-) -> None:
-    mutant = "collectives swapped on a rank"
-
-    first, second = pretended(
-        MODULE, "trained_on_ranks", str(tmp_path), 2, str(click_logs), UNEVEN, mutant
-    )
+def test_two_ranks_train_alike_and_start_collectives_in_one_order(runs: dict[str, Any]) -> None:
+    first, second = runs["ranks"]
     assert len(first["uneven"]["cpu"]) >= 4
     for expected, reading in zip(first["uneven"]["cpu"], first["uneven"]["cuda"], strict=True):
         assert reading == pytest.approx(expected, rel=1e-5)
@@ -126,7 +123,7 @@ def test_two_ranks_train_alike_and_start_collectives_in_one_order(
     assert orders[0] == orders[1]
     assert {"alltoall_base", "allreduce"} <= set(orders[0][1])
     # Ranks that do not agree are noticed.
-    assert collectives(first[mutant]) != collectives(second[mutant])
+    assert collectives(first[MUTANT]) != collectives(second[MUTANT])
 
 
 def collectives(run: dict[str, Any]) -> list[list[str]]:

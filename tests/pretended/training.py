@@ -72,6 +72,7 @@ def trained(
     readings of either, and the counts of every step on the GPU.
 
     A run with the key run.max_steps is done again without it, and so goes on from its checkpoint.
+    On the CPU a run makes its batches itself: they are the same, and processes start for seconds.
     Under the mutant's name stand the counts of the last of them with it.
     """
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
@@ -81,7 +82,8 @@ def trained(
         cpu, cuda = Path(folder) / name / "cpu", Path(folder) / name / "cuda"
         rest = [one for one in overrides if not one.startswith("run.max_steps")]
         for part in [overrides, rest] if rest != overrides else [overrides]:
-            of_cpu, _ = _run(HOST, cpu, data, part)
+            alone = [one for one in part if not one.startswith("data.processes")]
+            of_cpu, _ = _run(HOST, cpu, data, alone)
             of_gpu, steps = _run(CUDA, cuda, data, part)
         found[name] = {"cpu": of_cpu, "cuda": of_gpu, "steps": _as_json(steps)}
     if mutant:
@@ -91,10 +93,23 @@ def trained(
     return found
 
 
-def trained_on_ranks(folder: str, world_size: int, *rest: Any) -> list[dict[str, Any]]:
-    """Return what `trained` does on every rank. They are forked: a start takes longer than what is
-    trained.
+def everything(
+    folder: str,
+    data: str,
+    runs: dict[str, list[str]],
+    on_ranks: dict[str, list[str]],
+    mutant: str,
+) -> dict[str, Any]:
+    """Return what `trained` does of some runs on one rank and, first, of others on two, which are
+    forked: a start takes longer than what is trained.
     """
+    two = trained_on_ranks(f"{folder}/ranks", 2, data, on_ranks, mutant)
+    return {"ranks": two, **trained(folder, data, runs)}
+
+
+def trained_on_ranks(folder: str, world_size: int, *rest: Any) -> list[dict[str, Any]]:
+    """Return what `trained` does on every rank."""
+    Path(folder).mkdir()
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=_rank, args=(rank, world_size, folder, rest))

@@ -12,7 +12,7 @@ import pytest
 
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Loss
-from gmeta.report import files
+from gmeta.report import files, page
 from gmeta.report.evaluation import SCHEMA, Evaluation, Group
 from tests.report.sample import baseline_of, run_of, yardstick_of
 
@@ -64,6 +64,14 @@ def test_predictions_are_those_of_every_run(written: dict[Loss, files.ReportPath
         assert own.equals(run.predictions)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are empty files: to draw them takes longer than all else of a report."""
+    monkeypatch.setattr(files, "png_sheet", lambda chart: b"")
+    monkeypatch.setattr(page, "svg_panel", lambda chart, index: "<svg></svg>")
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_predictions_of_a_yardstick_have_no_stage_before(tmp_path: Path) -> None:
     run, model = run_of("mse"), yardstick_of("mse")
     files.write(tmp_path, [run], [model])
@@ -82,6 +90,7 @@ def test_equal_runs_give_equal_bytes(
     assert contents(tmp_path) == contents(written[loss].html.parent)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
     paths = files.write(tmp_path, [run_of("mse", num_tasks=5)])
 
@@ -109,6 +118,7 @@ def test_json_numbers_are_those_of_the_evaluation(
                 assert shown["metrics"][name]["value"] == pytest.approx(estimate.value, rel=1e-8)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_pictures_of_an_earlier_evaluation_do_not_stay(
     tmp_path: Path, written: dict[Loss, files.ReportPaths]
 ) -> None:

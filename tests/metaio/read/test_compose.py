@@ -32,10 +32,9 @@ def test_a_batch_holds_the_chosen_episodes_in_the_order_given(
         (bundled(build_block(FEATURES, own), bundle_tasks), np.array(chosen, dtype=np.int64))
         for own, chosen in zip(rows, (first, second), strict=True)
     ]
+    written = [episodes_of_rows(own) for own in rows]
     wanted = [
-        episodes_of_rows(own)[index]
-        for own, chosen in zip(rows, (first, second), strict=True)
-        for index in chosen
+        own[index] for own, chosen in zip(written, (first, second), strict=True) for index in chosen
     ]
     batch = compose(FEATURES, parts)
     assert episodes_of_batch(batch) == wanted
