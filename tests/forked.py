@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,13 +146,18 @@ def _become(task: Task, sign: Connection) -> None:
         runpy.run_module(task.program, run_name="__main__", alter_sys=True)
 
 
+def fork_from_the_server_of_the_tests() -> None:
+    """Also from a process that was forked from it: multiprocessing would start another for it."""
+    server: Any = forkserver
+    if parent_process() is not None:
+        server._forkserver.ensure_running = resource_tracker.ensure_running
+
+
 def _fork_ranks_too(task: Task) -> None:
-    """From the fork server of the tests: multiprocessing would start another for this process."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    server: Any = forkserver
-    server._forkserver.ensure_running = resource_tracker.ensure_running
+    fork_from_the_server_of_the_tests()
 
     def rank(args: Sequence[str], env: Mapping[str, str], **asked: object) -> ForkedProcess:
         at = args.index("-m") + 1

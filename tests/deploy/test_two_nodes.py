@@ -1,13 +1,17 @@
 """The container entry points as processes on several hosts: a service with TLS, tokens and client
 certificates, two training nodes, a cable that is pulled, and a node that comes later and goes.
+
+Nodes are forked with everything imported, but for the one that goes: Linux tells its ranks, which
+are children of its agent only there.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,11 +24,16 @@ from tests.antdt.pki import Authority
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts
 from tests.deploy.rendering import ROOT
+from tests.forked import ForkedProcess, Task, forked
 from tests.waiting import PATIENCE_S, wait_until
 
 TOKEN = "worker-0123456789abcdef"
 STEPS_UNDER_WAY = 20  # or not yet in the file; without the cable the others would be hundreds
-Process = subprocess.Popen[str]
+# In the place of Python: notes what the entry point would start, and where.
+NOTES = """#!/bin/sh
+printf '%s\\0' "$@" > {folder}/arguments
+env -0 > {folder}/variables
+"""
 
 
 @pytest.fixture
@@ -50,7 +59,7 @@ class Cluster:
         (folder / "tokens").mkdir()
         (folder / "tokens" / "worker").write_text(TOKEN)
 
-    def start_service(self) -> Process:
+    def start_service(self) -> "subprocess.Popen[str]":
         cert, key = self.service_pair
         # A signal that ends it for hanging also prints where its threads are.
         arguments = ["-X", "faulthandler", "-m", "gmeta"]
@@ -59,17 +68,43 @@ class Cluster:
         arguments += ["--store", f"sqlite:///{self.folder}/shards.db", "--tls-cert", str(cert)]
         arguments += ["--tls-key", str(key), "--tls-client-ca", str(self.ca)]
         arguments += ["--tokens", str(self.folder / "tokens")]
-        return self._start(self.hub, "service", sys.executable, *arguments)
+        return self._start(self.hub, "service", [sys.executable, *arguments], {})
 
-    def start_node(self, rank: int, *arguments: str, nodes: str = "2") -> Process:
-        host = self.nodes[rank]
+    def start_node(self, rank: int, *arguments: str, nodes: str = "2") -> "subprocess.Popen[str]":
+        """The entry point, as a container starts it."""
+        variables = self._variables(rank, nodes, sys.executable)
+        return self._start(self.nodes[rank], f"node{rank}", self._command(arguments), variables)
+
+    @contextmanager
+    def forked_node(self, rank: int, *arguments: str, nodes: str = "2") -> Iterator[ForkedProcess]:
+        """What the entry point becomes, forked; it and its ranks are killed in the end."""
+        folder = self.folder / f"node{rank}"
+        folder.mkdir(exist_ok=True)
+        python = folder / "python"
+        python.write_text(NOTES.format(folder=folder))
+        python.chmod(0o755)
+        env = {**environment(), **self._variables(rank, nodes, str(python))}
+        subprocess.run(self._command(arguments), env=env, check=True)
+        flag, program, *rest = (folder / "arguments").read_text().split("\0")[:-1]
+        assert flag == "-m"
+        told = (folder / "variables").read_text().split("\0")[:-1]
+        variables = dict(variable.split("=", 1) for variable in told)
+        enter = self.nodes[rank].enter
+        with forked(Task(program, tuple(rest), variables, folder, first=enter)) as node:
+            yield node
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        script = str(ROOT / "deploy/docker/train-node")
+        return [script, "train", str(self.config), *SMALL_MODEL, *arguments, "--resume"]
+
+    def _variables(self, rank: int, nodes: str, python: str) -> dict[str, str]:
         cert, key = self.worker_pair
-        variables = {
-            "PYTHON": sys.executable,
+        return {
+            "PYTHON": python,
             "NNODES": nodes,
             "NODE_RANK": str(rank),
             "RDZV_ENDPOINT": f"{self.nodes[0].address}:29400",
-            "LOCAL_ADDR": host.address,
+            "LOCAL_ADDR": self.nodes[rank].address,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "GMETA_SHARD_SERVICE": f"{self.hub.address}:7070",
             "GMETA_SHARD_TLS_CA": str(self.ca),
@@ -77,11 +112,10 @@ class Cluster:
             "GMETA_SHARD_TLS_KEY": str(key),
             "GMETA_SHARD_TOKEN_FILE": str(self.folder / "tokens" / "worker"),
         }
-        script = str(ROOT / "deploy/docker/train-node")
-        command = [script, "train", str(self.config), *SMALL_MODEL, *arguments, "--resume"]
-        return self._start(host, f"node{rank}", *command, **variables)
 
-    def _start(self, host: Host, name: str, *command: str, **variables: str) -> Process:
+    def _start(
+        self, host: Host, name: str, command: list[str], variables: dict[str, str]
+    ) -> "subprocess.Popen[str]":
         with (self.folder / f"{name}.log").open("a") as log:
             return subprocess.Popen(
                 host.command(*command),
@@ -92,15 +126,17 @@ class Cluster:
             )
 
     def said(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.folder.glob("*.log"))
+        logs = [*self.folder.glob("*.log"), *self.folder.glob("node*/std*")]
+        return "\n".join(f"--- {log}\n{log.read_text()}" for log in logs)
 
 
-def ended(process: Process) -> int:
-    """Return the exit status of a process that was asked to end; one that hangs is aborted."""
+def ended(process: "subprocess.Popen[str] | ForkedProcess") -> int:
+    """Ask it to end, and return its exit status; one that hangs is aborted."""
+    os.kill(process.pid, signal.SIGTERM)
     try:
         return process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)
+        os.kill(process.pid, signal.SIGABRT)
         return process.wait()
 
 
@@ -116,9 +152,7 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
     with ExitStack() as stack:
         service = stack.enter_context(cluster.start_service())
         stack.callback(service.terminate)
-        nodes = [stack.enter_context(cluster.start_node(rank, *arguments)) for rank in (0, 1)]
-        for node in nodes:
-            stack.callback(node.kill)
+        nodes = [stack.enter_context(cluster.forked_node(rank, *arguments)) for rank in (0, 1)]
         try:
             wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "a checkpoint")
             said_before = cluster.said().count("lost contact")
@@ -129,17 +163,16 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
             wait_until(
                 lambda: cluster.said().count("lost contact") > said_before,
                 "the timeout of a collective",
+                pause_s=0.1,
             )
             assert len(metrics(run)) <= cut_at + STEPS_UNDER_WAY
             cluster.nodes[1].plug_cable()
             while any(node.poll() is None for node in nodes):
                 for rank in (0, 1):
                     if nodes[rank].poll() not in (None, 0):  # as a Job replaces a failed pod
-                        nodes[rank] = stack.enter_context(cluster.start_node(rank, *arguments))
-                        stack.callback(nodes[rank].kill)
+                        nodes[rank] = stack.enter_context(cluster.forked_node(rank, *arguments))
                 time.sleep(0.2)
-            assert [node.returncode for node in nodes] == [0, 0]
-            service.terminate()
+            assert [node.poll() for node in nodes] == [0, 0]
             assert ended(service) == 0
         except BaseException:
             print(cluster.said())
@@ -170,20 +203,14 @@ def test_an_elastic_job_takes_a_node_that_comes_later_and_goes_on_without_it(
     with ExitStack() as stack:
         service = stack.enter_context(cluster.start_service())
         stack.callback(service.terminate)
-
-        def start(rank: int) -> Process:
-            node = stack.enter_context(cluster.start_node(rank, *arguments, nodes="1:2"))
-            stack.callback(node.kill)
-            return node
-
         try:
-            first = start(0)
-            wait_until(lambda: trains_on(1), "a checkpoint of one node")
-            second = start(1)
-            wait_until(lambda: trains_on(2), "a checkpoint of two nodes")
+            first = stack.enter_context(cluster.forked_node(0, *arguments, nodes="1:2"))
+            wait_until(lambda: trains_on(1), "a checkpoint of one node", 0.1)
+            second = stack.enter_context(cluster.start_node(1, *arguments, nodes="1:2"))
+            stack.callback(second.kill)
+            wait_until(lambda: trains_on(2), "a checkpoint of two nodes", 0.1)
             second.kill()
-            wait_until(lambda: trains_on(1), "a checkpoint of the node that is left")
-            first.terminate()
+            wait_until(lambda: trains_on(1), "a checkpoint of the node that is left", 0.1)
             assert ended(first) == 1  # as torchrun says, whatever its ranks said
         except BaseException:
             print(cluster.said())

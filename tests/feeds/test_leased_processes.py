@@ -39,7 +39,8 @@ from gmeta.train import train
 from metaio import EpisodeRange, RangeReader
 from metaio.errors import FormatError
 from tests.distributed.harness import on_ranks
-from tests.feeds.test_processes import EVERYTHING, children, config_of, started, tensors
+from tests.feeds.forked_workers import running_workers, with_forked_workers
+from tests.feeds.test_processes import EVERYTHING, config_of, started, tensors
 from tests.waiting import PATIENCE_S
 
 NUM_TASKS, EPOCHS, TASKS_PER_STEP = 200, 2, 16
@@ -66,6 +67,7 @@ class Asking(NamedTuple):
     tensors: Any
 
 
+@with_forked_workers
 def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any, Any, Any]:
     """What was asked for, the same made of those tasks by the rank itself, and the tasks of the
     steps, by epoch.
@@ -185,9 +187,10 @@ class EndsAWorkerOfTheSecond(Callback):
 
     def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
         if run.step == 5 and torch.distributed.get_rank() == 1:
-            os.kill(children()[-1], signal.SIGKILL)
+            os.kill(running_workers()[-1], signal.SIGKILL)
 
 
+@with_forked_workers
 def life(ranks: Ranks, config: TrainConfig) -> tuple[str, list[list[int]]]:
     """What a run ends with on this rank, and the tasks of its steps."""
     steps = []

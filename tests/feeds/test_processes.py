@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from gmeta.parallel.stopping import StoppedError
 from gmeta.train import train
 from metaio.errors import NoDatasetError
 from tests.distributed.harness import on_ranks
+from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.waiting import PATIENCE_S, wait_until
 
 CONFIG = """
@@ -147,20 +147,7 @@ class EndsAWorker(Callback):
 
     def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
         if run.step == 3:
-            os.kill(children()[-1], signal.SIGKILL)
-
-
-def children() -> list[int]:
-    """The processes that this one has started and that make batches; the test session has others,
-    as fork servers, and the newest need not have the highest number.
-    """
-    listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    found = []
-    for pid in sorted(map(int, listed.split())):
-        with suppress(OSError):  # it has ended
-            if b"gmeta.feeds.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+            os.kill(running_workers()[-1], signal.SIGKILL)
 
 
 def losses(config: TrainConfig) -> list[float]:
@@ -176,16 +163,16 @@ def trained(config: TrainConfig, ranks: Ranks) -> list[float]:
 def test_training_is_the_same_and_goes_on_in_the_middle_of_an_epoch(
     click_logs: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    before = children()
+    before = running_workers()
     expected = trained(
         config_of(click_logs, tmp_path, f"run.dir={tmp_path}/threads", *EVERYTHING), ranks
     )
     keys = [*EVERYTHING, "data.processes=2"]
     # Ends early, in the middle of an epoch; then goes on, to the end of the run.
     assert trained(config_of(click_logs, tmp_path, *keys, "run.max_steps=7"), ranks) == expected[:7]
-    assert children() == before
+    assert running_workers() == before
     assert trained(config_of(click_logs, tmp_path, *keys), ranks) == expected
-    assert children() == before
+    assert running_workers() == before
 
 
 class SignalsAll(Callback):
@@ -193,14 +180,14 @@ class SignalsAll(Callback):
 
     def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
         if run.step == 3:
-            for pid in [*children(), os.getpid()]:
+            for pid in [*running_workers(), os.getpid()]:
                 os.kill(pid, signal.SIGTERM)
 
 
 def test_sigterm_to_all_processes_of_a_job_loses_nothing(
     click_logs: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    before = children()
+    before = running_workers()
     alone = config_of(click_logs, tmp_path, f"run.dir={tmp_path}/threads", "run.epochs=2")
     expected = trained(alone, ranks)
     keys = ["run.epochs=2", "data.processes=2"]
@@ -214,9 +201,10 @@ def test_sigterm_to_all_processes_of_a_job_loses_nothing(
     )
     assert 3 <= num_done < 2 * STEPS
     assert trained(config_of(click_logs, tmp_path, *keys), ranks) == expected
-    assert children() == before
+    assert running_workers() == before
 
 
+@with_forked_workers
 def train_both(ranks: Ranks, configs: list[TrainConfig]) -> None:
     for config in configs:
         train(config, ranks)
@@ -237,9 +225,10 @@ class EndsAWorkerOfTheSecond(Callback):
 
     def on_step_end(self, run: Run, loss: torch.Tensor) -> None:
         if run.step == 3 and torch.distributed.get_rank() == 1:
-            os.kill(children()[-1], signal.SIGKILL)
+            os.kill(running_workers()[-1], signal.SIGKILL)
 
 
+@with_forked_workers
 def told_by(ranks: Ranks, config: TrainConfig) -> str:
     try:
         train(config, ranks)
@@ -288,14 +277,14 @@ def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
     )
     assert len(losses(config)) >= 3
     assert (Path(config.run.dir) / "checkpoints").exists()
-    assert int(pid) not in children()
+    assert int(pid) not in running_workers()
 
 
 def test_ctrl_c_is_for_the_rank_alone(click_logs: Path, tmp_path: Path, ranks: Ranks) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 1)
     episodes = episodes_of(processes, local)
     next(episodes)
-    for pid in children():
+    for pid in running_workers():
         os.kill(pid, signal.SIGINT)
     assert sum(one.num_rows > 0 for one in episodes) == STEPS - 1
     processes.close()

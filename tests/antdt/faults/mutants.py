@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from tests.forked import SOURCE_ROOTS, run_forked
@@ -212,18 +213,22 @@ def mutated(mutant: Mutant) -> str:
 
 
 def make_copy(folder: Path, mutant: Mutant | None) -> None:
-    """The package and its tests, with the mutation in place."""
+    """The package and its tests, with the mutation in place; what is compiled already is copied,
+    too, as far as it is still the same code.
+    """
     for name in COPIED:
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target)
         else:
             shutil.copy(source, target)
     (folder / "tests/__init__.py").touch()
     (folder / "tests/conftest.py").write_text(CONFTEST)
     if mutant is not None:
-        (folder / "gmeta/antdt" / mutant.file).write_text(mutated(mutant))
+        changed = folder / "gmeta/antdt" / mutant.file
+        changed.write_text(mutated(mutant))
+        Path(cache_from_source(str(changed))).unlink(missing_ok=True)
 
 
 def survives(folder: Path, files: Sequence[str]) -> bool:
