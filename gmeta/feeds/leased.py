@@ -24,7 +24,7 @@ from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
-from gmeta.feeds.processes import Processes, number_of_processes
+from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
 from gmeta.feeds.service import connect, own_service, service_address
 from gmeta.feeds.worker import Asked
 from gmeta.hooks.logger import Logger, Reading
@@ -150,7 +150,7 @@ class ServiceFeed(Feed):
             if self.processes is not None:
                 undo.callback(self.processes.close)
             self._made_by = self.processes or self._reader
-            self.batches_ahead = max(PREFETCH_BATCHES, number or data.threads)
+            self.batches_ahead = BLOCKS * number or max(PREFETCH_BATCHES, data.threads)
             self.loggers = {"the data-shard service": LivePage(self.client)}
             self._closing = undo.pop_all()
 
