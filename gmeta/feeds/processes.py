@@ -35,6 +35,7 @@ from gmeta.errors import GMetaError
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.worker import Answer, Asked, Work, places_from
 from gmeta.parallel.ranks import Ranks
+from metaio.format.dataset import Dataset
 
 if TYPE_CHECKING:
     from gmeta.parallel.sharding import ShardedLearner
@@ -243,6 +244,12 @@ class Processes:
     def close(self) -> None:
         """End the processes, whatever they are doing."""
         self._close()
+
+
+def processes_of(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Processes | None:
+    """Return the processes that make a rank's batches; None: its threads do."""
+    number = number_of_processes(config.data.processes, ranks.device, dataset.is_local)
+    return Processes(number, config, ranks) if number else None
 
 
 def _end(workers: list[_Worker], receiver: ThreadPoolExecutor) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle, islice
+from itertools import cycle, islice, tee
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -117,18 +117,14 @@ class Reading:
         Raises:
             GMetaError, MetaIOError, OSError: as reading raises. What is asked for next is read.
         """
-        config, dataset, split = (
-            self._work.config,
-            self._dataset,
-            self._work.config.data.train_split,
-        )
+        config, dataset = self._work.config, self._dataset
+        split, seed = config.data.train_split, config.run.seed
         if asked.ranges is None:
             stored = self._share_of(asked.place)
         else:
             group = [EpisodeRange(split, *part) for part in asked.ranges.tolist()]
             (stored,) = self._range_reader.batches([group])
         (checked,) = labels_checked([stored], kinds_of(config, dataset), dataset, split)
-        seed = config.run.seed
         return augmented_batch(checked, config.augment, dataset.features, seed, *asked.place)
 
     def _share_of(self, place: Place) -> TaskBatch:
@@ -138,12 +134,9 @@ class Reading:
         found = next(self._share, None)
         if found is None:  # the first, or behind one that could not be read
             work, reader = self._work, self._share_reader
-
-            def places() -> Iterator[Place]:
-                to_come = places_from(place, reader.num_steps(), work.config.run.epochs)
-                return islice(to_come, 0, None, work.of)
-
-            self._share = zip(places(), reader.batches_of_steps(places()), strict=True)
+            to_come = places_from(place, reader.num_steps(), work.config.run.epochs)
+            places, planned = tee(islice(to_come, 0, None, work.of))
+            self._share = zip(places, reader.batches_of_steps(planned), strict=False)
             found = next(self._share)
         made_for, batch = found
         assert made_for == place, f"the batch of {made_for}, where that of {place} was asked for"

@@ -36,6 +36,7 @@ from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.stopping import StoppedError
 from gmeta.train import train
 from metaio.errors import NoDatasetError
+from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -143,6 +144,28 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
             assert tensors(out_of_block(told, there.first(told.num_bytes))) == tensors(wanted)
             block.close()
             there.close()
+
+
+def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
+    click_logs: Path, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(click_logs, tmp_path)
+    local, (_, wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
+    work = Work(config, local.learner.arranging(), local.exchange.planner, 0, 1, 1)
+    compose, failures = pipeline.compose, [OSError("gone")]
+
+    def composed(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return compose(*given)
+
+    monkeypatch.setattr(pipeline, "compose", composed)
+    with ExitStack() as held:
+        reading = Reading(work, held)
+        with pytest.raises(OSError, match=r"^gone$"):
+            reading.batch(Asked((0, 0), None, 1))
+        asked = Asked((0, 1), None, 1)
+        assert tensors(work.arranged(reading.batch(asked), asked)) == tensors(wanted)
 
 
 class EndsAWorker(Callback):
