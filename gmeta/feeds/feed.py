@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes
-from gmeta.feeds.processes import Processes
 from gmeta.hooks.logger import Logger
 from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:
+    from gmeta.feeds.processes import Processes
     from gmeta.parallel.sharding import ShardedLearner
 
 
@@ -27,7 +27,7 @@ class Feed(abc.ABC):
         {}
     )  # of whoever watches the feed, by name; rank 0's are asked
 
-    processes: Processes | None = None  # that make the batches, where threads do not
+    processes: "Processes | None" = None  # that make the batches, where threads do not
 
     @abc.abstractmethod
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:

@@ -145,11 +145,11 @@ class ServiceFeed(Feed):
             # Behind the roll-back: who registers before it is of the generation that it ends.
             address = value_of_first(address, ranks)
             by_all(join if ranks.rank else lambda: None, ranks)
+            self.processes = processes_of(config, dataset, ranks)
             self.loggers = {"the data-shard service": LivePage(self.client)}
             self._closing = undo.pop_all()
-        self.processes = processes_of(config, dataset, ranks)
-        self.batches_ahead = max(PREFETCH_BATCHES, data.threads)
         self._made_by = self.processes or self._reader
+        self.batches_ahead = max(PREFETCH_BATCHES, data.threads)
         if self.processes is not None:
             self.batches_ahead = self.processes.batches_ahead
 

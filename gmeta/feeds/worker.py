@@ -152,10 +152,10 @@ def work(connection: int, *blocks: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     with Connection(connection) as rank, suppress(EOFError, ConnectionError):
-        _answer(rank, rank.recv(), [SharedBlock(descriptor) for descriptor in blocks])
+        answer(rank, rank.recv(), [SharedBlock(descriptor) for descriptor in blocks])
 
 
-def _answer(rank: Connection, work: Work, blocks: list[SharedBlock]) -> None:
+def answer(rank: Connection, work: Work, blocks: list[SharedBlock]) -> None:
     """Make what the rank asks for, one after the other, until it is gone (EOFError,
     ConnectionError). Of what it has not copied yet it asks for no more than there are blocks.
     """
