@@ -15,6 +15,7 @@ from gmeta.hooks.logger import Logger
 from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:
+    from gmeta.feeds.processes import Processes
     from gmeta.parallel.sharding import ShardedLearner
 
 
@@ -25,6 +26,8 @@ class Feed(abc.ABC):
     loggers: Mapping[str, Logger] = MappingProxyType(
         {}
     )  # of whoever watches the feed, by name; rank 0's are asked
+
+    processes: "Processes | None" = None  # that make the batches, where threads do not
 
     @abc.abstractmethod
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
@@ -76,3 +79,5 @@ class Feed(abc.ABC):
         # After an error the process ends: whatever is left is the next one's, so wait for nobody.
         if kind is None:
             self.close()
+        if self.processes is not None:
+            self.processes.close()

@@ -24,7 +24,7 @@ from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
-from gmeta.feeds.processes import Processes, number_of_processes
+from gmeta.feeds.processes import processes_of
 from gmeta.feeds.service import connect, own_service, service_address
 from gmeta.feeds.worker import Asked
 from gmeta.hooks.logger import Logger, Reading
@@ -145,14 +145,13 @@ class ServiceFeed(Feed):
             # Behind the roll-back: who registers before it is of the generation that it ends.
             address = value_of_first(address, ranks)
             by_all(join if ranks.rank else lambda: None, ranks)
-            number = number_of_processes(data.processes, ranks.device, dataset.is_local)
-            self.processes = Processes(number, config, ranks) if number else None
-            if self.processes is not None:
-                undo.callback(self.processes.close)
-            self._made_by = self.processes or self._reader
-            self.batches_ahead = max(PREFETCH_BATCHES, number or data.threads)
+            self.processes = processes_of(config, dataset, ranks)
             self.loggers = {"the data-shard service": LivePage(self.client)}
             self._closing = undo.pop_all()
+        self._made_by = self.processes or self._reader
+        self.batches_ahead = max(PREFETCH_BATCHES, data.threads)
+        if self.processes is not None:
+            self.batches_ahead = self.processes.batches_ahead
 
     @staticmethod
     def _start_service(config: TrainConfig, ranks: Ranks, undo: ExitStack) -> str:
@@ -356,11 +355,6 @@ class ServiceFeed(Feed):
         self.client.close()
         barrier(self._ranks)  # rank 0 may own the service, and the others still say good-bye to it
         self._closing.close()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        super().__exit__(kind, *rest)
-        if self.processes is not None:
-            self.processes.close()  # after an error, too: they are to wait for nobody
 
     def _close_stream(self) -> None:
         if self._stream is not None:

@@ -2,10 +2,10 @@
 
 Threads that read and arrange take turns with the one that launches a step's kernels: an interpreter
 runs the Python of one thread at a time. Of a batch from a process the rank copies one block, from
-shared memory into the memory that goes to the device, and no thread waits for that. Where its share
-is fixed it says once what is to be done; where it leases shards it asks for one batch after the
-other, and may drop what it asked for. The processes end with their connections: the system closes
-these when a rank ends, however it does, and nothing is left behind.
+shared memory into the memory that goes to the device, and no thread waits for that. It asks each
+process for two, so that one is made while the other waits to be taken, and may drop what it asked
+for. The processes end with their connections: the system closes these when a rank ends, however it
+does, and nothing is left behind.
 """
 
 import os
@@ -14,11 +14,11 @@ import subprocess
 import sys
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,21 +28,19 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.ahead import mapped_ahead
-from gmeta.batches.arranging import Arranging
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.shared import Told, out_of_block
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.feeds.worker import Answer, Asked, AskedWork, OwnWork, Place, Work
-from gmeta.parallel.exchange.planning import Planner
+from gmeta.feeds.worker import Answer, Asked, Work, places_from
 from gmeta.parallel.ranks import Ranks
+from metaio.format.dataset import Dataset
 
 if TYPE_CHECKING:
     from gmeta.parallel.sharding import ShardedLearner
 
-BLOCKS = 3  # of each process: batches that are made and not yet copied
+BLOCKS = 2  # of each process: batches that were asked for and not yet taken
 MOST_UNASKED = 4  # eight were no faster on an H200
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 END_TIMEOUT_S = 10.0  # of a process whose connection has ended: it is exiting
@@ -119,12 +117,14 @@ class Processes:
     """So many processes, which make the batches of a rank in turns."""
 
     def __init__(self, number: int, config: TrainConfig, ranks: Ranks) -> None:
-        """Start them; `episodes` says what to do."""
+        """Start them; `made` says what to do."""
         self._config, self._ranks = config, ranks
         self._workers = [_Worker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
+        self.batches_ahead = BLOCKS * number
         self._is_told = False
         self._under_way: deque[Future[Episodes | MicroBatches]] = deque()  # asked for, not taken
+        self._shares: Iterator[Episodes | MicroBatches] | None = None
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="receive")
         self.wait_s = 0.0
         self.num_tasks_composed = 0  # of batches that were asked for, also of those nobody took
@@ -135,20 +135,19 @@ class Processes:
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int, num_steps: int
     ) -> Iterator[Episodes | MicroBatches]:
-        """Yield the batches of an epoch of so many steps, from `first_step` on, as the learner and
-        its exchange take them. Epochs follow one another: those behind the first are under way
-        before anybody asks.
+        """Return the batches of an epoch of so many steps, from `first_step` on, of a rank whose
+        share is fixed. Epochs follow one another: those behind the first are under way before
+        anybody asks.
 
         Raises:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
         """
-        if not self._is_told:
-            ranks, of = self._ranks, len(self._workers)
-            place = ranks.rank, ranks.world_size, epoch, first_step
-            self._tell([OwnWork(*self._how(local), *place, index, of) for index in range(of)])
-        places = ((epoch, step) for step in range(first_step, num_steps))
-        # A thread receives the next one while a step is taken.
-        return mapped_ahead(self._next, places, 1, self._waited)
+        if self._shares is None:
+            places = places_from((epoch, first_step), num_steps, self._config.run.epochs)
+            num_parts = self._config.outer.accumulate_steps
+            asks = (Asked(place, None, num_parts) for place in places)
+            self._shares = self.made(local, asks, self.batches_ahead)
+        return islice(self._shares, num_steps - first_step)
 
     def made(
         self, local: "ShardedLearner", asks: Iterator[Asked], batches_ahead: int
@@ -159,14 +158,13 @@ class Processes:
         Raises:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
         """
-        of = len(self._workers)
-        assert batches_ahead <= (BLOCKS - 1) * of, "one more block is written than is read"
+        assert batches_ahead <= self.batches_ahead, "a block is written before it is read"
         if not self._is_told:
-            self._tell([AskedWork(*self._how(local))] * of)
+            self._tell(local)
         began_s = perf_counter()
         wait(self._under_way)  # what their processes say next is still about them
         self._under_way.clear()
-        self._waited(perf_counter() - began_s)
+        self.wait_s += perf_counter() - began_s
         while True:
             while len(self._under_way) < batches_ahead and (asked := next(asks, None)):
                 self._under_way.append(self._ask(next(self._turns), asked))
@@ -174,7 +172,7 @@ class Processes:
                 return
             began_s = perf_counter()
             made = self._under_way.popleft().result()
-            self._waited(perf_counter() - began_s)
+            self.wait_s += perf_counter() - began_s
             yield made
 
     @property
@@ -184,15 +182,12 @@ class Processes:
         """
         return self._made_s / len(self._workers)
 
-    def _waited(self, seconds: float) -> None:
-        self.wait_s += seconds
-
-    def _how(self, local: "ShardedLearner") -> tuple[TrainConfig, Arranging, Planner]:
-        return self._config, local.learner.arranging(), local.exchange.planner
-
-    def _tell(self, works: Sequence[Work]) -> None:
+    def _tell(self, local: "ShardedLearner") -> None:
+        """Tell them how batches are made."""
         self._is_told = True
-        for worker, work in zip(self._workers, works, strict=True):
+        how = self._config, local.learner.arranging(), local.exchange.planner
+        work = Work(*how, self._ranks.rank, self._ranks.world_size, len(self._workers))
+        for worker in self._workers:
             self._send(worker, work)
 
     def _send(self, worker: _Worker, told: Work | Asked) -> None:
@@ -214,33 +209,20 @@ class Processes:
         except (EOFError, ConnectionError) as error:
             raise self._ended(worker) from error
         assert answer.place == asked.place, f"{answer.place}, where {asked.place} was asked for"
+        block = next(worker.turns)
         if isinstance(answer.what, Exception):
             raise answer.what
+        made = self._copied(answer.what, block)
         self._made_s += answer.seconds
-        self.num_tasks_composed += int(asked.ranges[:, 1].sum())
-        return self._copied(worker, answer.what)
+        self.num_tasks_composed += made.task_T.numel()
+        return made
 
-    def _next(self, place: Place) -> Episodes | MicroBatches:
-        """Return the batch of this place in the run, which is the next one."""
-        worker = next(self._turns)
-        try:
-            told = worker.connection.recv()
-            if isinstance(told, Exception):
-                raise told
-            made_for, of_batch = told
-            assert made_for == place, f"the batch of {made_for}, where that of {place} was due"
-            episodes = self._copied(worker, of_batch)
-            worker.connection.send_bytes(b"")  # the block is free
-        except (EOFError, ConnectionError) as error:
-            raise self._ended(worker) from error
-        return episodes
-
-    def _copied(self, worker: _Worker, told: Told) -> Episodes | MicroBatches:
-        """Return the batch that stands in the process's next block."""
+    def _copied(self, told: Told, block: SharedBlock) -> Episodes | MicroBatches:
+        """Return the batch that stands in a block."""
         on_gpu = self._ranks.device.type == "cuda"
-        block = torch.empty(told.num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        block.copy_(next(worker.turns).first(told.num_bytes))
-        return out_of_block(told, block)
+        copy = torch.empty(told.num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        copy.copy_(block.first(told.num_bytes))
+        return out_of_block(told, copy)
 
     def _ended(self, worker: _Worker) -> GMetaError:
         """Return what to say of a process that ended before its work was done."""
@@ -262,6 +244,12 @@ class Processes:
     def close(self) -> None:
         """End the processes, whatever they are doing."""
         self._close()
+
+
+def processes_of(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Processes | None:
+    """Return the processes that make a rank's batches; None: its threads do."""
+    number = number_of_processes(config.data.processes, ranks.device, dataset.is_local)
+    return Processes(number, config, ranks) if number else None
 
 
 def _end(workers: list[_Worker], receiver: ThreadPoolExecutor) -> None:

@@ -8,7 +8,7 @@ from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
-from gmeta.feeds.processes import Processes, number_of_processes
+from gmeta.feeds.processes import processes_of
 from gmeta.feeds.reader import open_reader
 from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
@@ -38,8 +38,7 @@ class StaticFeed(Feed):
                 "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
             )
         # Both while the model and the run folder are made ready.
-        number = number_of_processes(config.data.processes, ranks.device, dataset.is_local)
-        self.processes = Processes(number, config, ranks) if number else None
+        self.processes = processes_of(config, dataset, ranks)
         if is_fresh and self.processes is None:
             self._reader.prefetch(epoch=0)
 
@@ -77,12 +76,5 @@ class StaticFeed(Feed):
         return self._reader.wait_s if self.processes is None else self.processes.wait_s
 
     def close(self) -> None:
-        """End the reader's threads, or processes."""
+        """End the reader's threads."""
         self._reader.close()
-        if self.processes is not None:
-            self.processes.close()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        super().__exit__(kind, *rest)
-        if self.processes is not None:
-            self.processes.close()  # after an error, too: they are to wait for nobody

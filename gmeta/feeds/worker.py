@@ -1,21 +1,22 @@
 """A process that reads and arranges every n-th batch of a rank, for processes.py, which starts it.
 
-It puts its batches in order into blocks of shared memory, in turns, and says of each where its
-tensors stand. It hears how to make them, once. Which they are it works out by itself where a rank's
-share is fixed, and hears of each block that the rank has copied what was in it; a rank that leases
-shards asks for each batch. What it makes is a function of the config, the dataset and the step (and
-of what it was asked for): the batches that the rank itself would make.
+It hears how, once, and is then asked for one batch after the other. Each goes into the next of its
+blocks of shared memory; the rank hears where the tensors stand in it. While one is arranged, a
+thread reads the next: of a fixed share also those that nobody has asked for yet. A batch is a
+function of the config, the dataset and what was asked for: the one that the rank itself would make.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import cycle
+from functools import cached_property
+from itertools import cycle, islice, tee
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from gmeta.feeds.shared_block import SharedBlock
 from gmeta.numerics import keep_freed_memory
 from gmeta.parallel.exchange.planning import Planner
 from metaio.errors import MetaIOError
-from metaio.format.features import Features
+from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import BatchReader, EpisodeRange, RangeReader
 
@@ -47,7 +48,8 @@ class Asked(NamedTuple):
     """A batch that a rank asks for."""
 
     place: Place
-    ranges: npt.NDArray[np.int64]  # [R, 2]: first episode of the training split, and how many
+    # [R, 2]: first episode of the training split, and how many; None: the rank's fixed share.
+    ranges: npt.NDArray[np.int64] | None
     num_parts: int  # that its step is worked through in
 
 
@@ -59,123 +61,86 @@ class Answer(NamedTuple):
     seconds: float  # that it took
 
 
+def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
+    """Yield the places of a run, whose epochs have so many steps, from this one on."""
+    epoch, step = place
+    for at in range(epoch, epochs):
+        for of_epoch in range(step if at == epoch else 0, num_steps):
+            yield at, of_epoch
+
+
 @dataclass(frozen=True)
-class Work(ABC):
-    """What a process does."""
+class Work:
+    """How a process makes batches."""
 
     config: TrainConfig
     arranging: Arranging
     planner: Planner
+    rank: int
+    world_size: int
+    of: int  # processes that are asked in turns
 
-    @abstractmethod
-    def work(self, rank: Connection, blocks: list[SharedBlock]) -> None:
-        """Make batches for the rank at the other end, until it is gone (EOFError,
-        ConnectionError) or none is left.
-        """
-
-    def episodes(
-        self, batch: TaskBatch, features: Features, place: Place, num_parts: int
-    ) -> Episodes | MicroBatches:
-        """Return a stored batch as the learner and its exchange take it in this place of the
-        run.
-        """
-        config, (epoch, step) = self.config, place
-        batch = augmented_batch(batch, config.augment, features, config.run.seed, epoch, step)
-        episodes = in_parts(self.arranging.in_epoch(epoch), num_parts)(batch)
+    def arranged(self, batch: TaskBatch, asked: Asked) -> Episodes | MicroBatches:
+        """Return a batch that was read as the learner and its exchange take it."""
+        arrange = self.arranging.in_epoch(asked.place[0])
+        episodes = in_parts(arrange, asked.num_parts)(batch)
         return episodes.planned(self.planner.plan(episodes))
 
 
-@dataclass(frozen=True)
-class OwnWork(Work):
-    """Makes of all steps from (epoch, step) on every `of`-th from number `index` on."""
+@final
+class Reading:
+    """What is read of the training split, which is opened when a batch is first asked for."""
 
-    rank: int
-    world_size: int
-    epoch: int
-    step: int
-    index: int
-    of: int
+    def __init__(self, work: Work, held: ExitStack) -> None:
+        """Read as long as `held` is open."""
+        self._work, self._held = work, held
+        self._share: Iterator[tuple[Place, TaskBatch]] = iter(())
 
-    def places(self, reader: BatchReader) -> Iterator[Place]:
-        """Yield their places in the run."""
-        number, first = 0, self.step
-        for epoch in range(self.epoch, self.config.run.epochs):
-            for step in range(first, reader.num_steps(epoch)):
-                if number % self.of == self.index:
-                    yield epoch, step
-                number += 1
-            first = 0
+    @cached_property
+    def _dataset(self) -> Dataset:
+        return open_data(self._work.config.data)
 
-    def made(self) -> Iterator[tuple[Place, Episodes | MicroBatches] | Exception]:
-        """Yield the batches; in place of one that cannot be made the error, which is the last."""
-        try:
-            yield from self._batches()
-        except _ERRORS as error:
-            yield error
+    @cached_property
+    def _share_reader(self) -> BatchReader:
+        work, split = self._work, self._work.config.data.train_split
+        reader = open_reader(work.config, self._dataset, split, work.rank, work.world_size)
+        return self._held.enter_context(reader)
 
-    def _batches(self) -> Iterator[tuple[Place, Episodes | MicroBatches]]:
-        """Yield them, arranged.
+    @cached_property
+    def _range_reader(self) -> RangeReader:
+        threads = self._work.config.data.threads
+        return self._held.enter_context(RangeReader(self._dataset, threads=threads))
+
+    def batch(self, asked: Asked) -> TaskBatch:
+        """Return what was asked for, checked and augmented.
 
         Raises:
-            GMetaError, MetaIOError, OSError: as reading raises.
+            GMetaError, MetaIOError, OSError: as reading raises. What is asked for next is read.
         """
-        config, dataset = self.config, open_data(self.config.data)
-        split, kinds = config.data.train_split, kinds_of(config, dataset)
-        num_parts = config.outer.accumulate_steps
-        with open_reader(config, dataset, split, self.rank, self.world_size) as reader:
-            stored = reader.batches_of_steps(self.places(reader))
-            checked = labels_checked(stored, kinds, dataset, split)
-            for place, batch in zip(self.places(reader), checked, strict=True):
-                yield place, self.episodes(batch, dataset.features, place, num_parts)
-
-    def work(self, rank: Connection, blocks: list[SharedBlock]) -> None:
-        """Make them ahead, as far as the blocks go."""
-        turns = cycle(blocks)
-        for number, made in enumerate(self.made()):
-            if isinstance(made, Exception):
-                rank.send(made)
-                return
-            if number >= len(blocks):
-                rank.recv_bytes()  # the rank has copied what stands in the oldest
-            place, episodes = made
-            rank.send((place, into_block(episodes, next(turns).first)))
-
-
-@dataclass(frozen=True)
-class AskedWork(Work):
-    """Makes what the rank asks for, one after the other: only a rank knows what it has leased."""
-
-    def work(self, rank: Connection, blocks: list[SharedBlock]) -> None:
-        """Answer. Who asks has copied all but the last two batches that were asked for."""
-        turns, make = cycle(blocks), None
-        with ExitStack() as held:
-            while True:
-                asked: Asked = rank.recv()
-                began_s = perf_counter()
-                what: Told | Exception
-                try:
-                    make = make or self.maker(held)
-                    what = into_block(make(asked), next(turns).first)
-                except _ERRORS as error:
-                    what = error  # of this one: the rank may have dropped it
-                rank.send(Answer(asked.place, what, perf_counter() - began_s))
-
-    def maker(self, held: ExitStack) -> Callable[[Asked], Episodes | MicroBatches]:
-        """Return what makes a batch, as long as `held` is open.
-
-        Raises:
-            GMetaError, MetaIOError, OSError: as reading raises; also the function.
-        """
-        config, dataset = self.config, open_data(self.config.data)
-        split, kinds = config.data.train_split, kinds_of(config, dataset)
-        reader = held.enter_context(RangeReader(dataset, threads=config.data.threads))
-
-        def made(asked: Asked) -> Episodes | MicroBatches:
+        config, dataset = self._work.config, self._dataset
+        split, seed = config.data.train_split, config.run.seed
+        if asked.ranges is None:
+            stored = self._share_of(asked.place)
+        else:
             group = [EpisodeRange(split, *part) for part in asked.ranges.tolist()]
-            (batch,) = labels_checked(reader.batches([group]), kinds, dataset, split)
-            return self.episodes(batch, dataset.features, asked.place, asked.num_parts)
+            (stored,) = self._range_reader.batches([group])
+        (checked,) = labels_checked([stored], kinds_of(config, dataset), dataset, split)
+        return augmented_batch(checked, config.augment, dataset.features, seed, *asked.place)
 
-        return made
+    def _share_of(self, place: Place) -> TaskBatch:
+        """Return the rank's share of a step. Those that this process will be asked for are read
+        ahead.
+        """
+        found = next(self._share, None)
+        if found is None:  # the first, or behind one that could not be read
+            work, reader = self._work, self._share_reader
+            to_come = places_from(place, reader.num_steps(), work.config.run.epochs)
+            places, planned = tee(islice(to_come, 0, None, work.of))
+            self._share = zip(places, reader.batches_of_steps(planned), strict=False)
+            found = next(self._share)
+        made_for, batch = found
+        assert made_for == place, f"the batch of {made_for}, where that of {place} was asked for"
+        return batch
 
 
 def work(connection: int, *blocks: int) -> None:
@@ -187,7 +152,26 @@ def work(connection: int, *blocks: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     with Connection(connection) as rank, suppress(EOFError, ConnectionError):
-        todo: Work = rank.recv()
-        todo.work(rank, [SharedBlock(descriptor) for descriptor in blocks])
-        while True:  # until the other end is closed
-            rank.recv_bytes()
+        answer(rank, rank.recv(), [SharedBlock(descriptor) for descriptor in blocks])
+
+
+def answer(rank: Connection, work: Work, blocks: list[SharedBlock]) -> None:
+    """Make what the rank asks for, one after the other, until it is gone (EOFError,
+    ConnectionError). Of what it has not copied yet it asks for no more than there are blocks.
+    """
+    turns, begun = cycle(blocks), deque[tuple[Asked, Future[TaskBatch]]]()
+    with ExitStack() as held:
+        reading = Reading(work, held)
+        reader = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="read"))
+        while True:
+            while not begun or rank.poll():
+                asked: Asked = rank.recv()
+                begun.append((asked, reader.submit(reading.batch, asked)))
+            (asked, batch), block = begun.popleft(), next(turns)
+            began_s = perf_counter()
+            what: Told | Exception
+            try:
+                what = into_block(work.arranged(batch.result(), asked), block.first)
+            except _ERRORS as error:
+                what = error  # of this one: the rank may have dropped it
+            rank.send(Answer(asked.place, what, perf_counter() - began_s))

@@ -6,7 +6,10 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,9 +27,10 @@ from gmeta.errors import GMetaError
 from gmeta.feeds.agent import ServiceAgent
 from gmeta.feeds.arranged import arranged_batches
 from gmeta.feeds.leased import ServiceFeed
-from gmeta.feeds.processes import Processes
+from gmeta.feeds.processes import BLOCKS, Processes
+from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import Asked
+from gmeta.feeds.worker import Asked, Reading, Work, answer
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
@@ -271,6 +275,44 @@ def test_what_nobody_took_is_dropped_and_counts_as_read(
     assert processes.busy_s > 0
     assert processes.wait_s > 0
     processes.close()
+
+
+def test_the_next_is_read_while_one_is_arranged(
+    click_logs: Path, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(click_logs, tmp_path)
+    dataset, learner = build(config)
+    local = local_learner(shard_learner(learner, dataset.features, config, ranks))
+    work = Work(config, learner.arranging(), local.exchange.planner, 0, 1, 1)
+    batch, arranged, is_read = Reading.batch, Work.arranged, Event()
+
+    def read(reading: Reading, asked: Asked) -> Any:
+        found = batch(reading, asked)
+        if asked.place == (0, 1):
+            is_read.set()
+        return found
+
+    def arranged_then(work: Work, *given: Any) -> Any:
+        assert is_read.wait(PATIENCE_S)
+        return arranged(work, *given)
+
+    def answering() -> None:
+        with there, suppress(EOFError):
+            answer(there, work, blocks)
+
+    monkeypatch.setattr(Reading, "batch", read)
+    monkeypatch.setattr(Work, "arranged", arranged_then)
+    here, there = Pipe()
+    blocks = [SharedBlock.make() for _ in range(BLOCKS)]
+    for asked in asks(3, 5):
+        here.send(asked)
+    thread = Thread(target=answering)
+    thread.start()
+    assert [here.recv().place for _ in range(2)] == [(0, 0), (0, 1)]
+    here.close()
+    thread.join()
+    for block in blocks:
+        block.close()
 
 
 def test_one_that_cannot_be_made_is_told_where_it_was_asked_for_alone(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import OwnWork
+from gmeta.feeds.worker import Asked, Reading, Work, places_from
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
@@ -35,6 +36,7 @@ from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
 from gmeta.parallel.stopping import StoppedError
 from gmeta.train import train
 from metaio.errors import NoDatasetError
+from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.waiting import PATIENCE_S, wait_until
@@ -128,18 +130,43 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
     config = config_of(click_logs, tmp_path, *KINDS[kind])
     local, expected = made_here(config, ranks, 1, 2, *place)
     assert len(expected) == 3 * STEPS - place[0] * STEPS - place[1]
-    how = pickle.loads(pickle.dumps((local.learner.arranging(), local.exchange.planner)))
-    works = [OwnWork(config, *how, 1, 2, *place, index, of).made() for index in range(of)]
-    for number, wanted in enumerate(expected):
-        made_for, episodes = next(works[number % of])
-        assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
-        block = SharedBlock.make()
-        told = pickle.loads(pickle.dumps(into_block(episodes, block.first)))
-        there = SharedBlock(os.dup(block.fileno()))
-        assert tensors(out_of_block(told, there.first(told.num_bytes))) == tensors(wanted)
-        block.close()
-        there.close()
-    assert [next(made, None) for made in works] == [None] * of
+    how = local.learner.arranging(), local.exchange.planner
+    work = pickle.loads(pickle.dumps(Work(config, *how, 1, 2, of)))
+    places = list(places_from(place, STEPS, config.run.epochs))
+    with ExitStack() as held:
+        readings = [Reading(work, held) for _ in range(of)]
+        for number, (made_for, wanted) in enumerate(zip(places, expected, strict=True)):
+            assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
+            asked = Asked(made_for, None, config.outer.accumulate_steps)
+            episodes = work.arranged(readings[number % of].batch(asked), asked)
+            block = SharedBlock.make()
+            told = pickle.loads(pickle.dumps(into_block(episodes, block.first)))
+            there = SharedBlock(os.dup(block.fileno()))
+            assert tensors(out_of_block(told, there.first(told.num_bytes))) == tensors(wanted)
+            block.close()
+            there.close()
+
+
+def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
+    click_logs: Path, tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(click_logs, tmp_path)
+    local, (_, wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
+    work = Work(config, local.learner.arranging(), local.exchange.planner, 0, 1, 1)
+    compose, failures = pipeline.compose, [OSError("gone")]
+
+    def composed(*given: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return compose(*given)
+
+    monkeypatch.setattr(pipeline, "compose", composed)
+    with ExitStack() as held:
+        reading = Reading(work, held)
+        with pytest.raises(OSError, match=r"^gone$"):
+            reading.batch(Asked((0, 0), None, 1))
+        asked = Asked((0, 1), None, 1)
+        assert tensors(work.arranged(reading.batch(asked), asked)) == tensors(wanted)
 
 
 class EndsAWorker(Callback):
