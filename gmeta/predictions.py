@@ -28,6 +28,7 @@ from gmeta.yardstick.rows import raw_rows, rows_of
 from metaio.format.block import build_block
 from metaio.format.dataset import Dataset
 from metaio.prepare.raw_ids import item_place
+from metaio.ragged import owners
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
@@ -178,7 +179,7 @@ def _columns(
 ) -> Columns:
     sampled_N = episodes.query_sampled_N.numpy()
     query_T = prediction.layout.lengths_T.cpu().numpy()
-    task_N = np.repeat(np.arange(len(query_T)), query_T)
+    task_N = owners(query_T)
     stored_N = ~sampled_N if sampled_N.size else np.ones(len(task_N), np.bool_)
     query_T = np.bincount(task_N[stored_N], minlength=len(query_T))
     support_T = prediction.support_lengths_T.cpu().numpy().astype(np.int32)

@@ -31,6 +31,38 @@ def ragged_indices(starts_E: Int64, lengths_E: Int64) -> Int64:
     return np.arange(total, dtype=np.int64) + shifts
 
 
+def owners(lengths: npt.ArrayLike) -> Int64:
+    """Return which list each entry stands in.
+
+    >>> owners([2, 0, 3]).tolist()
+    [0, 0, 2, 2, 2]
+    """
+    lengths = np.asarray(lengths, np.int64)
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def places(lengths: npt.ArrayLike) -> Int64:
+    """Return the place of each entry in its list.
+
+    >>> places([2, 0, 3]).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    lengths = np.asarray(lengths, np.int64)
+    ends = offsets(lengths)
+    found: Int64 = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    return found
+
+
+def run_starts(keys_N: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Tell which rows differ from the one before: where a run of equal keys begins.
+
+    >>> run_starts(np.array([7, 7, 2])).tolist()
+    [True, False, True]
+    """
+    # The first row begins a run, where there is a first row.
+    return np.concatenate([np.ones(min(len(keys_N), 1), np.bool_), keys_N[1:] != keys_N[:-1]])
+
+
 def row_sums(lengths_NM: Int32) -> Int64:
     """Return the sum of each row [N]: how many ids a row has in all its lists."""
     # Column by column: numpy takes ten times as long to sum along an axis of two or three.

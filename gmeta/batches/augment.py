@@ -16,16 +16,14 @@ import torch
 
 from gmeta.batches.config import AugmentConfig
 from metaio.format.block import with_one_unknown
-from metaio.format.features import Features
-from metaio.hashing import splitmix64
-from metaio.ragged import offsets
+from metaio.format.features import OOV_ROW, Features
+from metaio.hashing import splitmix64, unit_interval
+from metaio.ragged import offsets, owners, places, ragged_indices, row_sums
 from metaio.read.batch import TaskBatch
 
 Ints = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
-# The row that every table keeps for ids outside its vocabulary.
-OOV_ROW = 0
 # What keeps the random streams of different purposes apart.
 _SHARE_STREAM, _ROW_STREAM, _ID_STREAM = 1, 2, 3
 
@@ -94,7 +92,7 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
     support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
 
     draw_N = row_draws(batch.task_T.numpy(), batch.row_offsets_T1.numpy(), key)
-    order_N = np.lexsort((draw_N, np.repeat(np.arange(len(rows_T)), rows_T)))
+    order_N = np.lexsort((draw_N, owners(rows_T)))
     return rearranged(batch, order_N, support_T)
 
 
@@ -103,7 +101,7 @@ def row_draws(task_T: Ints, row_offsets_T1: Ints, key: int) -> npt.NDArray[np.fl
     in the order of these numbers the rows of an episode are shuffled.
     """
     rows_T = np.diff(row_offsets_T1)
-    within_N = np.arange(row_offsets_T1[-1]) - np.repeat(row_offsets_T1[:-1], rows_T)
+    within_N = places(rows_T)
     # Tasks are mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
     names_N = np.repeat(splitmix64(task_T.astype(np.uint64)), rows_T) + within_N.astype(np.uint64)
     return _uniform(names_N, key, _ROW_STREAM)
@@ -117,7 +115,7 @@ def drop_ids(
     `key`, the table and the id decide. All dropped ids of a table share one position with the
     unknown id, if the batch holds it, because an episode must not see an id at two positions.
     """
-    table_U = np.repeat(np.arange(len(dropped_B)), batch.unique_lengths_B.numpy())
+    table_U = owners(batch.unique_lengths_B.numpy())
     ids_U = batch.unique_ids_U.numpy()
     # Mixed before the table is added: id 7 of table 1 must not share the fate of id 8 of table 0.
     named_U = splitmix64(ids_U.astype(np.uint64)) + table_U.astype(np.uint64)
@@ -139,12 +137,9 @@ def rearranged(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
     together; so many of each episode's first ones are its support.
     """
     rows_T = np.diff(batch.row_offsets_T1.numpy())
-    kept_T = np.bincount(np.repeat(np.arange(len(rows_T)), rows_T)[order_N], minlength=len(rows_T))
-    values_N = batch.multi_lengths_NM.numpy().sum(axis=1, dtype=np.int64)
-    first_N = np.cumsum(values_N) - values_N
-    moved_N = values_N[order_N]
-    shift_N = first_N[order_N] - (np.cumsum(moved_N) - moved_N)
-    order_V = np.repeat(shift_N, moved_N) + np.arange(moved_N.sum())
+    kept_T = np.bincount(owners(rows_T)[order_N], minlength=len(rows_T))
+    values_N = row_sums(batch.multi_lengths_NM.numpy())
+    order_V = ragged_indices(offsets(values_N)[order_N], values_N[order_N])
     rows = torch.from_numpy(order_N)
     return replace(
         batch,
@@ -161,9 +156,8 @@ def rearranged(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
 
 
 def _uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each name: the upper 53 bits of its hash under the key."""
-    mixed = splitmix64(names ^ splitmix64(np.uint64(mixed_key(key, stream))))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """Return a number in [0, 1) for each name: its hash under the key."""
+    return unit_interval(splitmix64(names ^ splitmix64(np.uint64(mixed_key(key, stream)))))
 
 
 def mixed_key(*parts: int) -> int:

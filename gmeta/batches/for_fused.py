@@ -26,6 +26,7 @@ from gmeta.rows.rectangles import (
     Rectangle,
 )
 from gmeta.rows.sparse_matrix import Bags
+from metaio.ragged import offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
 
 # Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs
@@ -200,7 +201,7 @@ def _padded_rows(
         label_N=label_N,
         weight=label_weights(label_N, weight_N),
         share_N=torch.from_numpy(np.concatenate(share_R)).to(dtype),
-        task_N=torch.from_numpy(np.repeat(np.arange(len(per_task)), per_task)),
+        task_N=torch.from_numpy(owners(per_task)),
     )
     return rows, rows_R
 
@@ -259,8 +260,8 @@ def _pooled(
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     # In the order of rows, as gradients are added up: a row's embeddings lie side by side.
-    row_starts_N = _starts(num_single + values_N)
-    place_V = _ranges(row_starts_N + num_single, values_N)
+    row_starts_N = offsets(num_single + values_N)[:-1]
+    place_V = ragged_indices(row_starts_N + num_single, values_N)
     entries = np.empty(single_NF.size + values_V.size, single_NF.dtype)
     entries[row_starts_N[:, None] + np.arange(num_single)] = single_NF
     entries[place_V] = values_V
@@ -301,21 +302,8 @@ def _values(batch: TaskBatch, rows_N: Ints, features_M: Ints) -> tuple[Ints, Int
     feature in a row, and how many each has: [V], [N, M].
     """
     lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
-    starts_NM = _starts(lengths_NM.ravel()).reshape(lengths_NM.shape)
+    starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
     chosen = np.ix_(rows_N, features_M)
     taken_NM = lengths_NM[chosen]
-    index_V = _ranges(starts_NM[chosen].ravel(), taken_NM.ravel())
+    index_V = ragged_indices(starts_NM[chosen].ravel(), taken_NM.ravel())
     return batch.multi_positions_V.numpy()[index_V], taken_NM
-
-
-def _starts(lengths: Ints) -> Ints:
-    """Return where each of these stands when they follow each other."""
-    starts: Ints = np.cumsum(lengths) - lengths
-    return starts
-
-
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return start, start + 1, ... of each, one after the other."""
-    shifts = np.repeat(starts - _starts(lengths), lengths)
-    ranges: Ints = shifts + np.arange(len(shifts))
-    return ranges

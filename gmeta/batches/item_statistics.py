@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from gmeta.batches.config import chosen_columns
 from gmeta.batches.support_statistics import log_odds, shown_count
 from metaio.format.block import multi_feature_of_values
+from metaio.format.features import OOV_ROW
 from metaio.hashing import splitmix64
-from metaio.ragged import row_sums
+from metaio.ragged import owners, row_sums
 
 if TYPE_CHECKING:
     from gmeta.batches.config import ItemFeaturesConfig
@@ -47,8 +48,6 @@ NUM_FOLDS = 5
 # A rank that trains keeps 48 bytes a value and for a while 80 more, a checkpoint 8: at most 1 GiB.
 MOST_VALUES = 1 << 23
 _SALT = np.uint64(0x17E3)
-# The row that every table keeps for ids outside its vocabulary.
-_OOV_ROW = 0
 
 
 class _Column(NamedTuple):
@@ -140,32 +139,20 @@ class ItemStatistics(nn.Module):
             self.get_buffer(_buffer(index)).copy_(torch.from_numpy(values_V2))
         self.forget_copies()
 
-    def widened(self, batch: TaskBatch, to_train: bool = False) -> TaskBatch:
-        """Return the batch with the statistics of each row behind its dense columns; `to_train`:
-        without what its own fold says.
-
-        Raises:
-            ValueError: it is to train, and nobody took the sums of the training split.
-        """
-        if to_train:
-            of_folds = self.of_folds()
-            return batch if of_folds is None else of_folds.widened(batch)
-        if not self.width:
-            return batch
+    def widened(self, batch: TaskBatch) -> TaskBatch:
+        """Return a batch to predict with the statistics of each row behind its dense columns."""
         found = []
         for index, column in enumerate(self._columns):
             row_E, id_E = _entries(batch, column)
             found.append(_means_N2(row_E, id_E, self._values_V2(index)[id_E], batch.num_rows))
         return _widened(batch, found)
 
-    def of_folds(self) -> FoldStatistics | None:
-        """Return what rows that the model trains on are told; None where there are no columns.
+    def of_folds(self) -> FoldStatistics:
+        """Return what rows that the model trains on are told.
 
         Raises:
             ValueError: nobody took the sums of the training split.
         """
-        if not self.width:
-            return None
         if self._without_fold is None:
             raise ValueError("the statistics of items were not taken from training rows")
         return FoldStatistics(self._columns, self._without_fold)
@@ -182,7 +169,7 @@ class ItemStatistics(nn.Module):
                 continue
             ids_NL, length_N = ids_NML[:, column.place], lengths_NM[:, column.place]
             places_L = torch.arange(ids_NL.shape[1], device=ids_NL.device)
-            is_known_NL = (places_L < length_N.unsqueeze(1)) & (ids_NL != _OOV_ROW)
+            is_known_NL = (places_L < length_N.unsqueeze(1)) & (ids_NL != OOV_ROW)
             sums_N2 = (values_V2[ids_NL] * is_known_NL.unsqueeze(2)).sum(dim=1)
             found.append(sums_N2 / is_known_NL.sum(dim=1, keepdim=True).clamp(min=1))
         return torch.cat(found, dim=1)
@@ -207,7 +194,7 @@ class ItemStatistics(nn.Module):
                 # From the same sums: a value that no row has is the mean itself.
                 mean_V = log_odds(mean + mean_V * deviation) - log_odds(mean)
             values_V2 = np.stack([mean_V, shown_count(count_V)], axis=1).astype(np.float32)
-            values_V2[_OOV_ROW] = 0.0
+            values_V2[OOV_ROW] = 0.0
             found.append(values_V2)
         return found
 
@@ -259,13 +246,12 @@ def _fold_N(batch: TaskBatch) -> Ints:
 
 def _entries(batch: TaskBatch, column: _Column) -> tuple[Ints, Ints]:
     """Return the row and the id of each value that a column holds."""
-    unique_U, every_row_N = batch.unique_ids_U.numpy(), np.arange(batch.num_rows)
+    unique_U = batch.unique_ids_U.numpy()
     if not column.is_multi:
-        return every_row_N, unique_U[batch.positions_NF[:, column.place].numpy()]
+        return np.arange(batch.num_rows), unique_U[batch.positions_NF[:, column.place].numpy()]
     lengths_NM = batch.multi_lengths_NM.numpy()
     mine_V = multi_feature_of_values(lengths_NM) == column.place
-    row_V = np.repeat(every_row_N, row_sums(lengths_NM))
-    return row_V[mine_V], unique_U[batch.multi_positions_V.numpy()[mine_V]]
+    return owners(row_sums(lengths_NM))[mine_V], unique_U[batch.multi_positions_V.numpy()[mine_V]]
 
 
 def _means_N2(
@@ -273,7 +259,7 @@ def _means_N2(
 ) -> npt.NDArray[np.float32]:
     """Return the means over each row's known ids, 0 where it has none."""
     # Unknown ids hold 0: only the divisor must leave them out.
-    known_N = np.bincount(row_E, id_E != _OOV_ROW, num_rows)
+    known_N = np.bincount(row_E, id_E != OOV_ROW, num_rows)
     sums = [np.bincount(row_E, values_E2[:, place], num_rows) for place in range(2)]
     means: npt.NDArray[np.float32] = (
         np.stack(sums, axis=1) / np.maximum(known_N, 1.0)[:, None]

@@ -35,7 +35,9 @@ import numpy.typing as npt
 import torch
 
 from gmeta.batches.config import NO_PRIOR, LabelPrior, chosen_columns
-from metaio.ragged import row_sums
+from metaio.format.block import multi_feature_of_values
+from metaio.format.features import OOV_ROW
+from metaio.ragged import owners, places, row_sums
 from metaio.read.task_rows import task_rows
 
 if TYPE_CHECKING:
@@ -49,8 +51,6 @@ Floats = npt.NDArray[np.float64]
 
 # Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
 _MANY_ROWS = 100.0
-# The row that every table keeps for ids outside its vocabulary.
-_OOV_ROW = 0
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,8 @@ class _Rows:
     @classmethod
     def of(cls, batch: TaskBatch, prior: LabelPrior) -> _Rows:
         rows_T = np.diff(batch.row_offsets_T1.numpy())
-        task_N = np.repeat(np.arange(len(rows_T)), rows_T)
-        within_N = np.arange(len(task_N)) - batch.row_offsets_T1.numpy()[task_N]
-        is_support_N = within_N < batch.support_lengths_T.numpy()[task_N]
+        task_N = owners(rows_T)
+        is_support_N = places(rows_T) < batch.support_lengths_T.numpy()[task_N]
         # The labels of query rows are not looked at: a caller may not know them.
         label_N = (batch.label_N.numpy().astype(np.float64) - prior.mean) / prior.deviation
         return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
@@ -265,14 +264,12 @@ def _columns(
     if pairs is None:
         return []
     num_pairs = pairs.level1_position_P.numel()
-    known_P = (batch.unique_ids_U[pairs.level1_position_P] != _OOV_ROW).numpy()
+    known_P = (batch.unique_ids_U[pairs.level1_position_P] != OOV_ROW).numpy()
     every_row_N = np.arange(batch.num_rows)
     found = [(every_row_N, pairs.positions_NF[:, column].numpy()) for column in single]
     if multi:
         lengths_NM = batch.multi_lengths_NM.numpy()
-        num_multi, num_values = lengths_NM.shape[1], row_sums(lengths_NM)
-        row_V = np.repeat(every_row_N, num_values)
-        column_V = np.repeat(np.tile(np.arange(num_multi), len(lengths_NM)), lengths_NM.ravel())
+        row_V, column_V = owners(row_sums(lengths_NM)), multi_feature_of_values(lengths_NM)
         pair_V = pairs.multi_positions_V.numpy()
         for column in multi:
             mine_V = column_V == column

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gmeta.batches.augment import mixed_key, rearranged, row_draws
+from metaio.ragged import owners, places
 from metaio.read.batch import TaskBatch
 
 Ints = npt.NDArray[np.int64]
@@ -40,8 +41,7 @@ class View:
     def arrangement(self, task_T: Ints, row_offsets_T1: Ints, support_T: Ints) -> tuple[Ints, Ints]:
         """Return which rows are seen, in their order, and how many of each episode support it."""
         rows_T = np.diff(row_offsets_T1)
-        task_N = np.repeat(np.arange(len(rows_T)), rows_T)
-        within_N = np.arange(len(task_N)) - row_offsets_T1[task_N]
+        task_N, within_N = owners(rows_T), places(rows_T)
         order_N = np.arange(len(task_N))
         if self.draw:
             key = mixed_key(SEED, _DRAW_STREAM, self.draw)

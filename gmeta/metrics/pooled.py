@@ -7,7 +7,6 @@ from gmeta.metrics.terms import (
     Floats,
     Ints,
     Terms,
-    changes,
     one_class,
     run_bounds,
     sum_T,
@@ -15,6 +14,7 @@ from gmeta.metrics.terms import (
     unusable,
     with_influence,
 )
+from metaio.ragged import run_starts
 
 # N rows, T tasks, X bins
 
@@ -38,7 +38,7 @@ def auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int) 
     if reason:
         return undefined(num_tasks, reason)
     order_N = np.argsort(score_N, kind="stable")
-    first_N, end_N = run_bounds(changes(score_N[order_N]))
+    first_N, end_N = run_bounds(run_starts(score_N[order_N]))
     beaten_N = np.empty(score_N.size, np.int64)
     beaten_N[order_N] = _beaten_twice(positive_N[order_N], first_N, end_N)
     pairs = num_positive * num_negative
@@ -65,7 +65,7 @@ def pr_auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: in
     if reason:
         return undefined(num_tasks, reason)
     order_N = np.argsort(score_N, kind="stable")
-    first_N, end_N = run_bounds(changes(score_N[order_N]))
+    first_N, end_N = run_bounds(run_starts(score_N[order_N]))
     ordered_N = positive_N[order_N]
     positives_before = np.concatenate(([0], np.cumsum(ordered_N)))
     rows_N = (positive_N.size - first_N).astype(np.float64)

@@ -15,13 +15,13 @@ from gmeta.metrics.terms import (
     Floats,
     Ints,
     Terms,
-    changes,
     mean_over_rows,
     mean_over_tasks,
     run_bounds,
     sum_T,
     undefined,
 )
+from metaio.ragged import owners, places, run_starts
 
 # N rows, T tasks, R ties: runs of rows of one task with equal scores
 
@@ -68,8 +68,8 @@ def rank_within_tasks(label_N: Floats, score_N: Floats, code_N: Ints, num_tasks:
     """Sort rows by (task, score); code_N are dense task codes in [0, num_tasks)."""
     order_N = np.lexsort((score_N, code_N))
     task_N, sorted_N = code_N[order_N], score_N[order_N]
-    new_task_N = changes(task_N)
-    tie_first_N, tie_end_N = run_bounds(new_task_N | changes(sorted_N))
+    new_task_N = run_starts(task_N)
+    tie_first_N, tie_end_N = run_bounds(new_task_N | run_starts(sorted_N))
     task_first_N, task_end_N = run_bounds(new_task_N)
     return RankedRows(
         label_N[order_N], task_N, task_first_N, task_end_N, tie_first_N, tie_end_N, num_tasks
@@ -190,10 +190,8 @@ def mrr_terms(ties: Ties) -> Terms:
     best = best_T[counts_T]
     size, positives, above = ties.size_R[best], ties.positives_R[best], ties.above_R[best]
     # P(the first positive stands at place i) = C(size - i, positives - 1) / C(size, positives)
-    places = size - positives + 1
-    owner = np.repeat(np.arange(best.size), places)
-    before = np.cumsum(places) - places
-    place = 1 + np.arange(places.sum()) - np.repeat(before, places)
+    num_places = size - positives + 1
+    owner, place = owners(num_places), 1 + places(num_places)
     chance = np.exp(
         _log_choose(size[owner] - place, positives[owner] - 1) - _log_choose(size, positives)[owner]
     )

@@ -104,12 +104,6 @@ def one_class(num_positive: int, num_negative: int) -> str:
     return f"{num_positive:,} positive and {num_negative:,} negative rows: both classes are needed"
 
 
-def changes(key_N: Array) -> Bools:
-    """Return where a row's key is not that of the row before: where a run of equal keys starts."""
-    # The first row begins a run, where there is a first row.
-    return np.concatenate((np.ones(min(key_N.size, 1), np.bool_), key_N[1:] != key_N[:-1]))
-
-
 def run_bounds(starts_N: Bools) -> tuple[Ints, Ints]:
     """Return the first index of each row's run and one past its last; starts_N marks the starts."""
     first_R = np.flatnonzero(starts_N)

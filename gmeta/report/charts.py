@@ -7,7 +7,7 @@ from textwrap import fill
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.metrics.texts import MetricInfo
-from gmeta.report.curves import activity_chart, support_limit_chart
+from gmeta.report.curves import activity_chart, support_chart, support_limit_chart
 from gmeta.report.evaluation import (
     STAGES,
     Evaluation,
@@ -18,8 +18,6 @@ from gmeta.report.evaluation import (
 from gmeta.report.history import Curve
 from gmeta.report.lines import (
     WHISKERS,
-    count,
-    draw_lines,
     offsets,
     or_zero,
     points,
@@ -40,7 +38,7 @@ def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
     own = [one for one in series if one.run == evaluation.runs[0].name]
     charts = [
         _groups_chart(evaluation, series),
-        _support_chart(evaluation, series),
+        support_chart(evaluation, series),
         support_limit_chart(evaluation, series, charted_metrics(evaluation)),
         activity_chart(evaluation, series),
         _calibration_chart(evaluation, own),
@@ -134,35 +132,6 @@ def _draw_groups(
         else "\N{LEFTWARDS ARROW} lower is better"
     )
     axes.set_xlabel(f"{with_unit(info)}   ({arrow})")
-
-
-def _support_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
-    info = evaluation.metrics[evaluation.headline]
-    panels = [
-        Panel(
-            group.name,
-            f"{info.label} of {group.name} against the number of support rows",
-            partial(_draw_support, group, series, evaluation.headline, info),
-        )
-        for group in evaluation.groups
-        if len(group.by_support_rows) > 1
-    ]
-    caption = (
-        "Dotted: before a task's support set is seen; solid: after. Each bin holds other tasks, "
-        "so compare models within a bin. "
-    )
-    return Chart(
-        "support_size", f"{info.label} against support size", caption + WHISKERS, panels, series
-    )
-
-
-def _draw_support(
-    group: Group, series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
-) -> None:
-    bins = group.by_support_rows
-    ticks = [f"{bin_.label}\n{count(bin_.num_tasks)}" for bin_ in bins]
-    draw_lines([bin_.results for bin_ in bins], ticks, series, name, info, axes)
-    axes.set_xlabel("support rows; below, the number of tasks")
 
 
 def _calibration_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:

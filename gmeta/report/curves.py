@@ -1,62 +1,43 @@
-"""Pictures of how much a model makes of few support rows, and of little and much active tasks."""
+"""Pictures of metrics as lines: over support sizes, over the few support rows that are shown, and
+over little and much active tasks."""
 
 from collections.abc import Sequence
 from functools import partial
 
-from gmeta.metrics.texts import MetricInfo
-from gmeta.report.evaluation import Evaluation, Group
+from gmeta.report.evaluation import Evaluation, Group, RowsBin
 from gmeta.report.lines import WHISKERS, count, draw_lines
-from gmeta.report.render import Axes, Chart, Panel, Series
+from gmeta.report.render import Chart, Panel, Series
 
 
-def support_limit_chart(
-    evaluation: Evaluation, series: Sequence[Series], names: Sequence[str]
-) -> Chart:
-    """Return these metrics after adapting on no more than so many support rows, group by group."""
-    adapted = [one for one in series if one.stage == "after"]
+def support_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
+    """Return the headline metric by how many support rows a task has."""
     panels = [
-        Panel(
-            f"{group.name}: {evaluation.metrics[name].label}",
-            f"{evaluation.metrics[name].label} of {group.name} against the number of support rows "
-            "that are shown",
-            partial(_draw_limits, group, adapted, name, evaluation.metrics[name]),
-        )
+        _panel_of_bins(evaluation, group, group.by_support_rows, "support rows", series)
         for group in evaluation.groups
-        for name in names
-        if group.by_support_limit
+        if len(group.by_support_rows) > 1
     ]
     caption = (
-        "The same tasks and query rows throughout; of each task's support rows no more than so "
-        "many are shown, chosen by chance. A task with fewer shows all it has. "
+        "Dotted: before a task's support set is seen; solid: after. Each bin holds other tasks, "
+        "so compare models within a bin. "
     )
-    return Chart("few_support_rows", "With few support rows", caption + WHISKERS, panels, adapted)
-
-
-def _draw_limits(
-    group: Group, series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
-) -> None:
-    limits = group.by_support_limit
-    ticks = [f"{one.max_support_rows}\n{count(one.num_tasks_full)}" for one in limits]
-    draw_lines([one.results for one in limits], ticks, series, name, info, axes)
-    axes.set_xlabel("support rows shown; below, the tasks that have as many")
+    label = evaluation.metrics[evaluation.headline].label
+    return Chart(
+        "support_size", f"{label} against support size", caption + WHISKERS, panels, series
+    )
 
 
 def activity_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
     """Return the headline metric by how many rows a task has, where that is not its support size
     over again.
     """
-    info = evaluation.metrics[evaluation.headline]
     panels = [
-        Panel(
-            group.name,
-            f"{info.label} of {group.name} against the number of rows of a task",
-            partial(_draw_activity, group, series, evaluation.headline, info),
-        )
+        _panel_of_bins(evaluation, group, group.by_activity, "rows of a task", series)
         for group in evaluation.groups
         if len(group.by_activity) > 1 and not _as_by_support(group)
     ]
     caption = "Rows of a task, support and query together; each bin holds other tasks. "
-    return Chart("activity", f"{info.label} by activity", caption + WHISKERS, panels, series)
+    label = evaluation.metrics[evaluation.headline].label
+    return Chart("activity", f"{label} by activity", caption + WHISKERS, panels, series)
 
 
 def _as_by_support(group: Group) -> bool:
@@ -66,10 +47,52 @@ def _as_by_support(group: Group) -> bool:
     ]
 
 
-def _draw_activity(
-    group: Group, series: Sequence[Series], name: str, info: MetricInfo, axes: Axes
-) -> None:
-    bins = group.by_activity
+def _panel_of_bins(
+    evaluation: Evaluation,
+    group: Group,
+    bins: Sequence[RowsBin],
+    rows: str,
+    series: Sequence[Series],
+) -> Panel:
+    """Return the headline metric of a group over bins of tasks by their number of `rows`."""
+    name = evaluation.headline
+    info = evaluation.metrics[name]
     ticks = [f"{one.label}\n{count(one.num_tasks)}" for one in bins]
-    draw_lines([one.results for one in bins], ticks, series, name, info, axes)
-    axes.set_xlabel("rows of a task; below, the number of tasks")
+    results, told = [one.results for one in bins], f"{rows}; below, the number of tasks"
+    return Panel(
+        group.name,
+        f"{info.label} of {group.name} against the number of {rows}",
+        partial(draw_lines, results, ticks, told, series, name, info),
+    )
+
+
+def support_limit_chart(
+    evaluation: Evaluation, series: Sequence[Series], names: Sequence[str]
+) -> Chart:
+    """Return these metrics after adapting on no more than so many support rows, group by group."""
+    adapted = [one for one in series if one.stage == "after"]
+    told = "support rows shown; below, the tasks that have as many"
+    panels = [
+        Panel(
+            f"{group.name}: {evaluation.metrics[name].label}",
+            f"{evaluation.metrics[name].label} of {group.name} against the number of support rows "
+            "that are shown",
+            partial(
+                draw_lines,
+                [one.results for one in limits],
+                [f"{one.max_support_rows}\n{count(one.num_tasks_full)}" for one in limits],
+                told,
+                adapted,
+                name,
+                evaluation.metrics[name],
+            ),
+        )
+        for group in evaluation.groups
+        if (limits := group.by_support_limit)
+        for name in names
+    ]
+    caption = (
+        "The same tasks and query rows throughout; of each task's support rows no more than so "
+        "many are shown, chosen by chance. A task with fewer shows all it has. "
+    )
+    return Chart("few_support_rows", "With few support rows", caption + WHISKERS, panels, adapted)

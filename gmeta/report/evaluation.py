@@ -84,7 +84,8 @@ class RowsBin:
     @property
     def label(self) -> str:
         """Return `13`, or `13 to 20` with a dash."""
-        return _range(self.min_rows, self.max_rows)
+        low, high = self.min_rows, self.max_rows
+        return str(low) if low == high else f"{low}\N{EN DASH}{high}"
 
 
 @dataclass(frozen=True)
@@ -310,10 +311,6 @@ def hide_secrets(value: Any) -> Any:
             for key, item in value.items()
         }
     return [hide_secrets(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _range(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}\N{EN DASH}{high}"
 
 
 def _plain(value: Any) -> Any:

@@ -16,12 +16,14 @@ WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: few
 def draw_lines(
     results: Sequence[Sequence[Result]],
     ticks: Sequence[str],
+    label: str,
     series: Sequence[Series],
     name: str,
     info: MetricInfo,
     axes: Axes,
 ) -> None:
-    """Draw a metric of each series over the ticks, each of which has its results."""
+    """Draw a metric of each series over the ticks of a labelled axis, each of which has its
+    results."""
     for one, offset in zip(series, offsets(len(series), 0.36), strict=True):
         places, estimates = points(
             one, ((at + offset, found) for at, found in enumerate(results)), name
@@ -36,6 +38,7 @@ def draw_lines(
                 **one.style,
             )
     axes.set_xticks(range(len(ticks)), list(ticks))
+    axes.set_xlabel(label)
     axes.set_ylabel(
         f"{with_unit(info)}\n({'higher' if info.higher_is_better else 'lower'} is better)"
     )

@@ -81,17 +81,13 @@ def measure(
         values_MB = values_MB + drawn_MB if made else drawn_MB
         made.append(terms)
     return {
-        name: _joined([terms[name] for terms in made], values_MB[index])
+        name: measured_of([terms[name] for terms in made], values_MB[index])
         for index, name in enumerate(made[0])
     }
 
 
-def measured_once(terms: Terms, values_B: Floats) -> Measured:
-    """Return a metric of one draw from its terms and its resampled values."""
-    return _joined([terms], values_B)
-
-
-def _joined(terms: Sequence[Terms], values_B: Floats) -> Measured:
+def measured_of(terms: Sequence[Terms], values_B: Floats) -> Measured:
+    """Return a metric from its terms in each draw, and from the means of its resampled values."""
     told = [
         (f"draw {draw}: " if len(terms) > 1 else "") + one.reason
         for draw, one in enumerate(terms)

@@ -39,7 +39,7 @@ from gmeta.report.measured import (
     Measured,
     difference,
     measure,
-    measured_once,
+    measured_of,
 )
 from gmeta.report.runs import (
     EvaluatedRun,
@@ -54,6 +54,7 @@ from gmeta.report.runs import (
     split_names,
     task_rows_of,
 )
+from metaio.ragged import run_starts
 
 # N rows, T tasks, E episodes, B resamples
 
@@ -224,28 +225,23 @@ class _Group:
         return Comparison(run, stage, minus_run, minus_stage, differences)
 
     def _support_bins(self, support_E: Ints) -> list[RowsBin]:
-        bins = []
-        for low, high in support_bin_bounds(support_E):
-            tasks, rows, results = self._headlines(partial(_with_support, low, high))
-            if tasks:
-                bins.append(RowsBin(low, high, tasks, rows, results))
-        return bins
+        bins = [
+            self._bin(low, high, partial(_with_support, low, high))
+            for low, high in support_bin_bounds(support_E)
+        ]
+        return [one for one in bins if one.num_tasks]
 
     def _activity_bins(self) -> list[RowsBin]:
         """Return the tasks by how many rows they have stored; no bin where the runs do not tell."""
         if not self._task_rows:
             return []
         tasks_T, rows_T = (np.array(part) for part in zip(*self._task_rows.items(), strict=True))
-        bins = []
-        for low, high in support_bin_bounds(rows_T):
-            within_T = tasks_T[_between(rows_T, low, high)]
-            tasks, rows, results = self._headlines(partial(_of_tasks, within_T))
-            bins.append(RowsBin(low, high, tasks, rows, results))
-        return bins
+        return [
+            self._bin(low, high, partial(_of_tasks, tasks_T[_between(rows_T, low, high)]))
+            for low, high in support_bin_bounds(rows_T)
+        ]
 
-    def _headlines(
-        self, chosen: Callable[[SplitRows], Array]
-    ) -> tuple[int, int, tuple[Result, ...]]:
+    def _bin(self, low: int, high: int, chosen: Callable[[SplitRows], Array]) -> RowsBin:
         """Return the tasks, the rows and the headline metric of the chosen rows of all runs."""
         kept = {
             run: [rows.where(chosen(rows)) for rows in draws] for run, draws in self._draws.items()
@@ -257,7 +253,8 @@ class _Group:
             if all(rows.task_N.size for rows in draws)
             for stage in self._stages[run]
         )
-        return int(np.unique(first.task_N).size), int(first.task_N.size), results
+        num_tasks, num_rows = int(np.unique(first.task_N).size), int(first.task_N.size)
+        return RowsBin(low, high, num_tasks, num_rows, results)
 
     def _support_limits(self) -> list[SupportLimit]:
         """Return what the runs are worth after adapting on few support rows."""
@@ -329,7 +326,7 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     bins = [
         CalibrationBin(
             float(probability_N[bin_N == index].mean()),
-            measured_once(one, share_B).estimate(),
+            measured_of([one], share_B).estimate(),
             int(np.count_nonzero(bin_N == index)),
         )
         for index, one, share_B in zip(filled, terms, shares_MB, strict=True)
@@ -372,9 +369,7 @@ def _episode_support_rows(rows: SplitRows) -> Ints:
     """Return the support sizes of the distinct (task, size) pairs."""
     order_N = np.lexsort((rows.support_rows_N, rows.task_N))
     task_N, support_N = rows.task_N[order_N], rows.support_rows_N[order_N]
-    changed_N = np.ones(task_N.size, np.bool_)
-    changed_N[1:] = (task_N[1:] != task_N[:-1]) | (support_N[1:] != support_N[:-1])
-    return support_N[changed_N].astype(np.int64)
+    return support_N[run_starts(task_N) | run_starts(support_N)].astype(np.int64)
 
 
 def _facts(run: EvaluatedRun) -> RunFacts:

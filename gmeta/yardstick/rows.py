@@ -13,8 +13,8 @@ import numpy.typing as npt
 from gmeta.batches.labels import ScoredLabel
 from gmeta.batches.views import STORED, View
 from metaio.format.block import Block, Rows, multi_feature_of_values
-from metaio.hashing import splitmix64
-from metaio.ragged import Float32, Int64, offsets, ragged_indices
+from metaio.hashing import splitmix64, unit_interval
+from metaio.ragged import Float32, Int64, offsets, owners, places, ragged_indices
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ class Lists:
     @property
     def row_V(self) -> Int64:
         """Return the row of each id."""
-        return np.repeat(np.arange(len(self.offsets_N1) - 1), np.diff(self.offsets_N1))
+        return owners(np.diff(self.offsets_N1))
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class EpisodeRows:
     @property
     def episode_N(self) -> Int64:
         """Return the index of each row's episode."""
-        return np.repeat(np.arange(len(self.task_T)), np.diff(self.row_offsets_T1))
+        return owners(np.diff(self.row_offsets_T1))
 
     @property
     def is_support_N(self) -> Bools:
         """Return which rows support their episode; the others are its query rows."""
-        within_N = np.arange(self.num_rows) - self.row_offsets_T1[self.episode_N]
+        within_N = places(np.diff(self.row_offsets_T1))
         support: Bools = within_N < self.support_lengths_T[self.episode_N]
         return support
 
@@ -206,9 +206,7 @@ def some_of(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
 
 
 def uniform(names: Int64, stream: int, seed: int) -> Floats:
-    """Return a number in [0, 1) for each name: the upper 53 bits of its hash under stream and
-    seed."""
+    """Return a number in [0, 1) for each name: its hash under stream and seed."""
     key = splitmix64(np.array([(stream << 32) ^ (seed % 2**32)], dtype=np.uint64))
     mixed = splitmix64(splitmix64(names.astype(np.uint64)) ^ key)
-    values: Floats = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return values
+    return unit_interval(mixed)

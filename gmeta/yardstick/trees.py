@@ -28,7 +28,7 @@ from gmeta.yardstick.rows import (
 )
 from gmeta.yardstick.sums import NO_FOLD, NUM_FOLDS, fold_of
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64
+from metaio.ragged import Int64, places
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "bce": {"objective": "binary", "metric": "binary_logloss"},
@@ -190,7 +190,7 @@ def redrawn(rows: EpisodeRows, draw: int, support_is_past: bool, seed: int) -> E
 
 def _names_N(rows: EpisodeRows) -> Int64:
     """Return a name for each row that depends on its task and its place there alone."""
-    within_N = np.arange(rows.num_rows) - rows.row_offsets_T1[rows.episode_N]
+    within_N = places(np.diff(rows.row_offsets_T1))
     mixed_N: Int64 = splitmix64(rows.task_T.astype(np.uint64)).view(np.int64)[rows.episode_N]
     return mixed_N + within_N
 

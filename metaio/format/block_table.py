@@ -16,7 +16,7 @@ from metaio.format.features import Features
 from metaio.format.layout import block_table_schema
 from metaio.format.manifest import SplitEntry, xxh3_hex
 from metaio.format.storage import Storage
-from metaio.ragged import Int64
+from metaio.ragged import Int64, owners
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,5 @@ def _check_counts(name: str, entry: SplitEntry, flat: dict[str, Int64]) -> None:
             )
     lengths = [shard.num_blocks for shard in entry.shards]
     # The sum first: lengths that somebody made up could ask for any memory.
-    if sum(lengths) != len(flat["shard"]) or not np.array_equal(
-        flat["shard"], np.repeat(np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
-    ):
+    if sum(lengths) != len(flat["shard"]) or not np.array_equal(flat["shard"], owners(lengths)):
         raise faulty(f"{name}: column shard contradicts the shards of the manifest")

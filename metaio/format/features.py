@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 MAX_TABLE_ROWS = 1 << 40
 MAX_TABLE_WIDTH = 1 << 16
+OOV_ROW = 0  # which every table keeps for ids outside its vocabulary
 
 
 @dataclass(frozen=True)

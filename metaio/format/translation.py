@@ -20,7 +20,7 @@ from metaio.format.block import Block, with_one_unknown
 from metaio.format.dataset import Dataset, verify_file
 from metaio.format.features import FeatureSpec
 from metaio.format.layout import VOCABULARY_FOLDER
-from metaio.ragged import Int64, offsets
+from metaio.ragged import Int64, offsets, owners
 
 _REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
 # Of a column's rule, what decides which value an id or a number stands for.
@@ -42,7 +42,7 @@ class _Translation:
         parts = np.split(block.unique_ids_U, block.unique_offsets_B1[1:-1])
         mapped = [rows[ids] for rows, ids in zip(self.rows_of_tables, parts, strict=True)]
         ids_U = np.concatenate(mapped) if mapped else block.unique_ids_U
-        table_U = np.repeat(np.arange(len(lengths_B)), lengths_B)
+        table_U = owners(lengths_B)
         kept_U, kept_B, position_U = with_one_unknown(ids_U, ids_U == 0, table_U, len(lengths_B))
         dense_NK = block.dense_NK
         if self.affine_K is not None:

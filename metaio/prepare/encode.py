@@ -32,6 +32,7 @@ from metaio.prepare.values import (
     hash_values,
     integer_values,
     kind_of,
+    list_hashes,
     time_values,
 )
 from metaio.prepare.vocabulary import RowIndex, index_of
@@ -273,16 +274,7 @@ class Encoder:
             values[ragged_indices(starts_NM[:, index], lengths_NM[:, index].astype(np.int64))] = (
                 part
             )
-        row_offsets = offsets(row_sums(lengths_NM))
-        # The rank in the row makes the hash depend on the order of ids.
-        rank = np.arange(len(values)) - np.repeat(row_offsets[:-1], np.diff(row_offsets))
-        # Ranks are few, so each is hashed once.
-        hash_of_rank = splitmix64(np.arange(rank.max(initial=0) + 1, dtype=np.uint64))
-        mixed = splitmix64(values.view(np.uint64) ^ hash_of_rank[rank])
-        # Sums of a row's part as differences of running sums: both wrap around at 2^64, so they
-        # agree.
-        sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-        return values, sums[row_offsets[1:]] - sums[row_offsets[:-1]]
+        return values, list_hashes(values, row_sums(lengths_NM))
 
 
 def hashed_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:

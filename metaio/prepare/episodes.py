@@ -20,7 +20,7 @@ from metaio.prepare.rules import EpisodeRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.sides import QUERY, SUPPORT
 from metaio.prepare.splits import Cutting
-from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.ragged import Int64, offsets, owners, places, ragged_indices, run_starts
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,7 @@ def make_episodes(
     identity_N = row_identity(schema, rows)
     order_N = total_order(schema, rows, identity_N, by_windows)
     task_N = rows.task_N[order_N]
-    changes = task_N[1:] != task_N[:-1]
-    starts_T = np.flatnonzero(np.concatenate([np.ones(min(rows.num_rows, 1), np.bool_), changes]))
+    starts_T = np.flatnonzero(run_starts(task_N))
     lengths_T = np.diff(starts_T, append=rows.num_rows)
     if cutting == "rule":
         ranges, dropped = _by_rule(
@@ -253,15 +252,12 @@ def _cut_sides(
     )
     # Support stands before query, old before new on both sides.
     query_start_T = tasks.start_T + tasks.support_T
-    task_E = np.repeat(np.arange(len(parts_T)), parts_T)
-    part_E = np.arange(len(task_E)) - np.repeat(offsets(parts_T)[:-1], parts_T)
-    first_E = part_E * query_T[task_E] // parts_T[task_E]
-    stop_E = (part_E + 1) * query_T[task_E] // parts_T[task_E]
+    task_E, first_E, query_E = _equal_parts(query_T, parts_T)
     ranges = _Ranges(
         (query_start_T - support_T)[task_E],
         support_T[task_E],
         (query_start_T + skipped_T)[task_E] + first_E,
-        stop_E - first_E,
+        query_E,
     )
     return ranges, dropped
 
@@ -290,11 +286,18 @@ def _cut(
     kept_T = np.minimum(lengths_T, parts_T * rule.max_rows)
     dropped += Dropped(truncated_rows=int((lengths_T - kept_T).sum()))
     starts_T, lengths_T = starts_T + lengths_T - kept_T, kept_T
-    task_E = np.repeat(np.arange(len(parts_T)), parts_T)
-    part_E = np.arange(len(task_E)) - np.repeat(offsets(parts_T)[:-1], parts_T)
+    task_E, first_E, length_E = _equal_parts(lengths_T, parts_T)
+    return starts_T[task_E] + first_E, length_E, dropped
+
+
+def _equal_parts(lengths_T: Int64, parts_T: Int64) -> tuple[Int64, Int64, Int64]:
+    """Cut so many rows of each task into so many parts, equal but for one row; return the task, the
+    first row and the length of each part [E].
+    """
+    task_E, part_E = owners(parts_T), places(parts_T)
     first_E = part_E * lengths_T[task_E] // parts_T[task_E]
     stop_E = (part_E + 1) * lengths_T[task_E] // parts_T[task_E]
-    return starts_T[task_E] + first_E, stop_E - first_E, dropped
+    return task_E, first_E, stop_E - first_E
 
 
 def _refuse_long(

@@ -17,7 +17,8 @@ from metaio.format.features import vector_of
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.encoded_rows import EncodedRows, joined, take_rows, value_starts
 from metaio.prepare.schema import Schema, SparseColumn
-from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.prepare.values import list_hashes
+from metaio.ragged import Int64, offsets, ragged_indices, run_starts
 
 # Parts are merged once there are this many, so that memory follows the distinct items.
 _MERGE_AFTER = 16
@@ -96,9 +97,7 @@ class CatalogueBuilder:
         item_N = rows.item_NI[:, 0]
         order_N = np.lexsort((_attribute_hash(rows, self._columns), item_N))
         ordered = item_N[order_N]
-        changes = np.ones(len(ordered), np.bool_)
-        changes[1:] = ordered[1:] != ordered[:-1]
-        firsts = np.flatnonzero(changes)
+        firsts = np.flatnonzero(run_starts(ordered))
         sums = (
             np.diff(offsets(counts[order_N])[np.append(firsts, len(ordered))])
             for counts in (train_N, all_N)
@@ -117,13 +116,8 @@ def _attribute_hash(rows: EncodedRows, columns: ItemColumns) -> UInt64:
     starts_NM = value_starts(rows)
     for index in columns.multi:
         lengths_N = rows.lengths_NM[:, index].astype(np.int64)
-        ids = rows.values_V[ragged_indices(starts_NM[:, index], lengths_N)].astype(np.uint64)
-        ends = offsets(lengths_N)
-        rank = np.arange(len(ids)) - np.repeat(ends[:-1], lengths_N)
-        mixed = splitmix64(ids ^ splitmix64(rank.astype(np.uint64)))
-        # Sums of a row's part as differences of running sums, both modulo 2^64.
-        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-        total_N = splitmix64(total_N ^ (sums[ends[1:]] - sums[ends[:-1]]))
+        ids = rows.values_V[ragged_indices(starts_NM[:, index], lengths_N)].astype(np.int64)
+        total_N = splitmix64(total_N ^ list_hashes(ids, lengths_N))
     return total_N
 
 

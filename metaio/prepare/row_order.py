@@ -12,7 +12,7 @@ from metaio.errors import DataError
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.encoded_rows import EncodedRows
 from metaio.prepare.schema import Schema
-from metaio.ragged import Int64
+from metaio.ragged import Int64, places, run_starts
 
 
 def row_identity(schema: Schema, rows: EncodedRows) -> UInt64:
@@ -62,9 +62,8 @@ def _hash_of_place(task_hash_N: UInt64, place_N: UInt64, seed: int) -> UInt64:
     order_N = np.argsort(place_N, kind="stable") if place_N.any() else np.arange(len(place_N))
     order_N = order_N[np.argsort(task_hash_N[order_N], kind="stable")]
     ordered = task_hash_N[order_N]
-    first = np.concatenate([np.ones(min(len(ordered), 1), np.bool_), ordered[1:] != ordered[:-1]])
-    starts = np.flatnonzero(first)
-    place = np.arange(len(ordered)) - np.repeat(starts, np.diff(starts, append=len(ordered)))
+    starts = np.flatnonzero(run_starts(ordered))
+    place = places(np.diff(starts, append=len(ordered)))
     hash_N = np.empty_like(task_hash_N)
     mixed = splitmix64(ordered ^ splitmix64(np.uint64(seed)))
     # Of task, seed and place alone: features that come or go move no row to the other side.
@@ -95,9 +94,7 @@ def _ranks(values_N: npt.NDArray[Any]) -> Int64:
     order_N = np.argsort(values_N)
     ordered = values_N[order_N]
     ranks_N = np.empty(len(values_N), dtype=np.int64)
-    ranks_N[order_N] = np.concatenate(
-        [np.zeros(min(len(ordered), 1), np.int64), np.cumsum(ordered[1:] != ordered[:-1])]
-    )
+    ranks_N[order_N] = np.cumsum(run_starts(ordered)) - 1
     return ranks_N
 
 

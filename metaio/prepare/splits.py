@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.format.names import check_split_name
-from metaio.hashing import UInt64, splitmix64
+from metaio.hashing import UInt64, splitmix64, unit_interval
 from metaio.prepare.rules import DEFAULT_VALIDATION_SHARE, GATE, VALIDATION, VALIDATION_ITEMS
 from metaio.prepare.schema import Schema
 from metaio.prepare.sides import QUERY, SUPPORT, UNDECIDED
@@ -152,8 +152,7 @@ def _held_back(
 
 
 def _unit(mixed: UInt64) -> npt.NDArray[np.floating[Any]]:
-    # 53 bits make a float64 in [0, 1) exactly, so every machine draws the same split.
-    return (splitmix64(mixed) >> np.uint64(11)) * 2.0**-53
+    return unit_interval(splitmix64(mixed))
 
 
 def rows_of_splits(splits: Splits, split_N: Int64) -> list[int]:

@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 import xxhash
 
 from metaio.errors import DataError
-from metaio.hashing import UInt64
-from metaio.ragged import Int64
+from metaio.hashing import UInt64, splitmix64
+from metaio.ragged import Int64, offsets, places
 
 Kind = Literal["integer", "text"]
 
@@ -85,6 +85,19 @@ def hash_values(column: pa.Array, kind: Kind) -> UInt64:
     hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, words), np.uint64, len(words))
     spread: UInt64 = hashes[encoded.indices.to_numpy(zero_copy_only=False)]
     return spread
+
+
+def list_hashes(values_V: Int64, lengths_N: Int64) -> UInt64:
+    """Return a hash of each list of integers [N]: of the values in their order."""
+    place_V = places(lengths_N)
+    # Places are few, so each is hashed once.
+    hash_of_place = splitmix64(np.arange(place_V.max(initial=0) + 1, dtype=np.uint64))
+    mixed_V = splitmix64(values_V.view(np.uint64) ^ hash_of_place[place_V])
+    # Sums of a list as differences of running sums: both wrap around at 2^64, so they agree.
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed_V, dtype=np.uint64)])
+    ends = offsets(lengths_N)
+    hashes: UInt64 = sums[ends[1:]] - sums[ends[:-1]]
+    return hashes
 
 
 def integer_values(column: pa.Array) -> Int64:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.errors import DataError, SchemaError
-from metaio.hashing import splitmix64
-from metaio.ragged import Int64
+from metaio.hashing import splitmix64, unit_interval
+from metaio.ragged import Int64, places
 from metaio.recipes.by_schema import known_words, prepare_table
 from metaio.recipes.movielens_files import Ratings, read_ratings, read_titles, read_users
 
@@ -101,8 +101,8 @@ def deal(
     parts += _stages("", new_N, place_N)
     if config.validation:
         # Drawn by the movie's own number: the draw depends on no other movie.
-        drawn = splitmix64(movies.view(np.uint64) ^ np.uint64(config.seed)) >> np.uint64(11)
-        held_N = old_N & (drawn * 2.0**-53 < config.validation_share)[movie_of_N]
+        drawn = unit_interval(splitmix64(movies.view(np.uint64) ^ np.uint64(config.seed)))
+        held_N = old_N & (drawn < config.validation_share)[movie_of_N]
         parts.append((np.flatnonzero(old_N & ~held_N), "fit", None, True))
         # No longer than a new movie: their first rows are as old as those of a young movie.
         parts += _stages("valid-", held_N & (place_N < config.min_old - 1), place_N)
@@ -127,9 +127,8 @@ def _stages(prefix: str, rows_N: npt.NDArray[np.bool_], place_N: Int64) -> list[
 def _places(movie_of_N: Int64) -> Int64:
     """Return how many rows of the same movie stand before each row."""
     order_N = np.argsort(movie_of_N, kind="stable")
-    counts = np.bincount(movie_of_N)
     place_N = np.empty(len(movie_of_N), dtype=np.int64)
-    place_N[order_N] = np.arange(len(order_N)) - np.repeat(np.cumsum(counts) - counts, counts)
+    place_N[order_N] = places(np.bincount(movie_of_N))
     return place_N
 
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.values import hash_values, kind_of
-from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.ragged import Int64, offsets, places, ragged_indices
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _reduced(
     order = np.lexsort((times, code))
     counts_D = np.bincount(code, minlength=distinct)
     # The how-manieth time of its value each one is: later ones than admit it say nothing more.
-    rank = np.arange(len(order)) - np.repeat(offsets(counts_D)[:-1], counts_D)
+    rank = places(counts_D)
     by_code = np.argsort(code_V, kind="stable")
     starts_D = offsets(np.bincount(code_V, minlength=distinct))[:-1]
     last_D = np.maximum.reduceat(last_V[by_code], starts_D) if distinct else last_V

@@ -13,11 +13,12 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
+from metaio.format.block import multi_feature_of_values
 from metaio.hashing import UInt64
 from metaio.prepare.encoded_rows import EncodedRows, allocate, array_types, joined, take_rows
 from metaio.prepare.row_order import row_identity, total_order
 from metaio.prepare.schema import Schema
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Int64, offsets, places, ragged_indices, row_sums, run_starts
 
 
 def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
@@ -28,12 +29,9 @@ def newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
     """
     order_N = total_order(schema, rows, row_identity(schema, rows), True)
     task_N = rows.task_hash_N[order_N]
-    is_last = np.ones(len(task_N), np.bool_)
-    is_last[:-1] = task_N[1:] != task_N[:-1]
-    ends = np.flatnonzero(is_last)
-    lengths = np.diff(ends, prepend=-1)
-    left_N = np.repeat(ends, lengths) - np.arange(len(task_N))  # rows of the task behind this one
-    return take_rows(rows, order_N[left_N < most])
+    # Counted from each task's last row on.
+    lengths = np.diff(np.flatnonzero(run_starts(task_N[::-1])), append=len(task_N))
+    return take_rows(rows, order_N[places(lengths)[::-1] < most])
 
 
 def rows_of_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:
@@ -182,9 +180,7 @@ def without_freed(schema: Schema, rows: EncodedRows, freed: dict[str, Int64]) ->
         own = freed.get(column.table_name)
         if own is not None:
             ids_NF[np.isin(ids_NF[:, index], own), index] = 0
-    feature_V = np.repeat(
-        np.tile(np.arange(len(schema.multi)), rows.num_rows), rows.lengths_NM.ravel()
-    )
+    feature_V = multi_feature_of_values(rows.lengths_NM)
     for index, column in enumerate(schema.multi):
         own = freed.get(column.table_name)
         if own is not None:

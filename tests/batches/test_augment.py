@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gmeta.batches.augment import OOV_ROW, augmented, check_augment, drop_ids, resplit
+from gmeta.batches.augment import augmented, check_augment, drop_ids, resplit
 from gmeta.batches.config import AugmentConfig
-from metaio.format.features import Features
+from metaio.format.features import OOV_ROW, Features
 from metaio.read.batch import TaskBatch, empty_batch
 from tests.commands import SMALL_MODEL, gmeta, losses, write_config
 from tests.reference import Task, batch_of, random_task, some_features

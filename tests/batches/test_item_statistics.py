@@ -111,7 +111,8 @@ def test_every_row_has_the_statistics_of_a_loop(
         (index, task, row) for index, task in enumerate(tasks) for row in range(len(task.label))
     ]
     for to_train in (True, False):
-        found = items.widened(batch, to_train).dense_NK[:, 1:].numpy()
+        told_by = items.of_folds() if to_train else items
+        found = told_by.widened(batch).dense_NK[:, 1:].numpy()
         assert found.shape == (len(every), items.width)
         # All rows of a fold are told of the same ones.
         told = {
@@ -150,13 +151,13 @@ def filled(batch: TaskBatch) -> ItemStatistics:
 
 def test_no_training_row_sees_a_label_of_its_own_task() -> None:
     batch = some_batch()
-    before_NK = filled(batch).widened(batch, to_train=True).dense_NK
+    before_NK = filled(batch).of_folds().widened(batch).dense_NK
     task_N = torch.repeat_interleave(batch.task_T, batch.row_offsets_T1.diff())
     assert len({fold_of(task) for task in batch.task_T.tolist()}) > 1
     for row in range(batch.num_rows):
         changed = batch.label_N.clone()
         changed[row] = 0.37
-        after_NK = filled(replace(batch, label_N=changed)).widened(batch, to_train=True).dense_NK
+        after_NK = filled(replace(batch, label_N=changed)).of_folds().widened(batch).dense_NK
         same_N = (after_NK == before_NK).all(dim=1)
         assert same_N[task_N == task_N[row]].all()
         assert not same_N.all()
@@ -195,7 +196,7 @@ def test_a_learner_trains_without_its_own_fold_and_predicts_with_all() -> None:
     sums = learner.items.no_sums()
     learner.items.add(sums, batch)
     learner.items.take(sums)
-    wanted = learner.items.widened(batch, to_train=True).dense_NK
+    wanted = learner.items.of_folds().widened(batch).dense_NK
     assert torch.equal(learner.arrange(batch).rows.dense_NK, wanted)  # type: ignore[union-attr]
     support_N = torch.cat([torch.arange(sum(size)) < size[0] for size in SIZES])
     sides = learner.arrange_to_predict(batch).rows
@@ -211,8 +212,8 @@ def test_a_learner_trains_without_its_own_fold_and_predicts_with_all() -> None:
 
 def test_a_rank_without_tasks_has_no_rows() -> None:
     items = filled(some_batch())
-    for to_train in (True, False):
-        nothing = items.widened(empty_batch(len(FEATURES.tables), 2, 2, 1), to_train)
+    for told_by in (items, items.of_folds()):
+        nothing = told_by.widened(empty_batch(len(FEATURES.tables), 2, 2, 1))
         assert nothing.dense_NK.shape == (0, 1 + items.width)
 
 
