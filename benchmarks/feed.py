@@ -262,7 +262,7 @@ def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, fl
         times.append(time.thread_time())
         arranged = local.learner.arrange(batch)
         times.append(time.thread_time())
-        planned = arranged.planned(local.exchange.plan(arranged))
+        planned = arranged.planned(local.exchange.planner.plan(arranged))
         times.append(time.thread_time())
         planned.packed()
         times.append(time.thread_time())

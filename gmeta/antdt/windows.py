@@ -3,15 +3,12 @@
 Pure: differences of reports go in. What follows from many windows is the monitor's business.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median_low, quantiles
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
-if TYPE_CHECKING:
-    from gmeta.antdt.reports import MonitorConfig, Report
+from gmeta.antdt.reports import MonitorConfig, Report
 
 
 class Window(NamedTuple):

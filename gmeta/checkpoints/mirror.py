@@ -6,8 +6,6 @@ others: objects appear whole, and whoever lists the run sees a complete checkpoi
 a step that is there already goes beside it, as step-00000020.1, and counts once it is complete.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -36,14 +36,11 @@ def settled(config: TrainConfig) -> TrainConfig:
         return config
     if dataset.manifest.stream is None:
         return config
-    prior: tuple[float, ...] = ()
-    begun = RunFolder(Path(config.run.dir))
-    if (begun.root / CONFIG_FILE).exists():
-        prior = begun.read_config().support_features.label_prior
-    elif config.run.continue_from:
-        before, _ = named_checkpoint("run.continue_from", config.run.continue_from)
-        prior = before.read_config().support_features.label_prior
-    prior = prior or tuple(prior_of(config, dataset))
+    before = _begun(config)
+    if before is None and config.run.continue_from:
+        before = named_checkpoint("run.continue_from", config.run.continue_from)[0].read_config()
+    known = before.support_features.label_prior if before else ()
+    prior = known or tuple(prior_of(config, dataset))
     return replace(config, support_features=replace(inputs, label_prior=prior))
 
 
@@ -61,6 +58,12 @@ def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     return replace(config, data=data, support_features=inputs, labels=labels)
 
 
+def _begun(config: TrainConfig) -> TrainConfig | None:
+    """Return the config that the run in run.dir was begun with, if there is one."""
+    folder = RunFolder(Path(config.run.dir))
+    return folder.read_config() if (folder.root / CONFIG_FILE).exists() else None
+
+
 def _increment(config: TrainConfig) -> str:
     """Return the number of the increment that a run is trained on, as text; "" of a dataset that
     stands alone.
@@ -76,9 +79,8 @@ def _increment(config: TrainConfig) -> str:
     data, run = config.data, config.run
     if data.increment != "next":
         return str(number_of(data.increment)) if data.increment else ""
-    begun = RunFolder(Path(run.dir))
-    if (begun.root / CONFIG_FILE).exists() and (number := begun.read_config().data.increment):
-        return number
+    if (begun := _begun(config)) and begun.data.increment:
+        return begun.data.increment
     last = 0
     if run.continue_from:
         _, checkpoint = named_checkpoint("run.continue_from", run.continue_from)

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Collection
 
-from gmeta.delivery.channel import VERSIONS, Channel, Current
+from gmeta.delivery.channel import VERSIONS, Channel
 from metaio.format.destination import flush_to_disk
 
 _GOING = ".{}.removed"
@@ -12,7 +12,10 @@ _GOING = ".{}.removed"
 def kept_versions(channel: Channel, keep: int) -> set[int]:
     """Return the versions that stay where the newest `keep` do: these, the one that is served, and
     the one that a rollback goes back to."""
-    return _kept(channel, channel.current(), keep)
+    current = channel.current()
+    wanted = {*channel.numbers()[-keep:], channel.before(current)}
+    wanted |= {current.number} if current is not None else set()
+    return {number for number in wanted if number is not None}
 
 
 def prune(channel: Channel, keep: int) -> list[int]:
@@ -23,9 +26,9 @@ def prune(channel: Channel, keep: int) -> list[int]:
         GMetaError: a version that stays is damaged: what it builds on is not known.
         DataError: another process changes the channel.
     """
-    with channel.changing() as current:
+    with channel.changing():
         stay: set[int] = set()
-        for number in _kept(channel, current, keep):
+        for number in kept_versions(channel, keep):
             chain = channel.chain(number)
             stay |= {version.number for version in (chain.base, *chain.deltas)}
         return remove_others(channel, stay)
@@ -45,9 +48,3 @@ def remove_others(channel: Channel, stay: Collection[int]) -> list[int]:
     for path in folder.glob(_GOING.format("*")):  # also what a killed process left
         shutil.rmtree(path, ignore_errors=True)
     return gone
-
-
-def _kept(channel: Channel, current: Current | None, keep: int) -> set[int]:
-    wanted = {*channel.numbers()[-keep:], channel.before(current)}
-    wanted |= {current.number} if current is not None else set()
-    return {number for number in wanted if number is not None}

@@ -3,7 +3,7 @@ parent version. Each delta's checksum covers its parent's, so the newest names i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ def read_version(folder: Path, number: int = 0) -> Version:
         GMetaError: its description is damaged, or another release wrote it.
     """
     if is_delta(folder):
-        body = read_checked(folder / DELTA_FILE, DELTA_FORMAT)
+        path = folder / DELTA_FILE
+        body = checked_content(path.read_bytes(), str(path), DELTA_FORMAT)
         delta = _delta(folder, body)
         num_bytes = sum(entry.num_bytes for entry in delta.files.values())
         return Version(folder, body["checksum"], num_bytes, delta.full_bytes, delta, number)
@@ -153,15 +154,9 @@ def files_of(version: Version) -> Mapping[str, FileEntry]:
 def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
     # The checksum held, but whoever can write the folder can make it hold.
     try:
-        parts = {key: body[key] for key in ("parent", "vocabularies", "touched", "full_bytes")}
-        delta = DeltaConfig(
-            parent=typed(Parent, parts["parent"], "parent"),
-            files=entries_of(body["files"]),
-            vocabularies=typed(dict[str, str], parts["vocabularies"], "vocabularies"),
-            touched=typed(dict[str, Touched], parts["touched"], "touched"),
-            full_bytes=typed(int, parts["full_bytes"], "full_bytes"),
-        )
-        if MODEL_FILE not in delta.files:
+        told = {part.name: body[part.name] for part in fields(DeltaConfig)}
+        delta: DeltaConfig = typed(DeltaConfig, told, "delta")
+        if MODEL_FILE not in entries_of(told["files"]):  # all of which are below the folder
             raise ValueError(f"it lists no file {MODEL_FILE}")
     except (LookupError, ValueError, TypeError) as error:
         raise GMetaError(
@@ -170,19 +165,13 @@ def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
     return delta
 
 
-def read_checked(path: Path, kind: str) -> dict[str, Any]:
-    """Return the object that metaio's `write_checked` wrote into a file of this kind, its checksum
-    included.
+def checked_content(content: bytes, name: str, kind: str) -> dict[str, Any]:
+    """Return the object that metaio's `write_checked` wrote into the file `name` of this kind, its
+    checksum included.
 
     Raises:
-        FileNotFoundError: there is none.
         GMetaError: it was altered, is of another kind, or another release wrote it.
     """
-    return checked_content(path.read_bytes(), str(path), kind)
-
-
-def checked_content(content: bytes, name: str, kind: str) -> dict[str, Any]:
-    """Return what `read_checked` does, of the content of the file `name`."""
     try:
         return checked(content, name, kind, "Bring the file back from a copy, or make it anew")
     except FormatError as error:

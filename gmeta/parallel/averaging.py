@@ -34,7 +34,8 @@ class LayerAverage:
             call_after_backward(self._finish)
         self._missing -= 1
         if not self._missing:
-            total = torch.cat([grad.flatten() for grad in self._grads()])
+            grads = [layer.grad for layer in self._layers if layer.grad is not None]
+            total = torch.cat([grad.flatten() for grad in grads])
             self._sum = total, self._ranks.transport.add(total)
 
     def _finish(self) -> None:
@@ -51,6 +52,3 @@ class LayerAverage:
         parts = total.split_with_sizes(self._sizes)
         for layer, part in zip(self._layers, parts, strict=True):
             layer.grad = part.view_as(layer)
-
-    def _grads(self) -> list[Tensor]:
-        return [layer.grad for layer in self._layers if layer.grad is not None]

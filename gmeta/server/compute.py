@@ -2,12 +2,9 @@
 at once, scored at once. A request that is wrong gets its own error and holds up nobody else's.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +14,12 @@ from gmeta.errors import UserError
 from gmeta.server.cache import Entry, TaskCache
 from gmeta.server.errors import RequestError, bad
 from gmeta.server.protocol import Answer, Inference, Outcome
+from gmeta.serving.model import ServedModel
 from gmeta.serving.outputs import BEFORE, PREDICTION
 from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tasks import cuts
 from metaio.errors import MetaIOError
-
-if TYPE_CHECKING:
-    from gmeta.serving.model import ServedModel
 
 Observe = Callable[[str, float], None]  # a stage, and how many seconds it took
 

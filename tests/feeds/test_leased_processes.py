@@ -86,7 +86,9 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
 
     def noted(batches: Iterator[Any], agent: ServiceAgent, epoch: int) -> Iterator[Any]:
         for number, made in enumerate(batches):
-            planned = made if made.plan is not None else made.planned(local.exchange.plan(made))
+            planned = (
+                made if made.plan is not None else made.planned(local.exchange.planner.plan(made))
+            )
             parts = agent._worker.plan.micro_batches
             tasks = sorted(made.task_T.tolist())
             asked.append(Asking(epoch, number, parts, tasks, tensors(planned)))
@@ -140,7 +142,9 @@ def made_again(
                 stored, config.augment, dataset.features, config.run.seed, one.epoch, one.number
             )
             made = in_parts(learner.arrange, one.num_parts)(batch)
-            found.append(one._replace(tensors=tensors(made.planned(local.exchange.plan(made)))))
+            found.append(
+                one._replace(tensors=tensors(made.planned(local.exchange.planner.plan(made))))
+            )
     return found
 
 

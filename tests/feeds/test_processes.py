@@ -109,7 +109,7 @@ def made_here(
             seed = config.run.seed
             augmenting = augmented(stored, config.augment, dataset.features, seed, at, first)
             arranged = map(arrange, augmenting)
-            found += [one.planned(local.exchange.plan(one)) for one in arranged]
+            found += [one.planned(local.exchange.planner.plan(one)) for one in arranged]
     return local, found
 
 

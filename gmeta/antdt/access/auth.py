@@ -213,7 +213,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if self._tokens is not None:
             role = self._tokens.role_of(shown.authorization)
             if role is None:
-                raise _stranger()
+                raise RefusedError(
+                    "UNAUTHENTICATED",
+                    "UNAUTHENTICATED",
+                    "the call carries no valid token; this service needs one. Pass the token file "
+                    "to the client.",
+                )
             roles.append(role)
         if self._certificates:
             late_s = time.time() - shown.valid_until_s
@@ -280,15 +285,6 @@ def _identity(shown: Shown, roles: list[Role]) -> str:
         # Without the port: a worker's connections count together.
         names.append(shown.peer.rpartition(":")[0])
     return " ".join(names)
-
-
-def _stranger() -> RefusedError:
-    return RefusedError(
-        "UNAUTHENTICATED",
-        "UNAUTHENTICATED",
-        "the call carries no valid token; this service needs one. Pass the token file to the "
-        "client.",
-    )
 
 
 def _busy(message: str) -> RefusedError:

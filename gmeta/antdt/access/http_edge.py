@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from urllib.parse import urlsplit
 
+from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.access.credentials import Reread, ServerTls
 from gmeta.antdt.access.roles import Role, role_of_certificate
-
-if TYPE_CHECKING:
-    from gmeta.antdt.access.auth import Tokens
 
 MAX_REQUESTS = 64  # answered at once; the connections of more are closed without an answer
 MAX_WAITING = 64  # connections that have not shown who looks; of more the oldest is closed

@@ -3,18 +3,14 @@
 No clock, no collectives: the trainer says what it measured and when all ranks hold the same plan.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from gmeta.antdt.client.client import ShardClient
 
 _log = logging.getLogger("gmeta.antdt.agent")
 

@@ -113,11 +113,6 @@ class Connection:
         # event that the thread it interrupts waits for.
         self.is_stopping: Callable[[], bool] = lambda: False
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what each call carries: the token, as its file has it now."""
-        return self._bearer.metadata() if self._bearer else ()
-
     async def _open(self) -> Any:
         config = self._config
         credentials = client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
@@ -144,7 +139,9 @@ class Connection:
 
     def _attempt(self, rpc: str, request: Any) -> Any:
         """Make one attempt at a call and return its response. Raise CallError."""
-        timeout_s, metadata = self._config.call_timeout_s, self.metadata
+        # The token, as its file has it now.
+        metadata = self._bearer.metadata() if self._bearer else ()
+        timeout_s = self._config.call_timeout_s
         # A message beyond the limit would take the whole stream down, and others' calls with it.
         if rpc in STREAMED and self._has_streams and request.ByteSize() <= MAX_STREAMED_BYTES:
             return self._stream_with(metadata).call(rpc, request, timeout_s)
@@ -158,9 +155,6 @@ class Connection:
             raise CallError.of(error) from error
 
     def _stream_with(self, metadata: tuple[tuple[str, str], ...]) -> CallStream:
-        stream = self._stream
-        if stream is not None and not stream.ended and stream.metadata == metadata:
-            return stream
         with self._opening:
             stream = self._stream
             if stream is None or stream.ended or stream.metadata != metadata:

@@ -5,17 +5,13 @@ workers. A rank without a shard feeds an empty batch, and all ranks stop at the 
 one of them has seen `ended`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.errors import AntdtError
-
-if TYPE_CHECKING:
-    from gmeta.antdt.client.client import ShardClient
 
 
 @final

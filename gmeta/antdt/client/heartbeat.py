@@ -1,23 +1,18 @@
 """The heartbeat of a client: a thread that renews the leases, brings the newest report to the
 service and actions from it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Mapping
+from typing import Any, final
 
+from gmeta.antdt.client.held import HeldLeases
+from gmeta.antdt.client.session import Session
 from gmeta.antdt.errors import AntdtError, FencedError
 from gmeta.antdt.readings import MAX_READINGS_PER_CALL
+from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from gmeta.antdt.client.held import HeldLeases
-    from gmeta.antdt.client.session import Session
-    from gmeta.antdt.reports import Report
 
 _log = logging.getLogger("gmeta.antdt.client")
 

@@ -2,18 +2,14 @@
 the model, reported behind the training loop's back.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
+from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.feed import ShardFeed
+from gmeta.antdt.client.lease import Lease
 from gmeta.antdt.errors import AntdtError
-
-if TYPE_CHECKING:
-    from gmeta.antdt.client.client import ShardClient
-    from gmeta.antdt.client.lease import Lease
 
 REPORT_EVERY_S = 0.25  # two durable calls a rank: 0.4 % of a core, and END comes no later for it
 

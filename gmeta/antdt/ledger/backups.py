@@ -5,15 +5,11 @@ Two leases of a shard are equals: either may complete it, and the first one does
 another way the other is the only one, as if it had always been.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.model import Lease, ShardState, Worker
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.table import ShardTable
 
 
 @final

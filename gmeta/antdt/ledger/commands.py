@@ -1,13 +1,10 @@
 """Everything that can be asked of the ledger, and its replies. Values are checked at the edges,
 before they get here."""
 
-from __future__ import annotations
+from typing import NamedTuple
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
-    from gmeta.antdt.readings import Reading
+from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
+from gmeta.antdt.readings import Reading
 
 
 class StartService(NamedTuple):

@@ -1,14 +1,14 @@
 """What a Lease call may be answered with: shards, WAIT with its cause, or END, and when END is
 allowed."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
+from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.model import (
     MAX_DATASETS,
     MAX_LEASES_PER_WORKER,
@@ -20,12 +20,6 @@ from gmeta.antdt.model import (
     Worker,
     bad_argument,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gmeta.antdt.ledger.state import LedgerState
-    from gmeta.antdt.ledger.table import ShardTable
 
 WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a slower one came back
 OPERATOR_RETRY_MS = 1000  # waiting for a person

@@ -1,22 +1,18 @@
 """What operators see: status, shards one by one, and audits, read from the ledger as protobuf.
 Nothing here changes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable, find_table
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import covers, parse_manifest
 from gmeta.antdt.model import MAX_SHARDS, ShardState, bad_argument
 from gmeta.antdt.rpc.wire import spec_to
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.ledger import Ledger
-    from gmeta.antdt.ledger.state import LedgerState
 
 MAX_WORKERS_SHOWN = 1000
 MAX_PAGE = 1000

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -85,22 +85,9 @@ def whole_output(out: Path) -> Iterator[tuple[Path, Path]]:
         flush_to_disk([out.parent])
 
 
-class RowWriter(Protocol):
-    """Writes batches of one schema."""
-
-    def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Write the rows behind those before."""
-
-
-@contextmanager
-def writer_of(path: Path, schema: pa.Schema, suffix: str) -> Iterator[RowWriter]:
-    """Give what writes a file of the kind that the suffix says."""
-    if suffix == CSV:
-        with csv.CSVWriter(path, schema) as written:
-            yield written
-    else:
-        with pq.ParquetWriter(path, schema) as written:
-            yield written
+def writer_of(path: Path, schema: pa.Schema, suffix: str) -> csv.CSVWriter | pq.ParquetWriter:
+    """Return what writes record batches to a file of the kind that the suffix says."""
+    return csv.CSVWriter(path, schema) if suffix == CSV else pq.ParquetWriter(path, schema)
 
 
 def check_fits(schema: pa.Schema, out: Path) -> None:
