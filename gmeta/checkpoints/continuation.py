@@ -70,7 +70,7 @@ def _check_over(folder: RunFolder, config: TrainConfig) -> None:
 def _check_as_before(folder: RunFolder, before: TrainConfig, now: TrainConfig) -> None:
     """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
     new rows other values than the old ones began with."""
-    was, asked = before.to_json(), now.to_json()
+    was, asked = before.by_key(), now.by_key()
     for name, is_same in (
         ("outer.loss", before.outer.loss == now.outer.loss),
         ("outer.dense_optimizer", layers_state(before.outer) == layers_state(now.outer)),
@@ -82,10 +82,9 @@ def _check_as_before(folder: RunFolder, before: TrainConfig, now: TrainConfig) -
         ),
         ("run.seed", before.run.seed == now.run.seed),
     ):
-        section, key = name.split(".")
         if not is_same:
             raise UserError(
-                f"{name} = {asked[section][key]!r}, but run {folder.root}, which run.continue_from "
-                f"goes on from, was trained with {was[section][key]!r}: weights, optimizer state "
+                f"{name} = {asked[name]!r}, but run {folder.root}, which run.continue_from "
+                f"goes on from, was trained with {was[name]!r}: weights, optimizer state "
                 "and new rows would not belong together. Set it as it was"
             )
