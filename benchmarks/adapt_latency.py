@@ -22,8 +22,9 @@ import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.export import write_model
-from gmeta.serving.folder import Columns, ExportedConfig, TableFormat, vocabulary_file
+from gmeta.serving.folder import Columns, ExportedConfig, vocabulary_file
 from gmeta.serving.model import ServedModel
+from gmeta.serving.table_format import TableFormat
 from gmeta_models import ModelConfig
 from metaio.prepare.schema import Schema, features_of
 from metaio.prepare.schema_file import parse_schema

@@ -17,14 +17,12 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
-from gmeta.losses.config import LabelsConfig
+from gmeta.losses.config import LabelsConfig, Loss
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.settings import describe_settings, read_toml, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_keys import key
 from gmeta_models.config import ModelConfig
-
-Loss = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
 
 
 @dataclass(frozen=True)
@@ -276,6 +274,11 @@ class TrainConfig:
         # There and back, so that tuples are the lists that a reader will find.
         value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return value
+
+    def by_key(self) -> dict[str, Any]:
+        """Return every value, as JSON has it, by its section.key."""
+        saved = self.to_json()
+        return {f"{part}.{key}": value for part in saved for key, value in saved[part].items()}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

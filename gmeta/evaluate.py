@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.labels import scored_labels
@@ -31,7 +30,7 @@ from gmeta.fine_tuning import (
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
-from gmeta.predictions import predict_split
+from gmeta.predictions import Scored, predict_split
 from gmeta.report.evaluation import FineTuning
 from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.adapting import read_adapting
@@ -101,12 +100,11 @@ def evaluate_run(
     judges = judges_of(config, dataset, chosen) if is_as_trained else []
     is_few = is_as_trained and has_rates(config) and are_too_few(config, dataset)
     # Which label is asked about does not change how a run adapts that is there to adapt.
-    by = config if own.name == PLAIN else own_config
-    tunings = [choose_fine_tuning(by, dataset, each, sharded, ranks) for each in judges]
+    by = Scored(config if own.name == PLAIN else own_config, dataset, sharded, ranks)
+    tunings = [choose_fine_tuning(by, each) for each in judges]
 
-    drawn, limited = predict_views(
-        config, dataset, chosen, tunings, shown, sharded, ranks, candidates, advance
-    )
+    scored = replace(by, config=config)
+    drawn, limited = predict_views(scored, chosen, tunings, shown, candidates, advance)
     if ranks.rank != 0:
         return None
     labels = scored_labels(config, dataset)
@@ -141,13 +139,10 @@ def evaluate_run(
 
 
 def predict_views(
-    config: TrainConfig,
-    dataset: Dataset,
+    scored: Scored,
     splits: Sequence[str],
     tunings: Sequence[FineTuning],
     shown: Shown,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
     candidates: Candidates | None,
     advance: Callable[[int, int], None],
 ) -> tuple[list[pa.Table], dict[int, pa.Table]]:
@@ -156,8 +151,8 @@ def predict_views(
     passes = (shown.draws + len(shown.support_sizes)) * max(
         [len(tuning.chosen) for tuning in tunings], default=1
     )
-    num_tasks = sum(dataset.splits[split].num_episodes for split in splits) * passes
-    total, done = -(-num_tasks // ranks.world_size), 0
+    num_tasks = sum(scored.dataset.splits[split].num_episodes for split in splits) * passes
+    total, done = -(-num_tasks // scored.ranks.world_size), 0
 
     def read(num_tasks: int) -> None:
         nonlocal done
@@ -170,13 +165,9 @@ def predict_views(
         for index, split in enumerate(splits):
             if tunings:
                 tuning = tunings[index % len(tunings)]
-                of_split = predict_tuned(
-                    config, dataset, split, tuning, sharded, ranks, view, candidates, read
-                )
+                of_split = predict_tuned(scored, split, tuning, view, candidates, read)
             else:
-                of_split = predict_split(
-                    config, dataset, split, sharded, ranks, view, candidates, read
-                )
+                of_split = predict_split(scored, split, view, candidates, read)
             tables.append(of_split)
         found = [table for table in tables if table is not None]
         return pa.concat_tables(found) if found else pa.table({})

@@ -31,12 +31,12 @@ from gmeta.serving.folder import (
     LAYERS_FILE,
     Columns,
     ExportedConfig,
-    TableFormat,
     new_folder,
     table_file,
     vocabulary_file,
     write_config,
 )
+from gmeta.serving.table_format import TableFormat
 from gmeta.serving.tables import store_table
 from gmeta.tables.names import weight_name
 from gmeta.tables.widths import widths_of_tables
@@ -241,6 +241,5 @@ def _describe(
 def _copy_vocabularies(dataset: Dataset, folder: Path) -> None:
     for table, entry in dataset.manifest.vocabularies.items():
         name = vocabulary_file(table)
-        verify_file(dataset, name, entry)
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(dataset.read_file(name))
+        (folder / name).write_bytes(verify_file(dataset, name, entry))

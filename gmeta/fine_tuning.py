@@ -20,10 +20,10 @@ from gmeta.learner import MetaLearner
 from gmeta.metrics.catalogue import loss_metric
 from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import scoring_of
-from gmeta.parallel.ranks import Ranks, value_of_first
+from gmeta.parallel.ranks import value_of_first
 from gmeta.parallel.sharding import local_learner
 from gmeta.parallel.together import by_all
-from gmeta.predictions import Columns, gathered, predict_along, predict_split
+from gmeta.predictions import Columns, Scored, gathered, predict_along, predict_split
 from gmeta.report.evaluation import FineTuning
 from gmeta.yardstick.candidates import Candidates
 from gmeta.yardstick.finetune import best_of, half_of, try_all
@@ -84,21 +84,16 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedModelParallel) ->
             part.load_state_dict(learned.state_dict())
 
 
-def choose_fine_tuning(
-    config: TrainConfig,
-    dataset: Dataset,
-    splits: Sequence[str],
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-) -> FineTuning:
+def choose_fine_tuning(scored: Scored, splits: Sequence[str]) -> FineTuning:
     """Return the inner rate and steps by which a run adapts best to tasks of some splits, by
     the mean over these: one setting, or, where they are not the validation splits, one for each
     half of the tasks, the best of the other half. Collective."""
+    config, ranks = scored.config, scored.ranks
     # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
     metric = loss_metric(config.loss_of())
-    is_halved = are_too_few(config, dataset)
+    is_halved = are_too_few(config, scored.dataset)
     most = config.evaluation.tuning_tasks * (1 + is_halved)
-    read = [tuning_batches(config, dataset, split, most, ranks) for split in splits]
+    read = [tuning_batches(scored, split, most) for split in splits]
     errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
 
     def errors_of(columns: list[Columns]) -> list[float]:
@@ -117,10 +112,9 @@ def choose_fine_tuning(
 
     def errors_along(rate: float, steps: Sequence[int]) -> list[float]:
         """Return the error after each of these numbers of steps."""
-        adapt_with(replace(config.algorithm, inner_lr=rate, inner_steps=max(steps)), sharded)
-        along = [
-            predict_along(batches, steps, config, dataset, sharded, ranks) for _, batches in read
-        ]
+        algorithm = replace(config.algorithm, inner_lr=rate, inner_steps=max(steps))
+        adapt_with(algorithm, scored.sharded)
+        along = [predict_along(batches, steps, scored) for _, batches in read]
         for num_steps, of_splits in zip(steps, zip(*along, strict=True), strict=True):
             by_split = [errors_of(columns) for columns in of_splits]
             means = [float(np.mean(same)) for same in zip(*by_split, strict=True)]
@@ -140,11 +134,10 @@ def choose_fine_tuning(
     return FineTuning(told, num_tasks, metric, tuple(by_half), tried)
 
 
-def tuning_batches(
-    config: TrainConfig, dataset: Dataset, split: str, most: int, ranks: Ranks
-) -> tuple[int, list[TaskBatch]]:
+def tuning_batches(scored: Scored, split: str, most: int) -> tuple[int, list[TaskBatch]]:
     """Return how many episodes of a split judge, `most` unless it has fewer, and this rank's share
     of them. Collective."""
+    config, dataset, ranks = scored.config, scored.dataset, scored.ranks
     episodes = tuning_episodes(dataset, split, most)
     mine = np.array_split(episodes, ranks.world_size)[ranks.rank]
     size = max(1, config.data.tasks_per_step // ranks.world_size)
@@ -166,12 +159,9 @@ def tuning_batches(
 
 
 def predict_tuned(
-    config: TrainConfig,
-    dataset: Dataset,
+    scored: Scored,
     split: str,
     tuning: FineTuning,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
     view: View,
     candidates: Candidates | None,
     advance: Callable[[int], None],
@@ -180,12 +170,10 @@ def predict_tuned(
     tables = []
     for setting in tuning.chosen:
         algorithm = replace(
-            config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
+            scored.config.algorithm, inner_lr=setting.inner_lr, inner_steps=setting.inner_steps
         )
-        adapt_with(algorithm, sharded)
-        tables.append(
-            predict_split(config, dataset, split, sharded, ranks, view, candidates, advance)
-        )
+        adapt_with(algorithm, scored.sharded)
+        tables.append(predict_split(scored, split, view, candidates, advance))
     first, last = tables[0], tables[-1]
     if first is None or last is None:
         return None

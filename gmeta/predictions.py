@@ -1,7 +1,7 @@
 """What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,12 +37,19 @@ Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 Listed: TypeAlias = tuple[TaskBatch, npt.NDArray[np.bool_]]
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A model as the ranks hold it, and the data that it is scored on."""
+
+    config: TrainConfig
+    dataset: Dataset
+    sharded: DistributedModelParallel
+    ranks: Ranks
+
+
 def predict_split(
-    config: TrainConfig,
-    dataset: Dataset,
+    scored: Scored,
     split: str,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
     view: View = STORED,
     candidates: Candidates | None = None,
     advance: Callable[[int], None] = lambda num_tasks: None,
@@ -55,6 +62,7 @@ def predict_split(
     labels they are of the judged one, and `label:NAME`, ... of each other of scored_labels; a label
     that is not known is NaN. `advance` is called with the tasks of each batch that is read.
     """
+    config, dataset, ranks = scored.config, scored.dataset, scored.ranks
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
         stored = labels_checked(reader.batches(0), kinds_of(config, dataset), dataset, split)
@@ -64,7 +72,7 @@ def predict_split(
             listed: Iterator[Listed] = ((batch, none) for batch in batches)
         else:
             listed = _listed(candidates, dataset, batches, view)
-        columns = _predict_listed(listed, config, dataset, sharded, ranks, stop)
+        columns = _predict_listed(listed, scored, stop)
         if stop.agreed:
             raise_first_problem(stop, ranks)
     table = gathered(columns, ranks)
@@ -85,19 +93,14 @@ def _told(batches: Iterator[TaskBatch], advance: Callable[[int], None]) -> Itera
 
 
 def predict_along(
-    batches: Iterable[TaskBatch],
-    steps: Sequence[int],
-    config: TrainConfig,
-    dataset: Dataset,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
+    batches: Iterable[TaskBatch], steps: Sequence[int], scored: Scored
 ) -> list[list[Columns]]:
     """Return for each of these numbers of inner steps, rising ones, the columns of each of this
     rank's batches. Collective."""
-    learner, labels = local_learner(sharded), scored_labels(config, dataset)
+    learner, labels = local_learner(scored.sharded), scored_labels(scored.config, scored.dataset)
     arrange = learner.learner.arrange_to_predict
-    idle = arrange(no_tasks(dataset.features))
-    taken = in_step(map(arrange, batches), idle, ranks, Stop(), sharded)
+    idle = arrange(no_tasks(scored.dataset.features))
+    taken = in_step(map(arrange, batches), idle, scored.ranks, Stop(), scored.sharded)
     by_batch = [
         [_columns(one, learner, each, labels) for one in learner.predict_along(each, steps)]
         for each, _ in taken
@@ -105,17 +108,10 @@ def predict_along(
     return [[of_steps[place] for of_steps in by_batch] for place in range(len(steps))]
 
 
-def _predict_listed(
-    batches: Iterator[Listed],
-    config: TrainConfig,
-    dataset: Dataset,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-    stop: Stop,
-) -> list[Columns]:
+def _predict_listed(batches: Iterator[Listed], scored: Scored, stop: Stop) -> list[Columns]:
     """Return the columns of each of this rank's batches, of the query rows alone; of sampled
     candidates, of the rows beside which they stand. Collective."""
-    learner = local_learner(sharded)
+    learner, dataset = local_learner(scored.sharded), scored.dataset
     item = item_place(dataset)
 
     def arrange(listed: Listed) -> Episodes:
@@ -126,8 +122,8 @@ def _predict_listed(
         return episodes if item is None else with_query_items(episodes, batch, item)
 
     idle = arrange((no_tasks(dataset.features), np.zeros(0, np.bool_)))
-    steps = in_step(map(arrange, batches), idle, ranks, stop, sharded)
-    labels = scored_labels(config, dataset)
+    steps = in_step(map(arrange, batches), idle, scored.ranks, stop, scored.sharded)
+    labels = scored_labels(scored.config, dataset)
     return [_columns(learner.predict(episodes), learner, episodes, labels) for episodes, _ in steps]
 
 

@@ -8,32 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchrec.distributed import DistributedModelParallel
-
 from gmeta.checkpoints.lineage import Lineage
-from gmeta.config import TrainConfig
 from gmeta.feeds.increment import data_of
-from gmeta.parallel.ranks import Ranks
+from gmeta.predictions import Scored
 from gmeta.runs.folder import PREQUENTIAL_FILE, write_json
 from gmeta.validation import score_split
-from metaio.format.dataset import Dataset
 
 
-def forecast(
-    config: TrainConfig,
-    dataset: Dataset,
-    lineage: Lineage,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-) -> list[str]:
+def forecast(scored: Scored, lineage: Lineage) -> list[str]:
     """Score every split of the increment that is trained next, the last of `lineage`, keep the
     scores in the run folder (prequential.json) and return a line on each. Collective.
     """
+    config, dataset = scored.config, scored.dataset
     # No split was trained on: each is read as it is stored.
-    config = replace(config, data=data_of(config.data, dataset))
+    scored = replace(scored, config=replace(config, data=data_of(config.data, dataset)))
     splits = [name for name, split in dataset.splits.items() if split.num_episodes]
-    found = {name: score_split(config, dataset, name, sharded, ranks) for name in splits}
-    if ranks.rank != 0:
+    found = {name: score_split(scored, name) for name in splits}
+    if scored.ranks.rank != 0:
         return []
     kept: dict[str, Any] = {
         "increment": lineage[-1].increment,

@@ -36,6 +36,7 @@ from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.parallel.together import by_first, no_tasks, why_stopped
+from gmeta.predictions import Scored
 from gmeta.prequential import forecast
 from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment
@@ -88,6 +89,7 @@ class TrainingRun:
         # By one rank for all: what it reads is not its own part of the data.
         by_first(lambda: check_first_labels(config, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
+        self._scored = Scored(config, self._dataset, self._sharded, ranks)
         plan = described_plan(self._sharded, ranks)
         self._told_at_start = plan_lines(plan)
         self._optimizer = build_optimizer(self._sharded, config.outer)
@@ -276,7 +278,7 @@ class TrainingRun:
 
     def _validate(self, epoch: int) -> None:
         with self._meter.paused():
-            scores = score_validation(self._config, self._dataset, self._sharded, self._ranks)
+            scores = score_validation(self._scored)
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
         scores = value_of_first(scores, self._ranks)
         self.hooks.validated(self._progress.step, epoch, scores)
@@ -287,7 +289,7 @@ class TrainingRun:
         """Score the increment that is trained next, with the model as it came from the last."""
         lineage = self._beginning.lineage
         with self._meter.paused():
-            told = forecast(self._config, self._dataset, lineage, self._sharded, self._ranks)
+            told = forecast(self._scored, lineage)
         self.hooks.tell(told)
 
     def _is_best(self) -> bool:

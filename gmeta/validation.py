@@ -1,35 +1,26 @@
 """The scores of whole splits while a run trains: what early stopping and tuning go by."""
 
 import numpy as np
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.labels import scored_labels
-from gmeta.config import TrainConfig
 from gmeta.metrics.catalogue import label_of
 from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import early_stop_of, scoring_of
-from gmeta.parallel.ranks import Ranks
-from gmeta.predictions import predict_split
+from gmeta.predictions import Scored, predict_split
 from gmeta.report.runs import known_rows
-from metaio.format.dataset import Dataset
 
 
-def score_split(
-    config: TrainConfig,
-    dataset: Dataset,
-    split: str,
-    sharded: DistributedModelParallel,
-    ranks: Ranks,
-) -> dict[str, float | None]:
+def score_split(scored: Scored, split: str) -> dict[str, float | None]:
     """Return the metrics of a split after adaptation on rank 0, an empty dict elsewhere; an
     undefined metric is None.
     """
-    table = predict_split(config, dataset, split, sharded, ranks)
+    table = predict_split(scored, split)
     if table is None:
         return {}
+    config = scored.config
     found: dict[str, float | None] = {}
     stops_by, label_of_stop = label_of(early_stop_of(config).metric)
-    for label in scored_labels(config, dataset):
+    for label in scored_labels(config, scored.dataset):
         rows, name_of_label = known_rows(table, label.suffix), label.suffix[1:]
         scoring = scoring_of(config, name_of_label)
         # What decides when to stop need not be what is reported.
@@ -43,16 +34,14 @@ def score_split(
     return found
 
 
-def score_validation(
-    config: TrainConfig, dataset: Dataset, sharded: DistributedModelParallel, ranks: Ranks
-) -> dict[str, float | None]:
+def score_validation(scored: Scored) -> dict[str, float | None]:
     """Return the metrics of the validation split on rank 0, an empty dict elsewhere. Of several
     splits the means, undefined where one is, and behind them as METRIC/SPLIT those of each.
     """
-    splits = config.data.valid_splits
-    scores = {split: score_split(config, dataset, split, sharded, ranks) for split in splits}
+    splits = scored.config.data.valid_splits
+    scores = {split: score_split(scored, split) for split in splits}
     first = scores[splits[0]]
-    if len(splits) == 1 or ranks.rank != 0:
+    if len(splits) == 1 or scored.ranks.rank != 0:
         return first
     means: dict[str, float | None] = {}
     for metric in first:

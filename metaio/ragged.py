@@ -1,5 +1,6 @@
 """Ragged arrays: lists of different lengths end to end, told apart by lengths or offsets."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,29 @@ def ragged_indices(starts_E: Int64, lengths_E: Int64) -> Int64:
     total = int(ends_E[-1]) if len(ends_E) else 0
     shifts: Int64 = np.repeat(starts_E - (ends_E - lengths_E), lengths_E)
     return np.arange(total, dtype=np.int64) + shifts
+
+
+def entries_of(offsets_N1: Int64, chosen_C: Int64) -> Int64:
+    """Return the indices of the entries of the chosen lists, list after list.
+
+    >>> entries_of(np.array([0, 2, 2, 5]), np.array([2, 0])).tolist()
+    [2, 3, 4, 0, 1]
+    """
+    starts_C = offsets_N1[chosen_C]
+    return ragged_indices(starts_C, offsets_N1[chosen_C + 1] - starts_C)
+
+
+def row_by_row(lengths_NM: npt.NDArray[np.integer[Any]], columns: Sequence[Ids]) -> Int64:
+    """Return lists that stand column by column in the order in which they are stored: those of the
+    first row, then of the next. The lengths alone tell every list's place.
+    """
+    starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
+    values_V = np.empty(sum(len(column) for column in columns), np.int64)
+    for index, column in enumerate(columns):
+        values_V[ragged_indices(starts_NM[:, index], lengths_NM[:, index].astype(np.int64))] = (
+            column
+        )
+    return values_V
 
 
 def owners(lengths: npt.ArrayLike) -> Int64:

@@ -12,7 +12,8 @@ from gmeta.build import build_learner, statistics_of
 from gmeta.evaluate import evaluate_run
 from gmeta.export import write_model
 from gmeta.parallel.ranks import Ranks
-from gmeta.serving.folder import Columns, ExportedConfig, TableFormat
+from gmeta.serving.folder import Columns, ExportedConfig
+from gmeta.serving.table_format import TableFormat
 from gmeta.tables.widths import widths_of_tables
 from gmeta_models import ModelConfig
 from metaio import open_dataset

@@ -70,16 +70,17 @@ def _check_over(folder: RunFolder, config: TrainConfig) -> None:
 def _check_as_before(folder: RunFolder, before: TrainConfig, now: TrainConfig) -> None:
     """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
     new rows other values than the old ones began with."""
-    was, asked = before.to_json(), now.to_json()
-    for section, key in (
-        ("outer", "loss"),
-        *(("outer", key) for key in changed_optimizers(before.outer, now.outer)),
-        ("outer", "embedding_init_std"),
-        ("run", "seed"),
+    was, asked = before.by_key(), now.by_key()
+    optimizers = changed_optimizers(before.outer, now.outer)
+    for key in (
+        "outer.loss",
+        *(f"outer.{name}" for name in optimizers),
+        "outer.embedding_init_std",
+        "run.seed",
     ):
-        if was[section][key] != asked[section][key]:
+        if was[key] != asked[key]:
             raise UserError(
-                f"{section}.{key} = {asked[section][key]!r}, but run {folder.root}, which "
-                f"run.continue_from goes on from, was trained with {was[section][key]!r}: weights, "
-                "optimizer state and new rows would not belong together. Set it as it was"
+                f"{key} = {asked[key]!r}, but run {folder.root}, which run.continue_from "
+                f"goes on from, was trained with {was[key]!r}: weights, optimizer state "
+                "and new rows would not belong together. Set it as it was"
             )

@@ -113,14 +113,13 @@ def _judged_from(config: TrainConfig) -> float | None:
 def _check_order(
     folder: RunFolder, config_before: TrainConfig, config: TrainConfig, epoch_step: int
 ) -> None:
-    before, now = config_before.to_json(), config.to_json()
+    before, now = config_before.by_key(), config.by_key()
     for name in ORDER_KEYS:
-        section, key = name.split(".")
-        if before[section][key] != now[section][key]:
+        if before[name] != now[name]:
             raise UserError(
-                f"{name} = {now[section][key]!r}, but run {folder.root} stands "
+                f"{name} = {now[name]!r}, but run {folder.root} stands "
                 f"{counted(epoch_step, 'step')} into an epoch that began with "
-                f"{before[section][key]!r}: the rest of it would train some episodes twice and "
+                f"{before[name]!r}: the rest of it would train some episodes twice and "
                 "others never. Set it as it was until the epoch is over, or choose another run.dir"
             )
 

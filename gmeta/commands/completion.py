@@ -2,20 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from gmeta.config import TrainConfig
-
-
-class Shell(StrEnum):
-    """The shells that can complete."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
 
 
 @dataclass(frozen=True)
@@ -29,7 +20,7 @@ class Words:
 
 def completion(
     context: typer.Context,
-    shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="bash, zsh or fish")],
 ) -> None:
     """Print what lets a shell complete commands, flags and config keys.
 
@@ -39,13 +30,13 @@ def completion(
     """
     commands = {name: words_of(one) for name, one in context.obj().items()}
     keys = key_choices()
-    if shell is Shell.FISH:
+    if shell == "fish":
         typer.echo(fish_script(commands, keys))
         return
     script = bash_script(commands, keys)
     # zsh runs functions of bash as they are.
     head = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-    typer.echo(f"{head if shell is Shell.ZSH else ''}{script}")
+    typer.echo(f"{head if shell == 'zsh' else ''}{script}")
 
 
 def words_of(command: Any) -> Words:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from gmeta.commands.table_formats import Tables
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
+from gmeta.serving.table_format import TableFormat
 
 REFUSED = 3  # the exit code of a verdict, which is no failure
 
@@ -24,9 +24,9 @@ Candidate = Annotated[
 def promote(
     candidate: Candidate,
     channel: ChannelAt,
-    tables: Annotated[Tables, typer.Option(help="RUN: how embedding tables are held")] = (
-        Tables.FLOAT32
-    ),
+    tables: Annotated[
+        TableFormat, typer.Option(help="RUN: how embedding tables are held")
+    ] = "float32",
     step: Annotated[
         int | None, typer.Option(min=0, help="RUN: checkpoint to export; default: the newest")
     ] = None,
@@ -53,7 +53,7 @@ def promote(
     _check(candidate, channel)
     from gmeta.commands.work.delivery import promote_candidate
 
-    promote_candidate(candidate, channel, tables.value, step, verdict, keep)
+    promote_candidate(candidate, channel, tables, step, verdict, keep)
 
 
 def rollback(

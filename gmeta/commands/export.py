@@ -1,26 +1,13 @@
 """`gmeta export` and `gmeta predict`."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, Literal
 
 import typer
 
-from gmeta.commands.table_formats import Tables
 from gmeta.errors import UserError
 from gmeta.files.local import check_local, check_replaces
-
-if TYPE_CHECKING:
-    from gmeta.runtimes.write import Runtime
-
-
-class Format(StrEnum):
-    """What an export is for."""
-
-    GMETA = "gmeta"
-    TORCH = "torch"
-    ONNX = "onnx"
-    TRITON = "triton"
+from gmeta.serving.table_format import TableFormat
 
 
 def export(
@@ -32,15 +19,15 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="new folder for the model")],
     runtime: Annotated[
-        Format,
+        Literal["gmeta", "torch", "onnx", "triton"],
         typer.Option(
             "--format",
             help="for gmeta itself, programs of torch.export, an ONNX model, or a model of a "
             "Triton repository",
         ),
-    ] = Format.GMETA,
+    ] = "gmeta",
     tables: Annotated[
-        Tables | None,
+        TableFormat | None,
         typer.Option(
             help="embedding tables: float32 (as trained, the default), half the size, or a scale a "
             "row and int8"
@@ -71,16 +58,21 @@ def export(
     check_local("OUT", out)
     if since is not None:
         check_local("--since", since)
-    if runtime is not Format.GMETA and since is not None:
+    if runtime != "gmeta" and since is not None:
         raise UserError(
-            f"--since writes what changed for gmeta itself: --format {runtime.value} has no "
-            "deltas. Leave one of them out"
+            f"--since writes what changed for gmeta itself: --format {runtime} has no deltas. "
+            "Leave one of them out"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.export import export_as
+    from gmeta.commands.work.delivery import export_changes
+    from gmeta.commands.work.export import export_for_runtime, export_whole
 
-    chosen = None if runtime is Format.GMETA else cast("Runtime", runtime.value)
-    export_as(run, out, chosen, tables.value if tables else None, step, since, overwrite)
+    if runtime != "gmeta":
+        export_for_runtime(run, out, runtime, tables, step, overwrite)
+    elif since is not None:
+        export_changes(run, out, since, tables or "float32", step, overwrite)
+    else:
+        export_whole(run, out, tables or "float32", step, overwrite)
 
 
 def predict(

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from gmeta.commands.screen import phases, print_result, screen
-from gmeta.commands.spark import spark_session
-from gmeta.errors import UserError
+from gmeta.commands.spark import refuse_transform, spark_session
 from metaio.counted import counted
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema_file import load_schema
@@ -30,11 +29,8 @@ def extend_stream(
     """
     known = load_schema(schema) if schema is not None else None
     if spark:
-        if known is not None and known.transform is not None:
-            raise UserError(
-                f"{schema} has [transform], which runs on one machine. Leave --spark out, or "
-                "transform the rows in Spark before"
-            )
+        if schema is not None and known is not None:
+            refuse_transform(schema, known)
         with spark_session(inputs, stream) as session:
             engine = on_spark(session)
             record = extend(inputs, stream, known, options, accept=accept, engine_of=engine)

@@ -12,7 +12,7 @@ from rich.table import Table
 from gmeta.commands.inspect_channel import inspect_channel
 from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.inspect_stream import inspect_stream
-from gmeta.commands.screen import print_result, progress_bars, screen, show_table, table_of
+from gmeta.commands.screen import first_progress, print_result, screen, show_table, table_of
 from gmeta.delivery.channel import Channel, is_channel
 from gmeta.errors import UserError
 from gmeta.files.local import check_local, is_url
@@ -70,19 +70,13 @@ def inspect(
             )
     dataset = open_dataset(path)
     console = screen()
-    with progress_bars() as progress:
-        bar = progress.add_task("reading", total=None)
-
-        def advance(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
-        if verify:
-            messages = damage(dataset, advance)
-        else:
-            summaries = summarise(dataset, advance)
     if verify:
+        with first_progress("reading") as advance:
+            messages = damage(dataset, advance)
         _verdict(console, dataset, messages)
         return
+    with first_progress("reading") as advance:
+        summaries = summarise(dataset, advance)
     _describe(console, dataset, summaries)
     if picture is not None:
         content = drawn(summaries, picture)

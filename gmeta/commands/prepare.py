@@ -2,16 +2,15 @@
 
 import os
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from gmeta.commands.extend import extend_stream
 from gmeta.commands.screen import phases, print_result, screen, show_table
-from gmeta.commands.spark import prepare_on_spark
+from gmeta.commands.spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
 from metaio.counted import counted
 from metaio.format.dataset import Dataset, open_dataset
@@ -50,24 +49,10 @@ OPTIONS = {
 }
 
 
-class Recipe(StrEnum):
-    """Datasets that need no schema file."""
-
-    MOVIELENS_1M = "movielens-1m"
-    METAEMB = "metaemb"
-    MOVIELENS_100K = "movielens-100k"
-    AMAZON = "amazon"
-    SYNTHETIC = "synthetic"
-    SYNTHETIC_DAYS = "synthetic-days"
-
-
-class RatingLabel(StrEnum):
-    """What a model of ratings predicts."""
-
-    CLICK = "click"
-    RATING = "rating"
-
-
+# Datasets that need no schema file.
+Recipe = Literal[
+    "movielens-1m", "metaemb", "movielens-100k", "amazon", "synthetic", "synthetic-days"
+]
 Paths = Annotated[
     list[str],
     typer.Argument(
@@ -105,7 +90,7 @@ History = Annotated[
     ),
 ]
 Label = Annotated[
-    RatingLabel,
+    Literal["click", "rating"],
     typer.Option(help="movielens-100k, amazon: click is a rating of 4 or 5, rating 1 to 5"),
 ]
 Memory = Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")]
@@ -153,7 +138,7 @@ def prepare(
     validation: Validation = False,
     order: Order = "shuffle",
     history: History = 0,
-    label: Label = RatingLabel.CLICK,
+    label: Label = "click",
     memory: Memory = "2GB",
     threads: Threads = 0,
     block_rows: BlockRows = 65_536,
@@ -176,16 +161,23 @@ def prepare(
     """
     *inputs, out = paths
     _check_options(context, schema, recipe, spark, extend)
+    options = PrepareOptions(
+        memory_bytes=_bytes(memory),
+        threads=threads or os.cpu_count() or 1,
+        block_rows=block_rows,
+        bundle_tasks=bundle_tasks,
+        compact=compact,
+        overwrite=overwrite,
+    )
     if extend is not None:
         if overwrite:
             raise UserError(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
-        options = _options(memory, threads, block_rows, bundle_tasks, compact)
         extend_stream(paths, extend, schema, options, accept, spark)
         return
     _tell_of_leftovers(out)
-    if recipe is Recipe.SYNTHETIC_DAYS:
+    if recipe == "synthetic-days":
         _expect_inputs(recipe, inputs, 0)
         given = context.get_parameter_source("rows")
         sizes = rows if given is not None and given.name == "COMMANDLINE" else DAILY_ROWS
@@ -196,7 +188,7 @@ def prepare(
             f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
         )
         return
-    if recipe is Recipe.SYNTHETIC:
+    if recipe == "synthetic":
         _expect_inputs(recipe, inputs, 0)
         config = SyntheticConfig(
             num_tasks=tasks, num_items=items, min_rows=rows[0], max_rows=rows[1], seed=seed
@@ -204,41 +196,22 @@ def prepare(
         prepare_synthetic(out, config, overwrite)
     elif recipe is not None:
         _expect_inputs(recipe, inputs, 1)
-        by_time = ByTimeConfig(label=label.value, seed=seed)
-        if recipe is Recipe.MOVIELENS_1M:
+        by_time = ByTimeConfig(label=label, seed=seed)
+        if recipe == "movielens-1m":
             melu = MovieLensConfig(seed=seed, order=order, validation=validation, history=history)
             prepare_movielens(inputs[0], out, melu, overwrite)
-        elif recipe is Recipe.METAEMB:
+        elif recipe == "metaemb":
             metaemb = MetaEmbConfig(seed=seed, validation=validation)
             prepare_metaemb(inputs[0], out, metaemb, overwrite)
-        elif recipe is Recipe.AMAZON:
+        elif recipe == "amazon":
             prepare_amazon(inputs[0], out, by_time, overwrite)
         else:
             prepare_movielens_100k(inputs[0], out, by_time, overwrite)
     elif schema is not None:
         if not inputs:
             raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
-        options = _options(memory, threads, block_rows, bundle_tasks, compact, overwrite)
         _prepare_tables(inputs, out, schema, options, spark)
     _report(out)
-
-
-def _options(
-    memory: str,
-    threads: int,
-    block_rows: int,
-    bundle_tasks: int | None,
-    compact: bool,
-    overwrite: bool = False,
-) -> PrepareOptions:
-    return PrepareOptions(
-        memory_bytes=_bytes(memory),
-        threads=threads or os.cpu_count() or 1,
-        block_rows=block_rows,
-        bundle_tasks=bundle_tasks,
-        compact=compact,
-        overwrite=overwrite,
-    )
 
 
 def _check_options(
@@ -255,7 +228,7 @@ def _check_options(
         )
     if recipe is None and schema is None and extend is None:
         raise UserError("neither --schema nor --recipe is given. Pass one of them")
-    way = f"--recipe {recipe.value}" if recipe else "--schema"
+    way = f"--recipe {recipe}" if recipe else "--schema"
     way = way if extend is None else "--extend"
     way += " --spark" if spark and recipe is None and (schema or extend) else ""
     for name in context.params:
@@ -282,12 +255,8 @@ def _prepare_tables(
             f"{schema} has [stream], which is for increments. Run: gmeta prepare --schema {schema} "
             f"--extend {out} INPUT..., or leave [stream] out"
         )
-    if spark and known.transform is not None:
-        raise UserError(
-            f"{schema} has [transform], which runs on one machine. Leave --spark out, or transform "
-            "the rows in Spark before"
-        )
     if spark:
+        refuse_transform(schema, known)
         prepare_on_spark(inputs, out, known, options)
     else:
         with phases() as tell:
@@ -314,8 +283,8 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
     if len(inputs) != count:
         usage = "PATH OUT" if count else "OUT"
         raise UserError(
-            f"--recipe {recipe.value} was given {len(inputs) + 1} paths, it takes {count + 1}. "
-            f"Run: gmeta prepare --recipe {recipe.value} {usage}"
+            f"--recipe {recipe} was given {len(inputs) + 1} paths, it takes {count + 1}. "
+            f"Run: gmeta prepare --recipe {recipe} {usage}"
         )
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def runs(
             {"key": key, **{str(run.root): value for run, value in zip(found, values, strict=True)}}
             for key, values in differing
         ]
-        runs_told = [summary.to_json() for summary in summaries]
+        runs_told = [asdict(summary) for summary in summaries]
         typer.echo(json.dumps({"runs": runs_told, "differing": keys, "broken": broken}, indent=2))
         return
     _list(summaries)

@@ -111,7 +111,7 @@ def progress_bars() -> Progress:
 
 
 @contextmanager
-def first_progress(what: str, rank: int) -> Iterator[Callable[[int, int], None]]:
+def first_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], None]]:
     """Yield a function (done, total) that shows the progress of one thing, on rank 0 alone."""
     if rank:
         yield lambda done, total: None

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gmeta.errors import UserError
@@ -25,6 +26,15 @@ def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: Prepa
     """
     with spark_session(inputs, out) as session:
         prepare_with_spark(_read(session, inputs), out, schema, options)
+
+
+def refuse_transform(path: Path, schema: Schema) -> None:
+    """Raise UserError for the schema of a file that Spark cannot run."""
+    if schema.transform is not None:
+        raise UserError(
+            f"{path} has [transform], which runs on one machine. Leave --spark out, or transform "
+            "the rows in Spark before"
+        )
 
 
 @contextmanager

@@ -48,7 +48,13 @@ from gmeta.tuning.study import (
     Study,
     import_optuna,
 )
-from gmeta.tuning.trials import TrialRunner, trial_config, trial_processes
+from gmeta.tuning.trials import (
+    TrialRunner,
+    failure_of,
+    started,
+    trial_config,
+    trial_processes,
+)
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 
@@ -229,18 +235,9 @@ def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext
     Raises:
         GMetaError: it does not fit its dataset; with the line of `gmeta train`.
     """
-    failures, said = context.Pipe(duplex=False)
-    log = folder / CHECK_LOG
-    checked = trial_config(config, folder / "check").to_json()
-    process = context.Process(target=_check_trial, args=(checked, str(log), said), daemon=True)
-    process.start()
-    said.close()
-    try:
-        line = failures.recv()
-    except EOFError:
-        line = ""
-    process.join()
-    if line:
+    log, checked = folder / CHECK_LOG, trial_config(config, folder / "check")
+    process, failures = started(context, _check_trial, checked, log)
+    if line := failure_of(process, failures):
         raise UserError(line)
     if process.exitcode:
         raise GMetaError(f"the config's check ended with exit code {process.exitcode}; see {log}")

@@ -118,8 +118,7 @@ def _rows_of_table(folder: Path, dataset: Dataset, name: str, num_rows: int) -> 
         row_R[num_rows:] = 0
         return None if size <= num_rows else torch.from_numpy(row_R)
     file = vocabulary_file(name)
-    verify_file(dataset, file, entry)
-    values = pq.read_table(BytesIO(dataset.read_file(file)))["value"].combine_chunks()
+    values = pq.read_table(BytesIO(verify_file(dataset, file, entry)))["value"].combine_chunks()
     known = read_values(folder / file)
     if known.equals(values):
         return None

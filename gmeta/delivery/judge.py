@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from gmeta.delivery.gate import Predicted, predict_gate
-from gmeta.metrics.catalogue import Loss, Scoring, loss_metric, predicted_by
+from gmeta.losses.config import Loss
+from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
 from gmeta.report.intervals import Interval, bootstrap_values, percentile_interval

@@ -1,10 +1,12 @@
 """What can be chosen about the labels; the [labels] section of a training config."""
 
 from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, get_args
 
 from gmeta_keys import key
 
-LOSSES = ("bce", "mse", "huber", "mae", "softmax", "pairwise")
+Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
+LOSSES = get_args(Loss)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from gmeta.errors import ConfigError
+from gmeta.losses.config import Loss
 from gmeta.metrics.config import LIKED, EvaluationConfig
 from gmeta.metrics.own import NAMED_METRICS, is_own
 from gmeta.metrics.texts import CANDIDATE_TEXTS, OVER_CANDIDATES, TEXTS, MetricInfo
 
-Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
 Predicted: TypeAlias = Literal["probability", "rating", "score"]  # a score ranks, no more
 
 OF_CLICKS = ("auc", "gauc", "logloss")

@@ -3,6 +3,8 @@
 import numpy as np
 
 from gmeta.metrics.terms import (
+    ECE_BINS,
+    LOGLOSS_CLIP,
     Bools,
     Floats,
     Ints,
@@ -17,11 +19,6 @@ from gmeta.metrics.terms import (
 from metaio.ragged import run_starts
 
 # N rows, T tasks, X bins
-
-# A float32 sigmoid rounds to exactly 0 or 1 for ordinary logits; scikit-learn clips there too.
-LOGLOSS_CLIP = float(np.finfo(np.float32).eps)
-# As in Guo et al. 2017, and what torchmetrics takes without being asked.
-ECE_BINS = 15
 
 
 def auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int) -> Terms:

@@ -7,7 +7,6 @@ efficiently in the presence of tied scores): a constant model earns no luck.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -24,8 +23,6 @@ from gmeta.metrics.terms import (
 from metaio.ragged import owners, places, run_starts
 
 # N rows, T tasks, R ties: runs of rows of one task with equal scores
-
-Gain: TypeAlias = Literal["linear", "exponential"]
 
 
 @dataclass(frozen=True)
@@ -117,24 +114,21 @@ def gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
     return Terms(float((auc_T * den_T).sum() / den_T.sum()), auc_T * den_T, den_T)
 
 
-def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int, gain: Gain) -> Terms:
+def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int) -> Terms:
     """Return the normalised discounted cumulative gain of a task's k best rows, mean over tasks.
 
-        DCG@k = sum_{r <= k} g(label_r) / log2(1 + r),  nDCG@k = DCG@k / (DCG@k of the ideal order)
+        DCG@k = sum_{r <= k} label_r / log2(1 + r),  nDCG@k = DCG@k / (DCG@k of the ideal order)
 
-    g(label) = label for `linear` (Jarvelin & Kekalainen 2002, and this project's reports),
-    2^label - 1 for `exponential` (Burges et al. 2005). Both are in use for cold-start work: compare
-    only like with like. Tasks without any gain are left out; NaN when none is left or a label is
-    negative.
+    (Jarvelin & Kekalainen 2002.) With a gain of 2^label - 1 (Burges et al. 2005), in use for
+    cold-start work too, it is another number: compare only like with like. Tasks without any gain
+    are left out; NaN when none is left or a label is negative.
     """
     if ranked.label_N.size and ranked.label_N.min() < 0:
         return undefined(ranked.num_tasks, "labels below 0 have no gain")
-    ideal_T = _dcg_T(ideal, k, gain)
+    ideal_T = _dcg_T(ideal, k)
     if not (ideal_T > 0).any():
         return undefined(ranked.num_tasks, "no task holds a row with gain")
-    return mean_over_tasks(
-        _dcg_T(ranked, k, gain) / np.where(ideal_T > 0, ideal_T, 1.0), ideal_T > 0
-    )
+    return mean_over_tasks(_dcg_T(ranked, k) / np.where(ideal_T > 0, ideal_T, 1.0), ideal_T > 0)
 
 
 def precision_terms(ties: Ties, k: int) -> Terms:
@@ -241,11 +235,10 @@ def _log_choose(n: Ints, k: Ints) -> Floats:
     return found
 
 
-def _dcg_T(ranked: RankedRows, k: int, gain: Gain) -> Floats:
+def _dcg_T(ranked: RankedRows, k: int) -> Floats:
     discount_before = np.concatenate(([0.0], np.cumsum(1.0 / np.log2(np.arange(2, k + 2)))))
     best_N = ranked.task_end_N - ranked.tie_end_N
     worst_N = ranked.task_end_N - ranked.tie_first_N
     total_N = discount_before[np.minimum(worst_N, k)] - discount_before[np.minimum(best_N, k)]
-    gain_N = ranked.label_N if gain == "linear" else np.exp2(ranked.label_N) - 1.0
     # Tied rows stand at each of their ranks with equal chance: each gets the mean discount.
-    return sum_T(gain_N * total_N / (worst_N - best_N), ranked.task_N, ranked.num_tasks)
+    return sum_T(ranked.label_N * total_N / (worst_N - best_N), ranked.task_N, ranked.num_tasks)

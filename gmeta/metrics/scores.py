@@ -10,7 +10,6 @@ from gmeta.metrics.list_losses import list_loss_terms
 from gmeta.metrics.own import own_terms
 from gmeta.metrics.pooled import auc_terms, ece_terms, logloss_N, pr_auc_terms
 from gmeta.metrics.ranking import (
-    Gain,
     RankedRows,
     Ties,
     candidate_terms,
@@ -45,6 +44,11 @@ def evaluate_split(
 
     label_N, prediction_N (probabilities for bce, ratings for other losses) and task_N (any
     integers) are aligned rows. Raises ValueError where their shapes differ.
+
+    >>> labels, tasks = np.array([0, 1, 0, 1, 1]), np.array([7, 7, 8, 8, 8])
+    >>> scores = np.array([0.1, 0.9, 0.8, 0.3, 0.4])
+    >>> evaluate_split(labels, scores, tasks, Scoring("bce"), ["gauc"])["gauc"].value
+    0.4
     """
     terms = split_terms(label, prediction, task, scoring, names, resampled=False)
     return {name: Value(one.value, one.num_tasks, one.reason) for name, one in terms.items()}
@@ -89,46 +93,6 @@ def split_terms(
     return {name: terms_of(name) for name in chosen}
 
 
-def auc(label: Array, score: Array) -> float:
-    """Return the area under the ROC curve: P(a positive scores above a negative), ties half.
-
-    A positive has a label of at least 0.5. NaN when a class is missing or a score is not finite.
-
-    >>> auc(np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.4, 0.8]))
-    0.875
-    """
-    label_N, score_N, _ = _checked(label, score, np.zeros(np.shape(label), np.int64))
-    return auc_terms(label_N >= 0.5, score_N, np.zeros(label_N.size, np.int64), 1).value
-
-
-def gauc(label: Array, score: Array, task: Array) -> float:
-    """Return the AUC inside each task, weighted by its rows; see gauc_terms.
-
-    >>> score = np.array([0.1, 0.9, 0.8, 0.3, 0.4])
-    >>> gauc(np.array([0, 1, 0, 1, 1]), score, np.array([7, 7, 8, 8, 8]))
-    0.4
-    """
-    label_N, score_N, task_N = _checked(label, score, task)
-    ids_T, code_N = np.unique(task_N, return_inverse=True)
-    return gauc_terms(rank_within_tasks(label_N, score_N, code_N, ids_T.size), 0.5).value
-
-
-def ndcg_at_k(label: Array, score: Array, task: Array, k: int, gain: Gain = "linear") -> float:
-    """Return the normalised discounted cumulative gain of a task's k best rows, mean over tasks;
-    see ndcg_terms.
-
-    >>> ndcg_at_k(np.array([5.0, 4.0]), np.array([0.2, 0.7]), np.array([1, 1]), k=1)
-    0.8
-    """
-    label_N, score_N, task_N = _checked(label, score, task)
-    if k < 1:
-        raise ValueError(f"nDCG@{k} does not exist: k must be at least 1. Pass k >= 1.")
-    ids_T, code_N = np.unique(task_N, return_inverse=True)
-    ranked = rank_within_tasks(label_N, score_N, code_N, ids_T.size)
-    ideal = rank_within_tasks(label_N, label_N, code_N, ids_T.size)
-    return ndcg_terms(ranked, ideal, k, gain).value
-
-
 def logloss(label: Array, probability: Array) -> float:
     """Return the mean negative log-likelihood in nats, clipped at the epsilon of float32."""
     label_N, probability_N, _ = _checked(label, probability, np.zeros(np.shape(label), np.int64))
@@ -139,12 +103,6 @@ def mae(label: Array, prediction: Array) -> float:
     """Return the mean absolute error over all rows, in the label's unit."""
     label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
     return mean_of(np.abs(prediction_N - label_N))
-
-
-def rmse(label: Array, prediction: Array) -> float:
-    """Return the root of the mean squared error over all rows, in the label's unit."""
-    label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
-    return float(np.sqrt(mean_of(np.square(prediction_N - label_N))))
 
 
 def _checked(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, Ints]:
@@ -190,7 +148,7 @@ def _maker(
                 for loss in LIST_LOSSES
             },
             "mrr": lambda: mrr_terms(ties()),
-            "ndcg": lambda: ndcg_terms(ranked(), ideal(), k or 0, "linear"),
+            "ndcg": lambda: ndcg_terms(ranked(), ideal(), k or 0),
             "hr": lambda: hit_terms(ties(), k or 0),
             "p": lambda: precision_terms(ties(), k or 0),
             "recall": lambda: recall_terms(ties(), k or 0),

@@ -16,6 +16,11 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
+# A float32 sigmoid rounds to exactly 0 or 1 for ordinary logits; scikit-learn clips there too.
+LOGLOSS_CLIP = float(np.finfo(np.float32).eps)
+# As in Guo et al. 2017, and what torchmetrics takes without being asked.
+ECE_BINS = 15
+
 
 @dataclass(frozen=True)
 class Value:

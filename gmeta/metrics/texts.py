@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gmeta.metrics.pooled import ECE_BINS, LOGLOSS_CLIP
+from gmeta.metrics.terms import ECE_BINS, LOGLOSS_CLIP
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,7 @@ from gmeta.report.wording import (
 
 Item = TypeVar("Item")
 
-STYLES: dict[Verdict, str] = {
-    "better": "green",
-    "worse": "red",
-    "noise": "dim",
-    "same": "dim",
-    "unknown": "dim",
-}
+STYLES: dict[Verdict, str] = {"better": "green", "worse": "red"}  # others are dim
 UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
 # Fixed, so that the tables of all groups line up; four differences fill 80 columns.
 METRIC_WIDTH, VALUE_WIDTH, NAMED_WIDTH, VERDICT_WIDTH = 19, 7, 10, 14

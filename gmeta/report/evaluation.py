@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.metrics.texts import MetricInfo
 
 SCHEMA = "gmeta.evaluation/1"

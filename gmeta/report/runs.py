@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Loss, Scoring, predicts_alike
+from gmeta.losses.config import Loss
+from gmeta.metrics.catalogue import Scoring, predicts_alike
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.terms import Array
 from gmeta.report.evaluation import STAGES, FineTuning, Stage

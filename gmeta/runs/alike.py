@@ -15,9 +15,7 @@ OF_ONE_MACHINE = ("data.path", "data.service", "data.threads", "data.processes")
 
 def settings_of_all(config: TrainConfig) -> dict[str, Any]:
     """Return the config's values by section.key, without those that are a machine's own."""
-    saved = config.to_json()
-    values = {f"{part}.{key}": value for part in saved for key, value in saved[part].items()}
-    return {key: value for key, value in values.items() if key not in OF_ONE_MACHINE}
+    return {key: value for key, value in config.by_key().items() if key not in OF_ONE_MACHINE}
 
 
 def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:

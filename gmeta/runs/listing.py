@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,6 @@ class RunSummary:
     best_step: int | None
     scores: dict[str, float | None]  # all metrics of that validation
     logged_s: float | None  # when the last line was written, seconds since 1970
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def find_runs(root: Path) -> Iterator[RunFolder]:
@@ -109,11 +105,10 @@ def _judged_by(config: TrainConfig) -> tuple[str, bool]:
 
 def differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
     """Return the keys whose values are not the same in all configs, each with its values."""
-    resolved = [config.to_json() for config in configs]
-    found = []
-    for section, keys in resolved[0].items():
-        for name in keys:
-            values = [config[section][name] for config in resolved]
-            if f"{section}.{name}" not in NOT_COMPARED and any(v != values[0] for v in values):
-                found.append((f"{section}.{name}", values))
-    return found
+    resolved = [config.by_key() for config in configs]
+    by_key = {key: [config[key] for config in resolved] for key in resolved[0]}
+    return [
+        (key, values)
+        for key, values in by_key.items()
+        if key not in NOT_COMPARED and any(value != values[0] for value in values)
+    ]

@@ -22,16 +22,10 @@ from gmeta.runtimes.programs import (
     write_onnx,
 )
 from gmeta.runtimes.triton import MODEL_FOLDER, is_repository, write_repository
-from gmeta.serving.folder import (
-    CONFIG_FILE,
-    FolderKind,
-    TableFormat,
-    is_export,
-    new_folder,
-    read_config,
-)
+from gmeta.serving.folder import CONFIG_FILE, FolderKind, is_export, new_folder, read_config
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
+from gmeta.serving.table_format import TableFormat
 
 Runtime = Literal["torch", "onnx", "triton"]
 _PROGRAM = FolderKind("exported program", is_program)

@@ -26,7 +26,7 @@ from metaio.prepare.encode import Encoder, Fitted
 from metaio.prepare.rules import SplitRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.values import as_float32, as_numbers, hash_values, integer_values, kind_of
-from metaio.ragged import Float32, Int64, offsets, ragged_indices
+from metaio.ragged import Float32, Int64, offsets, row_by_row
 
 # What Arrow raises for what it cannot read; OverflowError: a Python integer beyond 64 bits.
 _NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
@@ -179,13 +179,7 @@ class IdColumns:
                     "lists; none are allowed. Use id 0, which stands for unknown values"
                 )
             parts.append(self._ids(feature, values))
-        starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
-        values_V = np.empty(sum(len(part) for part in parts), np.int64)
-        for index, part in enumerate(parts):
-            values_V[ragged_indices(starts_NM[:, index], lengths_NM[:, index].astype(np.int64))] = (
-                part
-            )
-        return lengths_NM, values_V
+        return lengths_NM, row_by_row(lengths_NM, parts)
 
 
 def _typed(

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
-from gmeta.config import Loss, config_from_dict
+from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.files.checksums import FileEntry, differences, entries_of
-from gmeta.losses.config import LabelsConfig
+from gmeta.losses.config import LabelsConfig, Loss
+from gmeta.serving.table_format import TABLE_FORMATS, TableFormat
 from gmeta.tables.widths import widths_of_tables
 from gmeta_models.config import ModelConfig
 from metaio.errors import MetaIOError
@@ -35,8 +36,6 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 DELTA_FILE = "delta.json"  # in place of config.json: what changed since another export
 LAYERS_FILE = "layers.safetensors"
-TableFormat = Literal["float32", "float16", "int8"]
-TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 REMEDY = "Copy the folder again, or export the run again"
 
 

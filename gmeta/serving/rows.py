@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from metaio.format.block import Rows, build_block
 from metaio.format.features import Features
-from metaio.ragged import Float32, Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Float32, Int64, entries_of, offsets, row_by_row, row_sums
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
@@ -59,8 +59,7 @@ def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColu
 
 def take_rows(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:
     """Return the chosen rows, in the order chosen."""
-    value_offsets = offsets(row_sums(rows.lengths_NM))
-    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
+    values = entries_of(offsets(row_sums(rows.lengths_NM)), chosen)
     arrays = vars(rows).items()
     return EncodedColumns(
         *(array[values if name == "values_V" else chosen] for name, array in arrays)
@@ -103,25 +102,19 @@ def task_batch(
     """Return a batch of episodes: `chosen_E` are indices of support and query rows, task by task,
     and `lengths_T` how many of each a task has.
     """
-    both = join_rows([support, query])
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
-    # Sides alternate task by task: the first index of each stretch, then the stretches in turn.
-    index = np.concatenate([support_E, query_E + support.num_rows])
-    starts = np.stack([offsets(support_T)[:-1], len(support_E) + offsets(query_T)[:-1]], axis=1)
-    lengths = np.stack([support_T, query_T], axis=1)
-    order_N = index[ragged_indices(starts.ravel(), lengths.ravel())]
-    value_offsets = offsets(row_sums(both.lengths_NM))
-    values = ragged_indices(value_offsets[order_N], np.diff(value_offsets)[order_N])
+    order_N = row_by_row(np.stack(lengths_T, axis=1), [support_E, query_E + support.num_rows])
+    both = take_rows(join_rows([support, query]), order_N)
     rows = Rows(
         task_T=np.arange(len(support_T)),
         row_lengths_T=support_T + query_T,
         support_lengths_T=support_T,
-        label_N=both.label_N[order_N],
-        dense_NK=both.dense_NK[order_N],
-        ids_NF=both.ids_NF[order_N],
-        multi_ids_V=both.values_V[values],
-        multi_lengths_NM=both.lengths_NM[order_N],
-        weight_N=both.weight_NW[order_N].ravel(),
+        label_N=both.label_N,
+        dense_NK=both.dense_NK,
+        ids_NF=both.ids_NF,
+        multi_ids_V=both.values_V,
+        multi_lengths_NM=both.lengths_NM,
+        weight_N=both.weight_NW.ravel(),
     )
     return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])

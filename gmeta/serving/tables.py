@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gmeta.errors import GMetaError, NotFiniteError
-from gmeta.serving.folder import TableFormat
+from gmeta.serving.table_format import TableFormat
 from gmeta_models.table_projections import filled_UD
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}

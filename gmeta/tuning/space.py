@@ -5,13 +5,14 @@ A space is a TOML file of one table a key, or `default_space` of a config.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final, get_args, get_type_hints
+from typing import Any, final, get_type_hints
 
-from gmeta.config import OuterConfig, TrainConfig, config_from_dict
+from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
+from gmeta.losses.config import LOSSES
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.settings import read_toml
@@ -36,19 +37,6 @@ NOT_TUNED = {
 }
 
 
-class Suggests(Protocol):
-    """As much of an Optuna trial as a space asks."""
-
-    def suggest_float(self, name: str, low: float, high: float, *, log: bool) -> float:
-        """Return a number of the range."""
-
-    def suggest_int(self, name: str, low: int, high: int, *, log: bool) -> int:
-        """Return a whole number of the range, both ends included."""
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """Return one of the choices."""
-
-
 @final
 @dataclass(frozen=True)
 class Range:
@@ -60,12 +48,12 @@ class Range:
     log: bool
     whole: bool
 
-    def suggest(self, trial: Suggests) -> Any:
-        """Return the value that a trial is to take, rounded to DIGITS."""
+    def suggest(self, trial: Any) -> Any:
+        """Return the value that a trial of Optuna's is to take, rounded to DIGITS."""
         if self.whole:
             return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
         value = trial.suggest_float(self.key, self.low, self.high, log=self.log)
-        return min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high)
+        return min(max(_rounded(value), self.low), self.high)
 
     def held(self, value: Any) -> Any:
         """Return what a study knows a value by; None where it is none of the range."""
@@ -98,8 +86,8 @@ class Choices:
     key: str
     values: tuple[Any, ...]
 
-    def suggest(self, trial: Suggests) -> Any:
-        """Return the value that a trial is to take."""
+    def suggest(self, trial: Any) -> Any:
+        """Return the value that a trial of Optuna's is to take."""
         return json.loads(trial.suggest_categorical(self.key, [*map(json.dumps, self.values)]))
 
     def held(self, value: Any) -> Any:
@@ -134,12 +122,6 @@ def config_with(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
         section, _, name = key.partition(".")
         raw[section][name] = value
     return config_from_dict(raw)
-
-
-def value_of(config: TrainConfig, key: str) -> Any:
-    """Return the value of `section.key` as JSON has it."""
-    section, _, name = key.partition(".")
-    return config.to_json()[section][name]
 
 
 def read_space(path: Path, config: TrainConfig) -> Space:
@@ -317,11 +299,12 @@ def default_space(config: TrainConfig) -> Space:
 NOT_OF_PLAIN = ("algorithm.name", "algorithm.plain_epochs")
 PLAIN = "none"  # the algorithm without an inner loop
 FORWARD_ONLY = ("encoder",)  # they take no inner step
-RATING_LOSSES = tuple(
-    loss for loss in get_args(get_type_hints(OuterConfig)["loss"]) if predicted_by(loss) == "rating"
-)
+RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 
 
 def _log_range(key: str, low: float, high: float) -> Range:
-    short: Callable[[float], float] = lambda value: float(f"{value:.{DIGITS}g}")  # noqa: E731
-    return Range(key, short(low), short(high), True, False)
+    return Range(key, _rounded(low), _rounded(high), True, False)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -19,7 +19,7 @@ from gmeta.errors import UserError
 from gmeta.files.checked_json import read_json
 from gmeta.files.whole import write_whole
 from gmeta.outer.early_stop import EarlyStop
-from gmeta.tuning.space import Space, config_with, value_of
+from gmeta.tuning.space import Space, config_with
 
 PrunerName = Literal["median", "hyperband", "none"]
 State = Literal["complete", "pruned", "failed", "interrupted"]
@@ -119,7 +119,7 @@ class Study:
         """Have the config's own values tried first: what is found is no worse than they are."""
         held = {}
         for dimension in self._plan.space:
-            value = dimension.held(value_of(self._plan.base, dimension.key))
+            value = dimension.held(self._plan.base.by_key()[dimension.key])
             if value is not None:
                 held[dimension.key] = value
         if held:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -81,14 +81,8 @@ class TrialRunner:
         folder = self.folder_of(number)
         folder.root.parent.mkdir(exist_ok=True)
         config = trial_config(self._study.config(values), folder.root)
-        failures, said = self._context.Pipe(duplex=False)
         log = folder.root.with_suffix(".log")
-        process = self._context.Process(
-            target=self._work, args=(config.to_json(), str(log), said), daemon=True
-        )
-        process.start()
-        said.close()
-        self._running[number] = _Running(process, failures, folder)
+        self._running[number] = _Running(*started(self._context, self._work, config, log), folder)
 
     def _hear(self, number: int, running: _Running) -> None:
         """Report the validations that the run has logged since the last time."""
@@ -103,16 +97,8 @@ class TrialRunner:
 
     def _end(self, number: int, running: _Running) -> Trial:
         process = running.process
-        process.join()
+        note = failure_of(process, running.failures)
         del self._running[number]
-        note = ""
-        # Both ends of the pipe are closed by now: there is a line, or the end of it.
-        if running.failures.poll():
-            try:
-                note = running.failures.recv()
-            except EOFError:
-                note = ""
-        running.failures.close()
         if running.pruned:
             trial = self._study.ended(number, "pruned")
         elif process.exitcode or note:
@@ -135,6 +121,28 @@ class TrialRunner:
         for trial in self._study.trials():
             if best is None or trial.number != best.number:
                 shutil.rmtree(self.folder_of(trial.number).checkpoints, ignore_errors=True)
+
+
+def started(
+    context: ForkServerContext, work: Work, config: TrainConfig, log: Path
+) -> tuple[Any, Connection]:
+    """Start a process that does `work` with a config; return it, and what hears why it failed."""
+    failures, said = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(config.to_json(), str(log), said), daemon=True)
+    process.start()
+    said.close()
+    return process, failures
+
+
+def failure_of(process: Any, failures: Connection) -> str:
+    """Wait for the end of a process, and return the line that it left of why it failed, or ""."""
+    process.join()
+    line = ""
+    # Both ends of the pipe are closed by now: there is a line, or the end of it.
+    with failures, suppress(EOFError):
+        if failures.poll():
+            line = failures.recv()
+    return line
 
 
 def trial_config(config: TrainConfig, folder: Path) -> TrainConfig:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.metrics.scores import logloss, mae
 from gmeta.yardstick.describing import NO_ITEM
 from gmeta.yardstick.rows import EpisodeRows, Floats

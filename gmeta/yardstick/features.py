@@ -20,7 +20,7 @@ import numpy as np
 from gmeta.yardstick.bias import BiasModel, middle, shown
 from gmeta.yardstick.describing import NO_ITEM, lists_of
 from gmeta.yardstick.rows import Bools, EpisodeRows, Floats, Lists
-from gmeta.yardstick.sums import ColumnSums, TrainingSums
+from gmeta.yardstick.sums import TrainingSums
 from metaio.format.features import Features
 from metaio.ragged import Int64
 
@@ -67,17 +67,20 @@ class Known:
         # Query rows count nothing here, whatever their label is.
         above_N = np.where(query_N, 0.0, rows.label_N - shown(bias.loss, level_N))
         columns = _task_columns(rows) | {"task bias": effect_N}
-        taken = self._item_sums(rows, fold_N, hidden_N)
+        taken_counts_N, taken_sums_N = self._item_sums(rows, fold_N, hidden_N)
         for index, (feature, column) in enumerate(
             zip(self.features.sparse, self.sums.columns, strict=True)
         ):
             lists = lists_of(rows, index)
             # A genre of a new item has the mean of the other items of that genre; its own rows,
             # which a cold item has not, are taken out.
-            known = _without_item(column, lists, fold_N, *(taken if self.describing[index] else ()))
-            columns[f"{feature.name}: mean"] = _list_means(lists, *known, mean)
+            counts_V, sums_V = column.without(lists.ids_V, fold_N[lists.row_V])
+            if self.describing[index]:
+                counts_V = counts_V - taken_counts_N[lists.row_V]
+                sums_V = sums_V - taken_sums_N[lists.row_V]
+            columns[f"{feature.name}: mean"] = _list_means(lists, counts_V, sums_V, mean)
             if index == bias.item:
-                columns[f"{feature.name}: rows"] = known[0]
+                columns[f"{feature.name}: rows"] = counts_V
             columns |= _shared(feature.name, lists, rows, above_N)
         for name, dense_N in zip(self.features.dense, rows.dense_NK.T, strict=True):
             columns[f"{name} (dense)"] = dense_N.astype(np.float64)
@@ -114,22 +117,6 @@ def _task_columns(rows: EpisodeRows) -> dict[str, Floats]:
         "support mean": mean_T[episode_N],
         "support deviation": np.sqrt(variance_T)[episode_N],
     }
-
-
-def _without_item(
-    column: ColumnSums,
-    lists: Lists,
-    fold_N: Int64,
-    item_counts_N: Floats | None = None,
-    item_sums_N: Floats | None = None,
-) -> tuple[Floats, Floats]:
-    """Return training rows and label sum of each id, outside its task's fold, and without the rows
-    of the items given."""
-    row_V = lists.row_V
-    counts_V, sums_V = column.without(lists.ids_V, fold_N[row_V])
-    if item_counts_N is not None and item_sums_N is not None:
-        counts_V, sums_V = counts_V - item_counts_N[row_V], sums_V - item_sums_N[row_V]
-    return counts_V, sums_V
 
 
 def _list_means(lists: Lists, counts_V: Floats, sums_V: Floats, mean: float) -> Floats:

@@ -17,7 +17,8 @@ from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import Shown, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Loss, predicted_by
+from gmeta.losses.config import Loss
+from gmeta.metrics.catalogue import predicted_by
 from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, choose_bias

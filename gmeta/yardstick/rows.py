@@ -14,7 +14,7 @@ from gmeta.batches.labels import ScoredLabel
 from gmeta.batches.views import STORED, View
 from metaio.format.block import Block, Rows, multi_feature_of_values
 from metaio.hashing import splitmix64, unit_interval
-from metaio.ragged import Float32, Int64, offsets, owners, places, ragged_indices
+from metaio.ragged import Float32, Int64, entries_of, offsets, owners, places, ragged_indices
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -33,9 +33,7 @@ class Lists:
     def at(self, rows_N: Int64) -> "Lists":
         """Return the lists of these rows, in their order."""
         lengths_N = np.diff(self.offsets_N1)[rows_N]
-        return Lists(
-            self.ids_V[ragged_indices(self.offsets_N1[rows_N], lengths_N)], offsets(lengths_N)
-        )
+        return Lists(self.ids_V[entries_of(self.offsets_N1, rows_N)], offsets(lengths_N))
 
     @property
     def row_V(self) -> Int64:
@@ -115,9 +113,8 @@ class EpisodeRows:
 
     def episodes(self, chosen: Int64) -> "EpisodeRows":
         """Return these episodes, in the order given."""
-        lengths_T = np.diff(self.row_offsets_T1)[chosen]
-        rows_N = ragged_indices(self.row_offsets_T1[chosen], lengths_T)
-        offsets_T1 = offsets(lengths_T)
+        rows_N = entries_of(self.row_offsets_T1, chosen)
+        offsets_T1 = offsets(np.diff(self.row_offsets_T1)[chosen])
         kept = replace(self, task_T=self.task_T[chosen], row_offsets_T1=offsets_T1)
         return kept._with_rows(rows_N, self.support_lengths_T[chosen])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.yardstick.bias import shown
 from gmeta.yardstick.features import Known, Statistics
 from gmeta.yardstick.rows import (

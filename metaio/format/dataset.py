@@ -313,8 +313,8 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
                     raise faulty(f"{place}: {stream} cannot have {file.footer_bytes} footer bytes")
 
 
-def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> None:
-    """Hold a whole file against the manifest.
+def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
+    """Return a whole file, held against the manifest.
 
     Raises:
         FormatError: it is missing, or its size or checksum differs.
@@ -325,3 +325,4 @@ def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> None:
             f"{dataset.url}/{path}: {len(data)} bytes that differ from the checksum in the "
             f"manifest, which lists {entry.num_bytes} bytes. {REMEDY}"
         )
+    return data

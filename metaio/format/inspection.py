@@ -4,6 +4,7 @@ is intact.
 Shape suffixes: T episodes, U unique ids of a block, B tables, R rows of a table.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -65,12 +66,6 @@ class SplitSummary:
         return int(self.support_T.sum() + self.query_T.sum())
 
 
-def _blocks(dataset: Dataset, split: str, done: Callable[[], None]) -> Iterator[Block]:
-    for block in range(dataset.split(split).num_blocks):
-        yield dataset.read_block(split, block)
-        done()
-
-
 def summarise(dataset: Dataset, progress: Progress | None = None) -> list[SplitSummary]:
     """Read every block of every split once and count.
 
@@ -78,18 +73,18 @@ def summarise(dataset: Dataset, progress: Progress | None = None) -> list[SplitS
         FormatError: a block is damaged.
     """
     total = sum(split.num_blocks for split in dataset.splits.values())
-    finished = 0
+    finished = itertools.count(1)
 
-    def done() -> None:
-        nonlocal finished
-        finished += 1
-        if progress is not None:
-            progress(finished, total)
+    def blocks(split: str) -> Iterator[Block]:
+        for block in range(dataset.split(split).num_blocks):
+            yield dataset.read_block(split, block)
+            if progress is not None:
+                progress(next(finished), total)
 
-    return [_summarise_split(dataset, name, done) for name in dataset.splits]
+    return [_summarise_split(dataset, name, blocks(name)) for name in dataset.splits]
 
 
-def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> SplitSummary:
+def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> SplitSummary:
     tables = dataset.features.tables
     try:
         uses = [np.zeros(table.num_rows, dtype=np.int64) for table in tables]
@@ -99,13 +94,9 @@ def _summarise_split(dataset: Dataset, name: str, done: Callable[[], None]) -> S
             f"{dataset.url}: table {largest.name} has {largest.num_rows:,} rows, and to count the "
             "use of each takes more memory than there is. Inspect it on a larger machine"
         ) from error
-    tasks, support, query = (
-        [np.zeros(0, np.int64)],
-        [np.zeros(0, np.int64)],
-        [np.zeros(0, np.int64)],
-    )
+    tasks, support, query = ([np.zeros(0, np.int64)] for _ in range(3))
     label_sum, num_known = 0.0, 0
-    for block in _blocks(dataset, name, done):
+    for block in blocks:
         tasks.append(block.task_T)
         support.append(block.support_lengths_T)
         query.append(np.diff(block.row_offsets_T1) - block.support_lengths_T)

@@ -171,8 +171,8 @@ def _rows_of(own: Dataset, known: Dataset, table: str, num_rows: int, num_known:
 def _vocabulary(dataset: Dataset, table: str) -> pa.Array:
     """Return the values of a table's rows from 1 on."""
     path = f"{VOCABULARY_FOLDER}/{table}.parquet"
-    verify_file(dataset, path, dataset.manifest.vocabularies[table])
-    return pq.read_table(BytesIO(dataset.read_file(path)))["value"].combine_chunks()
+    content = verify_file(dataset, path, dataset.manifest.vocabularies[table])
+    return pq.read_table(BytesIO(content))["value"].combine_chunks()
 
 
 def _affine(

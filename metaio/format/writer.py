@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -318,12 +318,6 @@ class DatasetWriter:
         for split in self._splits.values():
             split.abort()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.abort()
-
 
 @contextmanager
 def write_dataset(
@@ -348,9 +342,10 @@ def write_dataset(
             "them"
         )
     plan = Plan(features, block_rows, shard_blocks, compact)
-    with (
-        destination(out, overwrite) as (folder, is_local),
-        DatasetWriter(folder, is_local, plan, provenance) as writer,
-    ):
-        yield writer
-        writer.finish()
+    with destination(out, overwrite) as (folder, is_local):
+        writer = DatasetWriter(folder, is_local, plan, provenance)
+        try:
+            yield writer
+            writer.finish()
+        finally:
+            writer.abort()

@@ -36,7 +36,7 @@ from metaio.prepare.values import (
     time_values,
 )
 from metaio.prepare.vocabulary import RowIndex, index_of
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Int64, row_by_row, row_sums
 
 _ONE = np.uint64(1)
 
@@ -266,14 +266,7 @@ class Encoder:
             lists = as_lists(rule, batch[rule.column])
             lengths_NM[:, index] = integer_values(pc.fill_null(pc.list_value_length(lists), 0))
             ids.append(self._ids(rule, lists.flatten()))
-        # Lists come column by column but are stored row by row: every list's place is known from
-        # the lengths alone.
-        starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
-        values = np.empty(sum(len(part) for part in ids), dtype=np.int64)
-        for index, part in enumerate(ids):
-            values[ragged_indices(starts_NM[:, index], lengths_NM[:, index].astype(np.int64))] = (
-                part
-            )
+        values = row_by_row(lengths_NM, ids)
         return values, list_hashes(values, row_sums(lengths_NM))
 
 

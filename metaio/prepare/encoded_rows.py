@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from metaio.hashing import UInt64
 from metaio.prepare.schema import Schema
-from metaio.ragged import Int64, offsets, ragged_indices, row_sums
+from metaio.ragged import Int64, entries_of, offsets, row_sums
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,7 @@ def allocate(schema: Schema, num_rows: int, num_values: int) -> EncodedRows:
 
 def take_rows(rows: EncodedRows, chosen: Int64) -> EncodedRows:
     """Return the chosen rows, in the order chosen."""
-    value_offsets = offsets(row_sums(rows.lengths_NM))
-    values = ragged_indices(value_offsets[chosen], np.diff(value_offsets)[chosen])
+    values = entries_of(offsets(row_sums(rows.lengths_NM)), chosen)
     arrays = {
         name: np.take(array, values if name == "values_V" else chosen, axis=0)
         for name, array in vars(rows).items()

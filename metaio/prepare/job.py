@@ -192,7 +192,7 @@ def make_job(
     Raises:
         DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
     """
-    rows = [survey.rows_of_split.get(name, 0) for name in fitted.splits.names]
+    rows = [survey.rows_of_split[name] for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {
         column.column: kind_of_column(column, types[column.column]) for column in schema.sparse
@@ -200,7 +200,7 @@ def make_job(
     integer = kind_of(task, types[task], "task") == "integer"
     bundle_tasks = options.bundle_tasks
     if bundle_tasks is None:
-        bundle_tasks = usual_bundle_tasks(survey.rows_of_split.get(schema.splits.train, 0))
+        bundle_tasks = usual_bundle_tasks(survey.rows_of_split[schema.splits.train])
     return Job(
         schema=schema,
         options=options,

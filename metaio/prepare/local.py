@@ -7,7 +7,6 @@ buckets of whole tasks on disk, then sort each bucket and write it as a shard.
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 
 from metaio.format.writer import DatasetWriter
@@ -20,11 +19,10 @@ from metaio.prepare.negatives import Catalogue
 from metaio.prepare.raw_ids import write_raw_ids
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource
-from metaio.prepare.splits import Splits, resolved, split_names, window_search
+from metaio.prepare.splits import Splits, split_names, splits_of
 from metaio.prepare.spool import Spool
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
 from metaio.prepare.transform import told_transform
-from metaio.prepare.values import time_values
 
 
 def prepare(
@@ -49,7 +47,12 @@ def prepare(
         types = source.arrow_types(schema.columns)
         # The names come first: a row's split is an index into them.
         names = split_names(schema, source.distinct(column) if column else None)
-        splits = _splits(source, schema, names, types)
+        splits = splits_of(
+            schema,
+            names,
+            types,
+            lambda search, time: search.count_all(source.batches([time]), time),
+        )
         survey = _survey(
             source, schema, splits, options.threads, lambda done: tell("looking", done, total)
         )
@@ -84,24 +87,6 @@ def _encode(job: Job, source: DuckSource, spool: Spool, tell: Callable[[int], No
         tell(done)
     spool.flush()
     return job if items is None else replace(job, catalogue=items.merged())
-
-
-def _splits(
-    source: DuckSource, schema: Schema, names: tuple[str, ...], types: dict[str, pa.DataType]
-) -> Splits:
-    """Return the splits, once it is known where their windows of time begin."""
-    if schema.time is None:
-        return Splits(names)
-    search, column = window_search(schema), schema.time.column
-    while search is not None and not search.is_done:
-        batches = source.batches([column])
-        search.narrow(
-            sum(
-                (search.count(time_values(column, batch[column])) for batch in batches),
-                start=np.zeros(1, np.int64),
-            )
-        )
-    return resolved(schema, names, search, types[column])
 
 
 def _survey(

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.prepare.inputs import Inputs, expand
-from metaio.prepare.sql import column_name, listed
+from metaio.prepare.sql import column_name, connected, scan
 from metaio.prepare.text_faults import shortened
 
 LOOKED_ROWS = 1_000_000
@@ -129,11 +129,7 @@ def _fetched(connection: duckdb.DuckDBPyConnection, files: Inputs, encoding: str
 def _opened(urls: Sequence[str]) -> Iterator[tuple[duckdb.DuckDBPyConnection, Inputs]]:
     with tempfile.TemporaryDirectory(prefix="metaio-") as folder:
         files = expand(list(urls), Path(folder))
-        with duckdb.connect() as connection:
-            for fs in files.file_systems:
-                connection.register_filesystem(fs)
-            connection.execute("SET TimeZone = 'UTC'")
-            connection.execute("SET enable_progress_bar = false")
+        with connected(files) as connection:
             yield connection, files
 
 
@@ -149,13 +145,9 @@ def _telling(files: Inputs) -> Iterator[None]:
 
 
 def _scan(files: Inputs, encoding: str) -> str:
-    names = listed(files.names)
-    if files.kind == "Parquet":
-        return f"read_parquet({names})"
-    if files.kind == "JSON":
-        return f"read_json({names}, format = 'newline_delimited')"
     # As prepare reads it: without a comment DuckDB would look for one.
-    return f"read_csv({names}, comment = '', encoding = '{encoding}', nullstr = [''])"
+    csv = f"comment = '', encoding = '{encoding}', nullstr = ['']"
+    return scan(files, files.names, csv)
 
 
 def is_list(kind: pa.DataType) -> bool:

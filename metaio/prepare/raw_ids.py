@@ -141,8 +141,8 @@ def _table(dataset: Dataset, role: str, entry: FileEntry) -> pa.Table:
 
 
 def _read(dataset: Dataset, path: str, entry: FileEntry) -> pa.Table:
-    verify_file(dataset, path, entry)
+    content = verify_file(dataset, path, entry)
     try:
-        return pq.read_table(pa.BufferReader(dataset.read_file(path)))
+        return pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as error:
         raise FormatError(f"{dataset.url}/{path} is no Parquet file: {error}") from error

@@ -4,7 +4,8 @@ splits.
 docs/format.md shows a whole schema. Unknown keys are refused with the nearest known one.
 """
 
-from dataclasses import dataclass, field, fields
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from gmeta_keys import key
@@ -24,8 +25,6 @@ from metaio.prepare.rules import (
     StreamRule,
     TransformRule,
 )
-
-MOST_NUMBERS = 65_536  # of one vector
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,8 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for the manifest."""
-        found: dict[str, Any] = _plain(self)
+        given = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})
+        found: dict[str, Any] = json.loads(json.dumps(given))
         if not self.vector:
             del found["vector"]  # datasets without stay as they were
         return found
@@ -259,15 +259,3 @@ def features_of(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
         labels=schema.label_names,
         weight=schema.weight.column if schema.weight else "",
     )
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return {
-            f.name: _plain(getattr(value, f.name))
-            for f in fields(value)
-            if getattr(value, f.name) is not None
-        }
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    return value

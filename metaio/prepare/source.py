@@ -23,7 +23,7 @@ from metaio.prepare.encode import refuse_nulls
 from metaio.prepare.inputs import expand
 from metaio.prepare.schema import Schema, TextRule
 from metaio.prepare.sides import side_of_file, with_side
-from metaio.prepare.sql import column_name, listed, quoted, struct
+from metaio.prepare.sql import column_name, connected, listed, quoted, scan, struct
 from metaio.prepare.text_faults import bad_bytes, fault_of, fields_of, shortened
 from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
 from metaio.prepare.transform import transformed
@@ -53,21 +53,15 @@ class DuckSource:
         self, inputs: list[str], schema: Schema, *, memory_bytes: int, threads: int
     ) -> None:
         self._schema = schema
-        self._connection = duckdb.connect()
+        self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
+        self._files = expand(inputs, Path(self._folder.name))
+        self._connection = connected(self._files)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
         # Keeping the order costs memory: only where a row is known by its place alone.
         self._run(f"SET preserve_insertion_order = {str(schema.needs_input_order).lower()}")
-        # Times that name no zone are UTC on every machine.
-        self._run("SET TimeZone = 'UTC'")
-        # gmeta has its own.
-        self._run("SET enable_progress_bar = false")
         self._time = schema.time.column if schema.time else None
         self._text = schema.text or TextRule()
-        self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
-        self._files = expand(inputs, Path(self._folder.name))
-        for fs in self._files.file_systems:
-            self._connection.register_filesystem(fs)
         self.names = self._files.names  # the files that hold rows
         self._options = self._text_options()
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
@@ -101,15 +95,11 @@ class DuckSource:
 
     def _scan(self, names: list[str], types: dict[str, str] | None) -> str:
         """Return the table function that reads these files, with these types where given."""
-        if self._files.kind == "Parquet":
-            return f"read_parquet({listed(names)})"
-        if self._files.kind == "JSON":
-            columns = f", columns = {struct(types)}" if types else ""
-            return f"read_json({listed(names)}, format = 'newline_delimited'{columns})"
+        columns = f", columns = {struct(types)}" if types else ""
         typed = self._spelled | declared_types(self._schema) | (types or {})
         option = "columns" if self._spelled else "types"
         asked = f", {option} = {struct(typed)}" if typed else ""
-        return f"read_csv({listed(names)}, {self._options}{asked})"
+        return scan(self._files, names, f"{self._options}{asked}", columns)
 
     def _lines(self, names: list[str], columns: str) -> str:
         """Return a query over the lines of text files, each as the text `line`."""

@@ -8,6 +8,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,9 +37,9 @@ from metaio.prepare.spark_payloads import (
     payload,
     quoted,
 )
-from metaio.prepare.splits import PLACE, Splits, resolved, split_names, window_search
+from metaio.prepare.splits import PLACE, Splits, WindowSearch, split_names, splits_of
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
-from metaio.prepare.values import time_values
+from metaio.ragged import Int64
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -68,7 +69,7 @@ def prepare_with_spark(
     found = [row[0] for row in frame.select(column).distinct().collect()] if column else None
     names = split_names(schema, [str(name) for name in found] if found is not None else None)
     types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
-    splits = _splits(frame, schema, names, types)
+    splits = splits_of(schema, names, types, partial(_counted, frame))
     survey = _survey(frame, schema, splits)
     job = make_job(schema, options, fit(schema, survey, splits), survey, types)
     placed, files = _placed(frame, schema)
@@ -125,30 +126,16 @@ def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]
     return placed, sorted(files)
 
 
-def _splits(
-    frame: "DataFrame", schema: Schema, names: tuple[str, ...], types: dict[str, pa.DataType]
-) -> Splits:
-    """Return the splits, once it is known where their windows of time begin."""
-    if schema.time is None:
-        return Splits(names)
-    search, column = window_search(schema), schema.time.column
-    while search is not None and not search.is_done:
-        # Of this pass alone: it is sent to the workers as it is now.
-        counter = pickle.dumps(search)
+def _counted(frame: "DataFrame", search: WindowSearch, column: str) -> Int64:
+    """Return how many times of all rows fall into each bin of this pass of a search."""
+    # Sent to the workers as it is now, of this pass alone.
+    pickled = pickle.dumps(search)
 
-        def count(
-            batches: Iterator[pa.RecordBatch], counter: bytes = counter
-        ) -> Iterator[pa.RecordBatch]:
-            own = pickle.loads(counter)
-            total = sum(
-                (own.count(time_values(column, batch[column])) for batch in batches),
-                start=np.zeros(1, np.int64),
-            )
-            yield payload(total)
+    def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield payload(pickle.loads(pickled).count_all(batches, column))
 
-        parts = collected(frame.select(quoted([column])).mapInArrow(count, PAYLOAD))
-        search.narrow(sum(parts, start=np.zeros(1, np.int64)))
-    return resolved(schema, names, search, types[column])
+    parts = collected(frame.select(quoted([column])).mapInArrow(count, PAYLOAD))
+    return sum(parts, start=np.zeros(1, np.int64))
 
 
 def _check_frame(frame: "DataFrame", schema: Schema) -> None:

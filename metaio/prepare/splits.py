@@ -3,7 +3,8 @@
 Shape suffixes: N rows, W windows, K wanted ranks, B bins of 16 bits.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -155,7 +156,7 @@ def _unit(mixed: UInt64) -> npt.NDArray[np.floating[Any]]:
     return unit_interval(splitmix64(mixed))
 
 
-def rows_of_splits(splits: Splits, split_N: Int64) -> list[int]:
+def rows_of_splits(splits: Splits, split_N: Int64) -> Counter[str]:
     """Return how many rows each split's buckets hold: those of earlier windows, which may support
     a later one, included.
     """
@@ -167,8 +168,7 @@ def rows_of_splits(splits: Splits, split_N: Int64) -> list[int]:
         held = np.cumsum(counts[:windows])[1:]
         counts[1:windows] = held
         counts[windows:] = held[: len(counts) - windows]
-    found: list[int] = counts.tolist()
-    return found
+    return Counter(dict(zip(splits.names, counts.tolist(), strict=True)))
 
 
 def copies_of_windows(splits: Splits, window_N: Int64) -> tuple[Int64, Int64, npt.NDArray[np.int8]]:
@@ -221,6 +221,11 @@ class WindowSearch:
             found[index] = np.bincount(bins.astype(np.int64), minlength=_BINS)
         return found
 
+    def count_all(self, batches: Iterable[pa.RecordBatch], column: str) -> Int64:
+        """Return the same of all times in a column of some batches, 0 of no batch."""
+        counts = (self.count(time_values(column, batch[column])) for batch in batches)
+        return sum(counts, start=np.zeros(1, np.int64))
+
     def narrow(self, counts_KB: Int64) -> None:
         """Go on to the next 16 bits, given the sum of all counts of this pass."""
         if self._rank_K is None:
@@ -242,33 +247,32 @@ class WindowSearch:
         return tuple(starts)
 
 
-def window_search(schema: Schema) -> WindowSearch | None:
-    """Return the search for the windows' beginnings; None where there is nothing to be found."""
-    rule = schema.splits
-    if rule.by_time is None or rule.train not in rule.by_time:
-        return None
-    return WindowSearch(float(share) for share in rule.by_time.values())
-
-
-def resolved(
-    schema: Schema, names: tuple[str, ...], search: WindowSearch | None, time_type: pa.DataType
+def splits_of(
+    schema: Schema,
+    names: tuple[str, ...],
+    types: dict[str, pa.DataType],
+    count: Callable[[WindowSearch, str], Int64],
 ) -> Splits:
-    """Return the splits with the windows' beginnings on the scale of the time column.
+    """Return the splits with the windows' beginnings on the scale of the time column; `count`
+    counts the times of all rows, in this column, as a pass of a search does.
 
     Raises:
         DataError: a beginning is no value of the column's type, or not after the one before.
     """
     rule = schema.splits
-    if rule.by_time is None:
+    if schema.time is None or rule.by_time is None:
         return Splits(names)
-    starts = (
-        search.starts
-        if search
-        else tuple(
-            time_of(value, time_type, f"splits.by_time.{name}")
+    column = schema.time.column
+    if rule.train in rule.by_time:
+        search = WindowSearch(float(share) for share in rule.by_time.values())
+        while not search.is_done:
+            search.narrow(count(search, column))
+        starts = search.starts
+    else:
+        starts = tuple(
+            time_of(value, types[column], f"splits.by_time.{name}")
             for name, value in rule.by_time.items()
         )
-    )
     for index, (before, after) in enumerate(pairwise(starts), start=1):
         if before >= after:
             first, then = rule.windows[index], rule.windows[index + 1]

@@ -5,6 +5,7 @@ Surveys of parts of the data add up to the survey of all of it, so any engine ma
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,33 +26,33 @@ _NOISE = 1e-10
 _MERGE_AFTER = 16
 
 
+# Of a dense column: the count, the mean and the sum of squared deviations from it.
+Moments = tuple[int, float, float]
+
+
 @dataclass
 class Survey:
-    """Counts of the rows seen so far. `moments` holds of dense columns the count, the mean and the
-    sum of squared deviations from it.
-    """
+    """Counts of the rows seen so far."""
 
     num_rows: int = 0
     # Rows of each split's buckets; a row may be in several.
-    rows_of_split: dict[str, int] = field(default_factory=dict)
+    rows_of_split: Counter[str] = field(default_factory=Counter)
     counts: dict[str, list[pa.Table]] = field(default_factory=dict)  # table -> (value, count)
-    moments: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
     # Raw ids that the dataset knows by a number alone: "task" or "item" -> (value, count).
     raw_ids: dict[str, list[pa.Table]] = field(default_factory=dict)
 
     def add(self, other: "Survey") -> None:
         """Add the counts of other rows."""
         self.num_rows += other.num_rows
-        for name, rows in other.rows_of_split.items():
-            self.rows_of_split[name] = self.rows_of_split.get(name, 0) + rows
+        self.rows_of_split.update(other.rows_of_split)
         for ours, theirs in ((self.counts, other.counts), (self.raw_ids, other.raw_ids)):
             for name, parts in theirs.items():
                 own = ours.setdefault(name, [])
                 own.extend(parts)
                 if len(own) > _MERGE_AFTER:
                     ours[name] = [merged(own)]
-        for column, moments in other.moments.items():
-            self.moments[column] = joined_moments(self.moments.get(column, (0, 0.0, 0.0)), moments)
+        add_moments(self.moments, other.moments)
 
 
 def survey_columns(schema: Schema) -> list[str]:
@@ -70,8 +71,7 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Surve
     """Return the survey of one batch; it must have no nulls in the task and split columns."""
     task_hash, _ = task_keys(schema, batch)
     split_N = split_of(schema, splits, batch, task_hash)
-    counts = rows_of_splits(splits, split_N)
-    found = Survey(batch.num_rows, dict(zip(splits.names, counts, strict=True)))
+    found = Survey(batch.num_rows, rows_of_splits(splits, split_N))
     # What is learnt from the data is learnt from training rows alone, or evaluation would leak.
     train = batch.filter(pa.array(split_N == splits.names.index(schema.splits.train)))
     for column in schema.sparse:
@@ -116,10 +116,8 @@ def _counted(values: pa.Array) -> pa.Table:
     return pa.table({"value": counted.field(0), "count": counted.field(1)})
 
 
-def moments_of(schema: Schema, train: pa.RecordBatch) -> dict[str, tuple[int, float, float]]:
-    """Return of each column that is standardised the count, the mean and the sum of squared
-    deviations from it.
-    """
+def moments_of(schema: Schema, train: pa.RecordBatch) -> dict[str, Moments]:
+    """Return the moments of each column that is standardised."""
     found = {}
     for dense in schema.dense:
         if dense.standardise:
@@ -142,17 +140,16 @@ def columns_of_raw_ids(schema: Schema) -> dict[str, str]:
     return found
 
 
-def joined_moments(
-    ours: tuple[int, float, float], theirs: tuple[int, float, float]
-) -> tuple[int, float, float]:
-    """Return the moments of the rows of both (Chan, Golub, LeVeque, 1979, equation 2.1). Of a
-    column far from 0, such as a time stamp, the squares themselves would leave no digit for its
-    deviation.
+def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
+    """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). Of a column
+    far from 0, such as a time stamp, the squares themselves would leave no digit for its deviation.
     """
-    (n, mean, squares), (n_theirs, mean_theirs, squares_theirs) = ours, theirs
-    count, apart = n + n_theirs, mean_theirs - mean
-    share = n_theirs / max(count, 1)
-    return count, mean + apart * share, squares + squares_theirs + apart * apart * n * share
+    for column, (num_rows, mean, squares) in theirs.items():
+        n, own_mean, own_squares = ours.get(column, (0, 0.0, 0.0))
+        count, apart = n + num_rows, mean - own_mean
+        share = num_rows / max(count, 1)
+        squares = own_squares + squares + apart * apart * n * share
+        ours[column] = count, own_mean + apart * share, squares
 
 
 def merged(parts: list[pa.Table]) -> pa.Table:
@@ -171,7 +168,7 @@ def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:
     Raises:
         DataError: the train split has no rows.
     """
-    if not survey.rows_of_split.get(schema.splits.train):
+    if not survey.rows_of_split[schema.splits.train]:
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "
             f"{', '.join(splits.names)}. Set splits.train to one of them"

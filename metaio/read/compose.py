@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metaio.format.block import Block, Bundles, distinct_below, scratch
 from metaio.format.features import Features
-from metaio.ragged import Int32, Int64, offsets, ragged_indices
+from metaio.ragged import Int32, Int64, entries_of, offsets
 from metaio.read.batch import TaskBatch, empty_batch
 from metaio.read.memory import Memory
 
@@ -167,8 +167,7 @@ def _ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
     if last - first + 1 == len(episodes_E):
         begin, end = int(offsets_T1[first]), int(offsets_T1[last + 1])
         return slice(begin, end), end - begin
-    starts_E = offsets_T1[episodes_E]
-    found = ragged_indices(starts_E, offsets_T1[episodes_E + 1] - starts_E)
+    found = entries_of(offsets_T1, episodes_E)
     return found, len(found)
 
 

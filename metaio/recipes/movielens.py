@@ -19,7 +19,7 @@ from metaio.errors import DataError, SchemaError
 from metaio.format.block import Rows
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.format.writer import Provenance, write_dataset
-from metaio.ragged import Int64, ragged_indices
+from metaio.ragged import Int64, entries_of, offsets
 from metaio.recipes.movielens_files import (
     Movies,
     Ratings,
@@ -259,9 +259,7 @@ class _Encoder:
             len(distinct_I), len(self.multi)
         )
         values = np.array([value for ids in lists for value in ids], dtype=np.int64)
-        per_movie = lengths_IM.sum(axis=1)
-        starts = np.cumsum(per_movie) - per_movie
-        chosen = ragged_indices(starts[movie_index_N], per_movie[movie_index_N])
+        chosen = entries_of(offsets(lengths_IM.sum(axis=1)), movie_index_N)
         return values[chosen], lengths_IM[movie_index_N].astype(np.int32)
 
 

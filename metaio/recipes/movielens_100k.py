@@ -41,10 +41,10 @@ def prepare_movielens_100k(
         name: pa.array([whole_number(line[index], file, name) for line in fields], pa.int64())
         for index, name in enumerate(("user", "item", "rating", "time"))
     }
-    users, items = (_atomic_users, _atomic_items) if is_atomic else (_users, _items)
+    items = _atomic_items(folder) if is_atomic else _items(folder)
     for ids, known in (
-        ([line[0] for line in fields], users(folder)),
-        ([line[1] for line in fields], items(folder)),
+        ([line[0] for line in fields], _users(folder, is_atomic)),
+        ([line[1] for line in fields], items),
     ):
         unknown = next((one for one in ids if one not in known), None)
         if unknown is not None:
@@ -62,27 +62,16 @@ def prepare_movielens_100k(
     prepare_table(table, out, schema, recipe, protocol_by_time(config), overwrite)
 
 
-def _users(folder: Path) -> Attributes:
-    file = folder / "u.user"
-    return {
-        user: _user(file, age, gender, job, code)
-        for user, age, gender, job, code in read_fields(file, "|", 5, _SOURCE)
-    }
-
-
-def _atomic_users(folder: Path) -> Attributes:
-    file = folder / "ml-100k.user"
-    return {
-        user: _user(file, age, gender, job, code)
-        for user, age, gender, job, code in read_fields(file, "\t", 5, _SOURCE)[1:]
-    }
-
-
-def _user(file: Path, age: str, gender: str, job: str, code: str) -> dict[str, str | None]:
-    years = whole_number(age, file, "age")
-    group = max((least for least in _AGES if least <= years), default=_AGES[0])
-    # The first digit is a region; of whole zips most users would have their own.
-    return {"age": str(group), "gender": gender, "occupation": job, "zip": code[:1] or None}
+def _users(folder: Path, is_atomic: bool) -> Attributes:
+    file = folder / ("ml-100k.user" if is_atomic else "u.user")
+    found: Attributes = {}
+    for user, age, gender, job, code in read_fields(file, "|\t"[is_atomic], 5, _SOURCE)[is_atomic:]:
+        years = whole_number(age, file, "age")
+        group = max((least for least in _AGES if least <= years), default=_AGES[0])
+        # The first digit is a region; of whole zips most users would have their own.
+        zip_code = code[:1] or None
+        found[user] = {"age": str(group), "gender": gender, "occupation": job, "zip": zip_code}
+    return found
 
 
 def _items(folder: Path) -> Attributes:

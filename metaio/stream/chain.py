@@ -224,7 +224,7 @@ def reset_rows(dataset: Dataset) -> dict[str, Int64]:
     place, found = dataset.manifest.stream, {}
     for table, entry in (place.resets if place else {}).items():
         path = f"{RESET_FOLDER}/{table}.parquet"
-        verify_file(dataset, path, entry)
-        rows: Int64 = pq.read_table(pa.BufferReader(dataset.read_file(path)))["row"].to_numpy()
+        content = verify_file(dataset, path, entry)
+        rows: Int64 = pq.read_table(pa.BufferReader(content))["row"].to_numpy()
         found[table] = rows.astype(np.int64)
     return found

@@ -238,11 +238,10 @@ def _job(found: _Next, options: PrepareOptions, types: dict[str, pa.DataType]) -
     vocabularies = {table: state.vocabulary() for table, state in found.tables.items()}
     fitted = Fitted(vocabularies, found.moments, found.splits)
     # The rows from before pass through the same buckets.
-    rows = {
-        name: look.rows_of_split.get(name, 0) + found.before.state.task_rows(name, schema).num_rows
-        for name in found.splits.names
-    }
-    job = make_job(schema, options, fitted, Survey(rows_of_split=rows), types)
+    survey = Survey(rows_of_split=look.rows_of_split.copy())
+    for name in found.splits.names:
+        survey.rows_of_split[name] += found.before.state.task_rows(name, schema).num_rows
+    job = make_job(schema, options, fitted, survey, types)
     block = rule_of(schema).capacity_block
     tables = tuple(
         replace(table, num_rows=capacity_of(table.num_rows, block))

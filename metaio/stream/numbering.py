@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.values import hash_values, kind_of
-from metaio.ragged import Int64, offsets, places, ragged_indices
+from metaio.ragged import Int64, entries_of, offsets, places
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,13 @@ class Occurrences:
         part, whatever others are there.
         """
         part_D = (_hashes(self.values) % np.uint64(num_parts)).astype(np.int64)
-        starts_D = offsets(self.lengths_D)[:-1]
+        offsets_D1 = offsets(self.lengths_D)
         found = []
         for part in np.unique(part_D).tolist():
             own = np.flatnonzero(part_D == part)
-            lengths = self.lengths_D[own]
-            times = self.times[ragged_indices(starts_D[own], lengths)]
+            times = self.times[entries_of(offsets_D1, own)]
             values = self.values.take(pa.array(own))
-            found.append((part, Occurrences(values, lengths, times, self.last_D[own])))
+            found.append((part, Occurrences(values, self.lengths_D[own], times, self.last_D[own])))
         return found
 
 

@@ -3,6 +3,7 @@
 Shape suffixes: N rows of a batch.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.sides import QUERY, SUPPORT
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
-from metaio.prepare.survey import joined_moments, moments_of, values_of_rows
+from metaio.prepare.survey import Moments, add_moments, moments_of, values_of_rows
 from metaio.prepare.values import time_values
 from metaio.ragged import Int64
 from metaio.stream.numbering import Occurrences, merged
@@ -99,9 +100,9 @@ class Look:
     most_time: int = np.iinfo(np.int64).min
     label_sum: float = 0.0
     label_squares: float = 0.0
-    rows_of_split: dict[str, int] = field(default_factory=dict)
-    nulls: dict[str, int] = field(default_factory=dict)
-    moments: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    rows_of_split: Counter[str] = field(default_factory=Counter)
+    nulls: Counter[str] = field(default_factory=Counter)
+    moments: dict[str, Moments] = field(default_factory=dict)
     seen: dict[str, list[Occurrences]] = field(default_factory=dict)  # by table
 
     def add(self, other: "Look", admissions: dict[str, int]) -> None:
@@ -110,11 +111,9 @@ class Look:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.least_time = min(self.least_time, other.least_time)
         self.most_time = max(self.most_time, other.most_time)
-        for own, theirs in ((self.rows_of_split, other.rows_of_split), (self.nulls, other.nulls)):
-            for name, count in theirs.items():
-                own[name] = own.get(name, 0) + count
-        for column, moments in other.moments.items():
-            self.moments[column] = joined_moments(self.moments.get(column, (0, 0.0, 0.0)), moments)
+        self.rows_of_split.update(other.rows_of_split)
+        self.nulls.update(other.nulls)
+        add_moments(self.moments, other.moments)
         for table, parts in other.seen.items():
             known = self.seen.setdefault(table, [])
             known.extend(parts)
@@ -160,10 +159,10 @@ def look_at(looking: Looking, batch: pa.RecordBatch) -> Look:
     label_N = labels_of(schema, batch).reshape(found.num_rows, -1)[:, 0].astype(np.float64)
     label_N = np.nan_to_num(label_N)
     found.label_sum, found.label_squares = float(label_N.sum()), float((label_N**2).sum())
-    found.nulls = {name: batch[name].null_count for name in batch.schema.names}
+    found.nulls = Counter({name: batch[name].null_count for name in batch.schema.names})
     task_hash_N, _ = task_keys(schema, batch)
     split_N = split_of(schema, splits, batch, task_hash_N)
-    found.rows_of_split = dict(zip(splits.names, rows_of_splits(splits, split_N), strict=True))
+    found.rows_of_split = rows_of_splits(splits, split_N)
     # What is learnt from the data is learnt from training rows alone: the gate is to judge it.
     in_train = split_N == 0
     train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]

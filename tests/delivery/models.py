@@ -12,7 +12,8 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.export import write_model
-from gmeta.serving.folder import Columns, ExportedConfig, TableFormat
+from gmeta.serving.folder import Columns, ExportedConfig
+from gmeta.serving.table_format import TableFormat
 from gmeta_models import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
 

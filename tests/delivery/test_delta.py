@@ -14,7 +14,7 @@ from gmeta.delivery.packing import pack
 from gmeta.delivery.versions import Version, is_delta
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError
-from gmeta.serving.folder import TableFormat
+from gmeta.serving.table_format import TableFormat
 from tests.delivery.models import Model, content
 
 SIZES = {"item": 9_000, "city": 40}

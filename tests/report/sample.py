@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.metrics.terms import Array
 from gmeta.report.runs import EvaluatedRun, EvaluatedYardstick
 

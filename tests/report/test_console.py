@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.report.console import console_table
 from gmeta.report.runs import EvaluatedRun, EvaluatedYardstick
 from gmeta.report.summarise import summarise

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.report import files, page
 from gmeta.report.evaluation import SCHEMA, Evaluation, Group
 from tests.report.sample import baseline_of, run_of, yardstick_of

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from gmeta.metrics.catalogue import Loss, Scoring
+from gmeta.losses.config import Loss
+from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Array
 from gmeta.report.intervals import MAX_UNITS, bootstrap_values, percentile_interval

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.report.charts import charts_of
 from gmeta.report.evaluation import Evaluation
 from gmeta.report.history import curves_of

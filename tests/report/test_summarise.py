@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Loss, Scoring
+from gmeta.losses.config import Loss
+from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import evaluate_split
 from gmeta.report.evaluation import STAGES, Comparison, Evaluation, Group, hide_secrets
 from gmeta.report.runs import EvaluatedRun, rows_of_split

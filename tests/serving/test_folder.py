@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 import gmeta
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.checksums import describe_file
-from gmeta.serving.folder import TableFormat, new_folder
+from gmeta.serving.folder import new_folder
+from gmeta.serving.table_format import TableFormat
 from gmeta.serving.tables import store_table
 from gmeta_models import MODELS
 from metaio.format.manifest import canonical_json, xxh3_hex

@@ -26,8 +26,8 @@ from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.cli import app
 from gmeta.errors import UserError
 from gmeta.serving import tasks
-from gmeta.serving.folder import TableFormat
 from gmeta.serving.model import ServedModel
+from gmeta.serving.table_format import TableFormat
 from gmeta_models import MODELS, ModelConfig
 from metaio.errors import DataError
 from tests.commands import environment

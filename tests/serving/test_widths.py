@@ -11,7 +11,8 @@ import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.errors import GMetaError
 from gmeta.export import write_model
-from gmeta.serving.folder import LAYERS_FILE, TableFormat, read_config, table_file, write_config
+from gmeta.serving.folder import LAYERS_FILE, read_config, table_file, write_config
+from gmeta.serving.table_format import TableFormat
 from gmeta_models import ModelConfig
 from tests.exported import FEATURES, metaemb_rate, random_rows, write_random_model
 

@@ -16,7 +16,6 @@ from gmeta.tuning.space import (
     plain_config,
     plain_space,
     read_space,
-    value_of,
 )
 
 CONFIG = TrainConfig()
@@ -64,7 +63,7 @@ def test_the_space_of_the_examples_suits_both_sides(name: str) -> None:
     # What the other side's example was found to be lies in it, too.
     found = load_config(EXAMPLES / "plain" / f"{name}.toml", [])
     for config in (adapted, found):
-        assert all(each.held(value_of(config, each.key)) is not None for each in space)
+        assert all(each.held(config.by_key()[each.key]) is not None for each in space)
 
 
 def test_a_value_is_rounded_but_never_out_of_its_range() -> None:
@@ -153,7 +152,7 @@ def test_losses_that_are_judged_differently_do_not_share_a_space() -> None:
 def test_a_config_with_a_value_differs_in_it_alone() -> None:
     changed = config_with(CONFIG, {"algorithm.inner_lr": 0.5, "model.hidden": [7]})
     assert (changed.algorithm.inner_lr, changed.model.hidden) == (0.5, (7,))
-    assert value_of(changed, "model.hidden") == [7]
+    assert changed.by_key()["model.hidden"] == [7]
     assert config_with(changed, {"algorithm.inner_lr": 0.05, "model.hidden": [256, 128]}) == CONFIG
 
 
@@ -171,7 +170,7 @@ def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(
         check_metric(space, config)
         keys[name] = [dimension.key for dimension in space]
         for dimension in space:
-            value = value_of(config, dimension.key)
+            value = config.by_key()[dimension.key]
             assert dimension.held(value) is not None, dimension
             assert dimension.edge(value) == ""
     assert set(keys["maml"]) - set(keys["none"]) == {"algorithm.name", "algorithm.plain_epochs"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.yardstick.rows import EpisodeRows, rows_of
 from metaio import Provenance, write_dataset
 from metaio.format.block import Rows, build_block

@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.metrics.scores import logloss, mae
 from gmeta.yardstick.bias import (
     FEW_PRIORS,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.yardstick.bias import BiasModel
 from gmeta.yardstick.describing import describing_columns
 from gmeta.yardstick.features import SHARED_PRIOR, VALUE_PRIOR, Known

@@ -8,7 +8,7 @@ import pytest
 
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.measure import Yardsticks, measure
 from metaio import open_dataset

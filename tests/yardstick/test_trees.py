@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gmeta.metrics.catalogue import Loss
+from gmeta.losses.config import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, error, sigmoid
 from gmeta.yardstick.describing import describing_columns

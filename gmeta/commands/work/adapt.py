@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from gmeta.commands.screen import print_result, progress_bars, screen, size_text
+from gmeta.commands.screen import first_progress, print_result, screen, size_text
 from gmeta.serving.offline.job import adapt_files
 from metaio.counted import counted
 
@@ -13,16 +13,8 @@ def adapt_and_tell(
 ) -> None:
     """Write the states of all tasks to `out`, with a progress bar, and print how many there are."""
     begin_s = time.perf_counter()
-    with progress_bars() as progress:
-        bar = progress.add_task("rows")
-        written = adapt_files(
-            model,
-            support,
-            out,
-            processes,
-            verify,
-            lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    with first_progress("rows") as advance:
+        written = adapt_files(model, support, out, processes, verify, advance)
     spent_s = time.perf_counter() - begin_s
     num_bytes = out.stat().st_size
     print_result(

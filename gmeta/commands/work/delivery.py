@@ -25,7 +25,8 @@ from gmeta.files.checked_json import read_json
 from gmeta.files.local import link_or_copy
 from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.runs.folder import RunFolder, write_json
-from gmeta.serving.folder import TableFormat, read_config
+from gmeta.serving.folder import read_config
+from gmeta.serving.table_format import TableFormat
 from metaio.counted import counted
 from metaio.format.dataset import Dataset, open_dataset
 from metaio.stream.chain import STREAM_FILE, is_stream, open_stream

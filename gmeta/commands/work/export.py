@@ -4,12 +4,11 @@ from pathlib import Path
 
 from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import print_result, screen, size_text
-from gmeta.commands.work.delivery import export_changes
 from gmeta.export import export_run
 from gmeta.runs.adapting import ADAPTING_FILE
 from gmeta.runs.folder import RunFolder
 from gmeta.runtimes.write import Runtime, export_for
-from gmeta.serving.folder import TableFormat
+from gmeta.serving.table_format import TableFormat
 
 _USES = {
     "torch": 'torch.export.load("{out}/predict.pt2").module()(inputs), by {out}/inputs.json',
@@ -18,26 +17,7 @@ _USES = {
 }
 
 
-def export_as(
-    run: Path,
-    out: Path,
-    runtime: Runtime | None,
-    tables: TableFormat | None,
-    step: int | None,
-    since: Path | None,
-    overwrite: bool,
-) -> None:
-    """Export for another runtime, or for gmeta: whole, or as what changed `since` a channel's
-    version."""
-    if runtime is not None:
-        _export_for_runtime(run, out, runtime, tables, step, overwrite)
-    elif since is not None:
-        export_changes(run, out, since, tables or "float32", step, overwrite)
-    else:
-        _export_whole(run, out, tables or "float32", step, overwrite)
-
-
-def _export_whole(
+def export_whole(
     run: Path, out: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> None:
     """Export the run's checkpoint, and print how large it became and how to use it."""
@@ -68,7 +48,7 @@ def _export_whole(
     )
 
 
-def _export_for_runtime(
+def export_for_runtime(
     source: Path,
     out: Path,
     runtime: Runtime,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.commands.screen import print_result, progress_bars, screen
+from gmeta.commands.screen import first_progress, print_result, screen
 from gmeta.errors import UserError
 from gmeta.serving.bulk.files import RowFiles, check_fits
 from gmeta.serving.bulk.predict import predict_files, schema_of
@@ -29,12 +29,7 @@ def predict_rows(
                 "Rename or drop it"
             )
     check_fits(query_rows.schema, out)
-    with progress_bars() as progress:
-        bar = progress.add_task("predicting", total=None)
-
-        def advance(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-
+    with first_progress("predicting") as advance:
         found = predict_files(served, support_rows, query_rows, out, allow_no_support, advance)
     without = found.rows_without_support
     told = f", {without:,} of them without support rows and so not adapted" if without else ""
