@@ -16,6 +16,7 @@ from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.commands import metrics
 from tests.deploy.cluster.cluster import Cluster, WorkloadFailedError, running
+from tests.deploy.cluster.nursery import nursery
 from tests.deploy.cluster.pods import Pod
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, render
@@ -59,7 +60,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     (folder / "kustomization.yaml").write_text(SMALLER.format(overlay=overlay))
     with ExitStack() as stack:
         try:
-            yield stack.enter_context(running(render(folder), tmp_path))
+            forked = stack.enter_context(nursery(tmp_path))
+            yield stack.enter_context(running(render(folder), tmp_path, nursery=forked))
         except NoNamespacesError as error:
             pytest.skip(f"no network namespaces here: {error}")
 
