@@ -9,6 +9,7 @@ from contextlib import suppress
 gc.disable()  # it would look for garbage among a million new objects, again and again
 
 import duckdb
+import fsspec.implementations.chained
 import fsspec.implementations.local
 import hypothesis
 import matplotlib.backends.backend_agg
@@ -16,9 +17,13 @@ import matplotlib.backends.backend_svg
 import optuna
 import pyarrow.dataset
 import pytest
+import rich.emoji
+import tensorboard.plugins.hparams.api_pb2
+import tensorboard.plugins.hparams.metadata
 import torch.distributed.launcher.api
 import torch.distributed.optim
 import torch.profiler
+import torch.utils.serialization
 import torch.utils.tensorboard
 import torchrec.optim.apply_optimizer_in_backward
 
@@ -43,6 +48,8 @@ import gmeta.server.worker
 import gmeta.train
 import tests.distributed.harness
 import tests.forked
+
+rich.emoji.Emoji.replace(":heart:")  # reads the names of all
 
 # Out of sight of the processes' own collections, which would write to the pages they share.
 gc.freeze()
