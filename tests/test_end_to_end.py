@@ -15,7 +15,15 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.antdt.faults.test_training_job import process_of
-from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
+from tests.commands import (
+    SMALL_MODEL,
+    environment,
+    evaluate,
+    gmeta,
+    losses,
+    metrics,
+    write_config,
+)
 from tests.forked import ForkedProcess, Task, forked, run_forked
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -55,7 +63,7 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
     assert "auc" in metrics(run)[-1]["valid"]
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
 
-    result = gmeta("evaluate", run, "--against", plain, "--no-trees", "--nproc-per-node", "2")
+    result = evaluate(run, "--against", plain, "--no-trees", "--nproc-per-node", "2")
     assert result.returncode == 0, result.stderr
     assert "user-item-cold" in result.stdout
     assert str(run / "evaluation" / "report.html") in result.stdout
