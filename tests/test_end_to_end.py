@@ -43,8 +43,9 @@ def train(config: Path, *arguments: str) -> Path:
 
 @pytest.mark.distributed
 def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
-    run = train(config, "data.valid_split=valid", "--nproc-per-node=2")
-    plain = train(config, "algorithm.name=none", f"run.dir={config.parent / 'plain'}")
+    valid = "data.valid_split=valid"
+    run = train(config, valid, "--nproc-per-node=2")
+    plain = train(config, valid, "algorithm.name=none", f"run.dir={config.parent / 'plain'}")
     assert {path.name for path in run.iterdir()} == {
         "config.json",
         "environment.json",
