@@ -15,7 +15,15 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.antdt.faults.test_training_job import process_of
-from tests.commands import SMALL_MODEL, environment, gmeta, losses, metrics, write_config
+from tests.commands import (
+    SMALL_MODEL,
+    environment,
+    evaluate,
+    gmeta,
+    losses,
+    metrics,
+    write_config,
+)
 from tests.forked import ForkedProcess, Task, forked, run_forked
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -35,8 +43,9 @@ def train(config: Path, *arguments: str) -> Path:
 
 @pytest.mark.distributed
 def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
-    run = train(config, "data.valid_split=valid", "--nproc-per-node=2")
-    plain = train(config, "algorithm.name=none", f"run.dir={config.parent / 'plain'}")
+    valid = "data.valid_split=valid"
+    run = train(config, valid, "--nproc-per-node=2")
+    plain = train(config, valid, "algorithm.name=none", f"run.dir={config.parent / 'plain'}")
     assert {path.name for path in run.iterdir()} == {
         "config.json",
         "environment.json",
@@ -55,7 +64,7 @@ def test_two_ranks_train_and_evaluate_to_a_report(config: Path) -> None:
     assert "auc" in metrics(run)[-1]["valid"]
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
 
-    result = gmeta("evaluate", run, "--against", plain, "--no-trees", "--nproc-per-node", "2")
+    result = evaluate(run, "--against", plain, "--no-trees", "--nproc-per-node", "2")
     assert result.returncode == 0, result.stderr
     assert "user-item-cold" in result.stdout
     assert str(run / "evaluation" / "report.html") in result.stdout

@@ -46,11 +46,12 @@ def folder(labelled: Path) -> Path:
     folder = labelled
     plain = ("algorithm.name=none", f"run.dir={folder / 'plain'}")
     done("train", folder / "train.toml", *plain)
-    text = done(
-        "evaluate", folder / "run", "--against", folder / "plain", "--draws", str(DRAWS),
+    ended = evaluate(
+        folder / "run", "--against", folder / "plain", "--draws", str(DRAWS),
         "--support-sizes", "0,3", "--item-column", "item", "--no-trees", "--out", folder / "out",
     )  # fmt: skip
-    (folder / "stdout").write_text(text)
+    assert ended.returncode == 0, ended.stderr
+    (folder / "stdout").write_text(ended.stdout)
     return folder
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.pretended.learner_steps import all_cases
 from tests.pretended.process import built_guard, call_pretended, missing_for_guard
 
 # Steps that are taken on tensors without values, too.
@@ -56,8 +57,6 @@ def pretended_once(pretended: Callable[..., Any], shared: Path) -> Callable[...,
 @pytest.fixture(scope="session")
 def found(pretended_once: Callable[..., Any]) -> Reading:
     """What steps of the learner and served models show, in one process and half a minute."""
-    from tests.pretended.learner_steps import all_cases
-
     cases = [case.name for case in all_cases()]
     arguments = [cases.index(one) for one in FAKE], list(SHOWN_BY), cases.index("melu maml")
     return dict(pretended_once("tests.pretended.learner_steps", "everything", *arguments))

@@ -19,7 +19,7 @@ from metaio import Dataset
 from metaio.prepare.schema_file import parse_schema
 from tests.exported import write_random_model
 
-SMALL = {"embedding_dim": 4, "hidden": (8,), "bottom": (6,)}
+SMALL = {"embedding_dim": 4, "hidden": (8,), "bottom": (6,), "experts": 2}
 MODELS_BY_CASE: dict[str, dict[str, Any]] = {
     "dlrm": {},
     "dlrm cat": {"name": "dlrm", "interaction": "cat", "pooling": "sum"},
