@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 # Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
 SMALL_SHARD_TASKS = 16
 MIN_SHARDS = 4096  # of a split with enough episodes
-# Batches made ahead; more only where more threads or processes make them. What a rank holds ahead
-# its peers cannot take when the data runs out.
+# Batches made ahead, by each process where there are some; more only where more threads make them.
+# What a rank holds ahead its peers cannot take when the data runs out.
 PREFETCH_BATCHES = 2
 WARN_AFTER_S = 30.0  # without a shard; an operator may have drained the service, and forgotten it
 IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their last shards
@@ -151,7 +151,7 @@ class ServiceFeed(Feed):
         self._made_by = self.processes or self._reader
         self.batches_ahead = max(PREFETCH_BATCHES, data.threads)
         if self.processes is not None:
-            self.batches_ahead = self.processes.batches_ahead
+            self.batches_ahead = PREFETCH_BATCHES * self.processes.number
 
     @staticmethod
     def _start_service(config: TrainConfig, ranks: Ranks, undo: ExitStack) -> str:

@@ -3,7 +3,7 @@
 Threads that read and arrange take turns with the one that launches a step's kernels: an interpreter
 runs the Python of one thread at a time. Of a batch from a process the rank copies one block, from
 shared memory into the memory that goes to the device, and no thread waits for that. It asks each
-process for two, so that one is made while the other waits to be taken, and may drop what it asked
+process for several, so that one is made while others wait to be taken, and may drop what it asked
 for. The processes end with their connections: the system closes these when a rank ends, however it
 does, and nothing is left behind.
 """
@@ -40,7 +40,7 @@ from metaio.format.dataset import Dataset
 if TYPE_CHECKING:
     from gmeta.parallel.sharding import ShardedLearner
 
-BLOCKS = 2  # of each process: batches that were asked for and not yet taken
+BLOCKS = 3  # of each process: batches that were asked for and not yet taken
 MOST_UNASKED = 4  # eight were no faster on an H200
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 END_TIMEOUT_S = 10.0  # of a process whose connection has ended: it is exiting
@@ -121,9 +121,12 @@ class Processes:
         self._config, self._ranks = config, ranks
         self._workers = [_Worker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
-        self.batches_ahead = BLOCKS * number
+        self.number = number
         self._is_told = False
-        self._under_way: deque[Future[Episodes | MicroBatches]] = deque()  # asked for, not taken
+        self._asked: deque[tuple[_Worker, Asked]] = deque()  # and not yet received
+        self._coming: deque[Future[Episodes | MicroBatches]] = (
+            deque()
+        )  # received, and not yet taken
         self._shares: Iterator[Episodes | MicroBatches] | None = None
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="receive")
         self.wait_s = 0.0
@@ -146,7 +149,7 @@ class Processes:
             places = places_from((epoch, first_step), num_steps, self._config.run.epochs)
             num_parts = self._config.outer.accumulate_steps
             asks = (Asked(place, None, num_parts) for place in places)
-            self._shares = self.made(local, asks, self.batches_ahead)
+            self._shares = self.made(local, asks, BLOCKS * self.number)
         return islice(self._shares, num_steps - first_step)
 
     def made(
@@ -158,20 +161,26 @@ class Processes:
         Raises:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
         """
-        assert batches_ahead <= self.batches_ahead, "a block is written before it is read"
+        assert batches_ahead <= BLOCKS * self.number, "a block is written before it is read"
         if not self._is_told:
             self._tell(local)
         began_s = perf_counter()
-        wait(self._under_way)  # what their processes say next is still about them
-        self._under_way.clear()
+        self._receive(len(self._asked))  # what their processes say next is still about them
+        wait(self._coming)
+        self._coming.clear()
         self.wait_s += perf_counter() - began_s
         while True:
-            while len(self._under_way) < batches_ahead and (asked := next(asks, None)):
-                self._under_way.append(self._ask(next(self._turns), asked))
-            if not self._under_way:
+            while len(self._asked) + len(self._coming) < batches_ahead and (
+                asked := next(asks, None)
+            ):
+                self._ask(next(self._turns), asked)
+            # While a step is taken the next one is copied, and no more: what is used soon after it
+            # was copied is still in the core's caches.
+            self._receive(2 - len(self._coming))
+            if not self._coming:
                 return
             began_s = perf_counter()
-            made = self._under_way.popleft().result()
+            made = self._coming.popleft().result()
             self.wait_s += perf_counter() - began_s
             yield made
 
@@ -180,13 +189,13 @@ class Processes:
         """Return the seconds that the batches that were asked for have taken if all processes were
         at work at all times.
         """
-        return self._made_s / len(self._workers)
+        return self._made_s / self.number
 
     def _tell(self, local: "ShardedLearner") -> None:
         """Tell them how batches are made."""
         self._is_told = True
         how = self._config, local.learner.arranging(), local.exchange.planner
-        work = Work(*how, self._ranks.rank, self._ranks.world_size, len(self._workers))
+        work = Work(*how, self._ranks.rank, self._ranks.world_size, self.number)
         for worker in self._workers:
             self._send(worker, work)
 
@@ -196,12 +205,14 @@ class Processes:
         except ConnectionError as error:
             raise self._ended(worker) from error
 
-    def _ask(self, worker: _Worker, asked: Asked) -> "Future[Episodes | MicroBatches]":
-        """Return the batch that is to be made. Always received: a process that cannot say what it
-        has made would not hear what is asked of it.
-        """
+    def _ask(self, worker: _Worker, asked: Asked) -> None:
         self._send(worker, asked)
-        return self._receiver.submit(self._answer, worker, asked)
+        self._asked.append((worker, asked))
+
+    def _receive(self, most: int) -> None:
+        """Have up to so many of the batches that were asked for received, in their order."""
+        for _ in range(min(most, len(self._asked))):
+            self._coming.append(self._receiver.submit(self._answer, *self._asked.popleft()))
 
     def _answer(self, worker: _Worker, asked: Asked) -> Episodes | MicroBatches:
         try:
@@ -235,7 +246,7 @@ class Processes:
             if code < 0:
                 how = f"was ended by {signal.Signals(-code).name} (exit code {code})"
         return GMetaError(
-            f"process {worker.process.pid}, one of data.processes = {len(self._workers)} that make "
+            f"process {worker.process.pid}, one of data.processes = {self.number} that make "
             f"the batches of rank {self._ranks.rank}, {how}. If memory ran out, lower "
             "data.processes, or set it to 0 for threads; --resume goes on from the newest "
             "checkpoint"

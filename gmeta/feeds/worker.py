@@ -1,14 +1,13 @@
 """A process that reads and arranges every n-th batch of a rank, for processes.py, which starts it.
 
 It hears how, once, and is then asked for one batch after the other. Each goes into the next of its
-blocks of shared memory; the rank hears where the tensors stand in it. While one is arranged, a
-thread reads the next: of a fixed share also those that nobody has asked for yet. A batch is a
-function of the config, the dataset and what was asked for: the one that the rank itself would make.
+blocks of shared memory; the rank hears where the tensors stand in it. While one is arranged the
+next is read: of a fixed share also those that nobody has asked for yet. A batch is a function of
+the config, the dataset and what was asked for: the one that the rank itself would make.
 """
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ import torch
 
 from gmeta.batches.accumulate import MicroBatches, in_parts
 from gmeta.batches.arranging import Arranging
-from gmeta.batches.augment import augmented_batch
+from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.batches.shared import Told, into_block
@@ -111,21 +110,22 @@ class Reading:
         threads = self._work.config.data.threads
         return self._held.enter_context(RangeReader(self._dataset, threads=threads))
 
-    def batch(self, asked: Asked) -> TaskBatch:
-        """Return what was asked for, checked and augmented.
+    def begin(self, asked: Asked) -> Iterator[TaskBatch]:
+        """Return what yields the batch that was asked for, checked and augmented; it is read in the
+        background until then.
 
         Raises:
-            GMetaError, MetaIOError, OSError: as reading raises. What is asked for next is read.
+            GMetaError, MetaIOError, OSError: as reading raises; also the iterator.
         """
         config, dataset = self._work.config, self._dataset
         split, seed = config.data.train_split, config.run.seed
         if asked.ranges is None:
-            stored = self._share_of(asked.place)
+            stored: Iterator[TaskBatch] = map(self._share_of, [asked.place])
         else:
             group = [EpisodeRange(split, *part) for part in asked.ranges.tolist()]
-            (stored,) = self._range_reader.batches([group])
-        (checked,) = labels_checked([stored], kinds_of(config, dataset), dataset, split)
-        return augmented_batch(checked, config.augment, dataset.features, seed, *asked.place)
+            stored = self._range_reader.begin(group)
+        checked = labels_checked(stored, kinds_of(config, dataset), dataset, split)
+        return augmented(checked, config.augment, dataset.features, seed, *asked.place)
 
     def _share_of(self, place: Place) -> TaskBatch:
         """Return the rank's share of a step. Those that this process will be asked for are read
@@ -159,19 +159,23 @@ def answer(rank: Connection, work: Work, blocks: list[SharedBlock]) -> None:
     """Make what the rank asks for, one after the other, until it is gone (EOFError,
     ConnectionError). Of what it has not copied yet it asks for no more than there are blocks.
     """
-    turns, begun = cycle(blocks), deque[tuple[Asked, Future[TaskBatch]]]()
+    turns, begun = cycle(blocks), deque[tuple[Asked, Iterator[TaskBatch] | Exception]]()
     with ExitStack() as held:
         reading = Reading(work, held)
-        reader = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="read"))
         while True:
             while not begun or rank.poll():
                 asked: Asked = rank.recv()
-                begun.append((asked, reader.submit(reading.batch, asked)))
-            (asked, batch), block = begun.popleft(), next(turns)
+                try:
+                    begun.append((asked, reading.begin(asked)))
+                except _ERRORS as error:
+                    begun.append((asked, error))
+            (asked, read), block = begun.popleft(), next(turns)
             began_s = perf_counter()
             what: Told | Exception
             try:
-                what = into_block(work.arranged(batch.result(), asked), block.first)
+                if isinstance(read, Exception):
+                    raise read
+                what = into_block(work.arranged(next(read), asked), block.first)
             except _ERRORS as error:
                 what = error  # of this one: the rank may have dropped it
             rank.send(Answer(asked.place, what, perf_counter() - began_s))

@@ -250,6 +250,14 @@ class RangeReader(_PipelineReader):
         """
         return self._pipeline.run(_group_plan(self._dataset, group) for group in groups)
 
+    def begin(self, group: Sequence[EpisodeRange]) -> Iterator[TaskBatch]:
+        """Return what yields the batch of one group, and read it in the background until then.
+
+        Raises:
+            FormatError: a range lies outside its split.
+        """
+        return self._pipeline.start([_group_plan(self._dataset, group)])
+
 
 def read_ranges(
     dataset: Dataset,

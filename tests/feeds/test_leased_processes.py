@@ -30,7 +30,7 @@ from gmeta.feeds.leased import ServiceFeed
 from gmeta.feeds.processes import BLOCKS, Processes
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import Asked, Reading, Work, answer
+from gmeta.feeds.worker import Asked, Work, answer
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
@@ -42,6 +42,7 @@ from gmeta.runs.progress import Progress
 from gmeta.train import train
 from metaio import EpisodeRange, RangeReader
 from metaio.errors import FormatError
+from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.feeds.test_processes import EVERYTHING, config_of, started, tensors
@@ -288,23 +289,24 @@ def test_the_next_is_read_while_one_is_arranged(
     dataset, learner = build(config)
     local = local_learner(shard_learner(learner, dataset.features, config, ranks))
     work = Work(config, learner.arranging(), local.exchange.planner, 0, 1, 1)
-    batch, arranged, is_read = Reading.batch, Work.arranged, Event()
+    compose, arranged = pipeline.compose, Work.arranged
+    composed, are_read = [], Event()
 
-    def read(reading: Reading, asked: Asked) -> Any:
-        found = batch(reading, asked)
-        if asked.place == (0, 1):
-            is_read.set()
-        return found
+    def noted(*given: Any) -> Any:
+        composed.append(compose(*given))
+        if len(composed) == 2:
+            are_read.set()
+        return composed[-1]
 
     def arranged_then(work: Work, *given: Any) -> Any:
-        assert is_read.wait(PATIENCE_S)
+        assert are_read.wait(PATIENCE_S)
         return arranged(work, *given)
 
     def answering() -> None:
         with there, suppress(EOFError):
             answer(there, work, blocks)
 
-    monkeypatch.setattr(Reading, "batch", read)
+    monkeypatch.setattr(pipeline, "compose", noted)
     monkeypatch.setattr(Work, "arranged", arranged_then)
     here, there = Pipe()
     blocks = [SharedBlock.make() for _ in range(BLOCKS)]

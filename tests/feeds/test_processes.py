@@ -138,7 +138,7 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
         for number, (made_for, wanted) in enumerate(zip(places, expected, strict=True)):
             assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
             asked = Asked(made_for, None, config.outer.accumulate_steps)
-            episodes = work.arranged(readings[number % of].batch(asked), asked)
+            episodes = work.arranged(next(readings[number % of].begin(asked)), asked)
             block = SharedBlock.make()
             told = pickle.loads(pickle.dumps(into_block(episodes, block.first)))
             there = SharedBlock(os.dup(block.fileno()))
@@ -164,9 +164,9 @@ def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
     with ExitStack() as held:
         reading = Reading(work, held)
         with pytest.raises(OSError, match=r"^gone$"):
-            reading.batch(Asked((0, 0), None, 1))
+            next(reading.begin(Asked((0, 0), None, 1)))
         asked = Asked((0, 1), None, 1)
-        assert tensors(work.arranged(reading.batch(asked), asked)) == tensors(wanted)
+        assert tensors(work.arranged(next(reading.begin(asked)), asked)) == tensors(wanted)
 
 
 class EndsAWorker(Callback):
