@@ -122,7 +122,7 @@ def parse_options() -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> None:
     """Check, time, and print tables and the line of JSON."""
-    quick = Effort(rounds=options.rounds or 3, visit_s=0.1, num_batches=2, dense_steps=1)
+    quick = Effort(rounds=options.rounds or 7, visit_s=0.1, num_batches=2, dense_steps=1)
     full = Effort(rounds=options.rounds or 9, visit_s=0.4, num_batches=8, dense_steps=3)
     effort = quick if options.quick else full
     # The loop takes part in any case: every other peer is checked against it.

@@ -59,8 +59,8 @@ class Gmeta(Peer):
         return local.exchange.announce(episodes)
 
     def step(self, prepared: Episodes) -> float:
+        self.optimizer.begin_step(0, 1)
         loss = self.sharded(prepared, weight=only_rank().world_size / prepared.num_terms)
-        self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         return loss.item()

@@ -1,9 +1,11 @@
 """Products of many rows with a matrix, in float32 on a CPU.
 
 torch's go through MKL, which is slower than oneDNN on AMD's processors: with these a MAML step of
-20 support rows a task takes 16 % less (benchmarks/maml_step.py). But oneDNN generates code for
-every number of rows that it has not seen, 0.8 ms each, and ragged tasks bring new ones with every
-step. So most rows go through oneDNN in a piece of one of few sizes, the rest through MKL.
+20 support rows a task takes 16 % less (benchmarks/maml_step.py). On Intel's both are level there,
+and oneDNN is slower where a product is small, by 5 to 10 % of MeLU's step
+(benchmarks/peers_movielens.py). And it generates code for every number of rows that it has not
+seen, 0.8 ms each, and ragged tasks bring new ones with every step. So most rows of a large product
+go through oneDNN in a piece of one of few sizes, the rest through MKL.
 
 Shape suffixes: N rows, I and O widths.
 """
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from gmeta_models.internals import onednn_linear
 
-LEAST_WORK = 4_000_000  # multiply-adds below which MKL is done before oneDNN has begun
+LEAST_WORK = 50_000_000  # multiply-adds below which oneDNN is slower on Intel's processors
 DIGITS = 5  # leading binary digits of the piece's rows: 16 sizes from 1,024 rows to 2,047
 
 
