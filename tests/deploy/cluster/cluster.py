@@ -102,9 +102,7 @@ class Cluster:
     host each of those that no workload has.
     """
 
-    def __init__(
-        self, manifests: list[Manifest], network: list[Host], folder: Path, nursery: str
-    ) -> None:
+    def __init__(self, manifests: list[Manifest], network: list[Host], folder: Path) -> None:
         hub, *free = network
         self._folder = folder
         self.api = ApiServer(hub, manifests, folder / "api")
@@ -117,8 +115,7 @@ class Cluster:
         services = {m["metadata"]["name"] for m in manifests if m["kind"] == "Service"}
         (namespace,) = {m["metadata"]["namespace"] for m in wanted}
         names = f"{hub.address} kubernetes.default.svc\n{_names(wanted, services, given)}"
-        maps = config_maps(manifests)
-        self._place = place = Place(folder, self.api, namespace, maps, names, nursery)
+        self._place = place = Place(folder, self.api, namespace, config_maps(manifests), names)
         self._free = free
         self.asked_for: dict[str, Pod] = {}  # by name
         self.workloads = {
@@ -208,28 +205,25 @@ def _names(workloads: list[Manifest], services: set[str], given: dict[str, list[
 
 
 @contextmanager
-def running(
-    manifests: list[Manifest], folder: Path, more: int = 0, nursery: str = ""
-) -> Iterator[Cluster]:
+def running(manifests: list[Manifest], folder: Path, more: int = 0) -> Iterator[Cluster]:
     """A cluster with these objects, and hosts for `more` pods. Raises NoNamespacesError."""
-    with running_together({folder: manifests}, more, nursery) as (cluster,):
+    with running_together({folder: manifests}, more) as (cluster,):
         yield cluster
 
 
 @contextmanager
 def running_together(
-    manifests: Mapping[Path, list[Manifest]], more: int = 0, nursery: str = ""
+    manifests: Mapping[Path, list[Manifest]], more: int = 0
 ) -> Iterator[list[Cluster]]:
     """The objects of several namespaces, each with a folder, on one network, where any pod could
-    reach any other; with a nursery, see Container, their training is forked. Raises
-    NoNamespacesError.
+    reach any other. Raises NoNamespacesError.
     """
     counts = [1 + more + _num_pods(each) for each in manifests.values()]
     with contextlib.ExitStack() as stack:
         network, clusters = stack.enter_context(hosts(sum(counts))), []
         for (folder, each), count in zip(manifests.items(), counts, strict=True):
             mine, network = network[:count], network[count:]
-            clusters.append(Cluster(each, mine, folder, nursery))
+            clusters.append(Cluster(each, mine, folder))
             stack.callback(clusters[-1].close)
         yield clusters
 

@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parents[3]
 _PR_SET_NO_NEW_PRIVS = 38
 # What the images hold of this repository.
 _CODE = ("gmeta", "metaio", "models", "protos", "deploy", "examples")
-_NURSERY = "/opt/gmeta/nursery"
-_STAND_IN = "/opt/gmeta/stand_in.py"
 # /bin of the images: name, and what stands for it.
 _PROGRAMS = {
     "python": f'exec {sys.executable} "$@"',
@@ -54,7 +52,6 @@ class Container:
     volume_group: int
     folder: str  # WORKDIR of the image
     read_only_root: bool
-    nursery: str = ""  # the socket of nursery.py, which forks what its `python` is to become
 
     def command(self) -> list[str]:
         """The command line whose only child becomes the container: process 1 of its own."""
@@ -113,14 +110,6 @@ def _lay(root: Path, hosts: str, user: int, group: int) -> None:
         (programs / name).chmod(0o755)
 
 
-def _lay_stand_in(root: Path, nursery: str) -> None:
-    """`python` asks there for what it is to become."""
-    _bind(Path(nursery), root / _NURSERY[1:])
-    _bind(Path(__file__).with_name("stand_in.py"), root / _STAND_IN[1:])
-    line = f'exec {sys.executable} -S -E {_STAND_IN} {_NURSERY} "$@"'
-    (root / "opt/gmeta/bin/python").write_text(f"#!/bin/sh\n{line}\n")
-
-
 def _lay_code(root: Path) -> None:
     """This repository and this Python, where they are here: scripts name each other by path."""
     packages = [path for path in sys.path if path.endswith("site-packages")]
@@ -134,9 +123,6 @@ def _become(container: Container) -> None:
     root = Path("/mnt")
     _mount("-t", "tmpfs", "-o", "mode=755,size=1m", "root", root)
     _lay(root, container.hosts, container.user, container.group)
-    if container.nursery:
-        _lay_stand_in(root, container.nursery)
-        container.env["PYTHON_EXEC"] = "/opt/gmeta/bin/python"  # of torchrun's ranks
     for name in ("data", "runs", container.folder):
         (root / name.strip("/")).mkdir(parents=True, exist_ok=True)
     # Outer mount points first, so that /dev/shm lies on /dev and not under it.

@@ -64,7 +64,6 @@ class Place:
     namespace: str
     config_maps: dict[str, dict[str, str]]
     hosts: str  # /etc/hosts
-    nursery: str = ""  # see Container
 
 
 class Pod:
@@ -168,7 +167,6 @@ class Pod:
             volume_group=context["fsGroup"],
             folder=image.folder,
             read_only_root=given["securityContext"]["readOnlyRootFilesystem"],
-            nursery=self._place.nursery,
         )
 
     def _variables(self, given: list[dict[str, Any]]) -> dict[str, str]:

@@ -16,7 +16,6 @@ from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.commands import metrics
 from tests.deploy.cluster.cluster import Cluster, WorkloadFailedError, running
-from tests.deploy.cluster.nursery import nursery
 from tests.deploy.cluster.pods import Pod
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, render
@@ -60,8 +59,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     (folder / "kustomization.yaml").write_text(SMALLER.format(overlay=overlay))
     with ExitStack() as stack:
         try:
-            forked = stack.enter_context(nursery(tmp_path))
-            yield stack.enter_context(running(render(folder), tmp_path, nursery=forked))
+            yield stack.enter_context(running(render(folder), tmp_path))
         except NoNamespacesError as error:
             pytest.skip(f"no network namespaces here: {error}")
 

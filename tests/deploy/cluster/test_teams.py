@@ -11,7 +11,6 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.runs.folder import list_checkpoints
 from tests.deploy.cluster.cluster import Cluster, running_together
-from tests.deploy.cluster.nursery import nursery
 from tests.deploy.cluster.test_cluster import LESS
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import Manifest, render
@@ -59,8 +58,7 @@ def test_three_jobs_of_two_teams_run_at_once(tmp_path: Path) -> None:
     teams = {tmp_path / name: team(tmp_path / "overlays" / name, name) for name in JOBS}
     with ExitStack() as stack:
         try:
-            forked = stack.enter_context(nursery(tmp_path))
-            clusters = stack.enter_context(running_together(teams, nursery=forked))
+            clusters = stack.enter_context(running_together(teams))
         except NoNamespacesError as error:
             pytest.skip(f"no network namespaces here: {error}")
 
