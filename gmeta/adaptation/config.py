@@ -57,7 +57,7 @@ class AlgorithmConfig:
     inner_path: InnerPath = key(
         "auto",
         "how a layer's adaptation is held: as factors (low_rank), or as a matrix a "
-        "task (materialised); auto: whichever costs less",
+        "task (materialised); auto: whichever needs fewer multiply-adds",
     )
     layer_paths: tuple[str, ...] = key(
         (),

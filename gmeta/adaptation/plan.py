@@ -23,7 +23,6 @@ class TaskSize(NamedTuple):
 
     support_rows: int
     query_rows: int
-    spare_work: int = 0  # multiply-adds a task that factors may need more, as they need fewer calls
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,14 @@ class AdaptationPlan:
 
     def path(self, name: str, width_in: int, width_out: int, size: TaskSize, uses: int = 1) -> Path:
         """Return how the update of a layer is held: as the config says, or whichever needs fewer
-        multiply-adds, but for `spare_work`, for a layer that works `uses` times on each row of
-        tasks of this size.
+        multiply-adds for a layer that works `uses` times on each row of tasks of this size.
         """
         path = self.paths[name]
         if path != "auto":
             return path
         # By the longest task of the group: its rectangle is as long for every task in it.
         costs = PathCosts(size, self.config.inner_steps, width_in, width_out, uses)
-        allowed = costs.materialised + size.spare_work
-        return "low_rank" if costs.low_rank <= allowed else "materialised"
+        return "low_rank" if costs.low_rank <= costs.materialised else "materialised"
 
 
 class PathCosts(NamedTuple):

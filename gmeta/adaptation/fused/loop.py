@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 
 # On any device: it launches a tenth less than autograd would, and keeps less.
 MLP_KERNEL: type[AdaptedMlp] = FastMlp
-# On a CPU a layer's matrices in a rectangle take 6 calls a step more than its factors, those of one
-# output 11: as long as so many multiply-adds. It is 5 % of a step of 32 tasks with a last layer
-# 64-1 (benchmarks/peers_movielens.py). On CUDA they take 3 launches fewer in first order.
-CALLS_WORK = 250_000
 
 
 @dataclass(frozen=True)
@@ -302,11 +298,7 @@ class _Layers:
         """Return the MLP before the first inner step."""
         dtype = _precision(rows_PD)
         sides = tasks.support.rectangles, tasks.query.rectangles
-        calls_work = CALLS_WORK if rows_PD.device.type == "cpu" else 0
-        sizes = [
-            TaskSize(mine.rows, other.rows, calls_work // mine.tasks)
-            for mine, other in zip(*sides, strict=True)
-        ]
+        sizes = [TaskSize(mine.rows, other.rows) for mine, other in zip(*sides, strict=True)]
         gates_TO = gates_TO or [None] * len(self.layers)
         return MLP_KERNEL(
             tuple(layer.weight.to(dtype) for layer in self.layers),

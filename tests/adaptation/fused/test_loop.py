@@ -274,8 +274,6 @@ def test_each_layer_is_held_as_its_path_says(monkeypatch: pytest.MonkeyPatch) ->
         return held[wide, out]
 
     monkeypatch.setattr(AdaptationPlan, "path", noted)
-    # Of so few rows factors would be chosen for their fewer calls.
-    monkeypatch.setattr("gmeta.adaptation.fused.loop.CALLS_WORK", 0)
     paths = ("*=low_rank", "*.2=materialised", "top.4=auto")
     learner = learner_of(AlgorithmConfig(layer_paths=paths), replace(MELU, name="dlrm"))
     batch = batch_of([(3, 2)])
@@ -324,14 +322,6 @@ def test_a_change_is_held_in_the_cheaper_way_unless_the_config_says_how(
     config = AlgorithmConfig(inner_steps=steps)
     plan = AdaptationPlan(config, layers={}, paths={"layer": path})
     assert plan.path("layer", *width, TaskSize(rows, rows)) == held
-
-
-def test_factors_may_need_as_many_multiply_adds_more_as_their_fewer_calls_save() -> None:
-    plan = AdaptationPlan(AlgorithmConfig(), layers={}, paths={"layer": "auto"})
-    # 65 * 10 * 10 multiply-adds by factors, 64 * (10 + 10) by a matrix.
-    more = 65 * 100 - 64 * 20
-    held = [plan.path("layer", 64, 1, TaskSize(10, 10, spare)) for spare in (0, more - 1, more)]
-    assert held == ["materialised", "materialised", "low_rank"]
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
