@@ -1,18 +1,12 @@
 """Products of many rows with a matrix, in float32 on a CPU.
 
-torch's go through MKL, which is slower than oneDNN on other processors than Intel's: with these a
-MAML step of 20 support rows a task takes 16 % less on AMD (benchmarks/maml_step.py). On Intel's MKL
-is as fast for large products and faster for small ones, by 5 to 10 % of MeLU's step
-(benchmarks/peers_movielens.py), and has all of them. oneDNN generates code for every number of rows
-that it has not seen, 0.8 ms each, and ragged tasks bring new ones with every step: so most rows go
-through it in a piece of one of few sizes, the rest through MKL.
+torch's go through MKL, which is slower than oneDNN on AMD's processors: with these a MAML step of
+20 support rows a task takes 16 % less (benchmarks/maml_step.py). But oneDNN generates code for
+every number of rows that it has not seen, 0.8 ms each, and ragged tasks bring new ones with every
+step. So most rows go through oneDNN in a piece of one of few sizes, the rest through MKL.
 
 Shape suffixes: N rows, I and O widths.
 """
-
-import math
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +14,7 @@ from torch import Tensor
 
 from gmeta_models.internals import onednn_linear
 
-
-def least_work(cpuinfo: Path) -> float:
-    """Return from how many multiply-adds on oneDNN is the faster on the processor of which Linux
-    tells in this file.
-    """
-    with suppress(OSError), cpuinfo.open() as told:
-        told.readline()
-        if "GenuineIntel" in told.readline():
-            return math.inf
-    return 4_000_000
-
-
-LEAST_WORK = least_work(Path("/proc/cpuinfo"))
+LEAST_WORK = 4_000_000  # multiply-adds below which MKL is done before oneDNN has begun
 DIGITS = 5  # leading binary digits of the piece's rows: 16 sizes from 1,024 rows to 2,047
 
 

@@ -1,8 +1,5 @@
 """Products in pieces against one product of all rows."""
 
-import math
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,11 +42,3 @@ def test_what_onednn_does_not_take_is_torchs_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(matmul, "onednn_linear", None)  # calling it would fail
     rows, weight = torch.ones(40, 2, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
     assert matmul.linear(rows, weight).tolist() == [[2.0] * 3] * 40
-
-
-def test_intels_processors_leave_all_to_mkl(tmp_path: Path) -> None:
-    told = tmp_path / "cpuinfo"
-    assert matmul.least_work(told) == 4_000_000  # no Linux
-    for vendor, least in ("GenuineIntel", math.inf), ("AuthenticAMD", 4_000_000):
-        told.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n")
-        assert matmul.least_work(told) == least
