@@ -64,8 +64,7 @@ def export(
             "Leave one of them out"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.delivery import export_changes
-    from gmeta.commands.work.export import export_for_runtime, export_whole
+    from gmeta.commands.work.export import export_changes, export_for_runtime, export_whole
 
     if runtime != "gmeta":
         export_for_runtime(run, out, runtime, tables, step, overwrite)

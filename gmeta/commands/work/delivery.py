@@ -33,19 +33,6 @@ from metaio.stream.chain import STREAM_FILE, is_stream, open_stream
 from metaio.stream.publish import publish_stream
 
 
-def export_changes(
-    run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
-) -> None:
-    """Export the run's checkpoint as what changed since the version that a channel serves, and
-    print how large it became."""
-    version, why = export_since(run, out, since, tables, step, overwrite)
-    print_result({"model": out, "kind": version.kind, "bytes": version.num_bytes, "whole": why})
-    screen(stderr=True).print(
-        f"exported: {out}  ({told(version)}{f'; whole, since {why}' if why else ''})\n"
-        f"serve it: gmeta promote {out} {since}"
-    )
-
-
 def export_since(
     run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> tuple[Version, str]:

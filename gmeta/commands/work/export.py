@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gmeta.checkpoints.loader import best_not_kept
 from gmeta.commands.screen import print_result, screen, size_text
+from gmeta.commands.work.delivery import export_since, told
 from gmeta.export import export_run
 from gmeta.runs.adapting import ADAPTING_FILE
 from gmeta.runs.folder import RunFolder
@@ -63,3 +64,16 @@ def export_for_runtime(
     lines += [written.left_out] if written.left_out else []
     lines += ["use it: " + _USES[runtime].format(out=out, parent=out.absolute().parent)]
     screen(stderr=True).print("\n".join(lines))
+
+
+def export_changes(
+    run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
+) -> None:
+    """Export the run's checkpoint as what changed since the version that a channel serves, and
+    print how large it became."""
+    version, why = export_since(run, out, since, tables, step, overwrite)
+    print_result({"model": out, "kind": version.kind, "bytes": version.num_bytes, "whole": why})
+    screen(stderr=True).print(
+        f"exported: {out}  ({told(version)}{f'; whole, since {why}' if why else ''})\n"
+        f"serve it: gmeta promote {out} {since}"
+    )
