@@ -35,22 +35,14 @@ class Task(NamedTuple):
     first: Callable[[], None] | None = None  # called before it begins, by each rank too
 
 
-class ForkedProcess:
-    """A program, with as much of Popen as tests and torchrun's agent ask of it; it and its ranks
-    write to the same two files.
-    """
+class Forked:
+    """A process that begins with everything imported, waited for as one of Popen is."""
 
-    def __init__(self, task: Task) -> None:
-        context = with_imports_ready()
-        ready, sign = context.Pipe(duplex=False)
-        self._process = context.Process(target=_become, args=(task, sign))
+    def __init__(self, become: Callable[..., None], *arguments: object) -> None:
+        self._process = with_imports_ready().Process(target=become, args=arguments)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self._folder = task.folder
-        sign.close()
-        with ready, suppress(EOFError):
-            ready.recv()  # its session is made: a signal to the group reaches it
 
     def poll(self) -> int | None:
         """The exit code, below 0 for a signal; None as long as it runs."""
@@ -62,6 +54,20 @@ class ForkedProcess:
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
+
+
+class ForkedProcess(Forked):
+    """A program, with as much of Popen as tests and torchrun's agent ask of it; it and its ranks
+    write to the same two files.
+    """
+
+    def __init__(self, task: Task) -> None:
+        ready, sign = with_imports_ready().Pipe(duplex=False)
+        super().__init__(_become, task, sign)
+        self._folder = task.folder
+        sign.close()
+        with ready, suppress(EOFError):
+            ready.recv()  # its session is made: a signal to the group reaches it
 
     @property
     def stdout(self) -> str:

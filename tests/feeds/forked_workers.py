@@ -15,13 +15,12 @@ from typing import Any
 from unittest import mock
 
 from gmeta.feeds import processes
-from tests.forked import fork_from_the_server_of_the_tests
-from tests.processes import with_imports_ready
+from tests.forked import Forked, fork_from_the_server_of_the_tests
 
 _started: list["ForkedWorker"] = []  # by this process
 
 
-class ForkedWorker:
+class ForkedWorker(Forked):
     """As much of Popen as is asked of it."""
 
     def __init__(
@@ -38,24 +37,8 @@ class ForkedWorker:
         assert command[-len(pass_fds) :] == [str(descriptor) for descriptor in pass_fds]
         fork_from_the_server_of_the_tests()
         passed = [_Passed(descriptor) for descriptor in (1, 2, *pass_fds)]
-        self._process = with_imports_ready().Process(
-            target=_become, args=(program, passed, dict(env), os.getcwd())
-        )
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        super().__init__(_become, program, passed, dict(env), os.getcwd())
         _started.append(self)
-
-    def poll(self) -> int | None:
-        """The exit code, below 0 for a signal; None as long as it runs."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return code
 
     def kill(self) -> None:
         """SIGKILL."""
