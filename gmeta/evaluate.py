@@ -15,7 +15,8 @@ from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.labels import scored_labels
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
-from gmeta.checkpoints.loader import check_config, checkpoint_to_use, load_checkpoint
+from gmeta.checkpoints.choice import check_config, checkpoint_to_use
+from gmeta.checkpoints.loader import load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import data_of, open_named

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build, check_registered, plugins_of
+from gmeta.checkpoints.choice import check_config, checkpoint_to_use
 from gmeta.checkpoints.files import check_files, damage_told
 from gmeta.checkpoints.index import IndexedReader
-from gmeta.checkpoints.loader import check_config, checkpoint_to_use
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checksums import describe_file

@@ -15,8 +15,8 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import check_first_labels
 from gmeta.build import all_plugins_of, build
+from gmeta.checkpoints.about import restore_replaced
 from gmeta.checkpoints.beginning import beginning_of
-from gmeta.checkpoints.loader import restore_replaced
 from gmeta.checkpoints.mirror import fetch_run
 from gmeta.checkpoints.settled import settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter

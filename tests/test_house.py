@@ -174,6 +174,10 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "gmeta_models": [
         ("gmeta_models", ("gmeta", "metaio", "torch", "torchrec")),
         ("gmeta.build", ("torchrec", "matplotlib", "duckdb")),
+        (
+            "gmeta.commands.work.before_ranks",
+            ("torchrec", "torch.distributed.checkpoint", "matplotlib", "duckdb"),
+        ),
         ("gmeta.commands.work.predict", ("torchrec", "duckdb", "matplotlib")),
     ],
 }

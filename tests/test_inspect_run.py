@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from gmeta.checkpoints.files import describe, files_of, read_about, read_progress
+from gmeta.checkpoints.about import describe, files_of, read_about, read_progress
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.checkpoints.writer import _discard
 from gmeta.commands.inspect_run import inspect_checkpoint, inspect_run

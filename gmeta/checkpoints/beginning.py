@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from torchrec.distributed import DistributedModelParallel
 
+from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.continuation import checkpoint_to_continue_from
-from gmeta.checkpoints.files import read_about
 from gmeta.checkpoints.growth import load_grown
 from gmeta.checkpoints.lineage import Lineage, lineage_of, next_lineage, steps_before
 from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint

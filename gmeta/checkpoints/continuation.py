@@ -4,10 +4,10 @@ the run before it.
 
 from pathlib import Path
 
-from gmeta.checkpoints.files import read_about, read_progress
+from gmeta.checkpoints.about import read_about, read_progress
+from gmeta.checkpoints.choice import check_config
 from gmeta.checkpoints.growth import check_discount
 from gmeta.checkpoints.lineage import Lineage, lineage_of, skipped_before
-from gmeta.checkpoints.loader import check_config
 from gmeta.checkpoints.resume import changed_optimizers, named_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError, UserError

@@ -1,30 +1,22 @@
 """The files of one checkpoint, and whether they are what was written.
 
-torch.distributed.checkpoint's format, with progress.json beside it: how far the run was, with which
-model, algorithm and loss, and the checksums of all other files and its own.
+torch.distributed.checkpoint's format, with progress.json beside it, which has their checksums.
 """
 
-import json
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from gmeta.checkpoints.about import FALL_BACK, PROGRESS_FILE, files_of, read_about
 from gmeta.checkpoints.index import INDEX_FILE, read_index
-from gmeta.checkpoints.lineage import lineage_of
 from gmeta.errors import GMetaError
-from gmeta.files.checked_json import read_json
-from gmeta.files.checksums import FileEntry, differences, entries_of
-from gmeta.runs.progress import Progress
-from metaio.format.manifest import canonical_json, xxh3_hex
+from gmeta.files.checksums import differences
 
-PROGRESS_FILE = "progress.json"
-FALL_BACK = "Remove it to fall back to the one before"
 # What reading a damaged checkpoint raises. Its index is a pickle, and by pickle's documentation a
 # wrong bit of one may raise nearly anything.
 DAMAGE = (
@@ -41,67 +33,6 @@ DAMAGE = (
     pickle.UnpicklingError,
     CheckpointException,
 )
-
-
-def read_progress(path: Path) -> Progress:
-    """Return where in its run a checkpoint stands.
-
-    Raises:
-        GMetaError: its progress.json is missing or broken.
-    """
-    about = read_about(path)
-    return Progress(**{item.name: about[item.name] for item in fields(Progress)})
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's progress.json: where it stands, who wrote it, what its files are.
-
-    Raises:
-        GMetaError: the file is missing or broken.
-    """
-    try:
-        about = read_json(path / PROGRESS_FILE)
-        checksum = about.pop("checksum", None)
-        # Older releases wrote neither.
-        if (checksum or "files" in about) and checksum != xxh3_hex(canonical_json(about)):
-            raise ValueError("it does not match its own checksum")
-        # Not one is there by default: a step that is not said would be taken for the first.
-        for item in fields(Progress):
-            _check_number(item.name, about[item.name])
-        _check_number("world_size", about.get("world_size", 1))
-        if not isinstance(about.get("config", {}), dict):
-            raise ValueError("its config is not an object")
-        entries_of(about.get("files", {}))
-        lineage_of(about)
-    except (OSError, ValueError, LookupError) as error:
-        raise GMetaError(
-            f"checkpoint {path} cannot be loaded: its {PROGRESS_FILE} is missing or broken "
-            f"({error!r}). {FALL_BACK}"
-        ) from error
-    return about
-
-
-def _check_number(name: str, value: Any) -> None:
-    if name == "best_score":
-        if value is not None and type(value) not in (int, float):
-            raise ValueError(f"{name} is {value!r:.60}, not a number")
-    elif type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{name} is {value!r:.60}, not a count")
-
-
-def describe(progress: Progress, writer: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
-    """Return the text of progress.json: where the checkpoint stands, who the `writer` was, and the
-    checkpoint's other files."""
-    listed = {name: asdict(entry) for name, entry in files.items()}
-    about = {**asdict(progress), **writer, "files": listed}
-    about["checksum"] = xxh3_hex(canonical_json(about))
-    return json.dumps(about)
-
-
-def files_of(about: Mapping[str, Any]) -> dict[str, FileEntry]:
-    """Return sizes and checksums of a checkpoint's files but progress.json; none of what an older
-    release wrote."""
-    return entries_of(about.get("files", {}))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded run: what they hold, where they lie, how one is loaded.
+"""How a checkpoint of a sharded run is loaded, and what one holds.
 
 Any world size reads what any other wrote.
 """
@@ -10,33 +10,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from gmeta.checkpoints.files import (
-    DAMAGE,
-    FALL_BACK,
-    check_files,
-    files_of,
-    first_failure,
-    read_about,
-    read_progress,
-    reason_of,
-)
+from gmeta.checkpoints.about import FALL_BACK, files_of, read_about, read_progress
+from gmeta.checkpoints.files import DAMAGE, check_files, first_failure, reason_of
 from gmeta.checkpoints.index import IndexedReader, grown
-from gmeta.config import TrainConfig, config_from_dict
-from gmeta.errors import ConfigError, GMetaError, UserError
+from gmeta.errors import GMetaError, UserError
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import TABLES_PREFIX
 from gmeta.parallel.together import by_all
-from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step_of
 from gmeta.runs.progress import Progress
 
-TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
 # What is made of the dataset at the start of every run: in grown tables it has other sizes.
 _MADE_ANEW = "learner.items."
 # What has a row for each id: weights, and what an optimizer keeps of them.
 _TABLE_KEYS = (f"model.{TABLES_PREFIX}", f"optimizer.state.{TABLES_PREFIX}")
-REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
 
 
 def load_checkpoint(
@@ -98,87 +86,6 @@ def load_checkpoint(
     if optimizer is not None:
         optimizer.load_state_dict(optimizer.state_dict())  # filled in place
     return progress
-
-
-def tied_config(config: TrainConfig) -> dict[str, Any]:
-    """Return what a checkpoint's weights mean something with, alone: inputs, model, inner loop."""
-    saved = config.to_json()
-    sections = ("support_features", "item_features", "model", "algorithm")
-    tied = {section: saved[section] for section in sections}
-    tied["labels"] = {key: saved["labels"][key] for key in ("loss", "adapt", "entire_space")}
-    return {**tied, "outer": {key: saved["outer"][key] for key in ("loss", "huber_delta")}}
-
-
-def check_config(path: Path, config: TrainConfig) -> None:
-    """Compare the config's inputs, model, algorithm and loss with those that a checkpoint was
-    trained with. One of an older release does not say them, and is taken at its word.
-
-    Raises:
-        UserError: one differs.
-        GMetaError: the checkpoint was trained with something that this release does not have.
-    """
-    told = read_about(path).get("config")
-    if told is None:
-        return
-    try:
-        # Through the settings: a later release may have keys beyond, with defaults.
-        before = tied_config(config_from_dict(told))
-    except ConfigError as error:
-        raise GMetaError(
-            f"checkpoint {path} was trained with what this release does not have ({error}). "
-            "Use the release that wrote it"
-        ) from error
-    for section, now in tied_config(config).items():
-        for key, value in now.items():
-            if value != before[section][key]:
-                raise UserError(
-                    f"{section}.{key} = {value!r}, but checkpoint {path} was trained with "
-                    f"{before[section][key]!r}, and its weights mean nothing with another. Set it "
-                    "as it was, or train a new run, which may begin with run.start_from"
-                )
-
-
-def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
-    """Return the checkpoint that stands for a run: of its best validation if it stops early, else
-    the newest; None if there is none.
-    """
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        return None
-    if config.run.early_stop_patience:
-        best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
-        if best in checkpoints:
-            return best
-    return checkpoints[-1]
-
-
-def best_not_kept(run: RunFolder) -> str:
-    """Return the line that says that the newest checkpoint stands for a run that stops early,
-    because the best was not kept; "" where it was, or there is none.
-    """
-    config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
-    if not (config.run.early_stop_patience and checkpoints):
-        return ""
-    best_step = read_progress(checkpoints[-1]).best_step
-    if not best_step or run.checkpoints / checkpoint_name(best_step) in checkpoints:
-        return ""
-    why = "" if config.run.keep_best else " (run.keep_best = false)"
-    return (
-        f"run {run.root}: the checkpoint of the best validation, at step {best_step}, is not kept"
-        f"{why}; the newest, of step {step_of(checkpoints[-1])}, stands for the run"
-    )
-
-
-def restore_replaced(folder: Path) -> None:
-    """Give a checkpoint its name back whose writer was killed while it put another in its place.
-
-    One process calls it, before any lists the checkpoints.
-    """
-    for put_aside in folder.glob(f"{REPLACED_PREFIX}*"):
-        final = folder / put_aside.name.removeprefix(REPLACED_PREFIX)
-        # Else the new one has its name, and this one goes with all that was left over.
-        if not final.exists():
-            put_aside.rename(final)
 
 
 def state_of(

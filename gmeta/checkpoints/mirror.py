@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gmeta.checkpoints.files import PROGRESS_FILE
-from gmeta.checkpoints.loader import TEMPORARY_PREFIX
+from gmeta.checkpoints.about import PROGRESS_FILE, TEMPORARY_PREFIX
 from gmeta.errors import GMetaError, UserError
 from gmeta.runs.folder import (
     CONFIG_FILE,

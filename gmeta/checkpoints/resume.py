@@ -4,8 +4,8 @@ what a new run begins with.
 
 from pathlib import Path
 
-from gmeta.checkpoints.files import read_progress
-from gmeta.checkpoints.loader import check_config, checkpoint_to_use
+from gmeta.checkpoints.about import read_progress
+from gmeta.checkpoints.choice import check_config, checkpoint_to_use
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.files.local import check_local

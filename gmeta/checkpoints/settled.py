@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gmeta.build import prior_of
-from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.lineage import lineage_of
 from gmeta.checkpoints.resume import named_checkpoint
 from gmeta.config import TrainConfig

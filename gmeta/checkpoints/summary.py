@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from gmeta.checkpoints.files import damage_told, file_problems, intact_index, read_about
+from gmeta.checkpoints.about import read_about
+from gmeta.checkpoints.files import damage_told, file_problems, intact_index
 from gmeta.tables.names import module_name, table_of_weight
 
 # How torchrec names what state_of gives to torch's checkpoints.

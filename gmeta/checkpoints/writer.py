@@ -21,14 +21,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-from gmeta.checkpoints.files import PROGRESS_FILE, describe, reason_of
+from gmeta.checkpoints.about import PROGRESS_FILE, REPLACED_PREFIX, TEMPORARY_PREFIX, describe
+from gmeta.checkpoints.choice import tied_config
+from gmeta.checkpoints.files import reason_of
 from gmeta.checkpoints.lineage import Lineage, told_lineage
-from gmeta.checkpoints.loader import (
-    REPLACED_PREFIX,
-    TEMPORARY_PREFIX,
-    state_of,
-    tied_config,
-)
+from gmeta.checkpoints.loader import state_of
 from gmeta.checkpoints.mirror import Mirror
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError

@@ -54,11 +54,13 @@ def train(
         if not (root / SHARDS_FOLDER).exists():
             stack.callback(_drop_unused_store, root)
         # Loading torch takes seconds: not before the config is known to be right.
-        with on_ranks.importing():
-            from gmeta.commands.work.train import check_for_ranks, train_on_rank
         if not on_ranks.starts_ranks(nproc_per_node):
+            with on_ranks.importing():
+                from gmeta.commands.work.train import train_on_rank
             train_on_rank(resolved, is_new)
             return
+        with on_ranks.importing():
+            from gmeta.commands.work.before_ranks import check_for_ranks
         check_for_ranks(resolved, is_new)
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from gmeta.checkpoints.files import PROGRESS_FILE
+from gmeta.checkpoints.about import PROGRESS_FILE
 from gmeta.checkpoints.mirror import Mirror, check_new_mirror, fetch_run
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import GMetaError, UserError

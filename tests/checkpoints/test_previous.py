@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import gmeta
-from gmeta.checkpoints.files import check_files, read_progress
+from gmeta.checkpoints.about import read_progress
+from gmeta.checkpoints.files import check_files
 from gmeta.runs.folder import list_checkpoints
 from tests.commands import evaluate, metrics
 from tests.commands import gmeta as run_gmeta

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from gmeta.checkpoints.loader import restore_replaced
+from gmeta.checkpoints.about import restore_replaced
 from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import GMetaError, UserError

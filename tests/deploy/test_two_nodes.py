@@ -18,7 +18,7 @@ import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
-from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.about import read_about
 from gmeta.runs.folder import list_checkpoints
 from tests.antdt.pki import Authority
 from tests.commands import SMALL_MODEL, environment, metrics, write_config

@@ -19,7 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.loader import load_checkpoint
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.checkpoints.writer import CheckpointWriter

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.export import CheckpointReader

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import gmeta
-from gmeta.checkpoints.files import describe, read_about
-from gmeta.checkpoints.loader import check_config, tied_config
+from gmeta.checkpoints.about import describe, read_about
+from gmeta.checkpoints.choice import check_config, tied_config
 from gmeta.config import config_from_dict
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.checked_json import json_object

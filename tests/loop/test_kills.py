@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.about import read_about
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.remote import served_at
 from gmeta.delivery.versions import check_version

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.checkpoints.files import read_about
+from gmeta.checkpoints.about import read_about
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import GMetaError, UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 from gmeta.adaptation.config import PLAIN
 from gmeta.batches.labels import scored_labels
 from gmeta.batches.views import Shown
-from gmeta.checkpoints.loader import best_not_kept
+from gmeta.checkpoints.choice import best_not_kept
 from gmeta.commands.screen import first_progress, print_result, screen, show_table
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, overridden

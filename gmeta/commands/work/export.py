@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.checkpoints.loader import best_not_kept
+from gmeta.checkpoints.choice import best_not_kept
 from gmeta.commands.screen import print_result, screen, size_text
 from gmeta.commands.work.delivery import export_since, told
 from gmeta.export import export_run

@@ -1,12 +1,10 @@
-"""`gmeta train` as a rank, what rank 0 says at the end, and what is checked before ranks start."""
+"""`gmeta train` as a rank, and what rank 0 says at the end."""
 
 import statistics
 from pathlib import Path
 
-from gmeta.build import check_on_data
-from gmeta.checkpoints.loader import best_not_kept
+from gmeta.checkpoints.choice import best_not_kept
 from gmeta.checkpoints.mirror import check_new_mirror
-from gmeta.checkpoints.settled import settled
 from gmeta.commands.screen import print_result, screen
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
@@ -14,17 +12,6 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.runs.alike import settings_of_all
 from gmeta.runs.folder import RunFolder
 from gmeta.train import train
-
-
-def check_for_ranks(config: TrainConfig, is_new: bool) -> None:
-    """Check what ranks would only find once they have started.
-
-    Raises:
-        ConfigError, FormatError: see check_on_data and settled. UserError: see check_new_mirror.
-    """
-    if is_new:
-        check_new_mirror(config.run.mirror, Path(config.run.dir))
-    check_on_data(settled(config))
 
 
 def train_on_rank(config: TrainConfig, is_new: bool) -> None:

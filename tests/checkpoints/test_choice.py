@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.checkpoints.files import read_about
-from gmeta.checkpoints.loader import check_config
+from gmeta.checkpoints.about import read_about
+from gmeta.checkpoints.choice import check_config
 from gmeta.errors import GMetaError
 from gmeta.runs.folder import RunFolder
 from tests.commands import SMALL_MODEL, gmeta
