@@ -19,7 +19,11 @@ from gmeta.antdt.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.commands import gmeta
 from tests.labelled import prepare as prepare_labelled
-from tests.processes import remove_sockets, skipping_what_may_not_start
+from tests.processes import (
+    collect_garbage_rarely,
+    remove_sockets,
+    skipping_what_may_not_start,
+)
 
 # Until the tests are collected: a million objects are imported, and none of them is garbage.
 gc.disable()
@@ -67,8 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is imported stays: no collection during the tests needs to look at it again."""
-    gc.freeze()
-    gc.enable()
+    collect_garbage_rarely()
 
 
 @pytest.fixture(scope="session")

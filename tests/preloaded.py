@@ -48,9 +48,8 @@ import gmeta.server.worker
 import gmeta.train
 import tests.distributed.harness
 import tests.forked
+from tests.processes import collect_garbage_rarely
 
 rich.emoji.Emoji.replace(":heart:")  # reads the names of all
 
-# Out of sight of the processes' own collections, which would write to the pages they share.
-gc.freeze()
-gc.enable()
+collect_garbage_rarely()

@@ -2,6 +2,7 @@
 holds where a test may start none.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import shutil
@@ -24,6 +25,15 @@ def with_imports_ready() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def collect_garbage_rarely() -> None:
+    """Leave what is imported out of every later collection, and let those come seldom: looking for
+    garbage took a twentieth of the suite, and writes to pages that forked processes share.
+    """
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+    gc.enable()
 
 
 def remove_sockets() -> None:

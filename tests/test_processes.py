@@ -8,6 +8,7 @@ import sys
 import tempfile
 from multiprocessing import util
 from multiprocessing.connection import Listener
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from benchmarks.socket_paths import (
     LONGEST_SOCKET_PATH,
     keep_socket_paths_short,
 )
-from tests.processes import remove_sockets, skipping_what_may_not_start
+from tests.processes import remove_sockets, skipping_what_may_not_start, with_imports_ready
 
 
 @pytest.mark.parametrize("too_long", [False, True])
@@ -76,3 +77,17 @@ def test_a_test_that_may_not_start_the_interpreter_is_skipped_with_the_reason(
         forbidden.chmod(mode)
         with pytest.raises(PermissionError), skipping_what_may_not_start():
             raise PermissionError(errno.EACCES, "Permission denied", str(program))
+
+
+def answer_what_is_imported(names: tuple[str, ...], answers: SimpleQueue) -> None:
+    answers.put([name for name in names if name in sys.modules])
+
+
+def test_a_forked_process_has_the_imports_ready() -> None:
+    """multiprocessing says nothing where one fails: each process would import for itself."""
+    context = with_imports_ready()
+    answers, names = context.SimpleQueue(), ("gmeta.train", "gmeta.server.worker", "tests.forked")
+    process = context.Process(target=answer_what_is_imported, args=(names, answers))
+    process.start()
+    assert answers.get() == list(names)
+    process.join()
