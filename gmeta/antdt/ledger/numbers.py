@@ -36,9 +36,17 @@ class CallNumbers:
         # granted shards that nobody knows of. No event: after a restart every worker registers and
         # takes the ledger's.
         self._unrecorded: dict[str, Unrecorded] = {}
+        self._unstored: dict[str, Unrecorded] = {}  # those since the last `stored`
+
+    def stored(self) -> None:
+        """Keep the replies so far: the store has all events that they speak of."""
+        self._unrecorded.update(self._unstored)
+        self._unstored.clear()
 
     def take_over(self, older: CallNumbers) -> None:
-        """Keep what left no event when the ledger was read back within one service epoch."""
+        """Keep what left no event when the ledger was read back within one service epoch. Replies
+        beside events that the store did not take are forgotten with these: an END may have spoken
+        of a completion among them."""
         self._unrecorded = older._unrecorded
 
     def last_seq(self, worker: Worker) -> int:
@@ -73,7 +81,7 @@ class CallNumbers:
 
     def note_unrecorded(self, worker: Worker, seq: int, call_crc: int, reply: cmd.Reply) -> None:
         """Remember the reply to a call that left no event."""
-        self._unrecorded[worker.worker_id] = Unrecorded(worker.incarnation, seq, call_crc, reply)
+        self._unstored[worker.worker_id] = Unrecorded(worker.incarnation, seq, call_crc, reply)
 
     def reply_of(self, event: Any) -> cmd.Reply:
         """Rebuild the reply to a numbered call from its event alone: a retry after a crash gets the
@@ -93,7 +101,8 @@ class CallNumbers:
         return cmd.Outcomes(event.seq, tuple(Outcome(outcome) for _, outcome in event.items))
 
     def _newer_unrecorded(self, worker: Worker) -> Unrecorded | None:
-        found = self._unrecorded.get(worker.worker_id)
+        name = worker.worker_id
+        found = self._unstored.get(name) or self._unrecorded.get(name)
         is_newer = found and found.incarnation == worker.incarnation and found.seq > worker.last_seq
         return found if is_newer else None
 

@@ -91,6 +91,7 @@ class Committer:
         except StoreError as error:
             self._fall_back(error)
             return Group([_refusal(error)] * len(requests), False)
+        self.ledger.numbers.stored()
         if self.ledger.num_events - self._snapshot_at >= self._snapshot_every:
             self.try_snapshot()
         return Group(answers, needs_sync)
@@ -189,6 +190,7 @@ class Committer:
             # What no event holds is taken along: it is of this service epoch, which goes on.
             old, self.ledger = self.ledger, self._recovered()
             self.ledger.seen = old.seen
+            self.ledger.started_s, self.ledger.readings = old.started_s, old.readings
             self.ledger.numbers.take_over(old.numbers)
             self._in_step = True
 

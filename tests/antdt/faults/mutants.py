@@ -132,6 +132,12 @@ MUTANTS = (
     ),
     Mutant("WAIT uses no number", "ledger/numbers.py", "found.seq > worker.last_seq", "False"),
     Mutant(
+        "END of a group that the store did not take",
+        "ledger/numbers.py",
+        "self._unrecorded = older._unrecorded",
+        "self._unrecorded = older._unrecorded | older._unstored",
+    ),
+    Mutant(
         "a changed page is not stored",
         "ledger/table.py",
         "        self.dirty_pages.add(position // SHARDS_PER_PAGE)\n",

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.errors import RefusedError, StoreFullError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Outcome
+from gmeta.antdt.storage.stored import Batch
 from tests.antdt.driver import TTL_S, Process, Service, counts, drain_epoch
 
 
@@ -320,3 +321,27 @@ def test_an_action_is_delivered_until_acknowledged_and_applied_once(service: Ser
         refused(lambda: service.call(cmd.AckAction(worker.caller, "x2", 1, "")))[1]
         == "UNKNOWN_ACTION"
     )
+
+
+def test_end_is_not_told_of_a_completion_that_the_store_did_not_take(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both came in one group. Who asks again under the same number must not hear what the lost
+    group would have answered: nobody would train the shard if its worker died now."""
+    worker, other = service.worker("a"), service.worker("b")
+    *done, last = worker.lease(5).grants
+    worker.complete(*(grant.token for grant in done))
+    assert isinstance(other.lease(), cmd.Wait)
+    asking = cmd.LeaseShards(other.caller, other.seq + 1, "d", 0, 1)
+    group = [cmd.Complete(worker.caller, worker.seq + 1, (last.token,)), asking]
+
+    def refuse(batch: Batch) -> None:
+        raise StoreFullError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.store, "append", refuse)
+        told = service.committer.commit(group)
+    assert [each.reason for each in told] == ["STORE_FULL", "STORE_FULL"]
+    assert isinstance(service.call(asking), cmd.Wait)
+    assert worker.complete(last.token) == (Outcome.ACCEPTED,)
+    assert service.call(asking._replace(seq=other.seq + 2)) == cmd.End(other.seq + 2)

@@ -9,6 +9,7 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import state as ledger_state
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import Outcome
+from gmeta.antdt.readings import Reading
 from gmeta.antdt.storage.stored import Batch
 from tests.antdt.driver import Process, Service, counts
 
@@ -110,6 +111,25 @@ def test_what_the_store_did_not_take_did_not_happen_and_the_next_call_goes_on(
     for _ in range(2):  # and once more from what is stored
         assert (counts(service)["DOING"], counts(service)["DONE"]) == (3, 2)
         service.restart()
+
+
+def test_what_no_event_holds_outlives_a_store_that_failed_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since when the service runs says whether a worker is silent; the live page has the curves."""
+    worker, began_s = service.worker("a"), service.committer.ledger.started_s
+    service.call(cmd.Heartbeat(worker.caller, (), (), (Reading(1, {"loss": 0.5}),)))
+
+    def refuse(batch: Batch) -> None:
+        raise StoreFullError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.store, "append", refuse)
+        with pytest.raises(RefusedError):
+            worker.lease()
+    worker.lease()
+    ledger = service.committer.ledger
+    assert (ledger.started_s, ledger.readings.curves()) == (began_s, {"loss": [(1, 0.5)]})
 
 
 def test_a_store_that_another_service_took_answers_nothing_more(
