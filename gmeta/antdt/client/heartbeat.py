@@ -5,12 +5,14 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, final
 
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.session import Session
 from gmeta.antdt.errors import AntdtError, FencedError
-from gmeta.antdt.readings import MAX_READINGS_PER_CALL
+from gmeta.antdt.model import MAX_NAME_CHARS
+from gmeta.antdt.readings import MAX_READINGS_PER_CALL, MAX_VALUES
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
@@ -44,9 +46,13 @@ class Heartbeat:
             self._due.set()
 
     def read(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a reading to the next heartbeat. Of more than one call may bring, the newest."""
+        """Add a reading to the next heartbeat. Of more than one call may bring, the newest. A name
+        too long for the service is left out: it would refuse the call, which renews the leases."""
+        named = iter((name, x) for name, x in values.items() if len(name) <= MAX_NAME_CHARS)
         with self._lock:
-            self._readings.append(pb.Reading(step=step, values=values))
+            # The service puts the parts of a step together.
+            while part := dict(islice(named, MAX_VALUES)):
+                self._readings.append(pb.Reading(step=step, values=part))
             del self._readings[:-MAX_READINGS_PER_CALL]
 
     def hurry(self) -> None:

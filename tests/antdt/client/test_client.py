@@ -323,3 +323,17 @@ def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(
         wait_until(lambda: curves() == {"loss": [(1, 0.5)]})
         client.read(2, {"loss": 0.25})
     assert curves() == {"loss": [(1, 0.5), (2, 0.25)]}
+
+
+def test_a_reading_of_many_scores_takes_no_lease_away(
+    server: ShardServer, address: str, client: ShardClient
+) -> None:
+    """Five metrics of four labels on five validation splits are more values than a reading of the
+    service holds; a heartbeat that is refused renews nothing."""
+    scores = {f"valid/auc-{number}": number / 1000 for number in range(150)}
+    client.read(7, scores)
+    client.read(8, {"x" * 129: 0.5, "loss": 0.25})
+    client._heartbeat.beat()
+    curves: Any = server.edge.ask(Read(lambda ledger, now_s: ledger.readings.curves()))
+    expected = {name: [(7, value)] for name, value in scores.items()}
+    assert curves == {**expected, "loss": [(8, 0.25)]}
