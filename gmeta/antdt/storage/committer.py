@@ -14,14 +14,13 @@ from gmeta.antdt.errors import (
     RefusedError,
     StoreError,
     StoreFailedError,
-    StoreFullError,
     StoreTakenError,
 )
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import TOKEN_COUNTER_BITS
-from gmeta.antdt.storage.request import Answer, Read, Request
+from gmeta.antdt.storage.request import Answer, Read, Request, refusal_of
 from gmeta.antdt.storage.snapshot import load_state, mark_stored, take_snapshot
 from gmeta.antdt.storage.store import Store, damaged
 from gmeta.antdt.storage.stored import Batch
@@ -90,7 +89,7 @@ class Committer:
                 self._append(records)
         except StoreError as error:
             self._fall_back(error)
-            return Group([_refusal(error)] * len(requests), False)
+            return Group([refusal_of(error)] * len(requests), False)
         self.ledger.numbers.stored()
         if self.ledger.num_events - self._snapshot_at >= self._snapshot_every:
             self.try_snapshot()
@@ -210,14 +209,6 @@ class Committer:
             # Everything is in the log already; without a snapshot the next start only takes longer.
             self._snapshot_at = self.ledger.num_events
             _log.warning("snapshot_failed", extra={"fields": {"error": str(error)}})
-
-
-def _refusal(error: StoreError) -> RefusedError:
-    if isinstance(error, StoreFullError):
-        return RefusedError("RESOURCE_EXHAUSTED", "STORE_FULL", str(error))
-    if isinstance(error, StoreTakenError):
-        return RefusedError("UNAVAILABLE", "STORE_TAKEN", str(error))
-    return RefusedError("UNAVAILABLE", "STORE_FAILED", str(error))
 
 
 class DefectError(RefusedError):

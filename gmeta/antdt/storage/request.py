@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gmeta.antdt.errors import RefusedError, StoreError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 
 if TYPE_CHECKING:
@@ -36,3 +37,12 @@ def is_early(answer: Answer) -> bool:
     END and WAIT are not early: they speak of completions that may not be durable yet.
     """
     return isinstance(answer, cmd.Granted | cmd.Beat)
+
+
+def refusal_of(error: StoreError) -> RefusedError:
+    """Return what is answered to a call that the store did not take."""
+    if isinstance(error, StoreFullError):
+        return RefusedError("RESOURCE_EXHAUSTED", "STORE_FULL", str(error))
+    if isinstance(error, StoreTakenError):
+        return RefusedError("UNAVAILABLE", "STORE_TAKEN", str(error))
+    return RefusedError("UNAVAILABLE", "STORE_FAILED", str(error))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from gmeta.antdt.errors import RefusedError, StoreError, shutting_down
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import event
-from gmeta.antdt.storage.request import Answered, Request, is_early
+from gmeta.antdt.storage.request import Answered, Request, is_early, refusal_of
 
 if TYPE_CHECKING:
     from gmeta.antdt.storage.committer import Committer
@@ -133,22 +133,31 @@ class Writer:
     def _sync(self) -> None:
         """Hand groups out in the order in which they were appended, so that an answer never
         overtakes what it speaks of."""
+        failed: RefusedError | None = None
         try:
             while not self._written or self._unsynced:
                 if not self._unsynced:
                     self._sync_wake.wait()
                 self._sync_wake.clear()
                 groups = [self._unsynced.popleft() for _ in range(len(self._unsynced))]
-                if any(needs_sync for _, needs_sync in groups):
-                    self._committer.sync()
+                if failed is None and any(needs_sync for _, needs_sync in groups):
+                    failed = self._synced()
                 for answered, _ in groups:
-                    self._deliver(answered)
-        except StoreError as error:
-            # After a failed fsync nobody knows what is on the disk: end, and let the successor
-            # read it.
-            event(logging.ERROR, "sync_failed", error=str(error))
+                    told = [Answered(ticket, failed or answer) for ticket, answer in answered]
+                    self._deliver(told)
         finally:
             self._end()
+
+    def _synced(self) -> RefusedError | None:
+        """Sync; return what to tell those who wait for it where that failed. Nobody knows then what
+        is on the disk: the service ends, and its successor reads it."""
+        try:
+            self._committer.sync()
+        except StoreError as error:
+            event(logging.ERROR, "sync_failed", error=str(error))
+            self._end()
+            return refusal_of(error)
+        return None
 
     def _end(self) -> None:
         """Take no more requests: stopped by order, by another service's take-over or by a

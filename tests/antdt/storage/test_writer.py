@@ -19,7 +19,7 @@ from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.request import Answered, Read
 from gmeta.antdt.storage.store import MemoryStore
 from gmeta.antdt.storage.writer import Writer
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def deliver(answered: list[Answered]) -> None:
@@ -46,7 +46,7 @@ class Harness:
         if self.fail_sync:
             raise StoreFailedError("the disk failed")
 
-    def send(self, command: cmd.Command) -> Future[Any]:
+    def send(self, command: cmd.Command | Read) -> Future[Any]:
         future: Future[Any] = Future()
         self.writer.submit(command, future)
         return future
@@ -94,13 +94,24 @@ def test_end_is_not_told_before_the_last_completion_is_on_the_disk(harness: Harn
     harness.writer.stop()
 
 
-def test_a_failed_fsync_ends_the_service_without_an_answer(harness: Harness) -> None:
+def test_a_failed_fsync_ends_the_service_and_acknowledges_nothing(harness: Harness) -> None:
+    """Also what came behind the call that could not be synced is refused, and at once: the end of
+    the service waits for all of it."""
     first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
+    num_batches = len(harness.store.disk.log)
+    harness.disk_free.clear()
     harness.fail_sync = True
     completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
+    wait_until(lambda: len(harness.store.disk.log) == num_batches + 1)
+    behind = [harness.send(Read(lambda ledger, now_s: "seen")) for _ in range(2)]
+    wait_until(lambda: not harness.writer._queue)
+    harness.disk_free.set()
     assert harness.ended.wait(PATIENCE_S)
-    with pytest.raises(TimeoutError):
-        completing.result(0.1)
+    for future in (completing, *behind):
+        told = future.result(PATIENCE_S)
+        assert (told.code, told.reason) == ("UNAVAILABLE", "STORE_FAILED")
+        assert str(told) == "the disk failed"
+    harness.writer.stop()
     with pytest.raises(RefusedError) as refused:
         harness.send(cmd.Tick())
     assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
