@@ -32,9 +32,11 @@ class HeldLeases:
             return list(self._held.values())
 
     def tokens(self) -> set[int]:
-        """Return the tokens of the live leases."""
+        """Return the tokens of the leases that may still be used. A lost one is left out, though it
+        may live on at the service: renewed, it would be nobody's to train, and END would never
+        come."""
         with self._lock:
-            return set(self._held)
+            return {token for token, lease in self._held.items() if not lease.lost}
 
     def noted(self) -> Sent:
         """Return what each live lease has in the model now. Raise LeaseLostError when one was lost

@@ -337,3 +337,22 @@ def test_a_reading_of_many_scores_takes_no_lease_away(
     curves: Any = server.edge.ask(Read(lambda ledger, now_s: ledger.readings.curves()))
     expected = {name: [(7, value)] for name, value in scores.items()}
     assert curves == {**expected, "loss": [(8, 0.25)]}
+
+
+def test_a_lease_that_was_lost_here_is_not_renewed_for_ever(client: ShardClient) -> None:
+    """A loop that goes on without it would wait for END until somebody ends the process."""
+    late, used = client.lease("d", 0, 2)
+    late.usable_until_s = time.monotonic() - 1.0  # the process stood still
+    with pytest.raises(LeaseLostError):
+        late.check()
+    sent: list[set[int]] = []
+    call = client._session.call
+
+    def noted(rpc: str, **fields: Any) -> Any:
+        sent.append(fields["tokens"])
+        return call(rpc, **fields)
+
+    client._session.call = noted  # type: ignore[method-assign]
+    client._heartbeat.beat()
+    client._session.call = call  # type: ignore[method-assign]
+    assert sent == [{used.token}]
