@@ -243,8 +243,9 @@ class ShardClient:
         """
         restore_id = uuid.uuid4().hex
         text = b"" if manifest is None else manifest.to_json().encode()
-        response = self._session.call("Restore", manifest_json=text, restore_id=restore_id)
-        self._session.enter_generation(response.run_generation)
+        with self._heartbeat.beating:
+            response = self._session.call("Restore", manifest_json=text, restore_id=restore_id)
+            self._session.enter_generation(response.run_generation)
         # What was trained of them is in a model that is gone.
         self._leases.lose_all("the job was rolled back to a checkpoint")
         return self.run_generation

@@ -33,6 +33,9 @@ class Heartbeat:
         self._beat_again_s = 0.0  # the pause behind a hurried heartbeat
         self._actions: list[Any] = []
         self._lock = threading.Lock()
+        # Held over a beat, and by whoever begins a generation: one that left before and arrived
+        # behind it would be of the past, and fence this process.
+        self.beating = threading.Lock()
         self._due = threading.Event()  # the next one is due now
         self._thread = threading.Thread(target=self._beat_on, name="antdt-heartbeat", daemon=True)
         self._thread.start()
@@ -99,6 +102,10 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Send one heartbeat now. Raise FencedError, RefusedError or ServiceUnavailableError."""
+        with self.beating:
+            self._beat()
+
+    def _beat(self) -> None:
         # From before the call: the service counts the ttl from a moment that lies behind it.
         report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
         with self._lock:

@@ -1,8 +1,11 @@
 """ShardClient, Lease and ShardFeed against a real service in this process."""
 
 import re
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +359,24 @@ def test_a_lease_that_was_lost_here_is_not_renewed_for_ever(client: ShardClient)
     client._heartbeat.beat()
     client._session.call = call  # type: ignore[method-assign]
     assert sent == [{used.token}]
+
+
+def test_a_heartbeat_under_way_while_the_job_is_rolled_back_fences_nobody(
+    client: ShardClient,
+) -> None:
+    """It left in the generation that the roll-back ends."""
+    connection, restoring = client._session.connection, Future[int]()
+    attempt = connection._attempt
+
+    def overtaken(rpc: str, request: Any) -> Any:
+        if rpc == "Heartbeat":
+            threading.Thread(target=lambda: restoring.set_result(client.restore(None))).start()
+            with suppress(TimeoutError):
+                restoring.result(0.5)  # where nothing holds it back
+        return attempt(rpc, request)
+
+    connection._attempt = overtaken  # type: ignore[method-assign]
+    client._heartbeat.beat()
+    connection._attempt = attempt  # type: ignore[method-assign]
+    assert restoring.result(PATIENCE_S) == client.run_generation
+    assert isinstance(client.lease("d", 0), list)
