@@ -126,7 +126,8 @@ def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:
         return newest
     if health.verdict in STRAGGLERS:
         return health.tasks_per_s
-    return newest if somebody_is_slow and usual >= USUAL_RATIO * newest else usual
+    # 0: the newest window has no work in it, as where a GPU was not through with the step yet.
+    return newest if somebody_is_slow and 0 < USUAL_RATIO * newest <= usual else usual
 
 
 def _overheads_ms(active: Sequence[WorkerView]) -> list[float]:

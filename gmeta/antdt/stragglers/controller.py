@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
@@ -49,7 +50,7 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
             "nd, dd or none"
         )
     ):
-        decisions = list(policy(snapshot, config))
+        decisions = [_in_plain(decision) for decision in policy(snapshot, config)]
     rulings = []
     restarts = snapshot.restarts_last_hour
     backed_up = {worker.health.worker_id for worker in snapshot.workers if worker.backed_up}
@@ -65,6 +66,16 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
         if decision.kind == "BACKUP_WORKERS" and not refusal:
             backed_up.add(decision.worker_id)
     return rulings
+
+
+def _in_plain(decision: Decision) -> Decision:
+    """Return a decision with values that can be compared, logged and posted: a policy may hand over
+    numbers of some library. Raise ValueError for a parameter that is no finite number."""
+    parameters = {str(name): float(n) for name, n in decision.parameters.items()}
+    if not all(map(math.isfinite, parameters.values())):
+        raise ValueError(f"{decision.kind} has a parameter that is no finite number: {parameters}")
+    kind, worker_id, reason = map(str, (decision.kind, decision.worker_id, decision.reason))
+    return Decision(kind, worker_id, parameters, reason)  # type: ignore[arg-type]
 
 
 def _refusal(

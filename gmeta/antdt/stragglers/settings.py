@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig
+from gmeta.errors import ConfigError
 from gmeta.settings import read_toml, settings_from_dict
 
 
@@ -20,8 +21,27 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
     """Return the config at `path`; without one the defaults: workers are watched and left alone.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value is not allowed.
+        ConfigError: the file cannot be read, or a key or value is not allowed, by itself or beside
+            another.
     """
     if path is None:
         return StragglerConfig()
-    return settings_from_dict(StragglerConfig, read_toml("config", path))
+    config = settings_from_dict(StragglerConfig, read_toml("config", path))
+    _check_together(config.monitor)
+    return config
+
+
+def _check_together(monitor: MonitorConfig) -> None:
+    """Raise ConfigError for settings of which each is allowed, and that together call nobody slow
+    or let nobody recover."""
+    pairs = (
+        ("short_slow", monitor.short_slow, "short_windows", monitor.short_windows),
+        ("long_slow", monitor.long_slow, "long_windows", monitor.long_windows),
+        ("recovered_ratio", monitor.recovered_ratio, "slow_ratio", monitor.slow_ratio),
+    )
+    for name, value, most_name, most in pairs:
+        if value > most:
+            raise ConfigError(
+                f"monitor.{name} = {value} is more than monitor.{most_name} = {most}; at most "
+                "that much is allowed, or no verdict would hold. Lower the one, or raise the other"
+            )

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gmeta.antdt.monitor import Verdict, WorkerHealth
@@ -111,6 +113,14 @@ def test_one_window_of_a_known_straggler_moves_no_task() -> None:
     slow = worker("w3", "transient", 25.0, share=4)
     once = replace(slow, health=replace(slow.health, tasks_per_s_newest=10.0))
     assert rule(snapshot(*others, once), ND, find_policy("nd")) == []
+
+
+def test_nd_balances_also_where_the_newest_window_of_a_worker_has_no_work() -> None:
+    """Kernels that are not through yet count in a later window: it is no slower for that."""
+    unseen = worker("w0")
+    unseen = replace(unseen, health=replace(unseen.health, tasks_per_s_newest=0.0))
+    others = [worker("w1"), worker("w2"), worker("w3", "transient", 25.0)]
+    assert nd_shares(unseen, *others) == [20, 20, 20, 4]
 
 
 def test_nd_restarts_a_persistent_straggler_when_it_pays() -> None:
@@ -412,6 +422,28 @@ def test_a_policy_that_fails_is_told_as_the_users_mistake() -> None:
         "policy 'p.py:broken' failed: KeyError('w7'). Mend it, or set controller.policy to nd, dd "
         "or none"
     )
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_number_that_is_none_is_the_users_mistake_too(number: float) -> None:
+    """The thread that rules goes on: nobody would be watched any more."""
+    decision = Decision("ADJUST_BS", "", {"w0": number, "w1": 32.0})
+    with pytest.raises(PolicyError) as caught:
+        rule(snapshot(*healthy(2)), replace(ND, policy="p.py:f"), lambda s, c: [decision])
+    assert str(caught.value) == (
+        "policy 'p.py:f' failed: ValueError(\"ADJUST_BS has a parameter that is no finite number: "
+        f"{{'w0': {number}, 'w1': 32.0}}\"). Mend it, or set controller.policy to nd, dd or none"
+    )
+
+
+def test_numbers_of_numpy_are_ruled_on_and_logged() -> None:
+    lines: list[str] = []
+    decision = Decision("ADJUST_BS", "", {"w0": np.int64(40), "w1": np.float32(24)})
+    controller = Controller(ND, lambda s, c: [decision], lines.append)
+    controller.shares = {"w0": 32, "w1": 32}
+    (ruling,) = controller.decide(snapshot(*healthy(2)))
+    assert (ruling.allowed, controller.shares) == (True, {"w0": 40, "w1": 24})
+    assert json.loads(lines[0])["rulings"][0]["parameters"] == {"w0": 40.0, "w1": 24.0}
 
 
 def test_what_is_held_back_window_after_window_is_logged_once() -> None:

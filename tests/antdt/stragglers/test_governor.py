@@ -281,6 +281,13 @@ def test_the_config_file_is_checked(tmp_path: Path) -> None:
     assert str(caught.value) == "monitor.slow_rato is unknown; did you mean monitor.slow_ratio?"
     file.write_text("[monitor]\nwindow_s = 1\n[controller]\npolicy = 'dd'\n")
     found = load_straggler_config(file)
+    file.write_text("[monitor]\nlong_windows = 100\n")
+    with pytest.raises(ConfigError) as beside:
+        load_straggler_config(file)
+    assert str(beside.value) == (
+        "monitor.long_slow = 200 is more than monitor.long_windows = 100; at most that much is "
+        "allowed, or no verdict would hold. Lower the one, or raise the other"
+    )
     assert (found.monitor.window_s, found.controller.policy) == (1.0, "dd")
 
 
