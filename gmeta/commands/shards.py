@@ -14,6 +14,7 @@ from gmeta.antdt.access.address import DEFAULT_ADDRESS
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.model import MAX_SHARDS
 from gmeta.commands.screen import screen, show_table
 from gmeta.commands.shard_caller import Address, Call, TlsCa, TlsCert, TlsKey, TokenFile, caller_of
 from gmeta.errors import UserError
@@ -29,7 +30,8 @@ DatasetName = Annotated[
     str, typer.Option("--dataset", help="dataset; may be left out when there is only one")
 ]
 ShardArguments = Annotated[
-    list[int], typer.Argument(help="shard numbers, as `gmeta shards ls` shows")
+    list[int],
+    typer.Argument(min=0, max=MAX_SHARDS - 1, help="shard numbers, as `gmeta shards ls` shows"),
 ]
 
 

@@ -6,6 +6,7 @@ node (until it is restarted elsewhere) and of the moment.
 
 import csv
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from gmeta.antdt.policies.interface import Snapshot
 from gmeta.errors import UserError
 
 Floats = NDArray[np.float64]
+MAX_SLOWDOWN = 1e6  # of a recording: a second's step takes eleven days
 
 
 class TraceError(AntdtError, UserError):
@@ -171,12 +173,13 @@ def _rows_of_table(path: Path) -> Iterator[tuple[float, str, float]]:
         for number, row in enumerate(reader, 2):
             try:
                 time_s, factor = float(row["time_s"]), float(row["slowdown"])
-                if not (factor > 0 and time_s >= 0):
+                if not (0 < factor <= MAX_SLOWDOWN and 0 <= time_s < math.inf):
                     raise ValueError
             except (TypeError, ValueError):
                 raise TraceError(
                     f"line {number} of {path} says time_s = {row['time_s']} and slowdown = "
-                    f"{row['slowdown']}; both are numbers, slowdown above 0. Correct the line"
+                    f"{row['slowdown']}; both are numbers, slowdown above 0 and at most "
+                    f"{MAX_SLOWDOWN:,.0f}. Correct the line"
                 ) from None
             yield time_s, row["worker"], factor
 

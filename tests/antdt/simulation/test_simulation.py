@@ -230,14 +230,17 @@ def test_a_slow_reader_costs_what_the_computation_does_not_hide() -> None:
     assert causes == {"", "reader"}
 
 
-def test_a_recording_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("time_s", "slowdown"), [("0", "-1"), ("0", "inf"), ("inf", "2")])
+def test_a_recording_that_makes_no_sense_is_refused(
+    tmp_path: Path, time_s: str, slowdown: str
+) -> None:
     file = tmp_path / "trace.csv"
-    file.write_text("time_s,worker,slowdown\n0,a,-1\n")
+    file.write_text(f"time_s,worker,slowdown\n{time_s},a,{slowdown}\n")
     with pytest.raises(TraceError) as caught:
         recorded_trace(file, seed=0)
     assert str(caught.value) == (
-        f"line 2 of {file} says time_s = 0 and slowdown = -1; both are numbers, slowdown above 0. "
-        "Correct the line"
+        f"line 2 of {file} says time_s = {time_s} and slowdown = {slowdown}; both are numbers, "
+        "slowdown above 0 and at most 1,000,000. Correct the line"
     )
 
 
@@ -261,7 +264,7 @@ def test_a_recording_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
         (
             "time_s,worker,slowdown\n0,a\n",
             "line 2 of {file} says time_s = 0 and slowdown = None; both are numbers, slowdown "
-            "above 0. Correct the line",
+            "above 0 and at most 1,000,000. Correct the line",
         ),
     ],
 )
