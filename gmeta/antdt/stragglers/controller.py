@@ -332,14 +332,17 @@ def replayed(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, 
     Raises:
         PolicyError: the line is none of a decision log.
     """
-    try:
+    with failing_as(
+        lambda error: PolicyError(
+            f"{line[:60]!r} is no line of a decision log ({error!r}). Name the file that "
+            "gmeta shard-service wrote with --decisions"
+        ),
+        PolicyError,
+    ):
         record = json.loads(line)
         snapshot = Snapshot.from_json(record["snapshot"])
         logged = record["rulings"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PolicyError(
-            f"{line[:60]!r} is no line of a decision log ({error!r}). Name the file that "
-            "gmeta shard-service wrote with --decisions"
-        ) from error
-    now = json.loads(log_line(snapshot, rule(snapshot, config, policy)))["rulings"]
+        if not all({"kind", "worker_id", "allowed", "note"} <= ruling.keys() for ruling in logged):
+            raise KeyError("rulings")
+        now = json.loads(log_line(snapshot, rule(snapshot, config, policy)))["rulings"]
     return logged, now

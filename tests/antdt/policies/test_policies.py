@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -472,3 +473,20 @@ def test_a_logged_decision_comes_out_the_same_when_it_is_replayed() -> None:
     assert json.loads(lines[0])["rulings"][0]["kind"] == "KILL_RESTART"
     logged, again = replayed(lines[0], replace(ND, policy="none"), find_policy("none"))
     assert (len(logged), again) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "changed", [{"rulings": [1]}, {"rulings": [{"kind": "EXCLUDE"}]}, {"snapshot": {"now_s": "x"}}]
+)
+def test_a_line_of_another_shape_is_none_of_a_decision_log(changed: dict[str, Any]) -> None:
+    lines: list[str] = []
+    Controller(ND, find_policy("nd"), lines.append).decide(
+        snapshot(*healthy(3), worker("w3", "transient", 25.0))
+    )
+    record = json.loads(lines[0])
+    record["snapshot"].update(changed.get("snapshot", {}))
+    record["rulings"] = changed.get("rulings", record["rulings"])
+    line = json.dumps(record)
+    with pytest.raises(PolicyError) as caught:
+        replayed(line, ND, find_policy("nd"))
+    assert str(caught.value).startswith(f"{line[:60]!r} is no line of a decision log (")
