@@ -203,6 +203,9 @@ class Committer:
 
     def try_snapshot(self) -> None:
         """Store a snapshot; only log it where the store cannot take one now."""
+        # Behind a store that failed memory still holds what was refused: it must not be stored.
+        if not self._in_step:
+            return
         try:
             self.snapshot()
         except StoreError as error:

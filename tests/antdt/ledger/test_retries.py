@@ -113,6 +113,25 @@ def test_what_the_store_did_not_take_did_not_happen_and_the_next_call_goes_on(
         service.restart()
 
 
+def test_what_the_store_did_not_take_is_in_no_snapshot_either(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is stopped right behind the call that it refused stores one."""
+    worker = service.worker("a")
+    token = worker.grant().token
+
+    def refuse(batch: Batch) -> None:
+        raise StoreFullError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.store, "append", refuse)
+        with pytest.raises(RefusedError):
+            worker.complete(token)
+    service.committer.try_snapshot()
+    service.restart()
+    assert (counts(service)["DOING"], counts(service)["DONE"]) == (1, 0)
+
+
 def test_what_no_event_holds_outlives_a_store_that_failed_once(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
