@@ -139,6 +139,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._tokens = tokens
         self._certificates = certificates
         self._limits = limits
+        # Told of each call that is refused here: the RPC, the refusal, the peer.
+        self.on_refused: Callable[[str, RefusedError, str], None] = lambda rpc, error, peer: None
         self._num_calls = 0
         self._probes: dict[Any, None] = {}  # the task of each, the oldest first
 
@@ -157,9 +159,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:
         """Judge a call, and hold a place for it until it ends. Raise RefusedError."""
-        self._check(method, Shown.by(context))
-        if self._num_calls >= MAX_CALLS:
-            raise _busy(f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause.")
+        try:
+            self._check(method, Shown.by(context))
+            if self._num_calls >= MAX_CALLS:
+                told = f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause."
+                raise _busy(told)
+        except RefusedError as error:
+            self.on_refused(method.rpartition("/")[2], error, context.peer())
+            raise
         self._num_calls += 1
         try:
             yield

@@ -14,6 +14,7 @@ from typing import Any, final
 import grpc
 
 from gmeta.antdt.access.auth import Guard, abort
+from gmeta.antdt.access.rate import RateLimit
 from gmeta.antdt.errors import RefusedError, shutting_down
 from gmeta.antdt.ledger.checkpoints import find_checkpoint
 from gmeta.antdt.ledger.ledger import Ledger
@@ -32,6 +33,7 @@ from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_WATCHERS = 8  # each has the whole status built again and again
 MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
+GUARD_LINES_PER_S = 10.0  # of calls refused for their proof, role or rate
 # Rare calls, of which each changes who takes part or what is trained. A line for each Lease would
 # be a log of nothing else.
 _LOGGED = {
@@ -65,6 +67,9 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._closing = asyncio.Event()
         self._auditing = asyncio.Lock()
         self.metrics = ServiceMetrics(self.read_status, lambda: len(self._streams))
+        self._lines_of_guard = RateLimit(GUARD_LINES_PER_S, GUARD_LINES_PER_S)
+        if guard is not None:
+            guard.on_refused = self._note_refused
 
     def open(self, writer: Writer) -> None:
         """Answer calls from now on: the store has been read."""
@@ -114,17 +119,16 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             return await respond()
         except RefusedError as error:
             code = error.code
-            event(
-                logging.INFO,
-                "refused",
-                rpc=rpc,
-                reason=error.reason,
-                message=str(error),
-                peer=peer,
-            )
+            _log_refused(rpc, error, peer)
             raise
         finally:
             self.metrics.observe_call(rpc, code, time.perf_counter() - began_s)
+
+    def _note_refused(self, rpc: str, error: RefusedError, peer: str) -> None:
+        """Count a call that the guard refused, and log it; of many not each."""
+        self.metrics.calls.labels(rpc, error.code).inc()
+        if self._lines_of_guard.admit(""):
+            _log_refused(rpc, error, peer)
 
     async def _answer(self, rpc: str, context: Any, respond: Callable[[], Awaitable[Any]]) -> Any:
         """Answer one call as `_judged` does; a refusal becomes its status."""
@@ -267,6 +271,10 @@ def _handler(rpc: str) -> Callable[[Edge, Any, Any], Awaitable[Any]]:
     handle.__name__ = rpc
     handle.__doc__ = f"Apply {rpc} and return its response once it is durable."
     return handle
+
+
+def _log_refused(rpc: str, error: RefusedError, peer: str) -> None:
+    event(logging.INFO, "refused", rpc=rpc, reason=error.reason, message=str(error), peer=peer)
 
 
 def _fields(command: Any) -> dict[str, object]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.connection import Connection, ConnectionConfig
 from gmeta.antdt.errors import RefusedError, ServiceUnavailableError
 from gmeta.antdt.log import LOGGER_NAME
+from gmeta.antdt.service.edge import GUARD_LINES_PER_S
 from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
 from gmeta.cli import app
 from gmeta.commands.shards import shards
@@ -118,6 +120,29 @@ def test_a_call_without_a_known_token_is_unauthenticated(
         "the call carries no valid token; this service needs one. Pass the token file to "
         "the client."
     )
+
+
+def test_strangers_and_wrong_roles_are_counted_and_logged_but_not_each_of_many(
+    serve: Serve, pki: Authority, tokens: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Nobody would hear of an old token, or of somebody who tries."""
+    caplog.set_level(logging.INFO, LOGGER_NAME)
+    server = serve(tokens=tokens)
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong-token-0123456789")
+    assert call_as(server, pki, tokens / "viewer", "Drain") == "PERMISSION_DENIED"
+    count = 3 * int(GUARD_LINES_PER_S)
+    server.edge._lines_of_guard._clock = FakeClock(time.monotonic())
+    for _ in range(count):
+        assert call_as(server, pki, wrong, "Status") == "UNAUTHENTICATED"
+    labels = {"rpc": "Status", "code": "UNAUTHENTICATED"}
+    registry = server.edge.metrics.registry
+    assert registry.get_sample_value("antdt_calls_total", labels) == count
+    refused = [record.fields for record in caplog.records if record.message == "refused"]  # type: ignore[attr-defined]
+    assert [refused[0][name] for name in ("rpc", "reason")] == ["Drain", "PERMISSION_DENIED"]
+    assert refused[1]["reason"] == "UNAUTHENTICATED"
+    assert refused[1]["peer"].startswith("ipv4:127.0.0.1:")
+    assert len(refused) <= GUARD_LINES_PER_S
 
 
 def test_where_both_proofs_are_asked_for_both_must_be_given(
