@@ -18,6 +18,7 @@ import base64
 import json
 import os
 import secrets
+import shutil
 import ssl
 import subprocess
 import sys
@@ -175,7 +176,14 @@ def main() -> None:
     if (given.out / "service").exists():
         print(f"{given.out} has credentials: nothing to do")
         return
-    make(given.out, hosts, given.days)
+    made = given.out / ".made"
+    shutil.rmtree(made, ignore_errors=True)  # of a run that was ended
+    make(made, hosts, given.days)
+    # The service's last: until it is there the next run makes all anew, as they belong together.
+    for holder in sorted(made.iterdir(), key=lambda path: path.name == "service"):
+        shutil.rmtree(given.out / holder.name, ignore_errors=True)
+        holder.rename(given.out / holder.name)
+    made.rmdir()
     print(f"credentials are in {given.out}")
 
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from gmeta.commands.shards import shards
 from tests.deploy.policy import HOLDERS
 from tests.deploy.rendering import ROOT
 
+ROLES = ("worker", "operator", "viewer")
 SCRIPT = ROOT / "deploy/credentials.py"
 
 
@@ -32,6 +34,27 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, **environment},
         check=False,
     )
+
+
+def test_what_was_begun_and_not_finished_is_made_anew(tmp_path: Path) -> None:
+    """With half of it some pods would wait for files that never come, and nobody would say why."""
+    (tmp_path / "bin").mkdir()
+    broken = tmp_path / "bin" / "openssl"
+    broken.write_text(
+        f"#!/bin/sh\necho . >> {tmp_path}/calls\n[ $(wc -l < {tmp_path}/calls) -lt 5 ] || "
+        f'{{ echo "no space left" >&2; exit 1; }}\nexec {shutil.which("openssl")} "$@"\n'
+    )
+    broken.chmod(0o755)
+    folder = tmp_path / "made"
+    path = f"{broken.parent}{os.pathsep}{os.environ['PATH']}"
+    failed = run(str(folder), PATH=path)
+    assert (failed.returncode, failed.stderr) == (1, "error: openssl x509 failed: no space left\n")
+    done = run(str(folder))
+    assert done.stdout == f"credentials are in {folder}\n"
+    assert {path.name for path in folder.iterdir()} == {"service", "tokens", "spark", *ROLES}
+    authorities = {path.read_bytes() for path in folder.glob("*/ca.crt")}
+    assert len(authorities) == 1
+    assert all((folder / role / "token").is_file() for role in ROLES)
 
 
 @pytest.fixture(scope="module")
