@@ -31,7 +31,8 @@ from gmeta.antdt.readings import MAX_READINGS_PER_CALL, MAX_VALUES, Reading
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 MAX_REPORTED_MS = 1e15  # 30,000 years
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
+# Also those of ISO 6429 in one character each, and what Unicode ends lines with.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 def spec_from(message: Any) -> DatasetSpec:
