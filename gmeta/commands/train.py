@@ -41,6 +41,13 @@ def train(
 
     torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml
     """
+    starts_ranks = on_ranks.starts_ranks(nproc_per_node)
+    for option, value in (("--master-port", master_port), ("--max-restarts", max_restarts)):
+        if value and not starts_ranks:
+            raise UserError(
+                f"{option} {value} is for ranks that this command starts, and it starts none. Add "
+                f"--nproc-per-node 2 or more; under torchrun give {option} to torchrun"
+            )
     resolved = load_config(config, overrides or [])
     root = Path(resolved.run.dir)
     if root.exists() and not root.is_dir():
@@ -56,7 +63,7 @@ def train(
         # Loading torch takes seconds: not before the config is known to be right.
         with on_ranks.importing():
             from gmeta.commands.work.train import check_for_ranks, train_on_rank
-        if not on_ranks.starts_ranks(nproc_per_node):
+        if not starts_ranks:
             train_on_rank(resolved, is_new)
             return
         check_for_ranks(resolved, is_new)
