@@ -108,9 +108,11 @@ class MetaLearner(nn.Module):
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
-        # Its pass asks no encoder and no generator.
-        suits = self._parts == NOTHING_LEARNED and FusedLoop.suits(model, self._plan, self.rates)
-        if isinstance(model, DecisionModel) and suits:
+        if (
+            self._parts == NOTHING_LEARNED  # the fused loop asks no encoder and no generator
+            and isinstance(model, DecisionModel)
+            and FusedLoop.suits(model, self._plan, self.rates)
+        ):
             self._fused_loop = FusedLoop(model, self._plan, objectives, self.rates)
 
     @property

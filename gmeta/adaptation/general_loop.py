@@ -63,11 +63,6 @@ class GeneralLoop:
         self._objectives = objectives
         self.rates = rates
 
-    @property
-    def solves(self) -> bool:
-        """Return whether its steps are solved in closed form."""
-        return self.plan.solves
-
     def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> Adapted:
         """Return theta_t of every task, after k inner steps from the meta-parameters.
 
