@@ -178,7 +178,7 @@ class TrainingRun:
                 self._progress,
                 stop,
             ),
-            self._learner.arrange(no_tasks(self._dataset.features)),
+            self._learner.arrange(no_tasks(self._dataset.features), self._progress.epoch),
             self._ranks,
             stop,
             self._sharded,
