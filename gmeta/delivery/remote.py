@@ -255,8 +255,8 @@ def _sizes_here(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
-def reached(url: str) -> Iterator[None]:
-    """Say in one line what goes wrong at a URL.
+def reached(place: str | Path) -> Iterator[None]:
+    """Say in one line what goes wrong at a URL or a path, or on the way from there to the cache.
 
     Raises:
         GMetaError: anything did that is no error of ours.
@@ -264,7 +264,7 @@ def reached(url: str) -> Iterator[None]:
     # Each client of an object store has errors of its own.
     with failing_as(
         lambda error: GMetaError(
-            f"{url} cannot be read or written: {_reason(error)}. Look at the place, the "
+            f"{place} cannot be read or written: {_reason(error)}. Look at the place, the "
             "credentials and the space on the disk"
         ),
         GMetaError,

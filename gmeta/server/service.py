@@ -12,7 +12,8 @@ from typing import Any, final
 
 from gmeta.antdt.log import event
 from gmeta.delivery.follow import RETRY_S
-from gmeta.errors import GMetaError
+from gmeta.delivery.remote import reached
+from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
 from gmeta.server.access import Access
 from gmeta.server.batcher import Batcher
@@ -180,9 +181,11 @@ class Service:
         before. One that cannot serve is named in the log and the status, and the old one stays."""
         folder, before = self.config.folder, self.loaded
         try:
-            version = version_in(folder)
-        except GMetaError as error:
-            if is_url(folder):  # a folder may be between the old one and the new
+            with reached(folder):
+                version = version_in(folder)
+        except (GMetaError, MetaIOError) as error:
+            # An exported folder may be between the old one and the new.
+            if is_url(folder) or not isinstance(error, UserError):
                 self._refuse("", error)
             return False
         if version == before.version:
@@ -192,10 +195,11 @@ class Service:
         if version == before.version or (is_refused and time.monotonic() < self._retry_at_s):
             return False
         try:
-            loaded = self._load(folder, self.config.verify)
-            check_successor(before, loaded.model.config, loaded.version)
-            # Computes once, with all of its layers: what fails here fails before anybody asks.
-            _ = loaded.model.unadapted
+            with reached(folder):
+                loaded = self._load(folder, self.config.verify)
+                check_successor(before, loaded.model.config, loaded.version)
+                # Computes once, with all of its layers: what fails here fails before anybody asks.
+                _ = loaded.model.unadapted
         except (GMetaError, MetaIOError) as error:
             # A disk or a network may have failed: the same version is tried again, not at once.
             self._retry_at_s = time.monotonic() + RETRY_S
