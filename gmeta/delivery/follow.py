@@ -41,7 +41,7 @@ def load_current(place: str | Path, verify: bool = True, cache: Path | None = No
     """
     channel = channel_at(place, cache)
     current = channel.served()
-    folder = whole_version(channel, current.number, cache)
+    folder = whole_version(channel, current.number, cache, verify)
     model = load(folder, verify)
     _ = model.unadapted
     return Served(model, current.number, current.checksum, current.since_s)

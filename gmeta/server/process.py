@@ -50,7 +50,7 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
         run_worker(config, lambda: None)
         return 0
     # Once, and told once, whatever the number of workers.
-    folder = model_folder(config.folder)
+    folder = model_folder(config.folder, config.verify)
     check_files(folder, read_config(folder), checksums=config.verify)
     for option, address in config.addresses.items():
         check_free(option, *split_address(option, address))
