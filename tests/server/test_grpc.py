@@ -98,7 +98,10 @@ def test_what_is_wrong_is_a_status_and_a_line(service: Service) -> None:
     both.inputs[0].contents.int64_contents.append(1)
     uneven = message(request_of(QUERY), raw=True)
     del uneven.raw_input_contents[0]
+    empty = message(request_of(QUERY))
+    empty.inputs.add(name="support.tags", datatype="INT64", shape=[2**31 - 1, 0])
     for request, code, told in (
+        (empty, "INVALID_ARGUMENT", "the request has 2147483647 rows of both sides; at most "),
         (unknown, "NOT_FOUND", "task 'nobody' is not in the cache: "),
         (other, "NOT_FOUND", "model 'other' is not served here; model is. Correct it"),
         (both, "INVALID_ARGUMENT", "input 'item' has contents beside raw_input_contents; "),

@@ -5,6 +5,7 @@ import asyncio
 import json
 import re
 import struct
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,25 @@ def test_limits_of_a_request(exported: Path) -> None:
             assert answer.headers["connection"] == "close"
         answer = post(service, b"x", headers={"Content-Encoding": "gzip"})
         assert answer.status_code == 415
+
+
+def test_rows_of_empty_lists_take_no_memory_before_they_are_counted(service: Service) -> None:
+    request = request_of(QUERY)
+    lists = {"name": "tags", "datatype": "INT64", "shape": [20_000_000, 0], "data": []}
+    request["inputs"] = [one for one in request["inputs"] if not one["name"].startswith("tags")]
+    request["inputs"].append(lists)
+    tracemalloc.start()
+    try:
+        answer = post(service, request)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (answer.status_code, answer.json()["error"]) == (
+        413,
+        "the request has 20000000 rows of both sides; at most 10000 are allowed. Split it, or "
+        "start the server with a higher --max-rows",
+    )
+    assert peak_bytes < 20_000_000
 
 
 def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -> None:
