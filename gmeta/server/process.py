@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
 
+import torch
 from prometheus_client.multiprocess import mark_process_dead
 
 from gmeta.antdt.access.address import check_free, split_address
@@ -49,6 +50,8 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
         configure_logging(log_level)
         run_worker(config, lambda: None)
         return 0
+    # Whoever is forked from a process whose torch has threads waits for them for ever.
+    torch.set_num_threads(1)
     # Once, and told once, whatever the number of workers.
     folder = model_folder(config.folder, config.verify)
     check_files(folder, read_config(folder), checksums=config.verify)

@@ -152,8 +152,10 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(folder: Path, *arguments: str, workers: int = 1) -> Iterator[RunningServer]:
-    """It has logged that it serves, on ports that were free."""
+def running_server(
+    folder: Path, *arguments: str, workers: int = 1, first: Callable[[], None] | None = None
+) -> Iterator[RunningServer]:
+    """It has logged that it serves, on ports that were free; its process calls `first` before."""
     port, grpc_port = free_port(), free_port()
     command = (
         "serve", str(folder), "--listen", f"127.0.0.1:{port}", "--grpc", f"127.0.0.1:{grpc_port}",
@@ -163,7 +165,7 @@ def running_server(folder: Path, *arguments: str, workers: int = 1) -> Iterator[
         command += ("--insecure",)
     with (
         tempfile.TemporaryDirectory() as place,
-        forked(Task("gmeta", command, environment(), Path(place))) as process,
+        forked(Task("gmeta", command, environment(), Path(place), first=first)) as process,
     ):
         server = RunningServer(process, port, grpc_port)
 
