@@ -168,6 +168,7 @@ class Service:
         self.metrics.waiting.set(self._batcher.num_waiting)
         self.metrics.cache_tasks.set(len(self._cache))
         self.metrics.cache_bytes.set(self._cache.num_bytes)
+        self.metrics.cache_unshared.set(self._cache.num_unshared)
 
     async def watch(self) -> None:
         """Serve newer versions as they come, until cancelled."""

@@ -22,6 +22,7 @@ from gmeta.server.http_app import http_app
 from gmeta.server.loading import load_version
 from gmeta.server.metrics import ServerMetrics
 from gmeta.server.service import Service
+from gmeta.server.shared_support import SharedSupport
 from gmeta.server.tracing import Tracing
 from tests.commands import environment
 from tests.forked import ForkedProcess, Task, forked
@@ -38,6 +39,7 @@ def service_of(
     access: Access | None = None,
     tracing: Tracing | None = None,
     cache_bytes: int = CACHE_BYTES,
+    shared: SharedSupport | None = None,
     **settings: Any,
 ) -> Iterator[Service]:
     """A service that answers, in this process."""
@@ -45,7 +47,7 @@ def service_of(
     service = Service(
         config,
         load_version,
-        TaskCache(cache_bytes, 3600.0),
+        TaskCache(cache_bytes, 3600.0, shared),
         ServerMetrics(),
         access or Access(None, False),
         tracing or Tracing(),

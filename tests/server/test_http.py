@@ -20,6 +20,7 @@ from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
 from gmeta.server.limits import BatchLimits, RequestLimits
 from gmeta.server.service import Service
+from gmeta.server.shared_support import SharedSupport
 from gmeta.serving.model import ServedModel
 from tests.exported import random_rows, write_random_model
 from tests.server.serving import (
@@ -386,6 +387,26 @@ def test_another_method_is_not_allowed(service: Service) -> None:
     answer = get(service, INFER)
     assert answer.status_code == 405
     assert answer.json()["error"].startswith(f"GET '{INFER}' is not answered: Method Not Allowed.")
+
+
+def test_a_full_place_of_shared_tasks_fails_no_request(exported: Path, tmp_path: Path) -> None:
+    shared = SharedSupport(tmp_path / "support.db", 1 << 20)
+    with service_of(exported, shared=shared) as service:
+        (pages,) = shared._db.execute("pragma page_count").fetchone()
+        shared._db.execute(f"pragma max_page_count = {pages}")
+        long = random_rows(900, seed=1)
+
+        async def together(client: httpx.AsyncClient) -> list[httpx.Response]:
+            requests = [request_of(QUERY, long, key="long"), request_of(QUERY, SUPPORT)]
+            calls = [client.post(INFER, content=json.dumps(each)) for each in requests]
+            return await asyncio.gather(*calls)
+
+        answers = [*with_client(service, together), post(service, request_of(QUERY, key="long"))]
+        expected = [service.loaded.model.adapt(rows).predict(QUERY) for rows in (long, SUPPORT)]
+        for answer, prediction in zip(answers, [*expected, expected[0]], strict=True):
+            assert_close(values(answer), prediction)
+        assert answers[2].json()["parameters"]["task_cache"] == "hit"
+        assert "gmeta_serve_cache_unshared 1.0" in get(service, "/metrics").text.splitlines()
 
 
 def test_metrics_count_what_was_answered(service: Service) -> None:
