@@ -18,7 +18,7 @@ from gmeta.delivery.remote import publish, reached
 from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
-from gmeta.errors import NotFiniteError, UserError
+from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.export import export_run
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
@@ -82,7 +82,18 @@ def promote_candidate(
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
-    gone = prune(channel, keep) if keep else []
+    if keep:
+        _remove_older(channel, keep)
+
+
+def _remove_older(channel: Channel, keep: int) -> None:
+    """Remove the versions that nobody needs, and print which; that some are damaged is told, and is
+    no failure of the promotion."""
+    try:
+        gone = prune(channel, keep)
+    except GMetaError as error:
+        screen(stderr=True).print(f"nothing is removed: {error}")
+        return
     if gone:
         screen(stderr=True).print(f"removed: version {', '.join(map(str, reversed(gone)))}")
 
