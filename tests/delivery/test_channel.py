@@ -3,12 +3,15 @@
 import json
 import os
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from gmeta.commands.work import delivery
 from gmeta.delivery import channel as channel_module
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.follow import load_current
@@ -317,6 +320,35 @@ def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
     with channel.changing(), pytest.raises(DataError, match="is writing"):
         channel.rollback()
     assert channel.served().number == 2
+
+
+def test_a_promotion_beside_another_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, say, beside the loop's: each would remove what the other packs."""
+    channel, _ = versions(tmp_path, 1)
+    first, second = (Model.of(SIZES, seed=n).write(tmp_path / f"by-{n}") for n in (7, 8))
+    refused = []
+
+    def packed(*arguments: Any, **more: Any) -> Any:
+        with pytest.raises(DataError) as caught:
+            delivery.promote_candidate(second, channel.root, "float32", None, None)
+        refused.append(message(caught))
+        return pack(*arguments, **more)
+
+    monkeypatch.setattr(delivery, "pack", packed)
+    delivery.promote_candidate(first, channel.root, "float32", None, None)
+    assert content(whole_version(channel, 2)) == content(first)
+    told = f"process {os.getpid()} on {socket.gethostname()} is writing {channel.root}. Wait for it"
+    assert refused == [f"{told}, or choose another place"]
+    monkeypatch.undo()
+    delivery.promote_candidate(second, channel.root, "float32", None, None)
+    assert channel.served().number == 3
+    assert sorted(path.name for path in channel.root.iterdir()) == [
+        "current.json",
+        "promotions.jsonl",
+        "versions",
+    ]
 
 
 def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None:
