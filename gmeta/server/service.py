@@ -10,6 +10,8 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, final
 
+from starlette.requests import ClientDisconnect
+
 from gmeta.antdt.log import event
 from gmeta.delivery.follow import RETRY_S
 from gmeta.delivery.remote import reached
@@ -26,6 +28,8 @@ from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Outcome, model_
 from gmeta.server.tracing import Tracing
 from gmeta.server.versions import Loaded, check_successor, version_in
 from metaio.errors import MetaIOError
+
+CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
 
 
 @final
@@ -110,6 +114,9 @@ class Service:
                 return request, answer
         except RequestError as error:
             status, told = error.status, str(error)
+            raise
+        except (asyncio.CancelledError, ClientDisconnect):
+            status = CALLER_LEFT
             raise
         finally:
             self.metrics.answered(protocol, status, began_s)

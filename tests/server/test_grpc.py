@@ -139,6 +139,40 @@ def test_a_full_server_says_when_to_come_back(exported: Path) -> None:
         assert trailing["grpc-retry-pushback-ms"] == "1000"
 
 
+def test_a_caller_who_leaves_is_no_failure_of_the_server(exported: Path) -> None:
+    with service_of(exported, batch=BatchLimits(inline_s=-1.0)) as service:
+        run, count = service._batcher._run, service.metrics.registry.get_sample_value
+
+        async def leave(stub: Any) -> None:
+            released, loop = asyncio.Event(), asyncio.get_running_loop()
+
+            def held(requests: Any) -> Any:
+                asyncio.run_coroutine_threadsafe(released.wait(), loop).result()
+                return run(requests)
+
+            service._batcher._run = held
+            call = stub.ModelInfer(message(request_of(QUERY)))
+            while count("gmeta_serve_batch_tasks_count") != 1:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            while not answered(service):
+                await asyncio.sleep(0.005)
+            released.set()
+
+        with_stub(service, leave)
+        assert answered(service) == {("grpc", "499"): 1.0}
+
+
+def answered(service: Service) -> dict[tuple[str, str], float]:
+    """How many requests were answered, by protocol and status."""
+    return {
+        (sample.labels["protocol"], sample.labels["status"]): sample.value
+        for metric in service.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "gmeta_serve_requests_total"
+    }
+
+
 def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path / "tokens")
     codes = {}

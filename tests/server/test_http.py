@@ -18,6 +18,7 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
+from gmeta.server.http_app import http_app
 from gmeta.server.limits import BatchLimits, RequestLimits
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
@@ -288,6 +289,32 @@ def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -
         "the request has 2,049 support rows; ridge, which solves for as many unknowns, takes at "
         "most 2,048. Keep the newest of them",
     )
+
+
+def test_a_caller_who_leaves_amid_the_body_is_no_failure_of_the_server(service: Service) -> None:
+    async def left(client: httpx.AsyncClient) -> None:
+        parts = iter(
+            [
+                {"type": "http.request", "body": b"{", "more_body": True},
+                {"type": "http.disconnect"},
+            ]
+        )
+
+        async def receive() -> Any:
+            return next(parts)
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": INFER, "headers": [], "app": None}
+        scope |= {"query_string": b"", "http_version": "1.1", "client": ("127.0.0.1", 1)}
+        await http_app(service)(scope, receive, send)
+
+    with_client(service, left)
+    page = get(service, "/metrics").text.splitlines()
+    assert [line for line in page if line.startswith("gmeta_serve_requests_total")] == [
+        'gmeta_serve_requests_total{protocol="http",status="499"} 1.0'
+    ]
 
 
 def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:
