@@ -33,6 +33,7 @@ _LOOK_EVERY_S = 0.2
 _RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
 _IN_MEMORY = Path("/dev/shm")
 _AFTER_DRAIN_S = 15.0  # then a worker is killed
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
@@ -98,7 +99,7 @@ class _Workers:
     def run(self) -> int:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
         is that of a worker that could not start."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ENDING:
             signal.signal(number, lambda *_: self._ended.set())
         workers = [self._start() for _ in range(self._config.workers)]
         code = 0
@@ -126,7 +127,13 @@ class _Workers:
         process = self._context.Process(
             target=self._work, args=(its_sign,), name="gmeta-serve-worker"
         )
-        process.start()
+        # Held back until the child has set its own: in between it would take this process's, and
+        # a worker that is told to end at once would serve on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         its_sign.close()
         return _Worker(process, sign)
 
@@ -144,8 +151,9 @@ class _Workers:
 
     def _work(self, sign: Connection) -> None:
         """Be a worker. Its model was checked already, and is again when it is replaced."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ENDING:
             signal.signal(number, signal.SIG_DFL)  # until the worker has its own
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         self._own_side.close()
         threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
         try:

@@ -8,7 +8,7 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import CACHE_VARIABLE
+from gmeta.server.config import ServeConfig
+from gmeta.server.process import _Workers
 from gmeta.server.versions import version_in
 from gmeta.serving.model import ServedModel
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
@@ -379,3 +381,28 @@ def test_a_damaged_model_is_not_served(exported: Path, tmp_path: Path) -> None:
         assert result.returncode == 1
         assert "table-00000.safetensors" in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_a_worker_that_is_told_to_end_as_it_starts_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve_on(config: ServeConfig, tell: Callable[[], None]) -> None:
+        os._exit(7)
+
+    work = _Workers._work
+
+    def told_at_once(self: _Workers, sign: Any) -> None:
+        # Before it has a handler of its own: the signal waits, or comes to that of its parent.
+        wait_until(lambda: signal.sigpending() or self._ended.is_set(), "the signal")
+        work(self, sign)
+
+    monkeypatch.setattr(_Workers, "_work", told_at_once)
+    workers = _Workers(ServeConfig(tmp_path, "model"), serve_on)
+    before = signal.signal(signal.SIGTERM, lambda *_: workers._ended.set())
+    try:
+        worker = workers._start()
+        worker.process.terminate()
+        worker.process.join(PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert worker.process.exitcode == -signal.SIGTERM
