@@ -167,9 +167,12 @@ def put_folder(fs: Any, folder: Path, there: str, last: str) -> None:
         target = Path(there)
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(folder, partial)
-        flush_to_disk((*partial.rglob("*"), partial))
-        replace_folder(partial, target)
+        try:
+            shutil.copytree(folder, partial)
+            flush_to_disk((*partial.rglob("*"), partial))
+            replace_folder(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # or a full disk would stay full
         return
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")

@@ -18,6 +18,7 @@ from gmeta.runs.folder import CONFIG_FILE, RunFolder, list_checkpoints
 from gmeta.train import train
 from tests.commands import metrics
 from tests.distributed.harness import on_ranks
+from tests.full_disk import files_of_at_most
 
 URL = "memory://bucket/run"
 UNREACHABLE = f"run.mirror = {URL!r} cannot be reached: {{}}. Look at the place and the credentials"
@@ -93,6 +94,22 @@ def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(
     monkeypatch.undo()
     mirror.finish()
     assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
+
+
+def test_a_full_disk_of_the_mirror_keeps_nothing_half(tmp_path: Path) -> None:
+    root, there = run_at(tmp_path / "run", 10), tmp_path / "mirror" / "checkpoints"
+    url = f"file://{there.parent}"
+    put(root, url)
+    for step in (20, 30):
+        run_at(root, step)
+        with files_of_at_most(5):
+            put(root, url)
+        assert [path.name for path in there.iterdir()] == ["step-00000010"]
+    for killed in (".step-00000020.partial", ".step-00000010.1.old"):
+        (there / killed).mkdir()
+    mirror = put(root, url)
+    assert mirror.checkpoints() == ["step-00000010", "step-00000030"]
+    assert len(list(there.iterdir())) == 2
 
 
 class ClientError(Exception):

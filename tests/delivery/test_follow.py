@@ -1,11 +1,8 @@
 """`gmeta.follow` and `gmeta serve CHANNEL`: whole versions, exchanged while threads predict."""
 
-import resource
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +19,7 @@ from gmeta.delivery.packing import pack
 from gmeta.errors import UserError
 from gmeta.server import service as service_module
 from tests.delivery.models import Model
+from tests.full_disk import files_of_at_most
 from tests.server.serving import get, post, request_of, service_of, values
 from tests.waiting import wait_until
 
@@ -136,17 +134,6 @@ def test_the_server_reloads_from_a_channel(tmp_path: Path) -> None:
         assert service.reload()
         assert values(post(service, request_of(ROWS))).tolist() == before.tolist()
         assert get(service, "/status").json()["refused"] is None
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """No file grows beyond this: what a full disk does, with another number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(

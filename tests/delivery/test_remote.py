@@ -25,7 +25,8 @@ from gmeta.errors import GMetaError, UserError
 from metaio.format import destination
 from tests.commands import gmeta as gmeta_command
 from tests.delivery.models import Model, content
-from tests.delivery.test_follow import QUERY, ROWS, files_of_at_most
+from tests.delivery.test_follow import QUERY, ROWS
+from tests.full_disk import files_of_at_most
 from tests.server.serving import post, request_of, service_of, values
 
 SIZES = {"item": 3_000, "city": 30}
