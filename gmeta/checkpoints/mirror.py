@@ -37,7 +37,6 @@ _DESCRIBING = (ENVIRONMENT_FILE, PLAN_FILE, METRICS_FILE, CONFIG_FILE)
 
 # step-00000020, or step-00000020.1 where that step was there before.
 _COPY = re.compile(rf"{STEP_FOLDER.pattern}(?:\.(\d+))?")
-_HALF = re.compile(rf"\.{_COPY.pattern}\.(?:partial|old)")  # on a disk: a copy that was killed
 
 
 class _Copy(NamedTuple):
@@ -139,7 +138,7 @@ class Mirror:
         for path in self._fs.ls(f"{self._root}/checkpoints", detail=False):
             folder = str(path).rstrip("/").rpartition("/")[2]
             # Complete or not: an upload or a removal that broke off left the rest.
-            if (_COPY.fullmatch(folder) and folder not in staying) or _HALF.fullmatch(folder):
+            if _COPY.fullmatch(folder) and folder not in staying:
                 remove_folder(self._fs, f"{self._root}/checkpoints/{folder}", PROGRESS_FILE)
 
     def _copies(self) -> list[_Copy]:

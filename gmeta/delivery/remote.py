@@ -33,11 +33,11 @@ from gmeta.delivery.versions import (
 from gmeta.delivery.whole import alone, cache_folder
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
-from gmeta.files.whole import whole_folder, write_whole
+from gmeta.files.whole import write_whole
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE
 from gmeta_keys.boundary import failing_as
 from metaio.errors import MetaIOError
-from metaio.format.destination import put_file, put_folder, remove_folder
+from metaio.format.destination import put_file, put_folder, remove_folder, whole_folder
 from metaio.format.manifest import xxh3_hex
 from metaio.format.storage import file_system, is_local
 

@@ -14,9 +14,8 @@ from gmeta.delivery.delta import write_whole_model
 from gmeta.delivery.versions import Chain
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import link_or_copy
-from gmeta.files.whole import whole_folder
 from gmeta.serving.folder import CONFIG_FILE, check_files, read_config
-from metaio.format.destination import WITHOUT_LOCKS
+from metaio.format.destination import WITHOUT_LOCKS, whole_folder
 from metaio.format.manifest import xxh3_hex
 
 CACHE_VARIABLE = "GMETA_CACHE"
