@@ -80,6 +80,7 @@ def _folder_in_memory() -> Iterator[Path]:
 class _Worker:
     process: BaseProcess
     sign: Connection  # readable once it serves, or has ended
+    is_again: bool = False  # in the place of one that has served
     serves: bool = False
 
 
@@ -98,7 +99,7 @@ class _Workers:
 
     def run(self) -> int:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
-        is that of a worker that could not start."""
+        is that of a worker that could not start the first time."""
         for number in _ENDING:
             signal.signal(number, lambda *_: self._ended.set())
         workers = [self._start() for _ in range(self._config.workers)]
@@ -112,17 +113,18 @@ class _Workers:
                     continue
                 # It counts no more in gauges of what is now.
                 mark_process_dead(worker.process.pid or 0)
-                if not worker.serves:
+                # One that served may have died with its disk, which comes back; others serve on.
+                if not worker.serves and not worker.is_again:
                     code = worker.process.exitcode or 1
                     self._ended.set()
                     break
                 event(logging.ERROR, "worker_died", code=worker.process.exitcode)
                 time.sleep(_RESTART_AFTER_S)
-                workers[place] = self._start()
+                workers[place] = self._start(is_again=True)
         self._stop(workers)
         return code
 
-    def _start(self) -> _Worker:
+    def _start(self, is_again: bool = False) -> _Worker:
         sign, its_sign = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=self._work, args=(its_sign,), name="gmeta-serve-worker"
@@ -135,7 +137,7 @@ class _Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         its_sign.close()
-        return _Worker(process, sign)
+        return _Worker(process, sign, is_again)
 
     def _stop(self, workers: list[_Worker]) -> None:
         config = self._config

@@ -140,6 +140,22 @@ def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
             assert ask(server, query=QUERY).status_code == 200
 
 
+def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
+    exported: Path, tmp_path: Path
+) -> None:
+    """It may have died with its disk: that comes back, and the server must not be gone by then."""
+    folder = shutil.copytree(exported, tmp_path / "model")
+    with running_server(folder, workers=2) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        folder.rename(tmp_path / "away")
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        wait_until(lambda: server.count("worker_died") >= 2, "another worker has failed to start")
+        assert server.process.poll() is None
+        assert ask(server, query=QUERY).status_code == 200
+        (tmp_path / "away").rename(folder)
+        wait_until(lambda: server.count("serving") == 3, "another worker serves")
+
+
 def test_workers_end_with_the_process_that_started_them(exported: Path) -> None:
     with running_server(exported, workers=2) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
