@@ -139,6 +139,27 @@ def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the name `target` once the block has ended and its files are
+    on the disk; after a failure it goes.
+
+    The caller is alone in the folder of `target`: what killed ones left there of this or of any
+    other folder goes first, or a full disk would stay full.
+    """
+    for kind in ("partial", "old"):
+        for left in target.parent.glob(f".*.{kind}"):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        flush_to_disk((*partial.rglob("*"), partial))
+        replace_folder(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
 def one_writer(lock_file: Path, name: str) -> Iterator[None]:
     """Keep other processes out of the block; the lock file is removed afterwards.
 
@@ -164,12 +185,8 @@ def put_folder(fs: Any, folder: Path, there: str, last: str) -> None:
     On a disk the folder gets its name once it is whole.
     """
     if is_local(fs):
-        target = Path(there)
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(folder, partial)
-        flush_to_disk((*partial.rglob("*"), partial))
-        replace_folder(partial, target)
+        with whole_folder(Path(there)) as partial:
+            shutil.copytree(folder, partial, dirs_exist_ok=True)
         return
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")

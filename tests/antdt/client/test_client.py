@@ -18,7 +18,7 @@ from gmeta.antdt import (
 )
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import Lease, WaitFor
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.model import Grant
 from gmeta.antdt.reports import Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
@@ -323,3 +323,20 @@ def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(
         wait_until(lambda: curves() == {"loss": [(1, 0.5)]})
         client.read(2, {"loss": 0.25})
     assert curves() == {"loss": [(1, 0.5), (2, 0.25)]}
+
+
+def test_a_defect_of_the_thread_that_leases_is_told_to_who_waits(
+    client: ShardClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("Channel is closed.")
+
+    monkeypatch.setattr(client, "lease", broken)
+    feed = ShardFeed(client, "d", 0)
+    with pytest.raises(AntdtError) as told:
+        feed.take()
+    assert str(told.value) == (
+        "no shard can be leased any more: RuntimeError: Channel is closed. That is a defect; "
+        "report it with its traceback."
+    )
+    feed.close()
