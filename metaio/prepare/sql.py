@@ -2,11 +2,14 @@
 escaped.
 """
 
+import re
 from collections.abc import Iterable
 
 import duckdb
 
 from metaio.prepare.inputs import Inputs
+
+_MARKS = re.compile(r"[*?[]")
 
 
 def connected(inputs: Inputs) -> duckdb.DuckDBPyConnection:
@@ -26,10 +29,10 @@ def scan(inputs: Inputs, names: Iterable[str], csv: str, json: str = "") -> str:
     of these kinds.
     """
     if inputs.kind == "Parquet":
-        return f"read_parquet({listed(names)})"
+        return f"read_parquet({paths(names)})"
     if inputs.kind == "JSON":
-        return f"read_json({listed(names)}, format = 'newline_delimited'{json})"
-    return f"read_csv({listed(names)}, {csv})"
+        return f"read_json({paths(names)}, format = 'newline_delimited'{json})"
+    return f"read_csv({paths(names)}, {csv})"
 
 
 def quoted(text: str) -> str:
@@ -45,6 +48,20 @@ def column_name(column: str) -> str:
 def listed(values: Iterable[str]) -> str:
     """Return texts as a list."""
     return "[" + ", ".join(quoted(value) for value in values) + "]"
+
+
+def paths(names: Iterable[str]) -> str:
+    """Return files as a list: DuckDB takes names for globs."""
+    return listed(map(literal, names))
+
+
+def literal(name: str) -> str:
+    """Return the glob that matches the file of this name alone.
+
+    >>> literal("day[1].csv")
+    'day[[]1].csv'
+    """
+    return _MARKS.sub(r"[\g<0>]", name)
 
 
 def struct(types: dict[str, str]) -> str:
