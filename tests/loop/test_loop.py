@@ -24,7 +24,7 @@ from tests.commands import gmeta as run_gmeta
 from tests.delivery.models import content
 from tests.forked import ForkedProcess, Task, forked
 from tests.loop.days import write_day, write_loop
-from tests.loop.following import loop_of, run_stage
+from tests.loop.following import loop_of, run_stage, stages_of
 from tests.waiting import wait_until
 
 KILLS = int(os.environ.get("FOLLOW_KILLS", "4"))
@@ -253,6 +253,36 @@ def test_old_versions_and_their_checkpoints_go_and_what_goes_on_stays(
     assert loop_of(config).unfinished() is None
     loop.channel.rollback()
     assert loop.continued_from(4) == 2
+
+
+@pytest.mark.distributed
+def test_increments_without_a_gate_task_are_trained_and_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    for day in range(2):
+        write_day(tmp_path / "logs", day)
+    config = write_loop(tmp_path)
+    for name, before, after in (
+        ("schema.toml", "gate = 0.3", "gate = 0.000001"),
+        ("train.toml", "[data]", '[data]\nvalid_split = "gate"'),
+        ("train.toml", "[run]", "[run]\nvalid_every_steps = 1\nearly_stop_patience = 2"),
+    ):
+        file = tmp_path / name
+        file.write_text(file.read_text().replace(before, after))
+    loop = loop_of(config)
+    assert stages_of(loop) == [
+        (stage, number) for number in (1, 2) for stage in ("prepare", "train", "export", "judge")
+    ]
+    verdict = loop.verdict(2) or {}
+    assert (verdict["verdict"], verdict["reasons"]) == (
+        "refuse",
+        [
+            "there is no task in split 'gate', nor in that of earlier windows (pool 7): nothing "
+            "to judge by"
+        ],
+    )
+    assert "nothing to judge by" in stream_page(loop, status_of(loop))
 
 
 def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
