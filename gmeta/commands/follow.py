@@ -101,7 +101,15 @@ def _run(
     while not ended.is_set():
         try:
             done = loop.step()
+            if done is not None:
+                told, is_drawn = "", False
+                measured.done(done)
+                number, took = done.increment or "-", f"{done.took_s:7.1f} s"
+                console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")
             measured.look()
+            if done is not None and live is not None:
+                live.redraw()
+            lacking = loop.without_input() if done is None else ""
             # When there is time, or at last a minute has passed: it takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if page is not None and not is_drawn and is_idle:
@@ -120,17 +128,9 @@ def _run(
             ended.wait(every_s)
             continue
         if done is None:
-            lacking = loop.without_input()
             if lacking and lacking != told:
                 console.print(lacking if once else f"waiting: {lacking}")
                 told = lacking
             if once:
                 return
             ended.wait(every_s)
-            continue
-        told, is_drawn = "", False
-        measured.done(done)
-        if live is not None:
-            live.redraw()
-        number, took = done.increment or "-", f"{done.took_s:7.1f} s"
-        console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")

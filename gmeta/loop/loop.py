@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from gmeta.delivery.channel import PROMOTED, PROMOTIONS, Channel, Current
-from gmeta.delivery.retention import kept_versions, prune
+from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checked_json import read_json
@@ -137,9 +137,10 @@ class Loop:
 
     def without_input(self) -> str:
         """Return what is lacking where no partition was ever closed; "" where one was."""
-        follow = self.config.follow
-        log = self.standing()
-        if increment_numbers(self._stream) or log.waiting or log.held or log.refused:
+        if increment_numbers(self._stream):
+            return ""
+        log, follow = self.standing(), self.config.follow
+        if log.waiting or log.held or log.refused:
             return ""
         return (
             f"no closed partition matches follow.inputs = {follow.inputs!r}. A folder is closed by "
@@ -301,7 +302,8 @@ class Loop:
             return ""
         try:
             gone = prune(self.channel, keep)
-            versions = kept_versions(self.channel, keep)
+            # Each of them may be rolled back to, and gone on from.
+            versions = set(self.channel.numbers())
             numbers = increment_numbers(self._stream)
             stay = [one for one in numbers if self.promoted(one) in versions]
             for number in numbers:

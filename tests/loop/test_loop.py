@@ -5,12 +5,17 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from gmeta.checkpoints.files import read_about
+from gmeta.commands.follow import _run as take_stages
 from gmeta.delivery.channel import Channel
+from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import GMetaError, UserError
 from gmeta.loop.config import load_follow_config
@@ -21,7 +26,8 @@ from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.stream.chain import open_stream
 from tests.commands import environment
 from tests.commands import gmeta as run_gmeta
-from tests.delivery.models import content
+from tests.delivery.models import Model, content
+from tests.delivery.test_channel import SIZES
 from tests.forked import ForkedProcess, Task, forked
 from tests.loop.days import write_day, write_loop
 from tests.loop.following import loop_of, run_stage, stages_of
@@ -283,6 +289,73 @@ def test_increments_without_a_gate_task_are_trained_and_refused_with_the_reason(
         ],
     )
     assert "nothing to judge by" in stream_page(loop, status_of(loop))
+
+
+def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -> None:
+    """A rollback may go to each version that is there, and training goes on from its checkpoint."""
+    config = write_loop(tmp_path)
+    config.write_text(config.read_text().replace("every_s", "keep = 1\nevery_s"))
+    rng, channel, model = np.random.default_rng(3), Channel(tmp_path / "channel"), Model.of(SIZES)
+    numbers = range(1, 5)
+    for number in numbers:
+        (tmp_path / "stream" / "increments" / f"{number:06d}").mkdir(parents=True)
+        root, packed = tmp_path / "runs" / f"{number:06d}", tmp_path / f"packed-{number}"
+        (root / "run" / "checkpoints" / "step-00000009").mkdir(parents=True)
+        verdict = {"verdict": "promote", "model": f"m{number}"}
+        for name in ("trained.json", "verdict.json"):
+            (root / name).write_text(json.dumps(verdict))
+        pack(channel, model.write(tmp_path / f"m{number}"), packed, False, 16)
+        if number < 4:
+            channel.promote(packed, verdict)
+        model = model.changed(rng)
+
+    def promote(arguments: list[str], log: Path) -> int:
+        assert arguments[0] == "promote"
+        channel.promote(packed, verdict)
+        return 0
+
+    loop = loop_of(config, promote)
+    done = loop.step()
+    assert done is not None
+    assert done.told.startswith("version 4-")
+    assert [channel.version(number).kind for number in channel.numbers()] == [
+        "full",
+        "delta",
+        "delta",
+        "delta",
+    ]
+    channel.rollback(1)
+    assert loop.continued_from(5) == 1
+    runs = tmp_path / "runs"
+    assert [n for n in numbers if list_checkpoints(runs / f"{n:06d}" / "run/checkpoints")] == [
+        *numbers
+    ]
+
+
+def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, ended, left = loop_of(write_loop(tmp_path)), threading.Event(), 9
+
+    def fails(self: object, path: str, **_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            ended.set()
+        raise RuntimeError("no route to the store")
+
+    monkeypatch.setattr(LocalFileSystem, "glob", fails)
+    for looks in (loop.step, loop.without_input):
+        with pytest.raises(GMetaError) as caught:
+            looks()
+        assert str(caught.value) == (
+            f"follow.inputs: {tmp_path}/logs/day=* cannot be read: RuntimeError: no route to the "
+            "store. Look at the place, the network and the credentials"
+        )
+    metrics = LoopMetrics(loop)
+    take_stages(loop, metrics, ended, False, None, None)
+    assert "".join(capsys.readouterr().out.split()) == "".join(f"waiting: {caught.value}".split())
+    assert metrics.registry.get_sample_value("gmeta_follow_failing") == 1
 
 
 def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
