@@ -4,18 +4,22 @@ escaped.
 
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 import duckdb
 
 from metaio.prepare.inputs import Inputs
 
-_MARKS = re.compile(r"[*?[]")
+_MARKS, _MARKS_OF_WEB = re.compile(r"[*?[]"), re.compile(r"[*[]")
 
 
 def connected(inputs: Inputs) -> duckdb.DuckDBPyConnection:
     """Return a connection that reads these files."""
     connection = duckdb.connect()
     for fs in inputs.file_systems:
+        if "http" in fs.protocol:
+            # DuckDB asks for it before it reads; fsspec does not know it of a web server.
+            fs.modified = lambda path: datetime.fromtimestamp(0, UTC)
         connection.register_filesystem(fs)
     # Times that name no zone are UTC on every machine.
     connection.execute("SET TimeZone = 'UTC'")
@@ -61,7 +65,9 @@ def literal(name: str) -> str:
     >>> literal("day[1].csv")
     'day[[]1].csv'
     """
-    return _MARKS.sub(r"[\g<0>]", name)
+    # In the address of a web server ? is no mark: fsspec takes it for what it is.
+    marks = _MARKS_OF_WEB if name.startswith(("http://", "https://")) else _MARKS
+    return marks.sub(r"[\g<0>]", name)
 
 
 def struct(types: dict[str, str]) -> str:
