@@ -19,7 +19,7 @@ from gmeta.files.local import check_local
 from gmeta.loop.config import load_follow_config
 from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
-from gmeta.loop.stages import last_line, run_stage
+from gmeta.loop.stages import end_stage, last_line, run_stage
 from metaio.errors import MetaIOError
 
 if TYPE_CHECKING:
@@ -73,7 +73,12 @@ def follow(
         live = LivePage(loop, measured, listen, tls, proofs) if listen else None
         file = None if page is None else PageFile(page, loop, measured)
     if not once:
-        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+
+        def end(*_: object) -> None:
+            ended.set()
+            end_stage()
+
+        signal.signal(signal.SIGTERM, end)
     _run(loop, measured, ended, once, file, live)
 
 
@@ -118,6 +123,9 @@ def _run(
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
                 raise
+            if ended.is_set():
+                console.print(f"stopped: {error}")
+                return
             measured.failed(str(error))
             if str(error) != told:  # not every few seconds
                 told = str(error)

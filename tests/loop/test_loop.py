@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -31,7 +33,7 @@ from tests.delivery.test_channel import SIZES
 from tests.forked import ForkedProcess, Task, forked
 from tests.loop.days import write_day, write_loop
 from tests.loop.following import loop_of, run_stage, stages_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 KILLS = int(os.environ.get("FOLLOW_KILLS", "4"))
 
@@ -289,6 +291,37 @@ def test_increments_without_a_gate_task_are_trained_and_refused_with_the_reason(
         ],
     )
     assert "nothing to judge by" in stream_page(loop, status_of(loop))
+
+
+@pytest.mark.distributed
+def test_sigterm_ends_the_stage_under_way_behind_a_checkpoint_from_which_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    write_day(tmp_path / "logs", 0)
+    config, train = write_loop(tmp_path), tmp_path / "train.toml"
+    short = train.read_text().replace("[run]", "[run]\nlog_every_steps = 1")
+    train.write_text(short.replace("epochs = 1", "epochs = 1000000"))
+    root = tmp_path / "runs" / "000001"
+    task = Task("gmeta", ("follow", str(config)), environment(), tmp_path)
+    with forked(task) as running:
+        metrics = root / "run" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text(), "a step")
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.wait(PATIENCE_S) == 0, running.stderr
+    log = root / "train.log"
+    found = re.search(
+        r"stopped by SIGTERM behind step (\d+), and nothing of it is lost", log.read_text()
+    )
+    assert found is not None
+    assert f"stopped: train of increment 1 ended with 143: {found[0]}" in running.stdout
+    (checkpoint,) = list_checkpoints(root / "run" / "checkpoints")
+    assert read_about(checkpoint)["step"] == int(found[1])
+    assert not (root / "trained.json").exists()
+    train.write_text(short)  # it was trained longer than that, and ends at once
+    done = loop_of(config).step()
+    assert done is not None
+    assert (done.stage, lineage(root / "run")) == ("train", [1])
 
 
 def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -> None:
