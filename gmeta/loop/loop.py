@@ -133,7 +133,7 @@ class Loop:
         follow, taken = self.config.follow, self._files.files()
         partitions = closed_partitions(follow.inputs, follow.closed_after_s)
         notes = list_quarantine(Path(self._stream))
-        return standing(partitions, taken, self._noted.holding(notes, taken))
+        return standing(partitions, taken.keys(), self._noted.holding(notes, taken))
 
     def without_input(self) -> str:
         """Return what is lacking where no partition was ever closed; "" where one was."""
@@ -222,7 +222,9 @@ class Loop:
 
     def _prepare(self, partition: Partition, held: Sequence[str]) -> Done:
         arguments = ["prepare", "--extend", self._stream, *partition.files]
-        arguments += [one for name in held for one in ("--along", name)]
+        # What comes late is judged alone: with more of its kind it would pass for new.
+        along = [] if partition.is_begun else [one for one in held if one not in partition.files]
+        arguments += [one for name in along for one in ("--along", name)]
         if not increment_numbers(self._stream):
             arguments += ["--schema", self.config.follow.schema]
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"

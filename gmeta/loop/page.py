@@ -90,6 +90,8 @@ def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
         ("served increment", f"{status.served_increment or '-'} of {status.prepared or '-'}"),
         ("partitions waiting", f"{status.waiting:,}"),
     ]
+    if status.held:
+        facts.append(("files held for the next increment", f"{status.held:,}"))
     if under_way is not None:
         since_s = max(0.0, datetime.now(UTC).timestamp() - under_way.since_s)
         what = f" of increment {under_way.increment}" if under_way.increment else ""

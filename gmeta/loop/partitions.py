@@ -2,7 +2,7 @@
 increment, refused, held for the next one, or waiting."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,10 +20,12 @@ SUCCESS = "_SUCCESS"
 
 @dataclass(frozen=True)
 class Partition:
-    """A closed partition: its name and its files, as `gmeta prepare` takes them."""
+    """A closed partition: its name and its files, as `gmeta prepare` takes them; others of it may
+    have been taken before."""
 
     name: str
     files: tuple[str, ...]
+    is_begun: bool = False
 
 
 def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
@@ -81,7 +83,7 @@ def _closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
 @dataclass(frozen=True)
 class Standing:
     """How it stands with a log: the partitions of which an increment is to be made, the first one
-    first, and the files that become part of it too, if they can; what is refused, and why."""
+    first, the files that wait for others, and what is refused, and why."""
 
     waiting: Sequence[Partition]
     held: Sequence[str]
@@ -90,32 +92,28 @@ class Standing:
 
 def standing(
     partitions: Sequence[Partition],
-    taken: Collection[str],
+    taken: Set[str],
     noted: Sequence[Mapping[str, Any]],
 ) -> Standing:
     """Return how it stands with closed partitions, given the files that increments took, and the
     notes of the quarantine that hold.
 
-    Held are files that make no increment alone: as `gmeta prepare` found, or as they came once
-    others of their partition had been taken.
+    Held are files that make no increment alone, as `gmeta prepare` found.
     """
     refused: dict[str, str] = {}
-    few: set[str] = set()
+    held: set[str] = set()
     for note in noted:
         names = [file["name"] for file in note["files"] if file["name"] not in taken]
         if note.get("with_next"):
-            few.update(names)
+            held.update(names)
         else:
             refused |= dict.fromkeys(names, "; ".join(note["reasons"]))
-    waiting, held = [], []
+    waiting = []
     for partition in partitions:
-        left = [name for name in partition.files if name not in taken and name not in refused]
-        is_late = any(name in taken for name in partition.files)
-        own = [] if is_late else [name for name in left if name not in few]
-        held += [name for name in left if name not in own]
-        if own:
-            waiting.append(Partition(partition.name, tuple(own)))
-    return Standing(waiting, held, refused)
+        left = tuple(name for name in partition.files if name not in taken and name not in refused)
+        if not held.issuperset(left):  # one more may make an increment of all
+            waiting.append(Partition(partition.name, left, not taken.isdisjoint(partition.files)))
+    return Standing(waiting, sorted(held), refused)
 
 
 @final

@@ -131,7 +131,7 @@ def extend(
 
 
 def _with_along(
-    append: Callable[[list[str]], Offered], inputs: list[str], along: Sequence[str]
+    append: Callable[[list[str], bool], Offered], inputs: list[str], along: Sequence[str]
 ) -> tuple[Offered, RefusedFilesError | None]:
     """Append inputs with what comes along, or else without it; return the files that were taken,
     and why those that come along were not.
@@ -140,7 +140,7 @@ def _with_along(
         DataError: see `_append`.
     """
     try:
-        return append([*inputs, *along]), None
+        return append([*inputs, *along], not along), None
     except AccessError:
         raise
     except DataError as error:
@@ -148,7 +148,7 @@ def _with_along(
         if not along or (isinstance(error, RefusedFilesError) and error.kind != "rows"):
             raise
         refusal = error if isinstance(error, RefusedFilesError) else None
-    files = append(inputs)
+    files = append(inputs, True)
     if refusal is not None:
         left = [file for file in refusal.files if file not in files.given]
         refusal = RefusedFilesError(left, refusal.reasons)
@@ -162,8 +162,10 @@ def _append(
     tell: Progress,
     engine_of: EngineOf,
     inputs: list[str],
+    is_alone: bool,
 ) -> Offered:
-    """Write the next increment and return its files.
+    """Write the next increment, of files that come `is_alone` or with what is late, and return
+    them.
 
     Raises:
         RefusedFilesError: they are not to be trusted, or make none.
@@ -186,7 +188,7 @@ def _append(
             raise RefusedFilesError(list(twice), list(twice.values()), "doubled")
         types = source.arrow_types(schema.columns)
         check_columns(before, source.names[0], types)
-        found = _looked_at(before, engine, types, files, accept, tell)
+        found = _looked_at(before, engine, types, files, accept, is_alone, tell)
         _write(root, found, engine, source, types, options, tell)
     return files
 
@@ -210,6 +212,7 @@ def _looked_at(
     types: dict[str, pa.DataType],
     files: Offered,
     accept: bool,
+    is_alone: bool,
     tell: Progress,
 ) -> _Next:
     """Return what the new rows hold, judged and numbered.
@@ -221,7 +224,7 @@ def _looked_at(
     clock = looking.clock
     with _judged(files):
         look = engine.look(looking, tell)
-        _check_window(look, clock)
+        _check_window(look, clock, is_alone and not accept)
     reasons = [] if accept else faults(statistics_of(look), before.state.windows, rule)
     if reasons:
         raise RefusedFilesError(files.given, reasons)
@@ -253,16 +256,19 @@ def _looking(before: Before, types: dict[str, pa.DataType]) -> Looking:
     return Looking(schema, Splits(split_names(schema)), clock, value_types)
 
 
-def _check_window(look: Look, clock: Clock) -> None:
-    """Raise DataError or TooFewRowsError where the rows make no window."""
+def _check_window(look: Look, clock: Clock, mostly_in: bool) -> None:
+    """Raise DataError or TooFewRowsError where the rows make no window, or where less than half of
+    them are in it though they are to be `mostly_in`."""
     if look.num_rows and look.least_time < 0:
         raise DataError(
             f"a row has the time {look.least_time}; times from 0 on are allowed in a stream"
         )
-    if clock.start is not None and (not look.num_rows or look.most_time < clock.start):
+    num_late, num_rows = look.num_late + look.num_dropped, look.num_rows + look.num_dropped
+    if num_late == num_rows or (mostly_in and 2 * num_late > num_rows):
+        share = "all" if num_late == num_rows else f"{num_late:,}"
         raise TooFewRowsError(
-            f"all of its {look.num_rows + look.num_dropped:,} rows are from before the window, "
-            f"which begins at {clock.start}"
+            f"{share} of its {num_rows:,} rows are from before the window, which begins at "
+            f"{clock.start}"
         )
 
 

@@ -3,6 +3,7 @@ told, and none keeps a loop from the partitions that come after it.
 """
 
 import json
+import math
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -120,29 +121,41 @@ def test_a_refused_file_that_is_mended_is_taken_and_is_told_no_more(root: Path) 
 
 
 def test_files_that_come_late_are_part_of_the_next_increment(root: Path) -> None:
-    schema = root / "schema.toml"
-    schema.write_text(schema.read_text().replace("[stream]", f"[stream]\nlate = {2 * DAY}"))
+    late_rows_are_kept(root)
     first = write_day(root / "logs", 0)
     loop = new_loop(root)
     assert numbers(loop) == [1]
     late = pq.read_table(first / "part-0.parquet").slice(0, 30)
     late = late.set_column(0, "user", pa.array(late["user"].to_numpy() + 1))
     pq.write_table(late, first / "part-1.parquet")
-    assert (numbers(loop), status_of(loop).held, status_of(loop).waiting) == ([], 1, 0)
+    assert (numbers(loop), numbers(loop)) == ([0], [])
+    assert (status_of(loop).held, status_of(loop).waiting) == (1, 0)
     second = write_day(root / "logs", 1)
     assert numbers(loop) == [2]
     pq.write_table(late.slice(0, 20), first / "part-2.parquet")
-    pq.write_table(late.slice(0, 10), second / "part-1.parquet")
-    assert numbers(loop) == []
+    # Of the last seconds of its day, as parts that are late by little are: a row is newer.
+    newer = late["at"].to_numpy().copy()
+    newer[-1] = 2 * DAY - 1
+    pq.write_table(late.set_column(5, "at", pa.array(newer)), second / "part-1.parquet")
+    assert numbers(loop) == [0, 0]
+    (second / "part-2.parquet").touch()
+    assert numbers(loop) == [0]
     write_day(root / "logs", 2)
     assert numbers(loop) == [3]
     assert inputs(root) == [
         ["day=000/part-0.parquet"],
         ["day=001/part-0.parquet", "day=000/part-1.parquet"],
-        ["day=002/part-0.parquet", "day=000/part-2.parquet", "day=001/part-1.parquet"],
+        [
+            "day=002/part-0.parquet",
+            *("day=000/part-2.parquet", "day=001/part-1.parquet", "day=001/part-2.parquet"),
+        ],
     ]
     report = open_stream(str(root / "stream")).record(2).report
     assert (report["rows"], report["late"], report["too_late"]) == (270, 30, 0)
+    # What is new is an increment, whatever its folder.
+    table = pq.read_table(write_day(root / "other", 3) / "part-0.parquet")
+    pq.write_table(table, first / "part-3.parquet")
+    assert numbers(loop) == [4]
 
 
 def test_a_whole_partition_that_comes_late_is_part_of_the_next_increment(root: Path) -> None:
@@ -157,35 +170,44 @@ def test_a_whole_partition_that_comes_late_is_part_of_the_next_increment(root: P
     assert inputs(root)[1] == ["day=002/part-0.parquet", "day=000/part-0.parquet"]
 
 
-def test_a_late_file_that_is_poisoned_spoils_no_other(root: Path) -> None:
+def test_what_is_held_and_spoils_the_next_partition_is_left_out_of_it(root: Path) -> None:
+    """A value that is not finite among rows that only encoding sees."""
+    late_rows_are_kept(root)
     for day in range(2):
         folder = write_day(root / "logs", day)
     loop = new_loop(root)
     assert numbers(loop) == [1, 2]
-    late = pq.read_table(folder / "part-0.parquet").slice(0, 30)
-    late = late.set_column(1, "item", pa.array([None] * 30, pa.int64()))
-    pq.write_table(late, folder / "part-1.parquet")
+    spoilt(folder)
+    assert numbers(loop) == [0]
+    assert (status_of(loop).held, status_of(loop).quarantined) == (1, 0)
     write_day(root / "logs", 2)
     assert numbers(loop) == [3]
     assert inputs(root)[2] == ["day=002/part-0.parquet"]
     assert list(status_of(loop).refused_files) == [str(folder / "part-1.parquet")]
-    pq.write_table(
-        late.drop_columns(["price"]), folder / "part-2.parquet"
-    )  # not even a table of it
-    write_day(root / "logs", 3)
-    assert numbers(loop) == [4]
-    assert status_of(loop).held == 1
+    assert status_of(loop).held == 0
+
+
+def late_rows_are_kept(root: Path) -> None:
+    schema = root / "schema.toml"
+    schema.write_text(schema.read_text().replace("[stream]", f"[stream]\nlate = {3 * DAY}"))
+
+
+def spoilt(folder: Path) -> None:
+    """A part that comes late, and that no increment can be made with."""
+    late = pq.read_table(folder / "part-0.parquet").slice(0, 30)
+    late = late.set_column(3, "price", pa.array([math.nan] * 30))
+    pq.write_table(late, folder / "part-1.parquet")
 
 
 def test_killed_around_its_commit_what_is_late_is_taken_or_refused_once(
     root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    late_rows_are_kept(root)
     for day in range(2):
         folder = write_day(root / "logs", day)
     assert numbers(new_loop(root)) == [1, 2]
-    late = pq.read_table(folder / "part-0.parquet").slice(0, 30)
-    late = late.set_column(1, "item", pa.array([None] * 30, pa.int64()))
-    pq.write_table(late, folder / "part-1.parquet")
+    spoilt(folder)
+    assert numbers(new_loop(root)) == [0]
     write_day(root / "logs", 2)
     asked: list[list[str]] = []
 
