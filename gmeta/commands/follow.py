@@ -123,7 +123,7 @@ def _run(
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
                 raise
-            if ended.is_set():
+            if ended.is_set() and str(error) != told:
                 console.print(f"stopped: {error}")
                 return
             measured.failed(str(error))
