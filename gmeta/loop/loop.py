@@ -230,7 +230,8 @@ class Loop:
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
         code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
         if code == SET_ASIDE:
-            return Done("prepare", 0, took_s, f"{partition.name}: {self._last_line(log)}")
+            why = self._last_line(log).removeprefix("error: ")
+            return Done("prepare", 0, took_s, f"{partition.name}: {why}")
         newest = open_stream(self._stream).newest
         told = f"{partition.name}: {newest.num_rows:,} training rows"
         return Done("prepare", newest.number, took_s, told)
