@@ -15,6 +15,7 @@ from gmeta.feeds.increment import number_of, open_data
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
 from gmeta.runs.folder import CONFIG_FILE, RunFolder
+from metaio.format.dataset import Dataset
 from metaio.stream.chain import open_stream
 
 
@@ -22,7 +23,7 @@ def settled(config: TrainConfig) -> TrainConfig:
     """Return the config of a run with what its stream decides filled in: the number of the
     increment, and, for the statistics of support rows, the label prior of the stream's first run:
     of another day's labels it would change what the inputs mean. Of several labels the first
-    is judged, if none is named.
+    is judged, if none is named. An increment is not validated on splits in which it has no task.
 
     Raises:
         ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
@@ -30,6 +31,7 @@ def settled(config: TrainConfig) -> TrainConfig:
     data = replace(config.data, increment=_increment(config))
     config, inputs = replace(config, data=data), config.support_features
     dataset = open_data(data)
+    config = _validated(config, dataset)
     if (names := dataset.features.labels) and not config.labels.judged:
         config = replace(config, labels=replace(config.labels, judged=names[0]))
     if not inputs.is_used or inputs.label_prior:
@@ -51,11 +53,40 @@ def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     found = [config]
     by_first(lambda: found.append(settled(config)), ranks)
     first = found[-1]
-    increment, inputs, labels = value_of_first(
-        (first.data.increment, first.support_features, first.labels), ranks
+    data, run, inputs, labels = value_of_first(
+        (
+            (first.data.increment, first.data.valid_split),
+            (first.run.valid_every_steps, first.run.early_stop_patience),
+            first.support_features,
+            first.labels,
+        ),
+        ranks,
     )
-    data = replace(config.data, increment=increment)
-    return replace(config, data=data, support_features=inputs, labels=labels)
+    return replace(
+        config,
+        data=replace(config.data, increment=data[0], valid_split=data[1]),
+        run=replace(config.run, valid_every_steps=run[0], early_stop_patience=run[1]),
+        support_features=inputs,
+        labels=labels,
+    )
+
+
+def _validated(config: TrainConfig, dataset: Dataset) -> TrainConfig:
+    """Return the config without the validation splits in which an increment has no task: a loop
+    gets small ones, too, and their gate may be empty."""
+    data = config.data
+    if dataset.manifest.stream is None:
+        return config
+    splits = tuple(
+        name
+        for name in data.valid_splits
+        if name not in dataset.splits or dataset.splits[name].num_episodes
+    )
+    if splits == data.valid_splits:
+        return config
+    # Without a score nothing is stopped by one.
+    run = config.run if splits else replace(config.run, valid_every_steps=0, early_stop_patience=0)
+    return replace(config, data=replace(data, valid_split=splits or ""), run=run)
 
 
 def _begun(config: TrainConfig) -> TrainConfig | None:

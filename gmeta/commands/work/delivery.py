@@ -12,7 +12,7 @@ from typing import Any
 from gmeta.commands.inspect import is_run
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.delivery.channel import POINTER, Channel, is_channel
-from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
+from gmeta.delivery.judge import Verdict, judge, refused, windows_before
 from gmeta.delivery.packing import pack
 from gmeta.delivery.remote import publish, reached
 from gmeta.delivery.retention import prune
@@ -118,7 +118,7 @@ def judge_candidate(
             dataset = open_named(on) if on else own()
             verdict = judge_model(channel, model, dataset, split, margin, pool)
         except NotFiniteError as error:
-            verdict = not_finite(str(error))
+            verdict = refused(str(error))
     if not verdict.promote:
         channel.record(verdict.to_json())
     if out is not None:
