@@ -18,7 +18,7 @@ from gmeta.config import OuterConfig
 from gmeta.errors import ConfigError
 from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import TABLES_PREFIX
+from gmeta.parallel.sharding import TABLES_PREFIX, local_learner
 from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 
@@ -88,8 +88,8 @@ def check_discount(outer: OuterConfig) -> None:
 def _table_parts(
     sharded: DistributedModelParallel, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (table, first row, values) of each part of a table, and of what its optimizer keeps of
-    its rows, that this rank holds: the live tensors."""
+    """Yield (table, first row, values) of each part of a table, and of what its optimizer and the
+    statistics of items keep of its rows, that this rank holds: the live tensors."""
     state = state_of(sharded, optimizer)
     kept = state.get("optimizer", {}).get("state", {})
     for name, weight in state["model"].items():
@@ -99,6 +99,8 @@ def _table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _local(value):
                 yield table, first_row, part
+    if (items := local_learner(sharded).learner.items) is not None:
+        yield from ((table, 0, values) for table, values in items.of_tables())
 
 
 def _adagrad_sums(
