@@ -92,6 +92,18 @@ def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> 
         )
 
 
+@pytest.mark.parametrize("command", [("config", "--check"), ("plan", "--gpus", "1")])
+def test_what_only_looks_at_a_config_takes_the_next_increment(
+    stream: Path, command: tuple[str, ...]
+) -> None:
+    name, *options = command
+    one, new = stream.parent / "one", stream.parent / "new"
+    keys = (f"run.dir={new}", f"run.continue_from={one}")
+    result = gmeta(name, stream.parent / "train.toml", *keys, *options)
+    assert result.returncode == 0, result.stderr
+    assert not new.exists()
+
+
 def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:
     numbers = []
     for named in (f"{stream}:1", str(stream), str(stream / "increments" / "000001")):
