@@ -28,8 +28,8 @@ def with_imports_ready() -> ForkServerContext:
 
 
 def collect_garbage_rarely() -> None:
-    """Leave what is imported out of every later collection, and let those come seldom: looking for
-    garbage took a twentieth of the suite, and writes to pages that forked processes share.
+    """Leave what is imported out of every later collection, and let those come seldom: each writes
+    to pages that forked processes share.
     """
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)

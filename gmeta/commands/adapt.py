@@ -33,7 +33,7 @@ def adapt(
 ) -> None:
     """Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE) reads.
 
-    gmeta adapt models/clicks logs/*.parquet --out states.parquet --processes 8
+    gmeta adapt exports/clicks logs/*.parquet --out states.parquet --processes 8
 
     The columns are those that prepare was given; the task column says which rows belong together,
     wherever they stand. OUT has a row for each task, in no order: task, state (bytes that belong

@@ -50,8 +50,8 @@ def export(
 ) -> None:
     """Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).
 
-    gmeta export runs/demo/maml models/clicks --tables int8
-    gmeta export models/clicks programs/clicks --format onnx
+    gmeta export runs/demo/maml exports/clicks --tables int8
+    gmeta export exports/clicks programs/clicks --format onnx
 
     gmeta export runs/day-2 deltas/day-2 --since channels/clicks
     """
@@ -106,7 +106,7 @@ def predict(
 ) -> None:
     """Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.
 
-    gmeta predict models/clicks support.parquet query.parquet --out predictions.parquet
+    gmeta predict exports/clicks support.parquet query.parquet --out predictions.parquet
 
     The columns are those that prepare was given; the task column says which rows belong together.
     OUT holds QUERY's rows in their order, with the columns prediction, prediction_before (without

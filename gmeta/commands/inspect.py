@@ -52,7 +52,7 @@ def inspect(
 
     gmeta inspect runs/demo/maml
 
-    gmeta inspect models/clicks
+    gmeta inspect exports/clicks
 
     gmeta inspect channels/clicks
     """

@@ -75,7 +75,7 @@ def serve(
 ) -> None:
     """Answer the Open Inference Protocol with an exported model that adapts to each request's task.
 
-    gmeta serve models/clicks --insecure --grpc 127.0.0.1:8081
+    gmeta serve exports/clicks --insecure --grpc 127.0.0.1:8081
 
     gmeta serve clicks --listen 0.0.0.0:8080 --tls-cert tls.crt --tls-key tls.key --tokens tokens/
 

@@ -98,7 +98,7 @@ def adapt_partition(model: str | Path) -> Callable[[Iterable[Any]], Iterator[Any
 
         rows = spark.read.parquet("support.parquet")
         rows = rows.repartition("user").sortWithinPartitions("user")
-        rows.mapInPandas(adapt_partition("/models/clicks"), "task long, state binary, rows long")
+        rows.mapInPandas(adapt_partition("/exports/clicks"), "task long, state binary, rows long")
     """
 
     def adapt(batches: Iterable[Any]) -> Iterator[Any]:
