@@ -98,6 +98,10 @@ class DataConfig:
         return tuple(filter(None, named))
 
 
+# The optimizers that keep Adagrad's sums of squares.
+ADAGRADS = ("rowwise_adagrad", "adagrad")
+
+
 @dataclass(frozen=True)
 class OuterConfig:
     """The outer loop: loss and optimizers."""

@@ -14,8 +14,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoints.loader import load_checkpoint, state_of
-from gmeta.config import OuterConfig
-from gmeta.errors import ConfigError
+from gmeta.config import ADAGRADS, OuterConfig
 from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import TABLES_PREFIX, local_learner
@@ -23,7 +22,6 @@ from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 
 _ROWS_AT_ONCE = 65_536
-ADAGRADS = ("rowwise_adagrad", "adagrad")
 
 
 def load_grown(
@@ -68,21 +66,6 @@ def discount(sums: Tensor, decay: float, floor: float) -> None:
     # Some rows at a time: a second table's worth of memory may not be there.
     for part in sums.split(_ROWS_AT_ONCE) if sums.dim() else [sums]:
         torch.maximum(part * decay, part.clamp(max=floor), out=part)
-
-
-def check_discount(outer: OuterConfig) -> None:
-    """Refuse a discount that nothing would feel.
-
-    Raises:
-        ConfigError: neither optimizer keeps Adagrad's sums.
-    """
-    kinds = (outer.dense_optimizer, outer.sparse_optimizer)
-    if outer.adagrad_decay < 1.0 and not set(kinds) & set(ADAGRADS):
-        raise ConfigError(
-            f"outer.adagrad_decay = {outer.adagrad_decay:g}, but neither outer.dense_optimizer = "
-            f"{kinds[0]!r} nor outer.sparse_optimizer = {kinds[1]!r} keeps sums of squares. Leave "
-            "it 1, or choose one of Adagrad's kinds"
-        )
 
 
 def _table_parts(
