@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gmeta.checkpoints.settled import settled
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config import TrainConfig, config_from_dict, load_config
 from gmeta.errors import ConfigError, UserError
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.runs.folder import RunFolder
@@ -102,6 +102,22 @@ def test_what_only_looks_at_a_config_takes_the_next_increment(
     result = gmeta(name, stream.parent / "train.toml", *keys, *options)
     assert result.returncode == 0, result.stderr
     assert not new.exists()
+
+
+def test_trials_are_all_of_the_next_increment(stream: Path) -> None:
+    before, study = stream.parent / "one", stream.parent / "study"
+    (stream.parent / "space.toml").write_text('["algorithm.inner_lr"]\nlow = 0.01\nhigh = 1.0\n')
+    result = gmeta(
+        "tune",
+        stream.parent / "train.toml",
+        *("--trials", "1", "--parallel", "1", "--study", study),
+        *("--space", stream.parent / "space.toml"),
+        *("data.valid_split=gate", "data.eval_splits=[]", f"run.continue_from={before}"),
+        f"run.dir={stream.parent / 'tuned'}",
+    )
+    assert result.returncode == 0, result.stderr
+    trial = RunFolder(study / "trials" / "0000").read_config()
+    assert trial.data.increment == load_config(study / "best.toml").data.increment == "2"
 
 
 def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:

@@ -123,6 +123,7 @@ def test_an_increment_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("one", "still", "silent")]
     # Without rates the model stays what it was when the increment came.
     still = {"outer__sparse_lr": 0.0, "outer__dense_lr": 0.0, "data__valid_split": "gate"}
+    still |= {"run__early_stop_patience": 9}
     configs = [
         config_of(runs[0], first),
         config_of(runs[1], second, runs[0], **still),
