@@ -5,9 +5,9 @@ the run before it.
 from pathlib import Path
 
 from gmeta.checkpoints.about import read_about, read_progress
-from gmeta.checkpoints.choice import check_config
+from gmeta.checkpoints.choice import check_config, named_checkpoint
 from gmeta.checkpoints.lineage import Lineage, lineage_of, skipped_before
-from gmeta.checkpoints.resume import changed_optimizers, named_checkpoint
+from gmeta.checkpoints.resume import changed_optimizers
 from gmeta.config import ADAGRADS, OuterConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.outer.early_stop import early_stop_of

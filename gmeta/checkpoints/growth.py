@@ -17,7 +17,7 @@ from gmeta.checkpoints.loader import load_checkpoint, state_of
 from gmeta.config import ADAGRADS, OuterConfig
 from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import TABLES_PREFIX
+from gmeta.parallel.sharding import TABLES_PREFIX, local_learner
 from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 
@@ -71,8 +71,8 @@ def discount(sums: Tensor, decay: float, floor: float) -> None:
 def _table_parts(
     sharded: DistributedModelParallel, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (table, first row, values) of each part of a table, and of what its optimizer keeps of
-    its rows, that this rank holds: the live tensors."""
+    """Yield (table, first row, values) of each part of a table, and of what its optimizer and the
+    statistics of items keep of its rows, that this rank holds: the live tensors."""
     state = state_of(sharded, optimizer)
     kept = state.get("optimizer", {}).get("state", {})
     for name, weight in state["model"].items():
@@ -82,6 +82,8 @@ def _table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _local(value):
                 yield table, first_row, part
+    if (items := local_learner(sharded).learner.items) is not None:
+        yield from ((table, 0, values) for table, values in items.of_tables())
 
 
 def _adagrad_sums(

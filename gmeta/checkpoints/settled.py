@@ -3,20 +3,14 @@ its model's inputs are measured by, and which of several labels headline metrics
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from gmeta.build import prior_of
-from gmeta.checkpoints.about import read_about
-from gmeta.checkpoints.lineage import lineage_of
-from gmeta.checkpoints.resume import named_checkpoint
+from gmeta.checkpoints.choice import named_checkpoint
+from gmeta.checkpoints.named import begun, named
 from gmeta.config import TrainConfig
-from gmeta.errors import UserError
-from gmeta.feeds.increment import number_of, open_data
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
-from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from metaio.format.dataset import Dataset
-from metaio.stream.chain import open_stream
 
 
 def settled(config: TrainConfig) -> TrainConfig:
@@ -28,17 +22,13 @@ def settled(config: TrainConfig) -> TrainConfig:
     Raises:
         ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
     """
-    data = replace(config.data, increment=_increment(config))
-    config, inputs = replace(config, data=data), config.support_features
-    dataset = open_data(data)
-    config = _validated(config, dataset)
-    if (names := dataset.features.labels) and not config.labels.judged:
-        config = replace(config, labels=replace(config.labels, judged=names[0]))
+    config, dataset = named(config)
+    config, inputs = _validated(config, dataset), config.support_features
     if not inputs.is_used or inputs.label_prior:
         return config
     if dataset.manifest.stream is None:
         return config
-    before = _begun(config)
+    before = begun(config)
     if before is None and config.run.continue_from:
         before = named_checkpoint("run.continue_from", config.run.continue_from)[0].read_config()
     known = before.support_features.label_prior if before else ()
@@ -87,45 +77,3 @@ def _validated(config: TrainConfig, dataset: Dataset) -> TrainConfig:
     # Without a score nothing is stopped by one.
     run = config.run if splits else replace(config.run, valid_every_steps=0, early_stop_patience=0)
     return replace(config, data=replace(data, valid_split=splits or ""), run=run)
-
-
-def _begun(config: TrainConfig) -> TrainConfig | None:
-    """Return the config that the run in run.dir was begun with, if there is one."""
-    folder = RunFolder(Path(config.run.dir))
-    return folder.read_config() if (folder.root / CONFIG_FILE).exists() else None
-
-
-def _increment(config: TrainConfig) -> str:
-    """Return the number of the increment that a run is trained on, as text; "" of a dataset that
-    stands alone.
-
-    "next" is the one that the run in run.dir was begun with, if there is one, else the first after
-    the last of run.continue_from that run.skip_increments does not name, else the first.
-
-    Raises:
-        ConfigError: data.increment is no number.
-        UserError: the stream has none behind that.
-        GMetaError: the checkpoint of run.continue_from is damaged.
-    """
-    data, run = config.data, config.run
-    if data.increment != "next":
-        return str(number_of(data.increment)) if data.increment else ""
-    if (begun := _begun(config)) and begun.data.increment:
-        return begun.data.increment
-    last = 0
-    if run.continue_from:
-        _, checkpoint = named_checkpoint("run.continue_from", run.continue_from)
-        lineage = lineage_of(read_about(checkpoint))
-        last = lineage[-1].increment if lineage else 0
-    stream = open_stream(data.path)
-    later = [
-        record.number
-        for record in stream.records
-        if record.number > last and record.number not in run.skip_increments
-    ]
-    if not later:
-        raise UserError(
-            f'data.increment = "next", but stream {data.path} has no increment after {last}, the '
-            "last that run.continue_from was trained on. Append one with gmeta prepare --extend"
-        )
-    return str(min(later))
