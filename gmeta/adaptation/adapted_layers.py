@@ -35,9 +35,7 @@ Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 @dataclass
 class Tape:
-    """What the adapted layers worked on in one forward pass: names, inputs and outputs, in order of
-    use; `called` are the layers with gates, too.
-    """
+    """What the layers that adapt worked on in a forward pass, in order of use; `called` are all."""
 
     layout: RowLayout
     called: set[str] = field(default_factory=set)
@@ -120,9 +118,8 @@ class AdaptedLayers:
             for handle in handles:
                 handle.remove()
         # A weight that is only read takes no step, and nothing else would tell.
-        for name in (*self._gates, *self._plan.layers):
-            if name not in tape.called:
-                raise _not_called(name)
+        if idle := {*self._gates, *self._plan.layers} - tape.called:
+            raise _not_called(min(idle))
 
     def step(self, tape: Tape, output_grads: Sequence[Tensor]) -> None:
         """Take one inner SGD step, from the gradients of the summed support losses at

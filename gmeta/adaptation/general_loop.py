@@ -43,10 +43,7 @@ class Adapted:
 
 
 class GeneralLoop:
-    """k SGD steps on every task's support set, for any model; owns no parameters.
-
-    `plan` says what adapts and how, `rates` how fast.
-    """
+    """k SGD steps on every support set by `plan` and `rates`, for any model; owns no parameters."""
 
     def __init__(
         self,
