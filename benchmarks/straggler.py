@@ -149,7 +149,7 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
             slow_down_reading(feed, job.read_task_s, ended)
         agent = ServiceAgent(config, feed, sharded, ranks, Stop())
         for episodes, totals in in_step(
-            agent.arranged(feed.batches(0, 0)),
+            agent.arranged(feed.batches(0, 0), learner.arrange),
             learner.arrange(no_tasks(dataset.features)),
             ranks,
             None,

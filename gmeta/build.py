@@ -282,8 +282,6 @@ def build_learner(
     """
     sizes = input_sizes(features)
     objectives = objectives_of(loss, huber_delta, labels, features.labels)
-    if features.labels:
-        _check_one_label(features.labels, algorithm, statistics, item_features)
     items = None
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
@@ -292,8 +290,6 @@ def build_learner(
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
-    if statistics.bias_start:
-        _start_as_bias_model(built, sizes.num_dense, loss, statistics)
     num_outputs = sum(head.out_features for head in head_layers(built).values())
     if num_outputs != sizes.outputs:
         raise ValueError(
@@ -304,7 +300,7 @@ def build_learner(
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }
     projections = TableProjections(width_of, model.embedding_dim)
-    return MetaLearner(
+    learner = MetaLearner(
         built,
         algorithm,
         objectives,
@@ -313,6 +309,11 @@ def build_learner(
         items=items,
         projections=projections,
     )
+    if features.labels:
+        _check_one_label(features.labels, algorithm.name, learner)
+    if statistics.bias_start:
+        _start_as_bias_model(built, sizes.num_dense, loss, statistics)
+    return learner
 
 
 def _start_as_bias_model(
@@ -345,17 +346,12 @@ def _start_as_bias_model(
     start_as_sum(model, {item - num_dense: weight, -statistics.width: weight}, middle)
 
 
-def _check_one_label(
-    names: tuple[str, ...],
-    algorithm: AlgorithmConfig,
-    statistics: SupportStatistics,
-    items: ItemFeaturesConfig | None,
-) -> None:
+def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:
     """Raise ValueError for what reads the one label that every row has."""
     asked = {
-        f"algorithm.name = {algorithm.name!r}": "encoder" in algorithm.name,
-        "support_features": statistics.width > 0,
-        "item_features": items is not None and bool(items.columns),
+        f"algorithm.name = {algorithm!r}": learner.encoder is not None,
+        "support_features": learner.statistics.width > 0,
+        "item_features": learner.items is not None,
     }
     for what, is_asked in asked.items():
         if is_asked:

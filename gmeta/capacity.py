@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gmeta.batches.support_statistics import NO_STATISTICS
 from gmeta.build import build, build_learner
+from gmeta.checkpoints.settled import settled
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.learner import MetaLearner
@@ -98,7 +99,7 @@ def _model(config: TrainConfig, asked: Asked) -> tuple[Features, MetaLearner, Da
     """Return the columns with the rows that are stated, and the model of them."""
     dataset, statistics = None, NO_STATISTICS
     if Path(config.data.path).exists() or "://" in config.data.path:
-        dataset, built = build(config)
+        dataset, built = build(settled(config))
         features, statistics = _with_rows(dataset.features, asked.rows), built.statistics
     elif asked.rows and asked.rows_per_task:
         features = Features(

@@ -98,6 +98,9 @@ class DataConfig:
         return tuple(filter(None, named))
 
 
+ADAGRADS = ("rowwise_adagrad", "adagrad")  # the optimizers that keep sums of squares
+
+
 @dataclass(frozen=True)
 class OuterConfig:
     """The outer loop: loss and optimizers."""

@@ -225,7 +225,7 @@ def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
     """Return the splits asked for, else those of the config, else all that neither training nor
-    validation used.
+    validation used, nor hold what was carved out of one with theirs.
 
     Raises:
         UserError: a split is unknown or has no episodes, or none is left.
@@ -238,7 +238,8 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     # A split that decided when to stop is no measure of what came out.
-    used = (config.data.train_split, *config.data.valid_splits)
+    used = {config.data.train_split, *config.data.valid_splits}
+    used |= _carved_beside(config.data.train_split, dataset)
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:
         raise UserError(
@@ -254,3 +255,13 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
                 "Name other splits with --split"
             )
     return chosen
+
+
+def _carved_beside(train_split: str, dataset: Dataset) -> set[str]:
+    """Return what holds rows of the training split by another name: with --validation a recipe
+    keeps `train` whole, and has its parts `fit` and `valid-...` beside it.
+    """
+    if train_split not in ("train", "fit") or not {"train", "fit"} <= dataset.splits.keys():
+        return set()
+    parts = {split for split in dataset.splits if split.startswith("valid-")}
+    return {"train", "fit", *parts}

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,6 +24,7 @@ from gmeta.checkpoints.index import IndexedReader
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checksums import describe_file
+from gmeta.files.tensors import writing_tensors
 from gmeta.runs.adapting import read_adapting
 from gmeta.runs.folder import RunFolder, list_checkpoints, step_of
 from gmeta.serving.folder import (
@@ -181,12 +181,8 @@ def write_model(
 
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    try:
+    with writing_tensors(path):
         save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        raise GMetaError(
-            f"{path.name} cannot be written: {error}. Free space, or choose another place"
-        ) from error
 
 
 def _choose(run: RunFolder, step: int | None) -> Path:

@@ -128,7 +128,9 @@ class StepGuard:
             mine = f"{found} on rank {rank}, in a batch of tasks {named}{more}, saved as {path}"
         everyone = gather_to_first(mine, self._ranks)
         blamed = [one for one in everyone or [] if one]
-        told = blamed[0] if blamed else "the gradient of the layers is not finite on any rank"
+        told = "the gradient of the layers is not finite, though each rank's loss and rows are"
+        if blamed:
+            told = blamed[0]
         if len(blamed) > 1:
             others = len(blamed) - 1
             told += f" ({others} more {'rank has' if others == 1 else 'ranks have'} such a batch)"

@@ -103,14 +103,16 @@ class MetaLearner(nn.Module):
             model.requires_grad_(False)
             self.projections.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
-        # What no epoch of a run is: whoever begins none adapts from the first batch on.
-        self._epoch = sys.maxsize
         self.in_buckets = False  # whether batches are arranged in few shapes: batches/buckets.py
         self._graphs: Graphs | None = None
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
-        if isinstance(model, DecisionModel) and FusedLoop.suits(model, self._plan, self.rates):
+        if (
+            self._parts == NOTHING_LEARNED  # the fused loop asks no encoder and no generator
+            and isinstance(model, DecisionModel)
+            and FusedLoop.suits(model, self._plan, self.rates)
+        ):
             self._fused_loop = FusedLoop(model, self._plan, objectives, self.rates)
 
     @property
@@ -147,15 +149,11 @@ class MetaLearner(nn.Module):
         self._graphs = Graphs(self, self._loss_sum, capture)
         return ""
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Arrange batches as this epoch of a run asks, counted from 0: for plain training in the
-        first ones, if the config says so.
+    def arrange(self, batch: TaskBatch, epoch: int = sys.maxsize) -> Episodes:
+        """Return what `forward` takes in this epoch of a run, from a batch on the host: see
+        Arranging. Without an epoch no batch is of the plain ones.
         """
-        self._epoch = epoch
-
-    def arrange(self, batch: TaskBatch) -> Episodes:
-        """Return what `forward` takes, from a batch on the host."""
-        return self.arranging().arranged(batch, self._epoch)
+        return self.arranging().arranged(batch, epoch)
 
     def arranging(self) -> Arranging:
         """Return how it takes batches, without its weights."""
@@ -220,11 +218,11 @@ class MetaLearner(nn.Module):
             case TaskGroups(groups):
                 return self._general_loss_sum(rows, groups)
             case PaddedTasks() as tasks:
-                if self._fused_loop is None:
+                if self._fused_loop is None or self._query_loss is None:
                     raise ValueError(
                         "padded tasks, but this learner has no fused loop: use its own arrange"
                     )
-                return self._algorithm.loss_sum(self._fused_loop, rows, tasks)
+                return self._query_loss(self._fused_loop, rows, tasks)
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""

@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -24,6 +25,22 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     if precision != BF16:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+@contextmanager
+def full_products(device: torch.device) -> Iterator[None]:
+    """Have matrices of float32 multiplied as float32 inside, whatever the run's precision is."""
+    is_half = torch.is_autocast_enabled(device.type)
+    matmul = torch.backends.cuda.matmul if device.type == "cuda" else None
+    before = matmul.fp32_precision if matmul is not None else ""
+    with torch.autocast(device.type, enabled=False) if is_half else nullcontext():
+        try:
+            if matmul is not None:
+                matmul.fp32_precision = "ieee"
+            yield
+        finally:
+            if matmul is not None:
+                matmul.fp32_precision = before
 
 
 def choose_products(precision: str, device: torch.device) -> None:

@@ -20,8 +20,10 @@ def forecast(scored: Scored, lineage: Lineage) -> list[str]:
     scores in the run folder (prequential.json) and return a line on each. Collective.
     """
     config, dataset = scored.config, scored.dataset
-    # No split was trained on: each is read as it is stored.
-    scored = replace(scored, config=replace(config, data=data_of(config.data, dataset)))
+    # No split was trained on: each is read as it is stored. Which one is validated on stays, as the
+    # keys of early stopping, whose metric is among the scores, ask for one.
+    data = replace(data_of(config.data, dataset), valid_split=config.data.valid_split)
+    scored = replace(scored, config=replace(config, data=data))
     splits = [name for name, split in dataset.splits.items() if split.num_episodes]
     found = {name: score_split(scored, name) for name in splits}
     if scored.ranks.rank != 0:

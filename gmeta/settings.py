@@ -42,7 +42,7 @@ def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
         (
             f"{section}.{item.name}",
             json.dumps(_default(item)),
-            _with_choices(item.metadata["help"], get_type_hints(fields)[item.name]),
+            _with_allowed(item.metadata, get_type_hints(fields)[item.name]),
         )
         for section, fields in get_type_hints(kind).items()
         for item in dataclasses.fields(fields)
@@ -54,12 +54,19 @@ def _default(item: dataclasses.Field[Any]) -> Any:
     return item.default_factory() if has_maker else item.default  # type: ignore[operator]
 
 
-def _with_choices(text: str, hint: Any) -> str:
-    """Return the help, with the values there are to choose from unless it names all of them."""
+def _with_allowed(key: Mapping[str, Any], hint: Any) -> str:
+    """Return the help of a key, with its bounds, and the values there are to choose from unless it
+    names all of them.
+    """
+    text: str = key["help"]
     choices = get_args(hint) if get_origin(hint) is Literal else ()
-    if all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
+    if not all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
+        return f"{text} (one of {', '.join(choices)})"
+    if "min" not in key:
         return text
-    return f"{text} (one of {', '.join(choices)})"
+    each = "each " if get_origin(hint) is tuple else ""
+    least, *most = (f"{key[end]:,}".removesuffix(".0") for end in ("min", "max") if end in key)
+    return f"{text} ({each}{least} to {most[0]})" if most else f"{text} ({each}at least {least})"
 
 
 def settings_from_dict(kind: type[Settings], raw: Mapping[str, Any]) -> Settings:

@@ -102,9 +102,6 @@ class TrainingRun:
         self.feed = open_feed(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
         self._told_at_start += self._beginning.told
-        # Of this dataset, whatever weights the run begins with.
-        items = self._learner.items
-        self._told_at_start += take_item_statistics(items, config, self._dataset, ranks)
         by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
@@ -146,6 +143,10 @@ class TrainingRun:
         self.hooks.tell(self._told_at_start)
         if self._beginning.how == "continued" and self._config.run.prequential:
             self._forecast()
+        # Of this dataset, whatever weights the run begins with; behind the forecast, which must not
+        # know the labels that it is scored on.
+        items = self._learner.items
+        self.hooks.tell(take_item_statistics(items, self._config, self._dataset, self._ranks))
         self._agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
             self._take_steps(stop)
@@ -178,7 +179,7 @@ class TrainingRun:
                 self._progress,
                 stop,
             ),
-            self._learner.arrange(no_tasks(self._dataset.features)),
+            self._learner.arrange(no_tasks(self._dataset.features), self._progress.epoch),
             self._ranks,
             stop,
             self._sharded,

@@ -4,6 +4,8 @@ line.
 Every message has four parts: what is wrong, the value, what is allowed, what to do.
 """
 
+from collections.abc import Sequence
+
 
 class MetaIOError(Exception):
     """Base of every error that metaio raises on purpose."""
@@ -19,6 +21,19 @@ class DataError(MetaIOError):
 
 class QuarantinedError(DataError):
     """The rows of a window are refused for what they hold: the stream goes on without them."""
+
+
+class TooFewRowsError(DataError):
+    """Inputs have no rows, or too few for an episode: nothing is wrong with them, and together with
+    others they make some. `files` names those that are known to have none."""
+
+    def __init__(self, message: str, files: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.files = files
+
+
+class AccessError(DataError):
+    """An input cannot be read now, whatever it holds: of the disk, the network or the memory."""
 
 
 class UrlError(MetaIOError):

@@ -54,8 +54,10 @@ def write_increments(
     reset_rows: Sequence[int] = (),
     num_tasks: int = 48,
     reset_in: Sequence[int] = (2, 3),
+    gate_tasks: Sequence[int] = (),
 ) -> list[Path]:
-    """An increment of so many tasks for each capacity. Those of `reset_in` reuse `reset_rows` of
+    """An increment of so many tasks for each capacity, and a quarter of them in the gate, unless
+    `gate_tasks` says of each how many. Those of `reset_in` reuse `reset_rows` of
     the table `item`, which their own data does not use."""
     paths: list[Path] = []
     parent = ""
@@ -68,7 +70,10 @@ def write_increments(
             unused = reset_rows if number in reset_in else ()
             trained = some_rows(num_tasks, first, used, number, unused)
             writer.split("train").write(trained)
-            writer.split("gate").write(some_rows(num_tasks // 4, first + 500, used, 100 + number))
+            judges = gate_tasks[number - 1] if gate_tasks else num_tasks // 4
+            gate = writer.split("gate")
+            if judges:
+                gate.write(some_rows(judges, first + 500, used, 100 + number))
             writer.stream = StreamPlace(stream, number, parent, (100 * number, 100 * number + 100))
             if reset_rows and number in reset_in:
                 (writer.folder / RESET_FOLDER).mkdir()

@@ -44,7 +44,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / path).write_text(text)
     written = {path for path, _ in found}
     tests = {"tests/test_fm.py", "tests/test_boil.py"}
-    modules = {f"myrec/{name}.py" for name in ("fm", "boil", "metrics", "hooks", "data")}
+    names = ("fm", "boil", "coldstart", "metrics", "hooks", "data")
+    modules = {f"myrec/{name}.py" for name in names}
     assert written == {"pyproject.toml", *modules, *tests}
     return folder
 
@@ -78,7 +79,7 @@ def forked(program: str, *arguments: str | Path, at: Path, code: int = 0, **vari
 def test_the_packages_own_tests_pass(sources: Path, site: Path) -> None:
     options = ("-p", "no:cacheprovider", "-o", f"pythonpath={site}", "--rootdir", sources, "tests")
     told = forked("pytest", *options, at=sources)
-    assert "2 passed" in told
+    assert "3 passed" in told
 
 
 def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_path: Path) -> None:
@@ -107,6 +108,44 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
     written = tmp_path / "test_boil.py"
     told = forked("pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, written, at=site)
     assert "2 passed" in told
+
+
+# The page's outer loss by two learners of the same weights: MAML, and MAML whose steps go nowhere.
+COLD_AND_WARM = """
+import random
+import torch
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta_models import ModelConfig
+from tests import reference
+
+def test_cold_and_warm():
+    rng, features = random.Random(0), reference.some_features(2, 1, 1)
+    tasks = [reference.random_task(features, *rows, rng) for rows in ((3, 2), (0, 1), (2, 4))]
+    batch = reference.batch_of(tasks, features)
+    drawn_UD = torch.randn(len(batch.unique_ids_U), 4, dtype=torch.float64)
+
+    def found(name, inner_lr):
+        torch.manual_seed(0)
+        config = AlgorithmConfig(name=name, inner_steps=2, inner_lr=inner_lr)
+        model = ModelConfig(name="melu", embedding_dim=4, hidden=(5, 3))
+        learner = build_learner(features, model, config, "bce").double()
+        rows_UD = drawn_UD.clone().requires_grad_()
+        loss = learner(rows_UD, learner.arrange(batch), weight=1.0)
+        return [loss, *torch.autograd.grad(loss, [rows_UD, *learner.parameters()])]
+
+    both, cold, warm = found("cold_and_warm", 0.3), found("maml", 0.0), found("maml", 0.3)
+    assert not torch.allclose(cold[0], warm[0])
+    for mine, one, other in zip(both, cold, warm, strict=True):
+        torch.testing.assert_close(mine, (one + other) / 2, rtol=1e-9, atol=1e-10)
+"""
+
+
+def test_an_outer_loss_of_ones_own_is_what_its_page_says(site: Path, tmp_path: Path) -> None:
+    written = tmp_path / "test_coldstart.py"
+    written.write_text(COLD_AND_WARM)
+    told = forked("pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, written, at=site)
+    assert "1 passed" in told
 
 
 def test_two_ranks_train_and_resume_it_and_the_export_is_loaded(

@@ -241,6 +241,17 @@ def test_a_dataset_without_a_split_to_score_says_so() -> None:
     )
 
 
+@pytest.mark.parametrize("trained_on", ["train", "fit"])
+def test_what_was_carved_out_of_the_training_split_is_not_scored_as_unseen(
+    trained_on: str,
+) -> None:
+    names = ("train", "user-cold", "fit", "valid-user-cold", "valid-item-cold")
+    dataset: Any = SimpleNamespace(splits={name: SimpleNamespace(num_episodes=1) for name in names})
+    data = {"path": "logs", "train_split": trained_on}
+    assert splits_to_score(config_from_dict({"data": data}), dataset, []) == ["user-cold"]
+    assert splits_to_score(config_from_dict({"data": data}), dataset, ["train"]) == ["train"]
+
+
 def size(num_bytes: int) -> list[str]:
     """As the tables show it."""
     return [str(num_bytes), "B"] if num_bytes < 1024 else [f"{num_bytes / 1024:.1f}", "KiB"]

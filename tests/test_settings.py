@@ -108,12 +108,15 @@ def test_an_unknown_section_is_refused_with_the_nearest() -> None:
 
 def test_the_description_is_every_key_in_order_with_its_default_as_json() -> None:
     rows = describe_settings(Settings)
-    assert rows[:2] == [("engine.rate", "0.1", "step size"), ("engine.steps", "1", "inner steps")]
+    assert rows[:2] == [
+        ("engine.rate", "0.1", "step size (at least 0)"),
+        ("engine.steps", "1", "inner steps (0 to 10)"),
+    ]
     assert ("engine.exact", "true", "about it") in rows
     # What there is to choose from, where the help does not say it.
     assert ("engine.kind", '"maml"', "about it (one of maml, reptile)") in rows
     assert ("order.by", '"time"', "time, or hash: a shuffle") in rows
-    assert ("spare.hidden", "[8, 4]", "about it") in rows
+    assert ("spare.hidden", "[8, 4]", "about it (each at least 1)") in rows
     assert len(rows) == 11
 
 

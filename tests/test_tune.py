@@ -91,6 +91,26 @@ def test_a_study_finds_a_config_that_trains_to_its_score(
     assert last_auc(tmp_path / "run") == pytest.approx(ranked[0]["score"], abs=1e-6)
 
 
+def test_trials_are_judged_by_the_first_label_whose_loss_is_its_own(
+    labelled: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "space.toml").write_text(SPACE)
+    config = tmp_path / "train.toml"
+    config.write_text(
+        f'[data]\npath = "{labelled / "data"}"\nvalid_split = "valid"\ntasks_per_step = 8\n'
+        '[model]\nembedding_dim = 4\nhidden = [8]\nbottom = [4]\n[outer]\nloss = "mse"\n'
+        '[labels]\nloss = { click = "bce", buy = "bce" }\n'
+        '[evaluation]\nmetrics = ["logloss", "auc"]\n'
+        f'[run]\ndir = "{tmp_path / "run"}"\nmax_steps = 2\n'
+    )
+    result = tuned(config, "--trials", "1")
+    assert result.returncode == 0, result.stderr
+    (trial,) = results(config)
+    assert trial["state"] == "complete"
+    found = json.loads((tmp_path / "run-tune" / "results.json").read_text())
+    assert found["metric"] == "logloss"
+
+
 def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(
         SPACE + '["algorithm.name"]\nchoices = ["maml", "metasgd"]\n'

@@ -109,6 +109,24 @@ def test_a_port_in_use_is_named(config: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("option", ["--master-port", "--max-restarts"])
+@pytest.mark.parametrize("has_ranks", [False, True])
+def test_what_only_ranks_that_train_starts_take_is_refused_where_it_starts_none(
+    config: Path, monkeypatch: pytest.MonkeyPatch, option: str, has_ranks: bool
+) -> None:
+    words = ["train", config, option, "2000"]
+    if has_ranks:  # as under torchrun
+        words += ["--nproc-per-node", "2"]
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    assert refused(2, *words) == (
+        f"error{' on rank 0' * has_ranks}: {option} 2000 is for ranks that this command starts, "
+        f"and it starts none. Add --nproc-per-node 2 or more; under torchrun give {option} to "
+        "torchrun"
+    )
+    assert not (config.parent / "run").exists()
+
+
 def test_a_truncated_shard_is_named_and_the_job_fails(config: Path, click_logs: Path) -> None:
     damaged = config.parent / "damaged"
     shutil.copytree(click_logs, damaged)

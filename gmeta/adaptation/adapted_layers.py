@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.closed_form import LayerGradients
 from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
+from gmeta.errors import ConfigError
 
 if TYPE_CHECKING:
     from gmeta.adaptation.plan import AdaptationPlan, TaskSize
@@ -34,14 +35,31 @@ Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 @dataclass
 class Tape:
-    """What the adapted layers worked on in one forward pass: names, inputs and outputs, in order of
-    use.
-    """
+    """What the layers that adapt worked on in a forward pass, in order of use; `called` are all."""
 
     layout: RowLayout
+    called: set[str] = field(default_factory=set)
     names: list[str] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+
+    def rows(self, name: str, args: tuple[Tensor, ...]) -> Tensor:
+        """Return the rows that a layer was called on, and take note of the call.
+
+        Raises:
+            ConfigError: it is called in a way in which no layer can adapt.
+        """
+        if len(args) != 1:
+            raise _not_called(name)
+        (rows,) = args
+        if rows.shape[0] != self.layout.num_rows:
+            raise ConfigError(
+                f"layer {name!r} works on {rows.shape[0]} rows, the tasks have "
+                f"{self.layout.num_rows}: only layers applied row by row can adapt. Leave it out "
+                "of algorithm.adapt_layers"
+            )
+        self.called.add(name)
+        return rows
 
 
 class AdaptedLayers:
@@ -80,11 +98,14 @@ class AdaptedLayers:
         """Let the model's layers act on each row with the weights of the row's task, inside.
 
         Yields the tape that `step` takes; it fills while the model runs on rows of this layout.
+
+        Raises:
+            ConfigError: a layer that is to act so is not called, or on other rows.
         """
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
         handles = [
-            layer.register_forward_hook(_gate_hook(name, layout, gate_TMO))
+            layer.register_forward_hook(_gate_hook(name, tape, gate_TMO))
             for name, (layer, gate_TMO) in self._gates.items()
         ]
         handles += [
@@ -96,6 +117,9 @@ class AdaptedLayers:
         finally:
             for handle in handles:
                 handle.remove()
+        # A weight that is only read takes no step, and nothing else would tell.
+        if idle := {*self._gates, *self._plan.layers} - tape.called:
+            raise _not_called(min(idle))
 
     def step(self, tape: Tape, output_grads: Sequence[Tensor]) -> None:
         """Take one inner SGD step, from the gradients of the summed support losses at
@@ -126,8 +150,7 @@ class AdaptedLayers:
         layout, change = tape.layout, self._changes.get(name)
 
         def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
-            (rows,) = args
-            _check_rows(name, rows, layout)
+            rows = tape.rows(name, args)
             if change is not None:
                 block_TLO = change.of_outputs_TLO(_by_task(layout, rows), layer.bias is not None)
                 block_shape = (layout.num_tasks, layout.longest, *output.shape[1:])
@@ -144,10 +167,11 @@ class AdaptedLayers:
 
 
 def _gate_hook(
-    name: str, layout: RowLayout, gate_TMO: Tensor
+    name: str, tape: Tape, gate_TMO: Tensor
 ) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
     def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
-        _check_rows(name, args[0], layout)
+        tape.rows(name, args)
+        layout = tape.layout
         shape = layout.num_rows, *[1] * (output.dim() - 2), gate_TMO.shape[2]
         scale, *shifts = (part.view(shape) for part in layout.spread(gate_TMO).unbind(dim=1))
         scaled = output * scale
@@ -156,12 +180,12 @@ def _gate_hook(
     return on_forward
 
 
-def _check_rows(name: str, rows: Tensor, layout: RowLayout) -> None:
-    if rows.shape[0] != layout.num_rows:
-        raise ValueError(
-            f"layer {name!r} works on {rows.shape[0]} rows, the tasks have {layout.num_rows}: "
-            "only layers applied row by row can adapt. Leave it out of algorithm.adapt_layers"
-        )
+def _not_called(name: str) -> ConfigError:
+    return ConfigError(
+        f"layer {name!r} is not called as layer(x): only layers called so can adapt, and none "
+        "whose weight is read alone. Call it so in the model, or leave it out of "
+        "algorithm.adapt_layers"
+    )
 
 
 def _by_task(layout: RowLayout, rows: Tensor) -> Tensor:

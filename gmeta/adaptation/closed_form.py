@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gmeta.losses.row_losses import in_float32, row_slopes_N
+from gmeta.numerics import full_products
 
 if TYPE_CHECKING:
     from gmeta.losses.objectives import Objectives
@@ -80,8 +81,9 @@ class LayerGradients(NamedTuple):
         """Return their inner products, row by row of a task with so many of them."""
         # <a j^T, a' j'^T> = <a, a'> <j, j'>, and c <j, j'> of the bias: no Jacobian is ever formed,
         # which would have I O numbers a row.
-        inputs_TSS = self.activations_TSI @ self.activations_TSI.mT + self.bias_rate
-        uses_TSS = inputs_TSS * (self.jacobians_TSO @ self.jacobians_TSO.mT)
+        activations_TSI, jacobians_TSO = map(in_float32, (self.activations_TSI, self.jacobians_TSO))
+        inputs_TSS = activations_TSI @ activations_TSI.mT + self.bias_rate
+        uses_TSS = inputs_TSS * (jacobians_TSO @ jacobians_TSO.mT)
         tasks, uses = len(uses_TSS), uses_TSS.shape[1] // max(rows, 1)
         if uses == 1:
             return uses_TSS
@@ -120,7 +122,10 @@ def _solved_TS(
     layers: Sequence[LayerGradients], slope_TS: Tensor, bend_TS: Tensor, rate: float
 ) -> Tensor:
     rows = slope_TS.shape[1]
-    kernel_TSS = torch.stack([each.kernel_TSS(rows) for each in layers]).sum(dim=0)
+    # Rounded, a kernel of rows that are much alike has eigenvalues below 0, and the system, a H
+    # times as large, any: in bf16 solutions were many times too large.
+    with full_products(slope_TS.device):
+        kernel_TSS = torch.stack([each.kernel_TSS(rows) for each in layers]).sum(dim=0)
     identity_SS = torch.eye(rows, dtype=slope_TS.dtype, device=slope_TS.device)
     # Not symmetric, but solvable where a row bends 0 (bce that is sure, a row that pads): its s is
     # then g, the plain gradient.

@@ -21,7 +21,8 @@ class AlgorithmConfig:
         "maml (second order), fomaml (first order), anil, reptile, metasgd, "
         "ridge (a step solved in closed form), "
         "encoder (no gradients: gates from the support rows), encoder_maml (gates, then maml), "
-        "metaemb (id embeddings from content), none (plain training, the baseline)",
+        "metaemb (id embeddings from content), none (plain training, the baseline); or one of your "
+        "own, by an entry point of gmeta.algorithms or as package.module:NAME",
     )
     inner_steps: int = key(1, "k: gradient steps on the support set", min=1)
     inner_lr: float = key(

@@ -43,7 +43,7 @@ class Adapted:
 
 
 class GeneralLoop:
-    """k SGD steps on every task's support set, for any model; owns no parameters."""
+    """k SGD steps on every support set by `plan` and `rates`, for any model; owns no parameters."""
 
     def __init__(
         self,
@@ -56,14 +56,9 @@ class GeneralLoop:
         self.config = plan.config
         self._model = model
         self._learned = learned
-        self._plan = plan
+        self.plan = plan
         self._objectives = objectives
-        self._rates = rates
-
-    @property
-    def solves(self) -> bool:
-        """Return whether its steps are solved in closed form."""
-        return self._plan.solves
+        self.rates = rates
 
     def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> Adapted:
         """Return theta_t of every task, after k inner steps from the meta-parameters.
@@ -101,7 +96,7 @@ class GeneralLoop:
     def started(self, rows: WorkingRows, support: Side, query_rows: int) -> Adapted:
         """Return the parameters before the first step: gates, and the meta-parameters."""
         size = TaskSize(support.layout.longest, query_rows)
-        layers = AdaptedLayers(self._plan, self._rates, size, self._gates(rows, support))
+        layers = AdaptedLayers(self.plan, self.rates, size, self._gates(rows, support))
         return Adapted(layers, rows.values_PD)
 
     def further(
@@ -114,9 +109,9 @@ class GeneralLoop:
         keep_path: bool = False,
     ) -> Adapted:
         """Return the parameters so many steps further; `adapted` moves along, and is used up."""
-        takes_steps = self._plan.adapts and support.layout.num_rows
+        takes_steps = self.plan.adapts and support.layout.num_rows
         for _ in range(num_steps if takes_steps else 0):
-            if self._plan.solves:
+            if self.plan.solves:
                 adapted = self._solved_step(adapted, support, second_order)
             else:
                 adapted = self._step(adapted, rows.rate, support, second_order, keep_path)
@@ -124,9 +119,9 @@ class GeneralLoop:
 
     def unadapted(self, rows: WorkingRows, side: Side) -> Adapted:
         """Return the meta-parameters as they are, for tasks of which nothing is known yet."""
-        nothing = replace(self._plan, layers={})
+        nothing = replace(self.plan, layers={})
         gates = self._gates(rows, side, known=False)
-        return Adapted(AdaptedLayers(nothing, self._rates, TaskSize(0, 0), gates), rows.values_PD)
+        return Adapted(AdaptedLayers(nothing, self.rates, TaskSize(0, 0), gates), rows.values_PD)
 
     def adapted_before(
         self,
@@ -137,7 +132,7 @@ class GeneralLoop:
         """Return tasks that adapted earlier, from the changes and gates of their layers."""
         layers = row_layers(self._model)
         gates = {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
-        unmoved = AdaptedLayers(self._plan, self._rates, TaskSize(0, 0), gates)
+        unmoved = AdaptedLayers(self.plan, self.rates, TaskSize(0, 0), gates)
         return Adapted(unmoved.moved_by(changes), rows_PD)
 
     def output_N(self, adapted: Adapted, side: Side) -> Tensor:

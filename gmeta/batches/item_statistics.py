@@ -51,11 +51,12 @@ _SALT = np.uint64(0x17E3)
 
 
 class _Column(NamedTuple):
-    """A sparse column: its place among the single-id or the multi-id ones, the rows of its
-    table."""
+    """A sparse column: its place among the single-id or the multi-id ones, its table and the rows
+    of that."""
 
     is_multi: bool
     place: int
+    table: str
     num_values: int
 
 
@@ -85,14 +86,15 @@ class ItemStatistics(nn.Module):
         sizes = {table.name: table.num_rows for table in features.tables}
         num_single, columns = len(features.single), []
         for index in np.flatnonzero(chosen).tolist():
-            num_values = sizes[features.sparse[index].table]
+            table = features.sparse[index].table
+            num_values = sizes[table]
             if num_values > MOST_VALUES:
                 raise ValueError(
                     f"item_features.columns: {names[index]} has a table of {num_values:,} rows; at "
                     f"most {MOST_VALUES:,} are allowed. Leave the column out"
                 )
             is_multi = index >= num_single
-            columns.append(_Column(is_multi, index - num_single * is_multi, num_values))
+            columns.append(_Column(is_multi, index - num_single * is_multi, table, num_values))
         self._columns = tuple(columns)
         self._shrinkage, self._log_odds = config.shrinkage, config.log_odds
         for index, column in enumerate(columns):
@@ -105,6 +107,13 @@ class ItemStatistics(nn.Module):
     def width(self) -> int:
         """Count the statistics of a row."""
         return 2 * len(self._columns)
+
+    def of_tables(self) -> list[tuple[str, Tensor]]:
+        """Return each column's table and the buffer that has a row for each of its rows."""
+        return [
+            (column.table, self.get_buffer(_buffer(index)))
+            for index, column in enumerate(self._columns)
+        ]
 
     def forget_copies(self) -> None:
         """Take the values from the buffers again, which may hold others now."""

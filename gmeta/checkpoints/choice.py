@@ -9,7 +9,14 @@ from typing import Any
 from gmeta.checkpoints.about import read_about, read_progress
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, GMetaError, UserError
-from gmeta.runs.folder import RunFolder, checkpoint_name, list_checkpoints, step_of
+from gmeta.files.local import check_local
+from gmeta.runs.folder import (
+    STEP_FOLDER,
+    RunFolder,
+    checkpoint_name,
+    list_checkpoints,
+    step_of,
+)
 
 
 def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
@@ -24,6 +31,29 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
         if best in checkpoints:
             return best
     return checkpoints[-1]
+
+
+def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
+    """Return the run and the checkpoint that the config's `key` names: of a run folder the one that
+    stands for it.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    check_local(key, named)
+    path = Path(named)
+    if STEP_FOLDER.fullmatch(path.name):
+        # runs/demo/checkpoints/step-00000400
+        folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
+    else:
+        folder = RunFolder(path)
+        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
+    if found is None:
+        raise UserError(
+            f"{key} = {named!r} has no checkpoint: a run folder that has one, or one of "
+            "its checkpoints is needed. Correct it, or leave it empty"
+        )
+    return folder, found
 
 
 def best_not_kept(run: RunFolder) -> str:

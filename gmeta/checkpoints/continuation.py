@@ -5,11 +5,10 @@ the run before it.
 from pathlib import Path
 
 from gmeta.checkpoints.about import read_about, read_progress
-from gmeta.checkpoints.choice import check_config
-from gmeta.checkpoints.growth import check_discount
+from gmeta.checkpoints.choice import check_config, named_checkpoint
 from gmeta.checkpoints.lineage import Lineage, lineage_of, skipped_before
-from gmeta.checkpoints.resume import changed_optimizers, named_checkpoint
-from gmeta.config import TrainConfig
+from gmeta.checkpoints.resume import changed_optimizers
+from gmeta.config import ADAGRADS, OuterConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.runs.folder import RunFolder, list_checkpoints
@@ -38,7 +37,7 @@ def checkpoint_to_continue_from(
                 "model that begins anew is trained on data.increment alone. Leave it out"
             )
         return None, (), []
-    check_discount(config.outer)
+    _check_discount(config.outer)
     folder, checkpoint = named_checkpoint("run.continue_from", named)
     lineage = lineage_of(read_about(checkpoint))
     skipped = skipped_before(lineage, dataset, skip, checkpoint)
@@ -48,6 +47,17 @@ def checkpoint_to_continue_from(
         _check_over(folder, before)
     _check_as_before(folder, before, config)
     return checkpoint, lineage, skipped
+
+
+def _check_discount(outer: OuterConfig) -> None:
+    """Refuse a discount that nothing would feel: neither optimizer keeps Adagrad's sums."""
+    kinds = (outer.dense_optimizer, outer.sparse_optimizer)
+    if outer.adagrad_decay < 1.0 and not set(kinds) & set(ADAGRADS):
+        raise ConfigError(
+            f"outer.adagrad_decay = {outer.adagrad_decay:g}, but neither outer.dense_optimizer = "
+            f"{kinds[0]!r} nor outer.sparse_optimizer = {kinds[1]!r} keeps sums of squares. Leave "
+            "it 1, or choose one of Adagrad's kinds"
+        )
 
 
 def _check_over(folder: RunFolder, config: TrainConfig) -> None:

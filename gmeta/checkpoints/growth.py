@@ -14,16 +14,14 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoints.loader import load_checkpoint, state_of
-from gmeta.config import OuterConfig
-from gmeta.errors import ConfigError
+from gmeta.config import ADAGRADS, OuterConfig
 from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import TABLES_PREFIX
+from gmeta.parallel.sharding import TABLES_PREFIX, local_learner
 from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 
 _ROWS_AT_ONCE = 65_536
-ADAGRADS = ("rowwise_adagrad", "adagrad")
 
 
 def load_grown(
@@ -70,26 +68,11 @@ def discount(sums: Tensor, decay: float, floor: float) -> None:
         torch.maximum(part * decay, part.clamp(max=floor), out=part)
 
 
-def check_discount(outer: OuterConfig) -> None:
-    """Refuse a discount that nothing would feel.
-
-    Raises:
-        ConfigError: neither optimizer keeps Adagrad's sums.
-    """
-    kinds = (outer.dense_optimizer, outer.sparse_optimizer)
-    if outer.adagrad_decay < 1.0 and not set(kinds) & set(ADAGRADS):
-        raise ConfigError(
-            f"outer.adagrad_decay = {outer.adagrad_decay:g}, but neither outer.dense_optimizer = "
-            f"{kinds[0]!r} nor outer.sparse_optimizer = {kinds[1]!r} keeps sums of squares. Leave "
-            "it 1, or choose one of Adagrad's kinds"
-        )
-
-
 def _table_parts(
     sharded: DistributedModelParallel, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (table, first row, values) of each part of a table, and of what its optimizer keeps of
-    its rows, that this rank holds: the live tensors."""
+    """Yield (table, first row, values) of each part of a table, and of what its optimizer and the
+    statistics of items keep of its rows, that this rank holds: the live tensors."""
     state = state_of(sharded, optimizer)
     kept = state.get("optimizer", {}).get("state", {})
     for name, weight in state["model"].items():
@@ -99,6 +82,8 @@ def _table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _local(value):
                 yield table, first_row, part
+    if (items := local_learner(sharded).learner.items) is not None:
+        yield from ((table, 0, values) for table, values in items.of_tables())
 
 
 def _adagrad_sums(

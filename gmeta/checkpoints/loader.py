@@ -21,10 +21,12 @@ from gmeta.runs.progress import Progress
 
 # What algorithms learn beside the model: weights to begin with may be of a run without.
 PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
-# What is made of the dataset at the start of every run: in grown tables it has other sizes.
-_MADE_ANEW = "learner.items."
-# What has a row for each id: weights, and what an optimizer keeps of them.
-_TABLE_KEYS = (f"model.{TABLES_PREFIX}", f"optimizer.state.{TABLES_PREFIX}")
+# What has a row for each id: weights, what an optimizer keeps of them, statistics of items.
+_TABLE_KEYS = (
+    f"model.{TABLES_PREFIX}",
+    f"optimizer.state.{TABLES_PREFIX}",
+    "model.learner.items.",
+)
 
 
 def load_checkpoint(
@@ -56,8 +58,7 @@ def load_checkpoint(
         model = {
             name: value
             for name, value in state["model"].items()
-            if (f"model.{name}" in there or not name.startswith(may_lack))
-            and not (tables_may_grow and name.startswith(_MADE_ANEW))
+            if f"model.{name}" in there or not name.startswith(may_lack)
         }
         wanted = {**state, "model": model}
         if tables_may_grow:

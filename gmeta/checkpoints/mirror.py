@@ -25,6 +25,7 @@ from gmeta.runs.folder import (
     list_checkpoints,
     step_of,
 )
+from gmeta_keys.boundary import failing_as
 from metaio.format.destination import put_file, put_folder, remove_folder
 from metaio.format.storage import file_system
 
@@ -74,9 +75,9 @@ class Mirror:
         """
         try:
             self._put(checkpoint)
-        except OSError as error:
-            self._late = self._unreachable(error)
-            _log.warning("%s is not copied yet: %s", checkpoint.name, self._late)
+        except GMetaError as error:
+            self._late = error
+            _log.warning("%s is not copied yet: %s", checkpoint.name, error)
         else:
             self._late = None
 
@@ -88,10 +89,7 @@ class Mirror:
         """
         kept = list_checkpoints(self._folder.checkpoints)
         if self._late is not None and kept:
-            try:
-                self._put(kept[-1])
-            except OSError as error:
-                raise self._unreachable(error) from error
+            self._put(kept[-1])
 
     def fetch(self) -> str:
         """Bring the newest checkpoint, and what describes the run, to the folder; return its name,
@@ -108,7 +106,7 @@ class Mirror:
         temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        try:
+        with self._reached():
             for path in self._fs.ls(f"{self._root}/checkpoints/{newest}", detail=False):
                 self._fs.get_file(path, str(temporary / str(path).rpartition("/")[2]))
             if not final.exists():
@@ -116,11 +114,13 @@ class Mirror:
             for name in _DESCRIBING:
                 with suppress(FileNotFoundError):
                     self._fs.get_file(f"{self._root}/{name}", str(self._folder.root / name))
-        except OSError as error:
-            raise self._unreachable(error) from error
         return final.name
 
     def _put(self, checkpoint: Path) -> None:
+        with self._reached():
+            self._copy(checkpoint)
+
+    def _copy(self, checkpoint: Path) -> None:
         newest = {copy.step: copy for copy in self._copies()}
         # What is there of this step stays until the new files are: it may be all there is.
         before = newest.get(step_of(checkpoint))
@@ -142,17 +142,19 @@ class Mirror:
 
     def _copies(self) -> list[_Copy]:
         """Return what is complete there, oldest first."""
-        try:
+        with self._reached():
             self._fs.invalidate_cache()
             found = self._fs.glob(f"{self._root}/checkpoints/*/{PROGRESS_FILE}")
-        except OSError as error:
-            raise self._unreachable(error) from error
         matches = [_COPY.fullmatch(str(path).split("/")[-2]) for path in found]
         return sorted(
             _Copy(int(match[1]), int(match[2] or 0), match[0]) for match in matches if match
         )
 
-    def _unreachable(self, error: OSError) -> GMetaError:
+    def _reached(self) -> failing_as:
+        # Each client of an object store has errors of its own.
+        return failing_as(self._unreachable, GMetaError)
+
+    def _unreachable(self, error: Exception) -> GMetaError:
         reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
         return GMetaError(
             f"run.mirror = {self._url!r} cannot be reached: {reason}. Look at the place and the "

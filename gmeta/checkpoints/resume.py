@@ -5,13 +5,12 @@ what a new run begins with.
 from pathlib import Path
 
 from gmeta.checkpoints.about import read_progress
-from gmeta.checkpoints.choice import check_config, checkpoint_to_use
+from gmeta.checkpoints.choice import check_config, named_checkpoint
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.errors import UserError
-from gmeta.files.local import check_local
 from gmeta.metrics.catalogue import label_of
 from gmeta.outer.early_stop import early_stop_of, scoring_of
-from gmeta.runs.folder import CONFIG_FILE, STEP_FOLDER, RunFolder
+from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from gmeta.runs.progress import Progress
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
@@ -136,26 +135,3 @@ def checkpoint_to_start_from(config: TrainConfig, dataset: Dataset) -> Path | No
     folder, found = named_checkpoint("run.start_from", config.run.start_from)
     folder.check_dataset(dataset.url, dataset.fingerprint)
     return found
-
-
-def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
-    """Return the run and the checkpoint that the config's `key` names: of a run folder the one that
-    stands for it.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    check_local(key, named)
-    path = Path(named)
-    if STEP_FOLDER.fullmatch(path.name):
-        # runs/demo/checkpoints/step-00000400
-        folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
-    else:
-        folder = RunFolder(path)
-        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
-    if found is None:
-        raise UserError(
-            f"{key} = {named!r} has no checkpoint: a run folder that has one, or one of "
-            "its checkpoints is needed. Correct it, or leave it empty"
-        )
-    return folder, found

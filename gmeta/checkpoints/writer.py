@@ -65,7 +65,8 @@ class CheckpointWriter:
     ) -> None:
         self._folder = folder
         self._mirror: Mirror | None = None
-        if config.run.mirror and ranks.rank == 0:
+        self._has_mirror = bool(config.run.mirror)
+        if self._has_mirror and ranks.rank == 0:
             self._mirror = Mirror(config.run.mirror, Path(config.run.dir))
         self._sharded = sharded
         self._optimizer = optimizer
@@ -143,8 +144,12 @@ class CheckpointWriter:
         # After an error a rank may be gone, and the thread would wait for it.
         if kind is None:
             self.finish()
-            if self._mirror is not None:
-                self._mirror.finish()
+            if self._has_mirror:
+                by_first(self._finish_mirror, self._ranks)
+
+    def _finish_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.finish()
 
     def _conclude(self) -> None:
         if self._error is not None:

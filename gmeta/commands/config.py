@@ -46,9 +46,9 @@ def config(
     resolved = load_config(path, overrides or [])
     if check:
         # Loading torch takes seconds: not before the keys are known to be right.
-        from gmeta.build import check_on_data
+        from gmeta.commands.work.before_ranks import check_for_ranks
 
-        check_on_data(resolved)
+        check_for_ranks(resolved, is_new=False)
         screen().print(
             f"{path} is right: {resolved.algorithm.name} with {resolved.model.name} on "
             f"{resolved.data.path}, into {resolved.run.dir}"

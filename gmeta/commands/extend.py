@@ -14,6 +14,7 @@ from metaio.stream.spark import on_spark
 
 def extend_stream(
     inputs: list[str],
+    along: list[str],
     stream: str,
     schema: Path | None,
     options: PrepareOptions,
@@ -31,12 +32,16 @@ def extend_stream(
     if spark:
         if schema is not None and known is not None:
             refuse_transform(schema, known)
-        with spark_session(inputs, stream) as session:
+        with spark_session([*inputs, *along], stream) as session:
             engine = on_spark(session)
-            record = extend(inputs, stream, known, options, accept=accept, engine_of=engine)
+            record = extend(
+                inputs, stream, known, options, accept=accept, along=along, engine_of=engine
+            )
     else:
         with phases() as tell:
-            record = extend(inputs, stream, known, options, accept=accept, progress=tell)
+            record = extend(
+                inputs, stream, known, options, accept=accept, along=along, progress=tell
+            )
     _tell(stream, record)
     print_result(
         {

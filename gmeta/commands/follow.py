@@ -19,7 +19,7 @@ from gmeta.files.local import check_local
 from gmeta.loop.config import load_follow_config
 from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
-from gmeta.loop.stages import last_line, run_stage
+from gmeta.loop.stages import end_stage, last_line, run_stage
 from metaio.errors import MetaIOError
 
 if TYPE_CHECKING:
@@ -73,7 +73,12 @@ def follow(
         live = LivePage(loop, measured, listen, tls, proofs) if listen else None
         file = None if page is None else PageFile(page, loop, measured)
     if not once:
-        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+
+        def end(*_: object) -> None:
+            ended.set()
+            end_stage()
+
+        signal.signal(signal.SIGTERM, end)
     _run(loop, measured, ended, once, file, live)
 
 
@@ -101,7 +106,15 @@ def _run(
     while not ended.is_set():
         try:
             done = loop.step()
+            if done is not None:
+                told, is_drawn = "", False
+                measured.done(done)
+                number, took = done.increment or "-", f"{done.took_s:7.1f} s"
+                console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")
             measured.look()
+            if done is not None and live is not None:
+                live.redraw()
+            lacking = loop.without_input() if done is None else ""
             # When there is time, or at last a minute has passed: it takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if page is not None and not is_drawn and is_idle:
@@ -110,6 +123,9 @@ def _run(
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
                 raise
+            if ended.is_set() and str(error) != told:
+                console.print(f"stopped: {error}")
+                return
             measured.failed(str(error))
             if str(error) != told:  # not every few seconds
                 told = str(error)
@@ -120,17 +136,9 @@ def _run(
             ended.wait(every_s)
             continue
         if done is None:
-            lacking = loop.without_input()
             if lacking and lacking != told:
                 console.print(lacking if once else f"waiting: {lacking}")
                 told = lacking
             if once:
                 return
             ended.wait(every_s)
-            continue
-        told, is_drawn = "", False
-        measured.done(done)
-        if live is not None:
-            live.redraw()
-        number, took = done.increment or "-", f"{done.took_s:7.1f} s"
-        console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")

@@ -39,11 +39,11 @@ OPTIONS = {
     # Memory and threads are Spark's own matter.
     "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
     "--extend": {
-        *("extend", "accept", "schema", "memory", "threads"),
+        *("extend", "along", "accept", "schema", "memory", "threads"),
         *("block_rows", "bundle_tasks", "compact"),
     },
     "--extend --spark": {
-        *("extend", "accept", "schema", "spark"),
+        *("extend", "along", "accept", "schema", "spark"),
         *("block_rows", "bundle_tasks", "compact"),
     },
 }
@@ -120,6 +120,15 @@ Extend = Annotated[
         help="append the rows of INPUT to a stream; --schema is for its first increment",
     ),
 ]
+Along = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="INPUT",
+        help="extend: also these, such as files that came late, unless the rest is refused with "
+        "them",
+        show_default=False,
+    ),
+]
 Accept = Annotated[
     bool, typer.Option("--accept", help="extend: take rows that the screen would refuse")
 ]
@@ -147,6 +156,7 @@ def prepare(
     overwrite: Overwrite = False,
     spark: OnSpark = False,
     extend: Extend = None,
+    along: Along = None,
     accept: Accept = False,
 ) -> None:
     """Turn raw tables into a dataset of tasks, each with a support and a query set.
@@ -174,7 +184,7 @@ def prepare(
             raise UserError(
                 "--overwrite has no effect with --extend: increments do not change. Leave it out"
             )
-        extend_stream(paths, extend, schema, options, accept, spark)
+        extend_stream(paths, along or [], extend, schema, options, accept, spark)
         return
     _tell_of_leftovers(out)
     if recipe == "synthetic-days":

@@ -71,7 +71,8 @@ def _told(error: Exception) -> tuple[str, int]:
             1,
         )
     # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
-    return str(error), METAIO_CODES.get(type(error).__name__, 2)
+    codes = (METAIO_CODES.get(kind.__name__) for kind in type(error).__mro__)
+    return str(error), next((code for code in codes if code is not None), 2)
 
 
 def let_others_tell(error: Exception) -> None:

@@ -41,6 +41,13 @@ def train(
 
     torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml
     """
+    starts_ranks = on_ranks.starts_ranks(nproc_per_node)
+    for option, value in (("--master-port", master_port), ("--max-restarts", max_restarts)):
+        if value and not starts_ranks:
+            raise UserError(
+                f"{option} {value} is for ranks that this command starts, and it starts none. Add "
+                f"--nproc-per-node 2 or more; under torchrun give {option} to torchrun"
+            )
     resolved = load_config(config, overrides or [])
     root = Path(resolved.run.dir)
     if root.exists() and not root.is_dir():
@@ -54,7 +61,7 @@ def train(
         if not (root / SHARDS_FOLDER).exists():
             stack.callback(_drop_unused_store, root)
         # Loading torch takes seconds: not before the config is known to be right.
-        if not on_ranks.starts_ranks(nproc_per_node):
+        if not starts_ranks:
             with on_ranks.importing():
                 from gmeta.commands.work.train import train_on_rank
             train_on_rank(resolved, is_new)

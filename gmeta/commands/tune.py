@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from gmeta.checkpoints.named import named
 from gmeta.commands.screen import print_result, screen, show_table, table_of
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
-from gmeta.feeds.increment import open_data
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
 from gmeta.outer.early_stop import EarlyStop, early_stop_of
@@ -106,11 +106,12 @@ def tune(
     """
     import_optuna()
     base = load_config(config, overrides or [])
-    decides = _check_tunable(base)
+    _check_tunable(base)
     at_a_time = _num_parallel(parallel)
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
-    dataset = open_data(base.data)
+    base, dataset = named(base)
+    decides = early_stop_of(base)
     base = _with_validations(base, dataset)
     chosen = read_space(space, base) if space else default_space(base)
     ends_early = _pruner_of(pruner, with_plain)
@@ -164,8 +165,8 @@ def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
     return "none" if with_plain else asked or "median"
 
 
-def _check_tunable(config: TrainConfig) -> EarlyStop:
-    """Return which metric decides.
+def _check_tunable(config: TrainConfig) -> None:
+    """Refuse what tells nothing of a trial.
 
     Raises:
         ConfigError: the config names no split to score trials on, or one that it reports on.
@@ -192,7 +193,6 @@ def _check_tunable(config: TrainConfig) -> EarlyStop:
             f"data.source = {data.source!r}: a trial reads the dataset itself. "
             "Add data.source=static"
         )
-    return early_stop_of(config)
 
 
 def _num_parallel(asked: int) -> int:

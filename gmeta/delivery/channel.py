@@ -8,7 +8,7 @@ happened.
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from gmeta.delivery.versions import (
     Version,
     check_version,
     checked_content,
+    description_of,
     model_checksum,
     model_config,
     read_version,
@@ -66,15 +67,14 @@ def current_of(content: bytes, name: str, channel: str) -> Current:
     Raises:
         GMetaError: it was altered.
     """
-    body = checked_content(content, name, POINTER_FORMAT)
+    remedy = f"Run: gmeta rollback {channel} --to N"
+    body = checked_content(content, name, POINTER_FORMAT, remedy)
     try:
         at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
         found = Current(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
         datetime.fromisoformat(at)
     except (LookupError, TypeError, ValueError) as error:
-        raise GMetaError(
-            f"{name} names no version ({error!r:.100}). Run: gmeta rollback {channel} --to N"
-        ) from error
+        raise GMetaError(f"{name} names no version ({error!r:.100}). {remedy}") from error
     return found
 
 
@@ -124,9 +124,10 @@ class Channel:
             GMetaError: it is missing or damaged.
         """
         folder = self.folder_of(number)
-        if not folder.is_dir():
+        lacking = folder if not folder.is_dir() else folder / description_of(folder)
+        if not lacking.exists():
             raise GMetaError(
-                f"version {number} of {self.root} is missing: there is no {folder}. "
+                f"version {number} of {self.root} is missing: there is no {lacking}. "
                 "Bring it back from a copy, or promote a full export"
             )
         return read_version(folder, number)
@@ -183,15 +184,17 @@ class Channel:
         Raises:
             UserError: the folder holds no model, a delta over another version than is served, or a
                 model that does not take the same requests.
-            GMetaError: a file is damaged.
+            GMetaError: a file is damaged, or the version that a delta is over is missing.
         """
         offered = read_version(candidate)
         with self.changing() as current:
             if current is not None and self.serves(offered):
                 return current
             number = self._place_of(offered, current, named or candidate)
-            if current is not None:
-                before = model_config(self.version(current.number))
+            if offered.delta is not None:
+                self.chain(offered.delta.parent.number)
+            before = self._known_config(current)
+            if before is not None:
                 _check_requests(before, model_config(offered), self.root)
             check_version(offered)
             if not self.folder_of(number).exists():
@@ -202,11 +205,14 @@ class Channel:
 
     def serves(self, offered: Version) -> bool:
         """Return whether the channel serves the model of this version now, whenever that was
-        exported."""
+        exported; False where what it serves is missing or damaged."""
         current = self.current()
         if current is None:
             return False
-        configs = [model_config(version) for version in (self.version(current.number), offered)]
+        try:
+            configs = [model_config(version) for version in (self.version(current.number), offered)]
+        except GMetaError:
+            return False
         sources = [{**config.source, "exported_at": None} for config in configs]
         first, second = (
             replace(config, source=source) for config, source in zip(configs, sources, strict=True)
@@ -220,7 +226,8 @@ class Channel:
             UserError: there is no such version.
             GMetaError: its chain is damaged.
         """
-        with self.changing() as current:
+        # A pointer that is damaged is what `to` puts right.
+        with self.changing(pointer_needed=to is None) as current:
             numbers = self.numbers()
             if to is None:
                 to = self.before(current)
@@ -254,16 +261,23 @@ class Channel:
             self._log({"action": REFUSED, "at": _now(), "number": None, "verdict": dict(verdict)})
 
     @contextmanager
-    def changing(self) -> Iterator[Current | None]:
-        """Keep other processes out, and yield what is served now.
+    def changing(self, pointer_needed: bool = True) -> Iterator[Current | None]:
+        """Keep other processes out, and yield what is served now; None where the pointer is damaged
+        and not needed.
 
         Raises:
             DataError: another process changes the channel.
+            GMetaError: the pointer is damaged.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / VERSIONS).mkdir(exist_ok=True)
         with one_writer(self.root / ".lock", str(self.root)):
-            current = self.current()
+            try:
+                current = self.current()
+            except GMetaError:
+                if pointer_needed:
+                    raise
+                current = None
             # A promotion that was killed behind its pointer is not in the log yet.
             if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
                 self._log(_told(current))
@@ -275,7 +289,7 @@ class Channel:
         told = {entry.get("number") for entry in self.promotions()}
         offered_checksum = model_checksum(offered.folder)
         for number in numbers:
-            if model_checksum(self.folder_of(number)) == offered_checksum:
+            if self._model_checksum(number) == offered_checksum:
                 # A promotion that was killed before its pointer is taken up where it was.
                 if number == numbers[-1] and number not in told:
                     return number
@@ -300,7 +314,25 @@ class Channel:
                     f"{named} is a delta over version {wanted}, but {self.root} serves "
                     f"{current.number}-{current.checksum[:12]}: {why}. Export it again with --since"
                 )
-        return numbers[-1] + 1 if numbers else 1
+        # A version that was lost leaves its number: copies of the channel may have it.
+        return max((*numbers, *(one for one in told if isinstance(one, int))), default=0) + 1
+
+    def _model_checksum(self, number: int) -> str:
+        """Return the checksum of the model that a version leads to; "" of one that is missing."""
+        try:
+            return model_checksum(self.folder_of(number))
+        except FileNotFoundError:
+            return ""
+
+    def _known_config(self, current: Current | None) -> ExportedConfig | None:
+        """Return the config of the model that is served, or where that is missing or damaged of the
+        newest that is not: all of a channel take the same requests."""
+        if current is None:
+            return None
+        for number in (current.number, *reversed(self.numbers())):
+            with suppress(GMetaError):
+                return model_config(self.version(number))
+        return None
 
     def _point(self, version: Version, action: str, verdict: Mapping[str, Any] | None) -> Current:
         # By now the version's files are on the disk: a pointer never names what is not.

@@ -1,6 +1,7 @@
 """`gmeta.follow`: the model that a channel serves, always a whole version, exchanged as newer ones
 are promoted."""
 
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 from gmeta.delivery.pieces import in_small_pieces
-from gmeta.delivery.remote import channel_at, served_at
+from gmeta.delivery.remote import channel_at, reached, served_at
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError
 from gmeta.serving.load import load
@@ -16,6 +17,8 @@ from gmeta.serving.model import ServedModel
 from metaio.errors import MetaIOError
 
 RETRY_S = 60.0  # between two tries of a version that could not be loaded
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def load_current(place: str | Path, verify: bool = True, cache: Path | None = No
     """
     channel = channel_at(place, cache)
     current = channel.served()
-    folder = whole_version(channel, current.number, cache)
+    folder = whole_version(channel, current.number, cache, verify)
     model = load(folder, verify)
     _ = model.unadapted
     return Served(model, current.number, current.checksum, current.since_s)
@@ -49,8 +52,8 @@ class Follower:
     """A channel's model, kept new by a thread. A context manager; `close` ends the thread.
 
     What predicts takes `model` once a request: it stays whole and the same however often newer
-    versions come meanwhile. A newer version that is damaged is not served: the last one stays, and
-    `refused` and `age_s` say so.
+    versions come meanwhile. A newer version that is damaged or cannot be loaded now is not served:
+    the last one stays, `refused` and `age_s` say so, the log does once, and it is tried again.
     """
 
     def __init__(
@@ -113,21 +116,23 @@ class Follower:
         with self._checking:
             self._retired = None
             try:
-                current = served_at(self._place)
+                with reached(self._place):
+                    current = served_at(self._place)
                 if current.checksum == self._served.checksum:
                     self._refused = None
                     return False
                 refused, now_s = self._refused, time.monotonic()
                 if refused and refused[0] == current.checksum and now_s < refused[2]:
                     return False
-            except GMetaError as error:
-                self._refused = ("", str(error), 0.0)
+            except (GMetaError, MetaIOError) as error:
+                self._refuse("", error, 0.0)
                 return False
             try:
-                served = load_current(self._place, self._verify, self._cache)
-            except (GMetaError, MetaIOError, OSError) as error:
+                with reached(self._place):
+                    served = load_current(self._place, self._verify, self._cache)
+            except (GMetaError, MetaIOError) as error:
                 # A disk or a network may have failed: the same version is tried again, not at once.
-                self._refused = (current.checksum, str(error), time.monotonic() + RETRY_S)
+                self._refuse(current.checksum, error, time.monotonic() + RETRY_S)
                 return False
             # One assignment: a thread has the old version or the new one, never parts of both. The
             # old one goes at the next look, in this thread: not with the last request that uses it.
@@ -135,6 +140,11 @@ class Follower:
             # predicts, is left to Python.
             self._retired, self._served, self._refused = self._served, served, None
             return True
+
+    def _refuse(self, checksum: str, error: Exception, retry_at_s: float) -> None:
+        before, self._refused = self._refused, (checksum, str(error), retry_at_s)
+        if before is None or before[:2] != self._refused[:2]:  # each trouble is told once
+            _log.warning("%s", self.refused)
 
     def close(self) -> None:
         """End the thread; the model that is served stays usable."""

@@ -79,7 +79,8 @@ def judge(
 ) -> Verdict:
     """Return the verdict on an exported model against another, on the query rows of the split of
     `datasets(0)`; where they are too few to tell a margin, also of `datasets(1)` and so on, at most
-    `pool`, until there is none. Without a champion there is nothing to compare with.
+    `pool`, until there is none. Without a champion there is nothing to compare with. A window that
+    has no task in the split says nothing; if none has, the model is refused.
 
     Raises:
         UserError: a dataset has no such split, or other columns.
@@ -94,6 +95,8 @@ def judge(
         dataset = datasets(window)
         if dataset is None:
             break
+        if split in dataset.splits and not dataset.splits[split].num_episodes:
+            continue
         ours += predict_gate(candidate, [dataset], split)
         if champion is None:
             break
@@ -102,11 +105,17 @@ def judge(
         # difference and going on would promote by chance.
         if not _finite(ours) or not _finite(theirs) or compared.is_narrow(ours, theirs):
             break
+    if not ours:
+        return refused(
+            f"there is no task in split {split!r}, nor in that of earlier windows (pool {pool}): "
+            "nothing to judge by"
+        )
     return compared.verdict(ours, theirs)
 
 
-def not_finite(why: str) -> Verdict:
-    """Return the verdict on a model that cannot even be exported, as its weights ran away."""
+def refused(why: str) -> Verdict:
+    """Return the verdict on a model of which nothing was predicted: one that cannot even be
+    exported, as its weights ran away, or for which there is no task."""
     return Verdict(False, [why], "", 0, 0, 0, None, None, None, {})
 
 

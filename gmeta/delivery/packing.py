@@ -1,49 +1,71 @@
 """A new model packed for a channel: as a delta over what it serves, or whole where that is less."""
 
+import logging
 from pathlib import Path
 
-from gmeta.delivery.channel import Channel
+from gmeta.delivery.channel import Channel, Current
 from gmeta.delivery.delta import write_delta
-from gmeta.delivery.versions import Version, read_version
+from gmeta.delivery.versions import Chain, Version, check_version, read_version
 from gmeta.delivery.whole import keep_whole, whole_version
+from gmeta.errors import GMetaError, UserError
 from gmeta.serving.folder import ExportedConfig, new_folder, read_config
 from gmeta.tables.widths import widths_of_tables
 
 MAX_CHAIN = 16  # deltas that a fresh server applies at most
 MAX_SHARE = 0.5  # of a full version: beyond, a fresh server reads much more than the model
 
+_log = logging.getLogger(__name__)
+
 
 def pack(
     channel: Channel, model: Path, out: Path, overwrite: bool, max_chain: int = MAX_CHAIN
 ) -> tuple[Version, str]:
-    """Move the exported folder `model` to `out`, as a delta over what the channel serves where that
-    can be; return the version, and why it is whole ("" of a delta).
+    """Make a version at `out` of the exported folder `model`, which goes there where it stays
+    whole: a delta over what the channel serves where that can be. Return the version, and why it is
+    whole ("" of a delta).
 
     Raises:
-        UserError: `out` is taken.
-        GMetaError: the version that the channel serves is damaged.
+        UserError: `out` is taken, or the cache cannot be written.
+        GMetaError: the channel's pointer is damaged.
     """
     current = channel.current()
     why = "the channel has no version yet"
     if current is not None:
-        chain = channel.chain(current.number)
-        known = whole_version(channel, current.number)
-        why = _misfit(read_config(known), read_config(model))
-        if not why and len(chain.deltas) >= max_chain:
-            why = f"{len(chain.deltas)} deltas stand over version {chain.base.number} already"
-        if not why:
-            with new_folder(out, overwrite) as partial:
-                write_delta(known, current.parent, model, partial)
-            version = read_version(out)
-            most = int(MAX_SHARE * version.full_bytes)
-            if chain.delta_bytes + version.num_bytes <= most:
-                keep_whole(channel, version.checksum, model)
-                return version, ""
-            why, overwrite = f"the deltas over version {chain.base.number} are half of it", True
+        try:
+            chain, known = _served(channel, current)
+        except UserError:
+            raise
+        except GMetaError as error:
+            # What no delta can be made over is no reason to serve it for ever.
+            why = f"version {current.number}, which is served, is damaged: {error}"
+            _log.warning("the next version of %s is whole: %s", channel.root, why)
+        else:
+            why = _misfit(read_config(known), read_config(model))
+            if not why and len(chain.deltas) >= max_chain:
+                why = f"{len(chain.deltas)} deltas stand over version {chain.base.number} already"
+            if not why:
+                with new_folder(out, overwrite) as partial:
+                    write_delta(known, current.parent, model, partial)
+                version = read_version(out)
+                most = int(MAX_SHARE * version.full_bytes)
+                if chain.delta_bytes + version.num_bytes <= most:
+                    keep_whole(channel, version.checksum, model)
+                    return version, ""
+                why, overwrite = f"the deltas over version {chain.base.number} are half of it", True
     with new_folder(out, overwrite) as partial:
         partial.rmdir()
         model.rename(partial)
     return read_version(out), why
+
+
+def _served(channel: Channel, current: Current) -> tuple[Chain, Path]:
+    """Return the chain of what is served and its model, every file checked: rows beside a damaged
+    one would not be in the delta, and no server could make that whole."""
+    chain = channel.chain(current.number)
+    known = whole_version(channel, current.number)
+    if not chain.deltas:
+        check_version(chain.base)
+    return chain, known
 
 
 def _misfit(old: ExportedConfig, new: ExportedConfig) -> str:

@@ -37,7 +37,7 @@ from gmeta.files.whole import write_whole
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE
 from gmeta_keys.boundary import failing_as
 from metaio.errors import MetaIOError
-from metaio.format.destination import flush_to_disk, put_file, put_folder, remove_folder
+from metaio.format.destination import put_file, put_folder, remove_folder, whole_folder
 from metaio.format.manifest import xxh3_hex
 from metaio.format.storage import file_system, is_local
 
@@ -195,24 +195,20 @@ def _bring(url: str, copy: Channel, wanted: Parent, name: str, description: byte
     except GMetaError:
         pass  # it is brought anew
     fs, there = file_system(f"{url}/{VERSIONS}/{target.name}")
-    partial = target.with_name(f".{target.name}.partial")
-    for path in (partial, target):
-        shutil.rmtree(path, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / name).write_bytes(description)
-    version = read_version(partial, wanted.number)
-    for file in files_of(version):
-        (partial / file).parent.mkdir(parents=True, exist_ok=True)
-        fs.get_file(f"{there}/{file}", str(partial / file))
-    try:
-        check_version(version)
-    except GMetaError as error:
-        raise GMetaError(
-            f"version {version.name} did not come whole from {url}: {error}. If it is damaged "
-            f"there, remove {VERSIONS}/{target.name} there and run: gmeta publish CHANNEL {url}"
-        ) from error
-    flush_to_disk((*partial.rglob("*"), partial))
-    partial.rename(target)
+    shutil.rmtree(target, ignore_errors=True)
+    with whole_folder(target) as partial:
+        (partial / name).write_bytes(description)
+        version = read_version(partial, wanted.number)
+        for file in files_of(version):
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(f"{there}/{file}", str(partial / file))
+        try:
+            check_version(version)
+        except GMetaError as error:
+            raise GMetaError(
+                f"version {version.name} did not come whole from {url}: {error}. If it is damaged "
+                f"there, remove {VERSIONS}/{target.name} there and run: gmeta publish CHANNEL {url}"
+            ) from error
 
 
 def _is_own(channel: Channel, url: str) -> bool:
@@ -255,8 +251,8 @@ def _sizes_here(folder: Path) -> dict[str, int]:
 
 
 @contextmanager
-def reached(url: str) -> Iterator[None]:
-    """Say in one line what goes wrong at a URL.
+def reached(place: str | Path) -> Iterator[None]:
+    """Say in one line what goes wrong at a URL or a path, or on the way from there to the cache.
 
     Raises:
         GMetaError: anything did that is no error of ours.
@@ -264,7 +260,7 @@ def reached(url: str) -> Iterator[None]:
     # Each client of an object store has errors of its own.
     with failing_as(
         lambda error: GMetaError(
-            f"{url} cannot be read or written: {_reason(error)}. Look at the place, the "
+            f"{place} cannot be read or written: {_reason(error)}. Look at the place, the "
             "credentials and the space on the disk"
         ),
         GMetaError,

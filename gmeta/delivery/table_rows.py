@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gmeta.errors import GMetaError
-from gmeta.files.tensors import read_tensors
+from gmeta.files.tensors import read_tensors, writing_tensors
 from gmeta.serving.folder import REMEDY
 from metaio.ragged import Int64
 
@@ -42,7 +42,8 @@ def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
         return 0
     taken = torch.from_numpy(ids_C)
     rows = {name: tensor.index_select(0, taken).numpy() for name, tensor in after.items()}
-    save_arrays({_GAPS: _gaps_C(ids_C), **rows}, out)
+    with writing_tensors(out):
+        save_arrays({_GAPS: _gaps_C(ids_C), **rows}, out)
     return len(ids_C)
 
 
@@ -53,7 +54,7 @@ def write_whole_table(
     over them, in their order.
 
     Raises:
-        GMetaError: the files do not fit each other.
+        GMetaError: the files do not fit each other. OSError: the disk does not take it.
     """
     whole: dict[str, Tensor] = {}
     for name, stored in read_tensors(base).items():
@@ -72,7 +73,8 @@ def write_whole_table(
                 f"{change} does not fit table {table} of {base.parent} "
                 f"({str(error).splitlines()[0]:.200}). {REMEDY}"
             ) from error
-    save_file(whole, out, {"table": table})
+    with writing_tensors(out):
+        save_file(whole, out, {"table": table})
 
 
 def _changed_C(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:

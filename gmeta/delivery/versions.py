@@ -165,7 +165,12 @@ def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
     return delta
 
 
-def checked_content(content: bytes, name: str, kind: str) -> dict[str, Any]:
+def checked_content(
+    content: bytes,
+    name: str,
+    kind: str,
+    remedy: str = "Bring the file back from a copy, or make it anew",
+) -> dict[str, Any]:
     """Return the object that metaio's `write_checked` wrote into the file `name` of this kind, its
     checksum included.
 
@@ -173,6 +178,6 @@ def checked_content(content: bytes, name: str, kind: str) -> dict[str, Any]:
         GMetaError: it was altered, is of another kind, or another release wrote it.
     """
     try:
-        return checked(content, name, kind, "Bring the file back from a copy, or make it anew")
+        return checked(content, name, kind, remedy)
     except FormatError as error:
         raise GMetaError(str(error)) from error

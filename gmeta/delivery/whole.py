@@ -2,6 +2,7 @@
 made whole once a machine, in a cache that processes share."""
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ from gmeta.delivery.channel import Channel
 from gmeta.delivery.delta import write_whole_model
 from gmeta.delivery.versions import Chain
 from gmeta.errors import GMetaError, UserError
-from gmeta.serving.folder import CONFIG_FILE
-from metaio.format.destination import WITHOUT_LOCKS, flush_to_disk
+from gmeta.files.local import link_or_copy
+from gmeta.serving.folder import CONFIG_FILE, check_files, read_config
+from metaio.format.destination import WITHOUT_LOCKS, whole_folder
 from metaio.format.manifest import xxh3_hex
 
 CACHE_VARIABLE = "GMETA_CACHE"
 _KEPT = 3  # the one that serves, the one before it, and the one that comes
+
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -28,9 +32,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gmeta"
 
 
-def whole_version(channel: Channel, number: int, cache: Path | None = None) -> Path:
+def whole_version(
+    channel: Channel, number: int, cache: Path | None = None, verify: bool = True
+) -> Path:
     """Return the folder of a version's model, which `gmeta.load` reads; made in `cache` (default:
-    cache_folder()) where the version is a delta.
+    cache_folder()) where the version is a delta. A copy there that is damaged is made anew: without
+    `verify` its sizes alone are looked at.
 
     Raises:
         UserError: the cache cannot be written.
@@ -40,51 +47,66 @@ def whole_version(channel: Channel, number: int, cache: Path | None = None) -> P
     if not chain.deltas:
         return chain.base.folder
     with alone(_own(channel, cache)) as own:
-        return _made(chain, own)
+        target = _made(chain, own, verify)
+        os.utime(target)
+        _drop_oldest(own)
+        return target
 
 
 def keep_whole(channel: Channel, checksum: str, model: Path) -> None:
-    """Move an exported folder into the cache as what the delta of this checksum leads to, so that
+    """Keep an exported folder in the cache as what the delta of this checksum leads to, so that
     nobody on this machine makes it again."""
     with alone(_own(channel, None)) as own:
-        if not (own / checksum).exists():
-            shutil.move(model, own / checksum)
+        if not _is_sound(own / checksum, contents=True):
+            with whole_folder(own / checksum) as partial:
+                # Linked where it is on this disk already.
+                shutil.copytree(model, partial, dirs_exist_ok=True, copy_function=link_or_copy)
 
 
-def _made(chain: Chain, cache: Path) -> Path:
+def _made(chain: Chain, cache: Path, verify: bool) -> Path:
     """Return the model that a chain leads to, from the newest of its versions that is whole."""
     base, deltas = chain.base.folder, list(chain.deltas)
-    for index, delta in reversed(list(enumerate(chain.deltas))):
-        if (cache / delta.checksum / CONFIG_FILE).is_file():
-            base, deltas = cache / delta.checksum, deltas[index + 1 :]
-            break
     target = cache / chain.newest.checksum
-    if deltas:
-        partial = cache / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
-        partial.mkdir()
-        try:
+    for index, delta in reversed(list(enumerate(chain.deltas))):
+        copy = cache / delta.checksum
+        # What is made from a base is held against checksums: its own need no look before that.
+        if _is_sound(copy, contents=verify and copy == target):
+            base, deltas = copy, deltas[index + 1 :]
+            break
+    if not deltas:
+        return target
+    try:
+        with whole_folder(target) as partial:
             write_whole_model(base, deltas, partial)
-            flush_to_disk((*partial.rglob("*"), partial))
-            partial.rename(target)
-        except GMetaError:
-            shutil.rmtree(partial, ignore_errors=True)
-            if base != chain.base.folder:
-                # What is damaged may be the copy in the cache: the next try starts without it.
-                shutil.rmtree(base, ignore_errors=True)
+    except GMetaError:
+        if base == chain.base.folder or _is_sound(base, contents=True):
             raise
-    os.utime(target)
-    _drop_oldest(cache)
+        return _made(chain, cache, verify)  # without the copy that was damaged
     return target
+
+
+def _is_sound(copy: Path, contents: bool) -> bool:
+    """Return whether a model in the cache is there with all of its files; one that is damaged
+    goes."""
+    if not copy.exists():
+        return False
+    try:
+        check_files(copy, read_config(copy), checksums=contents)
+    except GMetaError as error:
+        _log.warning("%s is made anew: %s", copy, error)
+        shutil.rmtree(copy)
+        return False
+    return True
 
 
 def _drop_oldest(cache: Path) -> None:
     """Keep the newest few; who has mapped another keeps its files until it closes them."""
-    found = list(cache.glob(f"[0-9a-f]*/{CONFIG_FILE}"))
-    found.sort(key=lambda path: path.parent.stat().st_mtime)
-    for config in found[:-_KEPT]:
-        config.unlink()  # first: what is half removed must not look whole
-        shutil.rmtree(config.parent, ignore_errors=True)
+    found = [path for path in cache.glob("[0-9a-f]*") if (path / CONFIG_FILE).is_file()]
+    found.sort(key=lambda path: path.stat().st_mtime)
+    for path in found[:-_KEPT]:
+        (path / CONFIG_FILE).unlink()  # first: what is half removed must not look whole
+    for path in set(cache.glob("[0-9a-f]*")).difference(found[-_KEPT:]):
+        shutil.rmtree(path, ignore_errors=True)  # also what was half removed before
 
 
 def _own(channel: Channel, cache: Path | None) -> Path:

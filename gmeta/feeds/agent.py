@@ -1,5 +1,6 @@
-"""What a rank tells the controller about its steps, and how a change of batches reaches all ranks
-in the same step (docs/stragglers.md).
+"""How a rank's batches are arranged, and in how many parts: as the config says, or as a controller
+does. What that one is told about the steps, and how its change of batches reaches all ranks in the
+same step (docs/stragglers.md).
 
 Ranks ask each other behind a step what is new and take the answer once the rows of the next one
 travel: they wait for both at a time.
@@ -11,7 +12,7 @@ import abc
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
@@ -41,6 +42,8 @@ READING_KEPT = 0.75  # from step to step: a block is read in one and used in som
 # of layers. Each takes a slow link at least as long as a swap.
 MEETINGS_PER_STEP = 6
 
+Arrange = Callable[[TaskBatch], Episodes]  # of one epoch
+
 
 class Agent(abc.ABC):
     """Called once a step, and for every batch."""
@@ -48,7 +51,9 @@ class Agent(abc.ABC):
     wait_s = 0.0  # that steps have waited for batches to be arranged, beside what the feed counts
 
     @abc.abstractmethod
-    def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
+    def arranged(
+        self, batches: Iterator[TaskBatch], arrange: Arrange
+    ) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch as the learner takes it, in parts where a step is worked through in
         several.
         """
@@ -67,27 +72,30 @@ class Agent(abc.ABC):
 
 
 @final
-class NoAgent(Agent):
+class StaticAgent(Agent):
     """Shares are fixed and nobody watches."""
 
     def __init__(self, sharded: DistributedModelParallel, micro_batches: int, threads: int) -> None:
         """Arrange by so many threads for a GPU; 0: where batches are asked for."""
-        local = local_learner(sharded)
-        self._arrange = in_parts(local.learner.arrange, micro_batches)
-        self._exchange = local.exchange
+        self._exchange = local_learner(sharded).exchange
+        self._micro_batches = micro_batches
         self._threads = threads
 
-    def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
+    def arranged(
+        self, batches: Iterator[TaskBatch], arrange: Arrange
+    ) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch arranged, always in as many parts as the config says."""
+        arrange_parts = in_parts(arrange, self._micro_batches)
         if not self._threads:
-            return map(self._arrange, batches)
-        return mapped_ahead(self._prepared, batches, self._threads, self._waited)
+            return map(arrange_parts, batches)
+
+        def prepared(batch: TaskBatch) -> Episodes | MicroBatches:
+            return self._exchange.prepared(arrange_parts(batch))
+
+        return mapped_ahead(prepared, batches, self._threads, self._waited)
 
     def _waited(self, seconds: float) -> None:
         self.wait_s += seconds
-
-    def _prepared(self, batch: TaskBatch) -> Episodes | MicroBatches:
-        return self._exchange.prepared(self._arrange(batch))
 
     def stepped(self, num_tasks: int) -> None:
         """Do nothing: nobody asks."""
@@ -106,7 +114,7 @@ def open_agent(
     if not isinstance(feed, ServiceFeed):
         # Cores that compute have no time to arrange beside it.
         threads = config.data.threads if ranks.device.type == "cuda" else 0
-        return NoAgent(sharded, config.outer.accumulate_steps, threads)
+        return StaticAgent(sharded, config.outer.accumulate_steps, threads)
     return ServiceAgent(config, feed, sharded, ranks, stop)
 
 
@@ -131,24 +139,25 @@ class ServiceAgent(Agent):
             feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
         )
         self._clock = LocalClock()
-        local = local_learner(sharded)
-        local.clock, self._learner = self._clock, local.learner
+        local_learner(sharded).clock = self._clock
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._asked: tuple[Plan, Tensor, Swap] | None = None
         self._arranged_s = 0.0  # since the last step
         self._hiding = Hiding(feed.batches_ahead)
-        self._reading = Reading()
+        self._read_time = ReadTime()
         self._wait_s = feed.wait_s
         self._ended_s = time.perf_counter()
 
-    def arranged(self, batches: Iterator[TaskBatch]) -> Iterator[Episodes | MicroBatches]:
+    def arranged(
+        self, batches: Iterator[TaskBatch], arrange: Arrange
+    ) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch arranged, in as many parts as the plan says by then; the time counts as
         this rank's own. Where processes arrange, nobody asks for this.
         """
         for batch in batches:
             began_s = time.perf_counter()
-            episodes = in_parts(self._learner.arrange, self._worker.plan.micro_batches)(batch)
+            episodes = in_parts(arrange, self._worker.plan.micro_batches)(batch)
             self._arranged_s += time.perf_counter() - began_s
             yield episodes
 
@@ -156,7 +165,7 @@ class ServiceAgent(Agent):
         """Report the step's times, and ask all ranks which plan is the newest."""
         now_s, wait_s = time.perf_counter(), self._feed.wait_s
         compute_s = self._clock.take_s() + self._arranged_s
-        task_s = self._reading.task_s(self._feed.read_s, self._feed.tasks_read)
+        task_s = self._read_time.task_s(self._feed.read_s, self._feed.tasks_read)
         shown_s = self._hiding.shown_s(task_s * num_tasks, compute_s)
         data_s = max(wait_s - self._wait_s, shown_s)
         own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
@@ -188,7 +197,7 @@ class ServiceAgent(Agent):
         with asking_to_stop(self._stop):
             self._worker.adopt(plan)
         self._feed.change_share(plan.tasks, plan.micro_batches)
-        self._reading.skip(-(-read_ahead // max(1, self._feed.share)))
+        self._read_time.skip(-(-read_ahead // max(1, self._feed.share)))
         return True
 
     def _ask(self, changed: bool) -> None:
@@ -214,7 +223,7 @@ class ServiceAgent(Agent):
 
 
 @final
-class Reading:
+class ReadTime:
     """How long a rank reads a task, over the last steps; where processes do, arranging counts, too.
 
     By the tasks that were read, which are others than those of the step: batches are read ahead. A

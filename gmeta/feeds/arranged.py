@@ -29,12 +29,11 @@ def arranged_batches(
     arranged. One that is wrong asks all ranks to stop before its step.
     """
     epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
-    learner = local.learner
-    learner.begin_epoch(epoch)  # what `arrange` makes of its batches
+    arrange = local.learner.arranging().in_epoch(epoch)
     made = feed.episodes(local, epoch, step)
     if made is not None:
-        return idle_if_wrong(made, learner.arrange(no_tasks(features)), stop)
+        return idle_if_wrong(made, arrange(no_tasks(features)), stop)
     split = config.data.train_split
     checked = labels_checked(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)
     batches = augmented(checked, config.augment, features, config.run.seed, epoch, step)
-    return agent.arranged(stopping_if_wrong(batches, features, stop))
+    return agent.arranged(stopping_if_wrong(batches, features, stop), arrange)

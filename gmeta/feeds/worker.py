@@ -87,8 +87,8 @@ class Work:
 
 
 @final
-class Reading:
-    """What is read of the training split, which is opened when a batch is first asked for."""
+class TrainingSplit:
+    """Reads the training split, which is opened when a batch is first asked for."""
 
     def __init__(self, work: Work, held: ExitStack) -> None:
         """Read as long as `held` is open."""
@@ -161,12 +161,12 @@ def answer(rank: Connection, work: Work, blocks: list[SharedBlock]) -> None:
     """
     turns, begun = cycle(blocks), deque[tuple[Asked, Iterator[TaskBatch] | Exception]]()
     with ExitStack() as held:
-        reading = Reading(work, held)
+        split = TrainingSplit(work, held)
         while True:
             while not begun or rank.poll():
                 asked: Asked = rank.recv()
                 try:
-                    begun.append((asked, reading.begin(asked)))
+                    begun.append((asked, split.begin(asked)))
                 except _ERRORS as error:
                     begun.append((asked, error))
             (asked, read), block = begun.popleft(), next(turns)

@@ -1,5 +1,9 @@
 """Tensors in a file of an exported model."""
 
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,3 +26,19 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
             f"{file} cannot be read: {error}. Copy the folder again, or export the run again"
         ) from error
     return tensors
+
+
+@contextmanager
+def writing_tensors(file: Path) -> Iterator[None]:
+    """Tell of a write that safetensors could not do as any other write is told.
+
+    Raises:
+        OSError: the disk is full, or whatever else the system says.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        # Told as text alone: "I/O error: No space left on device (os error 28)".
+        found = re.search(r"([^:]*) \(os error (\d+)\)", str(error))
+        number, reason = (int(found[2]), found[1].strip()) if found else (errno.EIO, str(error))
+        raise OSError(number, reason, str(file)) from error

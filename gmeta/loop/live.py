@@ -11,11 +11,13 @@ from gmeta.antdt.access.address import split_address
 from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.access.credentials import ServerTls
 from gmeta.antdt.access.http_edge import HttpRequest, HttpServer
-from gmeta.errors import UserError
+from gmeta.errors import GMetaError, UserError
 from gmeta.files.whole import write_whole
 from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
 from gmeta.loop.page import Picture, draw_stream, page_of, stream_page
+from gmeta_keys.boundary import failing_as, kind_and_text
+from metaio.errors import MetaIOError
 
 _REFRESH_S = 10
 
@@ -70,11 +72,21 @@ class LivePage:
         self._server.stop()
 
     def _page(self, request: HttpRequest) -> None:
-        with self._drawing:
-            picture = self._picture = self._picture or draw_stream(self._loop)
-        text = page_of(picture, self._metrics.status, self._loop.under_way, _REFRESH_S)
+        try:
+            text = self._drawn()
+        except (GMetaError, MetaIOError) as error:
+            request.send(500, f"the page cannot be drawn: {error}\n")
+            return
         headers = {"Cache-Control": "no-store"}
         request.send(200, text, headers, "text/html; charset=utf-8")
+
+    def _drawn(self) -> str:
+        with (
+            failing_as(lambda error: GMetaError(kind_and_text(error)), GMetaError, MetaIOError),
+            self._drawing,
+        ):
+            picture = self._picture = self._picture or draw_stream(self._loop)
+            return page_of(picture, self._metrics.status, self._loop.under_way, _REFRESH_S)
 
     def _measured(self, request: HttpRequest) -> None:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))

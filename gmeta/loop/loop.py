@@ -10,18 +10,26 @@ What is remembered beside that never changes on the disk.
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from gmeta.delivery.channel import PROMOTED, PROMOTIONS, Channel, Current
-from gmeta.delivery.retention import kept_versions, prune
+from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.loop.config import FollowConfig
-from gmeta.loop.partitions import SUCCESS, Partition, TakenFiles, closed_partitions
+from gmeta.loop.partitions import (
+    SUCCESS,
+    NotedFiles,
+    Partition,
+    Standing,
+    TakenFiles,
+    closed_partitions,
+    standing,
+)
 from gmeta.runs.folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import CONFIG_FILE
@@ -69,7 +77,7 @@ class Loop:
         self._stream = config.follow.stream
         self._run_stage, self._last_line = run_stage, last_line
         self.under_way: UnderWay | None = None
-        self._files = TakenFiles(self._stream)
+        self._files, self._noted = TakenFiles(self._stream), NotedFiles()
         self._verdicts: dict[int, dict[str, Any]] = {}
         self._promoted: tuple[object, dict[str, int]] = (None, {})
         self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
@@ -98,9 +106,9 @@ class Loop:
         # costs nothing.
         number = self.unfinished()
         if number is None:
-            waiting = self.waiting()
-            if waiting:
-                return self._prepare(waiting[0])
+            log = self.standing()
+            if log.waiting:
+                return self._prepare(log.waiting[0], log.held)
             unscored = self._unscored()
             return None if unscored is None else self._score(*unscored)
         refused = self.refused_before(number)
@@ -116,31 +124,28 @@ class Loop:
             return self._judge(number, root / "model")
         return self._promote(number)
 
-    def waiting(self) -> list[Partition]:
-        """Return the closed partitions of which an increment is to be made, the first one first."""
-        follow = self.config.follow
-        known = {*self._files.files(), *self.quarantined()}
-        found = []
-        for partition in closed_partitions(follow.inputs, follow.closed_after_s):
-            files = tuple(file for file in partition.files if file not in known)
-            if files:
-                found.append(Partition(partition.name, files))
-        return found
+    def standing(self) -> Standing:
+        """Return how it stands with the partitions of the log.
+
+        Raises:
+            GMetaError, MetaIOError: the log, or a note of the quarantine, cannot be read.
+        """
+        follow, taken = self.config.follow, self._files.files()
+        partitions = closed_partitions(follow.inputs, follow.closed_after_s)
+        notes = list_quarantine(Path(self._stream))
+        return standing(partitions, taken.keys(), self._noted.holding(notes, taken))
 
     def without_input(self) -> str:
         """Return what is lacking where no partition was ever closed; "" where one was."""
-        follow = self.config.follow
-        if increment_numbers(self._stream) or self.quarantined() or self.waiting():
+        if increment_numbers(self._stream):
+            return ""
+        log, follow = self.standing(), self.config.follow
+        if log.waiting or log.held or log.refused:
             return ""
         return (
             f"no closed partition matches follow.inputs = {follow.inputs!r}. A folder is closed by "
             f"a file {SUCCESS}, or by its age with follow.closed_after_s; else correct the pattern"
         )
-
-    def quarantined(self) -> dict[str, str]:
-        """Return the files that the stream's screen refused, and why."""
-        noted = list_quarantine(Path(self._stream))
-        return {one["name"]: "; ".join(note["reasons"]) for note in noted for one in note["files"]}
 
     def unfinished(self) -> int | None:
         """Return the first increment that was neither promoted nor refused yet."""
@@ -215,14 +220,18 @@ class Loop:
         number = next(found, None)
         return None if number is None else (number, frozen[1])
 
-    def _prepare(self, partition: Partition) -> Done:
+    def _prepare(self, partition: Partition, held: Sequence[str]) -> Done:
         arguments = ["prepare", "--extend", self._stream, *partition.files]
+        # What comes late is judged alone: with more of its kind it would pass for new.
+        along = [] if partition.is_begun else [one for one in held if one not in partition.files]
+        arguments += [one for name in along for one in ("--along", name)]
         if not increment_numbers(self._stream):
             arguments += ["--schema", self.config.follow.schema]
         log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
         code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
         if code == SET_ASIDE:
-            return Done("prepare", 0, took_s, f"{partition.name}: {self._last_line(log)}")
+            why = self._last_line(log).removeprefix("error: ")
+            return Done("prepare", 0, took_s, f"{partition.name}: {why}")
         newest = open_stream(self._stream).newest
         told = f"{partition.name}: {newest.num_rows:,} training rows"
         return Done("prepare", newest.number, took_s, told)
@@ -296,7 +305,8 @@ class Loop:
             return ""
         try:
             gone = prune(self.channel, keep)
-            versions = kept_versions(self.channel, keep)
+            # Each of them may be rolled back to, and gone on from.
+            versions = set(self.channel.numbers())
             numbers = increment_numbers(self._stream)
             stay = [one for one in numbers if self.promoted(one) in versions]
             for number in numbers:

@@ -30,6 +30,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
     ("event_age_limit_seconds", "follow.fresh_s", lambda now: now.fresh_s),
     ("served_age_seconds", "since the served version was promoted", Status.served_age_s),
     ("waiting_partitions", "closed partitions not yet in the stream", lambda now: now.waiting),
+    ("held_files", "late or too few: part of the next increment", lambda now: now.held),
     ("refused_in_a_row", "candidates refused since the last promotion", lambda now: now.refused),
     ("quarantined_files", "files that the screen refused", lambda now: now.quarantined),
     ("failing", "1 while the next stage fails or is set aside", lambda now: bool(now.failure)),

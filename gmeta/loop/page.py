@@ -31,7 +31,6 @@ class Picture:
     days: Sequence[Day]
     panels: Sequence[tuple[str, Markup]]  # title and drawing
     moves: Sequence[Mapping[str, Any]]  # of the channel's pointer, and refusals; newest first
-    quarantined: Mapping[str, str]
 
 
 def draw_stream(loop: Loop) -> Picture:
@@ -55,7 +54,6 @@ def draw_stream(loop: Loop) -> Picture:
         days=days,
         panels=panels,
         moves=loop.channel.promotions()[: -_SHOWN - 1 : -1],
-        quarantined=loop.quarantined(),
     )
 
 
@@ -68,6 +66,7 @@ def page_of(
         picture=picture,
         facts=_facts(status, under_way),
         alarms=status.alarms(),
+        quarantined=status.refused_files,
         written=_told_time(datetime.now(UTC).timestamp()),
         refresh_s=refresh_s,
         palette=PALETTE,
@@ -91,6 +90,8 @@ def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
         ("served increment", f"{status.served_increment or '-'} of {status.prepared or '-'}"),
         ("partitions waiting", f"{status.waiting:,}"),
     ]
+    if status.held:
+        facts.append(("files held for the next increment", f"{status.held:,}"))
     if under_way is not None:
         since_s = max(0.0, datetime.now(UTC).timestamp() - under_way.since_s)
         what = f" of increment {under_way.increment}" if under_way.increment else ""

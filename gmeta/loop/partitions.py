@@ -1,22 +1,31 @@
-"""Which partitions of a log are closed, and which of their files no increment has taken yet."""
+"""Which partitions of a log are closed, and how it stands with each of their files: taken by an
+increment, refused, held for the next one, or waiting."""
 
 import time
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, final
 
+from gmeta.errors import GMetaError
+from gmeta_keys.boundary import failing_as, kind_and_text
+from metaio.errors import MetaIOError
 from metaio.format.storage import file_system, is_local
 from metaio.stream.chain import increment_numbers, open_stream
+from metaio.stream.inputs import described
 
 SUCCESS = "_SUCCESS"
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A closed partition: its name and its files, as `gmeta prepare` takes them."""
+    """A closed partition: its name and its files, as `gmeta prepare` takes them; others of it may
+    have been taken before."""
 
     name: str
     files: tuple[str, ...]
+    is_begun: bool = False
 
 
 def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
@@ -25,7 +34,29 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     A folder is one of all files in it but those whose names begin with _ or a dot, and is closed by
     _SUCCESS; a file is one of itself. Either is closed too, with `closed_after_s`, once nothing was
     written to it for so long.
+
+    Raises:
+        GMetaError: the place cannot be listed.
     """
+    with _reached(pattern):
+        return _closed_partitions(pattern, closed_after_s)
+
+
+@contextmanager
+def _reached(place: str) -> Iterator[None]:
+    # Each client of an object store has errors of its own.
+    with failing_as(
+        lambda error: GMetaError(
+            f"follow.inputs: {place} cannot be read: {kind_and_text(error)}. Look at the place, "
+            "the network and the credentials"
+        ),
+        GMetaError,
+        MetaIOError,
+    ):
+        yield
+
+
+def _closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     fs, root = file_system(pattern)
     fs.invalidate_cache()
     found = []
@@ -47,6 +78,82 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
             full = tuple(name if is_local(fs) else str(fs.unstrip_protocol(name)) for name in files)
             found.append(Partition(path, full))
     return found
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How it stands with a log: the partitions of which an increment is to be made, the first one
+    first, the files that wait for others, and what is refused, and why."""
+
+    waiting: Sequence[Partition]
+    held: Sequence[str]
+    refused: Mapping[str, str]
+
+
+def standing(
+    partitions: Sequence[Partition],
+    taken: Set[str],
+    noted: Sequence[Mapping[str, Any]],
+) -> Standing:
+    """Return how it stands with closed partitions, given the files that increments took, and the
+    notes of the quarantine that hold.
+
+    Held are files that make no increment alone, as `gmeta prepare` found.
+    """
+    refused: dict[str, str] = {}
+    held: set[str] = set()
+    for note in noted:
+        names = [file["name"] for file in note["files"] if file["name"] not in taken]
+        if note.get("with_next"):
+            held.update(names)
+        else:
+            refused |= dict.fromkeys(names, "; ".join(note["reasons"]))
+    waiting = []
+    for partition in partitions:
+        left = tuple(name for name in partition.files if name not in taken and name not in refused)
+        if not held.issuperset(left):  # one more may make an increment of all
+            waiting.append(Partition(partition.name, left, not taken.isdisjoint(partition.files)))
+    return Standing(waiting, sorted(held), refused)
+
+
+@final
+class NotedFiles:
+    """Tells which notes of the quarantine hold: all of its files are there with the bytes that were
+    refused. A file that was mended, or taken away, is tried again with the others of its note."""
+
+    def __init__(self) -> None:
+        self._hash_of: dict[str, tuple[str, str]] = {}  # with what the file system said then
+
+    def holding(
+        self, notes: Sequence[Mapping[str, Any]], taken: Collection[str]
+    ) -> list[Mapping[str, Any]]:
+        """Return the notes that hold; of files that were taken there is nothing to be said.
+
+        Raises:
+            GMetaError, MetaIOError: a file cannot be read.
+        """
+        return [
+            note
+            for note in notes
+            if all(one["name"] in taken or self._is_as_noted(one) for one in note["files"])
+        ]
+
+    def _is_as_noted(self, file: Mapping[str, Any]) -> bool:
+        name = file["name"]
+        with _reached(name):
+            fs, path = file_system(name)
+            try:
+                info = fs.info(path)
+            except FileNotFoundError:
+                return False
+            if info.get("size", file["num_bytes"]) != file["num_bytes"]:
+                return False
+            # Read once, and again when it was written to.
+            before, xxh3 = self._hash_of.get(name, ("", ""))
+            if before != str(info):
+                xxh3 = described(name).xxh3
+                self._hash_of[name] = str(info), xxh3
+        return bool(xxh3 == file["xxh3"])
 
 
 @final

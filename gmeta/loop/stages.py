@@ -74,6 +74,7 @@ class _Process:
 
 
 _waiting: list[_Process] = []  # at most one, for the next stage
+_under_way: list[BaseProcess] = []  # at most one
 
 
 def run_stage(arguments: Sequence[str], log: Path) -> int:
@@ -81,16 +82,25 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     stage = _told((tuple(arguments), str(log)))
     process = stage.process
+    _under_way.append(process)
     try:
         # That of the next stage comes up while this one works: 25 ms that nobody waits for.
         _waiting.append(_Process.started())
         process.join()
     finally:
+        _under_way.clear()
         if process.is_alive():  # Ctrl-C
             process.terminate()
             process.join()
         stage.orders.close()
     return process.exitcode or 0
+
+
+def end_stage() -> None:
+    """Send SIGTERM to the stage under way, if there is one: training writes a checkpoint, from
+    which it goes on the next time."""
+    for process in _under_way:
+        process.terminate()
 
 
 def _told(order: tuple[tuple[str, ...], str]) -> _Process:

@@ -1,7 +1,8 @@
 """How it stands with a loop now: how fresh the served model is, what waits, what alarms."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gmeta.delivery.channel import Current
@@ -23,8 +24,10 @@ class Status:
     event_end_s: float | None = None
     current: Current | None = None
     waiting: int = 0
+    held: int = 0
     refused: int = 0
     quarantined: int = 0
+    refused_files: Mapping[str, str] = field(default_factory=dict)  # and why: the quarantined
     failure: str = ""
     newest_alarms: tuple[str, ...] = ()
     fresh_s: float = 0.0
@@ -60,10 +63,13 @@ def status_of(loop: Loop) -> Status:
     follow = loop.config.follow
     numbers = increment_numbers(follow.stream)
     current = loop.channel.current()
+    log = loop.standing()
     shared: dict[str, Any] = {
         "current": current,
-        "waiting": len(loop.waiting()),
-        "quarantined": len(loop.quarantined()),
+        "waiting": len(log.waiting),
+        "held": len(log.held),
+        "quarantined": len(log.refused),
+        "refused_files": log.refused,
         "fresh_s": follow.fresh_s,
     }
     if not numbers:

@@ -73,7 +73,9 @@ def own_terms(
     The change is that of a delete-a-group jackknife: tasks are dealt at random into G groups, and
     I_g = (T - n_g) / T * (value - value without the n_g tasks of group g) estimates the sum of
     their influences. Each has I_g / sqrt(n_g), so that resampled tasks vary as much as the I_g do
-    (Kott, The delete-a-group jackknife, Journal of Official Statistics 17, 2001).
+    (Kott, The delete-a-group jackknife, Journal of Official Statistics 17, 2001). Without a group
+    that has all rows there is nothing to measure: it changes nothing, and too few tasks have no
+    interval anyway.
 
     Raises:
         GMetaError: the function failed.
@@ -97,7 +99,8 @@ def own_terms(
     num_groups = min(NUM_GROUPS, num_tasks)
     group_T = np.random.default_rng(SEED).permutation(num_tasks) % num_groups
     size_G = np.bincount(group_T, minlength=num_groups)
-    without_G = np.array([value_of(group_T[code_N] != group) for group in range(num_groups)])
+    kept = (group_T[code_N] != group for group in range(num_groups))
+    without_G = np.array([value_of(kept_N) if kept_N.any() else value for kept_N in kept])
     influence_G = (num_tasks - size_G) / num_tasks * (value - without_G) / np.sqrt(size_G)
     influence_T = influence_G[group_T]
     return with_influence(value, influence_T - influence_T.mean())

@@ -316,11 +316,12 @@ def _check_table(run: EvaluatedRun) -> None:
 
 def _check_probabilities(run: EvaluatedRun) -> None:
     labels = run.predictions["label"].to_numpy()
-    if not np.isin(labels, (0.0, 1.0)).all():
-        odd = float(labels[~np.isin(labels, (0.0, 1.0))][0])
+    wrong_N = ~((labels >= 0) & (labels <= 1))  # fractions are no 0 and no 1, and trained as such
+    if wrong_N.any():
         raise UserError(
-            f"run '{run.name}' was trained with bce but has a label of {odd:g}: only 0 and 1 are "
-            "allowed. Train on ratings with outer.loss=mse"
+            f"run '{run.name}' was trained with bce but has a label of "
+            f"{float(labels[wrong_N][0]):g}: 0 to 1 is allowed. Train on ratings with "
+            "outer.loss=mse"
         )
     for stage in STAGES:
         values = run.predictions[stage].to_numpy()

@@ -59,6 +59,11 @@ class TaskCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_unshared(self) -> int:
+        """Count what other processes could not be told, or be asked for."""
+        return self._shared.num_failed if self._shared is not None else 0
+
     def get(self, key: str) -> Entry | None:
         """Return the task of this key, or None; its time begins anew with a put only."""
         now_s = self._clock()
@@ -74,9 +79,10 @@ class TaskCache:
         # Another process may have been given newer rows.
         found = self._shared.get(key, entry.stamp if entry is not None else "", now_s)
         if found is None:
-            return None
-        # Known there, with the rows that this process has already.
-        if found.support is None:
+            # What never came there is this process's own.
+            return entry if entry is not None and not entry.stamp else None
+        # Known there, with the rows that this process has already, or older ones.
+        if found.support is None or (entry is not None and found.expires_s < entry.expires_s):
             return entry
         return Entry(found.support, None, "", found.stamp, found.expires_s)
 

@@ -14,9 +14,9 @@ from gmeta.serving.load import load
 _TRIES = 3
 
 
-def model_folder(folder: Path | str) -> Path:
+def model_folder(folder: Path | str, verify: bool) -> Path:
     """Return the exported folder to serve: this one, or of a channel what its newest version is; a
-    URL's is a channel.
+    URL's is a channel. Without `verify` checksums of what is in the cache are left alone.
 
     Raises:
         UserError: the channel has no version.
@@ -25,7 +25,7 @@ def model_folder(folder: Path | str) -> Path:
     if not is_url(folder) and not is_channel(Path(folder)):
         return Path(folder)
     channel = channel_at(folder)
-    return whole_version(channel, channel.served().number)
+    return whole_version(channel, channel.served().number, verify=verify)
 
 
 def load_version(folder: Path | str, verify: bool = True) -> Loaded:
@@ -39,7 +39,7 @@ def load_version(folder: Path | str, verify: bool = True) -> Loaded:
     for last in (False,) * (_TRIES - 1) + (True,):
         version = version_in(folder)
         try:
-            model = load(model_folder(folder), verify)
+            model = load(model_folder(folder, verify), verify)
         except GMetaError:
             if last or version_in(folder) == version:
                 raise

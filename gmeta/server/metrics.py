@@ -58,6 +58,9 @@ class ServerMetrics:
         )
         self.cache_bytes = self._gauge("cache_bytes", "Bytes of adapted tasks.", "livesum")
         self.cache_tasks = self._gauge("cache_tasks", "Adapted tasks that are kept.", "livesum")
+        self.cache_unshared = self._gauge(
+            "cache_unshared", "Times that the workers' shared file failed.", "livesum"
+        )
         self.waiting = self._gauge("waiting", "Requests that wait for a batch.", "livesum")
         self.exported = self._gauge(
             "model_exported_timestamp_seconds", "When the model was exported.", "livemin"

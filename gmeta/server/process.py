@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
 
+import torch
 from prometheus_client.multiprocess import mark_process_dead
 
 from gmeta.antdt.access.address import check_free, split_address
@@ -32,6 +33,7 @@ _LOOK_EVERY_S = 0.2
 _RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
 _IN_MEMORY = Path("/dev/shm")
 _AFTER_DRAIN_S = 15.0  # then a worker is killed
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
@@ -49,8 +51,10 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
         configure_logging(log_level)
         run_worker(config, lambda: None)
         return 0
+    # Whoever is forked from a process whose torch has threads waits for them for ever.
+    torch.set_num_threads(1)
     # Once, and told once, whatever the number of workers.
-    folder = model_folder(config.folder)
+    folder = model_folder(config.folder, config.verify)
     check_files(folder, read_config(folder), checksums=config.verify)
     for option, address in config.addresses.items():
         check_free(option, *split_address(option, address))
@@ -76,6 +80,7 @@ def _folder_in_memory() -> Iterator[Path]:
 class _Worker:
     process: BaseProcess
     sign: Connection  # readable once it serves, or has ended
+    is_again: bool = False  # in the place of one that has served
     serves: bool = False
 
 
@@ -94,8 +99,8 @@ class _Workers:
 
     def run(self) -> int:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
-        is that of a worker that could not start."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        is that of a worker that could not start the first time."""
+        for number in _ENDING:
             signal.signal(number, lambda *_: self._ended.set())
         workers = [self._start() for _ in range(self._config.workers)]
         code = 0
@@ -108,24 +113,31 @@ class _Workers:
                     continue
                 # It counts no more in gauges of what is now.
                 mark_process_dead(worker.process.pid or 0)
-                if not worker.serves:
+                # One that served may have died with its disk, which comes back; others serve on.
+                if not worker.serves and not worker.is_again:
                     code = worker.process.exitcode or 1
                     self._ended.set()
                     break
                 event(logging.ERROR, "worker_died", code=worker.process.exitcode)
                 time.sleep(_RESTART_AFTER_S)
-                workers[place] = self._start()
+                workers[place] = self._start(is_again=True)
         self._stop(workers)
         return code
 
-    def _start(self) -> _Worker:
+    def _start(self, is_again: bool = False) -> _Worker:
         sign, its_sign = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=self._work, args=(its_sign,), name="gmeta-serve-worker"
         )
-        process.start()
+        # Held back until the child has set its own: in between it would take this process's, and
+        # a worker that is told to end at once would serve on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         its_sign.close()
-        return _Worker(process, sign)
+        return _Worker(process, sign, is_again)
 
     def _stop(self, workers: list[_Worker]) -> None:
         config = self._config
@@ -141,8 +153,9 @@ class _Workers:
 
     def _work(self, sign: Connection) -> None:
         """Be a worker. Its model was checked already, and is again when it is replaced."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ENDING:
             signal.signal(number, signal.SIG_DFL)  # until the worker has its own
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         self._own_side.close()
         threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
         try:

@@ -106,6 +106,8 @@ def make_inference(
         )
     if len(request_id) > MAX_ID_CHARS:
         raise bad(f"id has {len(request_id)} characters; at most {MAX_ID_CHARS} are allowed")
+    # Before anything is made of them: rows of empty lists cost a caller nothing, and memory here.
+    _check_rows(max((one.shape[0] for one in tensors if len(one.shape) == 2), default=0), limits)
     support, query = rows_of(columns, tensors)
     if query is None and (support is None or key is None):
         raise bad(
@@ -115,13 +117,17 @@ def make_inference(
     asked = tuple(known[name] for name in dict.fromkeys(outputs)) or columns.unasked
     computed = tuple(dict.fromkeys(output.of for output in asked))
     made = Inference(support, query, key, computed, asked, request_id, binary)
-    if made.num_rows > limits.rows:
+    _check_rows(made.num_rows, limits)
+    return made
+
+
+def _check_rows(num_rows: int, limits: RequestLimits) -> None:
+    if num_rows > limits.rows:
         raise RequestError(
             413,
-            f"the request has {made.num_rows} rows of both sides; at most {limits.rows} are "
+            f"the request has {num_rows} rows of both sides; at most {limits.rows} are "
             "allowed. Split it, or start the server with a higher --max-rows",
         )
-    return made
 
 
 def parse_http(

@@ -10,9 +10,12 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, final
 
+from starlette.requests import ClientDisconnect
+
 from gmeta.antdt.log import event
 from gmeta.delivery.follow import RETRY_S
-from gmeta.errors import GMetaError
+from gmeta.delivery.remote import reached
+from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
 from gmeta.server.access import Access
 from gmeta.server.batcher import Batcher
@@ -25,6 +28,8 @@ from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Outcome, model_
 from gmeta.server.tracing import Tracing
 from gmeta.server.versions import Loaded, check_successor, version_in
 from metaio.errors import MetaIOError
+
+CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
 
 
 @final
@@ -110,6 +115,9 @@ class Service:
         except RequestError as error:
             status, told = error.status, str(error)
             raise
+        except (asyncio.CancelledError, ClientDisconnect):
+            status = CALLER_LEFT
+            raise
         finally:
             self.metrics.answered(protocol, status, began_s)
             if self.config.access_log:
@@ -167,6 +175,7 @@ class Service:
         self.metrics.waiting.set(self._batcher.num_waiting)
         self.metrics.cache_tasks.set(len(self._cache))
         self.metrics.cache_bytes.set(self._cache.num_bytes)
+        self.metrics.cache_unshared.set(self._cache.num_unshared)
 
     async def watch(self) -> None:
         """Serve newer versions as they come, until cancelled."""
@@ -180,9 +189,11 @@ class Service:
         before. One that cannot serve is named in the log and the status, and the old one stays."""
         folder, before = self.config.folder, self.loaded
         try:
-            version = version_in(folder)
-        except GMetaError as error:
-            if is_url(folder):  # a folder may be between the old one and the new
+            with reached(folder):
+                version = version_in(folder)
+        except (GMetaError, MetaIOError) as error:
+            # An exported folder may be between the old one and the new.
+            if is_url(folder) or not isinstance(error, UserError):
                 self._refuse("", error)
             return False
         if version == before.version:
@@ -192,10 +203,11 @@ class Service:
         if version == before.version or (is_refused and time.monotonic() < self._retry_at_s):
             return False
         try:
-            loaded = self._load(folder, self.config.verify)
-            check_successor(before, loaded.model.config, loaded.version)
-            # Computes once, with all of its layers: what fails here fails before anybody asks.
-            _ = loaded.model.unadapted
+            with reached(folder):
+                loaded = self._load(folder, self.config.verify)
+                check_successor(before, loaded.model.config, loaded.version)
+                # Computes once, with all of its layers: what fails here fails before anybody asks.
+                _ = loaded.model.unadapted
         except (GMetaError, MetaIOError) as error:
             # A disk or a network may have failed: the same version is tried again, not at once.
             self._retry_at_s = time.monotonic() + RETRY_S

@@ -6,14 +6,20 @@ with the server.
 """
 
 import io
+import logging
+import shutil
 import sqlite3
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import pyarrow as pa
+
+from gmeta.antdt.log import event
 
 _BUSY_S = 5.0
 _TABLE = """create table if not exists tasks (
@@ -36,7 +42,10 @@ class SharedSupport:
 
     def __init__(self, file: Path, max_bytes: int) -> None:
         """Open the file, or begin it."""
-        self._max_bytes = max_bytes
+        # What SQLite writes before a change needs room beside the rows.
+        self._max_bytes = min(max_bytes, shutil.disk_usage(file.parent).total // 2)
+        self.num_failed = 0  # calls that the file did not take
+        self._is_failing = False
         self._lock = threading.Lock()
         # Nothing here must outlive the machine: no write waits for the disk.
         self._db = sqlite3.connect(
@@ -48,30 +57,39 @@ class SharedSupport:
         self._db.execute("create index if not exists by_use on tasks (used)")
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
-        """Keep a task's rows for all processes and return the stamp of this put."""
+        """Keep a task's rows for all processes and return the stamp of this put; "" where the file
+        does not take it, as on a place that is full: this is told once, and tried with each put.
+        """
         rows, stamp = _to_bytes(support), uuid.uuid4().hex
         with self._lock:
-            self._db.execute("begin immediate")
             try:
-                self._db.execute(
-                    "insert or replace into tasks values "
-                    "(?, ?, ?, (select coalesce(max(used), 0) + 1 from tasks), ?, ?)",
-                    (key, stamp, expires_s, len(rows), rows),
-                )
-                self._make_room()
-            finally:
-                self._db.execute("commit")
+                self._put(key, stamp, expires_s, rows)
+            except sqlite3.Error:
+                try:
+                    # Others may have filled the place: half of what is kept makes room.
+                    with self._transaction():
+                        self._db.execute("delete from tasks where key = ?", (key,))
+                        self._make_room(self._total() // 2)
+                    self._put(key, stamp, expires_s, rows)
+                except sqlite3.Error as error:
+                    self._failed(error)
+                    return ""
+            self._is_failing = False
         return stamp
 
     def get(self, key: str, stamp: str, now_s: float) -> Found | None:
         """Return the task's rows, without them where their stamp is this one; None if there are
-        none, or their time is over."""
+        none, their time is over, or the file cannot be read now."""
         with self._lock:
-            found = self._db.execute(
-                "select stamp, expires_s, case when stamp = ? then null else rows end "
-                "from tasks where key = ?",
-                (stamp, key),
-            ).fetchone()
+            try:
+                found = self._db.execute(
+                    "select stamp, expires_s, case when stamp = ? then null else rows end "
+                    "from tasks where key = ?",
+                    (stamp, key),
+                ).fetchone()
+            except sqlite3.Error as error:
+                self._failed(error)
+                return None
         if found is None or found[1] <= now_s:
             return None
         support = None if found[2] is None else _from_bytes(found[2])
@@ -82,9 +100,39 @@ class SharedSupport:
         with self._lock:
             self._db.close()
 
-    def _make_room(self) -> None:
-        (total,) = self._db.execute("select sum(num_bytes) from tasks").fetchone()
-        while total > self._max_bytes:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("begin immediate")
+        try:
+            yield
+            self._db.execute("commit")
+        finally:
+            # After some errors SQLite has rolled back by itself.
+            if self._db.in_transaction:
+                self._db.execute("rollback")
+
+    def _put(self, key: str, stamp: str, expires_s: float, rows: bytes) -> None:
+        with self._transaction():
+            self._db.execute(
+                "insert or replace into tasks values "
+                "(?, ?, ?, (select coalesce(max(used), 0) + 1 from tasks), ?, ?)",
+                (key, stamp, expires_s, len(rows), rows),
+            )
+            self._make_room(self._max_bytes)
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        self.num_failed += 1
+        if not self._is_failing:
+            event(logging.ERROR, "tasks_not_shared", message=str(error))
+        self._is_failing = True
+
+    def _total(self) -> int:
+        (total,) = self._db.execute("select coalesce(sum(num_bytes), 0) from tasks").fetchone()
+        return int(total)
+
+    def _make_room(self, most: int) -> None:
+        total = self._total()
+        while total > most:
             oldest = self._db.execute(
                 "select key, num_bytes from tasks order by used limit 1"
             ).fetchone()

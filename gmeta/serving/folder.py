@@ -121,7 +121,7 @@ def checksum_in(folder: Path) -> str:
     """
     try:
         return xxh3_hex((folder / CONFIG_FILE).read_bytes())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise _no_model(folder, CONFIG_FILE) from None
 
 

@@ -87,7 +87,7 @@ class ServedModel:
 
     def refusal(self, support_rows: int, who: str = "a task") -> str | None:
         """Return why `who`, with so many support rows, cannot be adapted to; None if it can."""
-        if not self._inner.solves or support_rows <= MOST_SERVED_ROWS:
+        if not self._inner.plan.solves or support_rows <= MOST_SERVED_ROWS:
             return None
         return (
             f"{who} has {support_rows:,} support rows; {self.config.algorithm.name}, which solves "

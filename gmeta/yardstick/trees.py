@@ -36,6 +36,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "huber": {"objective": "huber", "metric": "huber", "alpha": 1.0},
     "mae": {"objective": "regression_l1", "metric": "l1"},
 }
+# Of clicks with fractions among them, which "binary" would take for 1.
+FRACTIONS = {"objective": "cross_entropy", "metric": "cross_entropy"}
 # One after the other, each with the best of those before; the first of each stands until it is its
 # turn.
 LEAVES = (7, 15, 31, 63)
@@ -124,6 +126,8 @@ def grow(
     # Every group weighs alike, however many rows it has.
     sizes = np.array([len(rows.label_N) for rows in judges])
     against = _dataset(library, _joined(judges), data, np.repeat(1.0 / sizes, sizes))
+    is_fraction = loss == "bce" and bool((given.label_N % 1 != 0).any())
+    objective = FRACTIONS if is_fraction else OBJECTIVES[loss]
     found: dict[Setting, tuple[float, int]] = {}
     best = Setting()
     # One axis after the other: seven settings in place of twenty-four, each a training of its own.
@@ -132,12 +136,12 @@ def grow(
             changed: dict[str, Any] = {key: value}
             setting = replace(best, **changed)
             if setting not in found:
-                found[setting] = _grown(library, loss, data, against, setting)
+                found[setting] = _grown(library, objective, data, against, setting)
         best = min(found, key=lambda one: found[one][0])
     num_trees = found[best][1]
     # With all training tasks, those that judged among them.
     booster = library.train(
-        _parameters(loss, best), _dataset(library, given), num_boost_round=num_trees
+        _parameters(objective, best), _dataset(library, given), num_boost_round=num_trees
     )
     num_statistics = given.values_NX.shape[1]
     return Trees(loss, booster, best, len(found), num_trees, len(given.label_N), num_statistics)
@@ -214,21 +218,21 @@ def _dataset(
     )  # fmt: skip
 
 
-def _parameters(loss: Loss, setting: Setting) -> dict[str, Any]:
+def _parameters(objective: dict[str, Any], setting: Setting) -> dict[str, Any]:
     chosen = {
         "num_leaves": setting.leaves,
         "min_data_in_leaf": setting.leaf_rows,
         "learning_rate": setting.rate,
     }
-    return {**FIXED, **OBJECTIVES[loss], **chosen}
+    return {**FIXED, **objective, **chosen}
 
 
 def _grown(
-    library: Any, loss: Loss, data: Any, against: Any, setting: Setting
+    library: Any, objective: dict[str, Any], data: Any, against: Any, setting: Setting
 ) -> tuple[float, int]:
     """Return the smallest loss on the tasks that judge, and after how many trees."""
     booster = library.train(
-        _parameters(loss, setting),
+        _parameters(objective, setting),
         data,
         num_boost_round=MAX_TREES,
         valid_sets=[against],

@@ -26,6 +26,7 @@ from metaio.format.storage import file_system, is_local
 # two writers apart there.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _FLUSHED_TOGETHER = 8
+_TRIES = 100  # to lock a file that others remove again and again
 _FREE_SPACE = "Free space or choose another place"
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
@@ -139,14 +140,34 @@ def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the name `target` once the block has ended and its files are
+    on the disk; after a failure it goes.
+
+    The caller is alone in the folder of `target`: what killed ones left there of this or of any
+    other folder goes first, or a full disk would stay full.
+    """
+    for kind in ("partial", "old"):
+        for left in target.parent.glob(f".*.{kind}"):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        flush_to_disk((*partial.rglob("*"), partial))
+        replace_folder(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
 def one_writer(lock_file: Path, name: str) -> Iterator[None]:
     """Keep other processes out of the block; the lock file is removed afterwards.
 
     Raises:
         DataError: another process writes `name`, as messages call it.
     """
-    with lock_file.open("a+") as lock:
-        _lock(lock, name)
+    with _locked(lock_file, name) as lock:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")  # for who is refused
         lock.flush()
@@ -154,7 +175,7 @@ def one_writer(lock_file: Path, name: str) -> Iterator[None]:
             yield
         finally:
             # While the lock is held: whoever opened it meanwhile finds another inode, or none, in
-            # _lock.
+            # _has_its_name.
             lock_file.unlink(missing_ok=True)
 
 
@@ -164,12 +185,8 @@ def put_folder(fs: Any, folder: Path, there: str, last: str) -> None:
     On a disk the folder gets its name once it is whole.
     """
     if is_local(fs):
-        target = Path(there)
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(folder, partial)
-        flush_to_disk((*partial.rglob("*"), partial))
-        replace_folder(partial, target)
+        with whole_folder(Path(there)) as partial:
+            shutil.copytree(folder, partial, dirs_exist_ok=True)
         return
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")
@@ -193,22 +210,47 @@ def remove_folder(fs: Any, there: str, last: str) -> None:
         fs.rm(there, recursive=True)
 
 
-def _lock(lock: IO[str], name: str) -> None:
-    # The lock dies with its process, so a killed prepare never blocks the next one.
+def _locked(lock_file: Path, name: str) -> IO[str]:
+    """Return the lock file, opened and locked.
+
+    Raises:
+        DataError: another process holds it.
+    """
+    holder = ""
+    for _ in range(_TRIES):
+        lock = lock_file.open("a+")
+        is_locked = _is_locked(lock)
+        # The last holder may have removed the file between our opening and our locking it.
+        if is_locked and _has_its_name(lock):
+            return lock
+        with lock:
+            if not is_locked:
+                lock.seek(0)
+                holder = lock.read()
+                break
+    raise DataError(
+        f"{holder or 'another process'} is writing {name}. Wait for it, or choose another place"
+    )
+
+
+def _is_locked(lock: IO[str]) -> bool:
+    """Lock a file and return whether nobody else holds it. The lock dies with its process, so a
+    killed prepare never blocks the next one."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last holder may have removed the file between our opening and our locking it.
-        if os.fstat(lock.fileno()).st_ino != os.stat(lock.name).st_ino:
-            raise BlockingIOError
-    except (BlockingIOError, FileNotFoundError) as error:
-        lock.seek(0)
-        raise DataError(
-            f"{lock.read() or 'another process'} is writing {name}. Wait for it, or choose "
-            "another place"
-        ) from error
+    except BlockingIOError:
+        return False
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise
+    return True
+
+
+def _has_its_name(lock: IO[str]) -> bool:
+    try:
+        return os.fstat(lock.fileno()).st_ino == os.stat(lock.name).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def replace_folder(partial: Path, target: Path) -> None:

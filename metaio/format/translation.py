@@ -150,12 +150,28 @@ def _check_rules(
                 )
 
 
+def _check_recipe(own: Dataset, known: Dataset, table: str) -> None:
+    """Refuse a table without vocabularies whose ids nothing says to be those of the other one: by
+    schemas, which are compared by column, they are hashes; a recipe may number what it meets."""
+    recipes = own.manifest.recipe, known.manifest.recipe
+    if all(recipe.get("schema") for recipe in recipes) or recipes[0] == recipes[1]:
+        return
+    keys = sorted(recipes[0].keys() | recipes[1].keys())
+    key = next(key for key in keys if recipes[0].get(key) != recipes[1].get(key))
+    of_own, of_known = ("another" if key == "schema" else repr(one.get(key)) for one in recipes)
+    raise DataError(
+        f"table {table} has no vocabulary, and the recipe of {own.url} has {key} = {of_own}, that "
+        f"of {known.url} {of_known}: the same ids may mean other values. Prepare it by the recipe "
+        "and the options of the other one, or choose another dataset"
+    )
+
+
 def _rows_of(own: Dataset, known: Dataset, table: str, num_rows: int, num_known: int) -> Int64:
     """Return for each row of a table of `own` [R] the row of its value in `known`; 0: none."""
     vocabularies = own.manifest.vocabularies, known.manifest.vocabularies
     rows_R = np.arange(num_rows)
     if table not in vocabularies[1] and table not in vocabularies[0]:
-        # Hashed, or numbered by a recipe: the id is the row.
+        _check_recipe(own, known, table)
         return np.where(rows_R < num_known, rows_R, 0)
     if table not in vocabularies[0] or table not in vocabularies[1]:
         missing = known if table in vocabularies[0] else own

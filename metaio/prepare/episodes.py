@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metaio.counted import counted
-from metaio.errors import DataError
+from metaio.errors import DataError, TooFewRowsError
 from metaio.prepare.encoded_rows import EncodedRows
 from metaio.prepare.gather import Episodes
 from metaio.prepare.negatives import Catalogue, Sampler
@@ -54,11 +54,11 @@ def check_some(num_episodes: int, dropped: Dropped) -> None:
     """Refuse a dataset of nothing: whoever trains on it would find out much later.
 
     Raises:
-        DataError: every task was left out.
+        TooFewRowsError: every task was left out.
     """
     if not num_episodes:
         long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
-        raise DataError(
+        raise TooFewRowsError(
             f"the inputs make 0 episodes: {counted(dropped.short_tasks, 'task')} with fewer rows "
             f"than min_rows, {dropped.one_sided_episodes:,} without support or query{long}. Lower "
             "min_rows or query_rows under [episodes], or look into the task column"

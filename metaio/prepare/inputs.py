@@ -6,12 +6,19 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from metaio.errors import DataError
+from metaio.errors import DataError, TooFewRowsError
 from metaio.format.storage import file_system, is_local
 
 FileKind = Literal["Parquet", "text", "JSON"]
+
+
+class Member(NamedTuple):
+    """What a file was in its archive, which is called as it was given."""
+
+    archive: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -22,31 +29,45 @@ class Inputs:
     kind: FileKind
     file_systems: list[Any]
     num_empty: int  # files of no byte, left out
+    given: list[str]  # every file before archives were unpacked, and those of no byte
+    members: dict[str, Member]  # by the names of files that were unpacked
 
 
 def expand(urls: list[str], folder: Path) -> Inputs:
     """Return the files of all URLs, globs and folders; archives are unpacked below `folder`.
 
     Raises:
-        DataError: one does not exist or cannot be unpacked, all are empty, or kinds are mixed.
+        DataError: one does not exist or cannot be unpacked, or kinds are mixed.
+        TooFewRowsError: all are empty.
     """
     names: list[str] = []
-    empty: list[str] = []
+    given: list[str] = []
     remote: list[Any] = []
-    for fs, path in (found for url in urls for found in _files(url, folder)):
-        protocol = fs.protocol[0] if isinstance(fs.protocol, tuple) else fs.protocol
-        name = path if is_local(fs) else f"{protocol}://{path}"
-        (names if fs.size(path) else empty).append(name)
-        remote += [] if is_local(fs) or fs in remote else [fs]
+    members: dict[str, Member] = {}
+    num_empty = 0
+    for fs, path in (found for url in urls for found in _files(url)):
+        name = path if is_local(fs) else str(fs.unstrip_protocol(path))
+        given.append(name)
+        if path.lower().endswith(".zip"):
+            unpacked = _unpacked(fs, path, name, folder)
+            full = [own for own in unpacked if Path(own).stat().st_size]
+            num_empty += len(unpacked) - len(full)
+            names += full
+            members |= unpacked
+        elif fs.size(path):
+            names.append(name)
+            remote += [] if is_local(fs) or fs in remote else [fs]
+        else:
+            num_empty += 1
     if not names:
-        raise DataError(f"input {empty[0]} is empty. Remove it, or write its rows")
+        raise TooFewRowsError(f"input {given[0]} is empty. Remove it, or write its rows", given)
     # One scan reads one kind; two scans could give a column two types.
     kinds = sorted({_kind(name) for name in names})
     if len(kinds) != 1:
         raise DataError(
             f"the inputs mix {' and '.join(kinds)} files. Prepare from one format at a time"
         )
-    return Inputs(names, kinds[0], remote, len(empty))
+    return Inputs(names, kinds[0], remote, num_empty, given, members)
 
 
 def _kind(name: str) -> FileKind:
@@ -64,13 +85,16 @@ def _is_marker(path: str) -> bool:
     return path.rsplit("/", 1)[-1].startswith(("_", "."))
 
 
-def _files(url: str, folder: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the file system and the path of each file of a URL, glob, folder or archive."""
+def _files(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield the file system and the path of each file of a URL, glob or folder."""
     fs, path = file_system(url)
-    if any(mark in path for mark in "*?["):
-        matches = {p: info for p, info in fs.glob(path, detail=True).items() if not _is_marker(p)}
+    # What has such a name is meant, and no other that its name would match.
+    if fs.exists(path):
+        matches = {path: fs.info(path)}
     else:
-        matches = {path: fs.info(path)} if fs.exists(path) else {}
+        is_glob = any(mark in path for mark in "*?[")
+        found_there = fs.glob(path, detail=True) if is_glob else {}
+        matches = {p: info for p, info in found_there.items() if not _is_marker(p)}
     if not matches:
         raise DataError(f"input {url} does not exist. Check the path")
     found: list[str] = []
@@ -82,23 +106,24 @@ def _files(url: str, folder: Path) -> Iterator[tuple[Any, str]]:
         found += sorted(inside for inside in fs.find(match) if not _is_marker(inside))
     if not found:
         raise DataError(f"input {url} is a folder without files. Check the path")
-    for name in dict.fromkeys(found):  # "**" matches a folder, and what is in it once more
-        if name.lower().endswith(".zip"):
-            inside = sorted(str(path) for path in _unpacked(fs, name, folder) if path.is_file())
-            yield from ((file_system("/")[0], path) for path in inside if not _is_marker(path))
-        else:
-            yield fs, name
+    # "**" matches a folder, and what is in it once more.
+    yield from ((fs, name) for name in dict.fromkeys(found))
 
 
-def _unpacked(fs: Any, name: str, folder: Path) -> Iterator[Path]:
-    """Return what an archive holds, unpacked below a folder that messages will speak of."""
-    place = Path(tempfile.mkdtemp(dir=folder)) / Path(name).name.removesuffix(".zip")
+def _unpacked(fs: Any, path: str, name: str, folder: Path) -> dict[str, Member]:
+    """Return the files of an archive, unpacked below a folder that messages will speak of."""
+    place = Path(tempfile.mkdtemp(dir=folder)) / Path(path).name.removesuffix(".zip")
     try:
         # Members that would lead elsewhere are put below, too: zipfile leaves out such steps.
-        with fs.open(name) as file, zipfile.ZipFile(file) as archive:
+        with fs.open(path) as file, zipfile.ZipFile(file) as archive:
             archive.extractall(place)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         raise DataError(
             f"input {name} cannot be unpacked: {error}. Unpack it yourself, and give the files"
         ) from error
-    return place.rglob("*")
+    files = sorted(str(own) for own in place.rglob("*") if own.is_file())
+    return {
+        own: Member(name, Path(own).relative_to(place).as_posix())
+        for own in files
+        if not _is_marker(own)
+    }

@@ -17,13 +17,13 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.errors import DataError, shown
+from metaio.errors import AccessError, DataError, TooFewRowsError, shown
 from metaio.prepare import parquet_files
 from metaio.prepare.encode import refuse_nulls
 from metaio.prepare.inputs import expand
 from metaio.prepare.schema import Schema, TextRule
 from metaio.prepare.sides import side_of_file, with_side
-from metaio.prepare.sql import column_name, connected, listed, quoted, scan, struct
+from metaio.prepare.sql import column_name, connected, listed, literal, paths, quoted, scan, struct
 from metaio.prepare.text_faults import bad_bytes, fault_of, fields_of, shortened
 from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
 from metaio.prepare.transform import transformed
@@ -40,10 +40,17 @@ def _names_zone(kind: str) -> bool:
 
 
 def refuse_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
-    """Raise DataError where these files hold no rows, or nulls where none are allowed."""
+    """Raise TooFewRowsError where these files hold no rows, DataError for nulls where none are
+    allowed."""
     if total == 0:
-        raise DataError(f"the inputs hold no rows: {', '.join(names)}. Check the path")
+        raise _no_rows(names)
     refuse_nulls(schema, nulls)
+
+
+def _no_rows(names: list[str], given: list[str] | None = None) -> TooFewRowsError:
+    return TooFewRowsError(
+        f"the inputs hold no rows: {', '.join(names)}. Check the path", given or names
+    )
 
 
 class DuckSource:
@@ -62,20 +69,28 @@ class DuckSource:
         self._run(f"SET preserve_insertion_order = {str(schema.needs_input_order).lower()}")
         self._time = schema.time.column if schema.time else None
         self._text = schema.text or TextRule()
-        self.names = self._files.names  # the files that hold rows
+        # The files that are read, and what the caller gave: some may be empty, others archives.
+        self.names, self.given = self._files.names, self._files.given
+        self.members = self._files.members
         self._options = self._text_options()
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
+        self._as_given, self._given_options = self._files, self._options
+        of_rows = self._first_with_rows()
+        first = of_rows or self.names[0]
         if schema.transform is not None:
             own = Path(self._folder.name, "transformed")
             self._files = transformed(
                 self._files, schema.transform, schema.columns, self._raw_batches, own
             )
-        first = self._files.names[0]
+            first = self._files.names[0]
         self._types = self._column_types(first)
         self._check_columns(first)
+        if of_rows is None and schema.transform is None:
+            raise _no_rows(self.names, self.given)
         self._side_of = {name: side_of_file(schema.membership, name) for name in self._files.names}
-        for name in self._files.names[1:]:
-            self._check_drift(name)
+        for name in self._files.names:
+            if name != first:
+                self._check_drift(name, first)
         if self._files.kind == "Parquet":
             self._check_durations()
         # The first file's types are asked of all: a row that does not fit is refused by name
@@ -83,6 +98,20 @@ class DuckSource:
         self._asked = {} if self._files.kind == "Parquet" else asked_types(schema, self._types)
         self._table = self._scan(self._files.names, self._asked)
         self.left_out = {"empty_files": self._files.num_empty}
+
+    def _first_with_rows(self) -> str | None:
+        """Return the first file by which DuckDB can guess the types of text: one that has a row."""
+        if self._files.kind == "Parquet":
+            return self.names[0]
+        return next(filter(self.has_rows, self.names), None)
+
+    def has_rows(self, name: str) -> bool:
+        """Tell whether a file that is read has any row, be it one that cannot be read."""
+        table = scan(self._as_given, [name], self._given_options)
+        try:
+            return bool(self._connection.sql(f"SELECT 1 FROM {table} LIMIT 1").fetchall())
+        except duckdb.Error:
+            return True
 
     def _text_options(self) -> str:
         """Return the options of read_csv that decide what is a line and what is a null."""
@@ -106,7 +135,7 @@ class DuckSource:
         # As Latin-1 all bytes are text, also those of columns that nobody reads.
         encoding = "utf-16" if self._text.encoding == "utf-16" else "latin-1"
         return (
-            f"SELECT {columns} FROM read_csv({listed(names)}, auto_detect = false, "
+            f"SELECT {columns} FROM read_csv({paths(names)}, auto_detect = false, "
             f"header = false, delim = '{_NO_DELIMITER}', quote = '', escape = '', comment = '', "
             f"columns = {{'line': 'VARCHAR'}}, strict_mode = false, "
             f"encoding = '{encoding}', max_line_size = {self._text.max_line_bytes})"
@@ -174,7 +203,7 @@ class DuckSource:
             raise self._refusal(error, name) from error
         options = self._options.replace("'utf-8'", "'latin-1'")
         *_, columns, _, _, _, call = self._fetch(
-            f"SELECT * FROM sniff_csv({quoted(name)}, {options})", name
+            f"SELECT * FROM sniff_csv({quoted(literal(name))}, {options})", name
         )[0]
         found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
         if found:
@@ -206,14 +235,13 @@ class DuckSource:
         if fields:
             columns = struct(dict.fromkeys(fields, "VARCHAR"))
             self._fetch(
-                f"SELECT count(*) FROM read_csv({listed([name])}, {self._options}, "
+                f"SELECT count(*) FROM read_csv({paths([name])}, {self._options}, "
                 f"auto_detect = false, delim = '{delimiter}', quote = '\"', escape = '\"', "
                 f"header = true, columns = {columns})",
                 name,
             )
 
-    def _check_drift(self, name: str) -> None:
-        first = self._files.names[0]
+    def _check_drift(self, name: str, first: str) -> None:
         wanted = {column: self._types[column] for column in self._schema.columns}
         types = self._column_types(name)
         for column, kind in wanted.items():
@@ -225,6 +253,7 @@ class DuckSource:
             # Types of text files are guessed from the first rows; rows that do not fit are refused
             # later. But the zone of a time would be dropped without a word.
             zones = _names_zone(types[column]) != _names_zone(kind) and column == self._time
+            zones = zones and self.has_rows(name)
             if types[column] != kind and (self._files.kind == "Parquet" or zones):
                 raise DataError(
                     f"column {column} is {types[column]} in {name} and {kind} in {first}. "
@@ -236,7 +265,7 @@ class DuckSource:
         for 60,000,000,000 where the unit is the nanosecond.
         """
         found = self._fetch(
-            f"SELECT file_name, value FROM parquet_kv_metadata({listed(self._files.names)}) "
+            f"SELECT file_name, value FROM parquet_kv_metadata({paths(self._files.names)}) "
             "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
         )
         for name, arrow_schema in found:
@@ -258,8 +287,9 @@ class DuckSource:
         """Return the number of rows, once no column holds what it may not hold.
 
         Raises:
-            DataError: there are no rows, nulls where none are allowed, or values of a text file
-                that its columns' types would cut.
+            TooFewRowsError: there are no rows.
+            DataError: nulls where none are allowed, or values of a text file that its columns'
+                types would cut.
         """
         columns = self._schema.columns
         counts = ", ".join(f"count({column_name(column)})" for column in columns)
@@ -373,13 +403,16 @@ class DuckSource:
         """Return what DuckDB or pyarrow found wrong as one line."""
         what, where = str(error), f"input {name}" if name else "an input"
         if isinstance(error, duckdb.OutOfMemoryException):
-            return DataError(
+            return AccessError(
                 f"{where} cannot be read within the memory allowed: {shortened(what)}. Allow more "
                 "(--memory)"
             )
         if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
-            remedy = "Look after the disk or the network, then try again"
-        elif self._files.kind == "Parquet":
+            return AccessError(
+                f"{where} cannot be read: {shortened(what)}. Look after the disk or the network, "
+                "then try again"
+            )
+        if self._files.kind == "Parquet":
             remedy = "Write that file again"
         else:
             fault = fault_of(what, self._header)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from metaio.errors import DataError
+from metaio.errors import AccessError, DataError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -55,10 +55,11 @@ def collected(frame: "DataFrame") -> list[Any]:
     try:
         return [pickle.loads(row[0]) for row in frame.collect()]
     except (Py4JJavaError, PySparkException) as error:
-        message = re.search(r"metaio\.errors\.DataError: (.*)", str(error))
-        if message is None:
+        found = re.search(r"metaio\.errors\.(DataError|AccessError): (.*)", str(error))
+        if found is None:
             raise
-        raise DataError(message.group(1).strip()) from error
+        kind = {"DataError": DataError, "AccessError": AccessError}[found.group(1)]
+        raise kind(found.group(2).strip()) from error
 
 
 def quoted(columns: list[str]) -> list[str]:

@@ -2,17 +2,24 @@
 escaped.
 """
 
+import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 import duckdb
 
 from metaio.prepare.inputs import Inputs
+
+_MARKS, _MARKS_OF_WEB = re.compile(r"[*?[]"), re.compile(r"[*[]")
 
 
 def connected(inputs: Inputs) -> duckdb.DuckDBPyConnection:
     """Return a connection that reads these files."""
     connection = duckdb.connect()
     for fs in inputs.file_systems:
+        if "http" in fs.protocol:
+            # DuckDB asks for it before it reads; fsspec does not know it of a web server.
+            fs.modified = lambda path: datetime.fromtimestamp(0, UTC)
         connection.register_filesystem(fs)
     # Times that name no zone are UTC on every machine.
     connection.execute("SET TimeZone = 'UTC'")
@@ -26,10 +33,10 @@ def scan(inputs: Inputs, names: Iterable[str], csv: str, json: str = "") -> str:
     of these kinds.
     """
     if inputs.kind == "Parquet":
-        return f"read_parquet({listed(names)})"
+        return f"read_parquet({paths(names)})"
     if inputs.kind == "JSON":
-        return f"read_json({listed(names)}, format = 'newline_delimited'{json})"
-    return f"read_csv({listed(names)}, {csv})"
+        return f"read_json({paths(names)}, format = 'newline_delimited'{json})"
+    return f"read_csv({paths(names)}, {csv})"
 
 
 def quoted(text: str) -> str:
@@ -45,6 +52,22 @@ def column_name(column: str) -> str:
 def listed(values: Iterable[str]) -> str:
     """Return texts as a list."""
     return "[" + ", ".join(quoted(value) for value in values) + "]"
+
+
+def paths(names: Iterable[str]) -> str:
+    """Return files as a list: DuckDB takes names for globs."""
+    return listed(map(literal, names))
+
+
+def literal(name: str) -> str:
+    """Return the glob that matches the file of this name alone.
+
+    >>> literal("day[1].csv")
+    'day[[]1].csv'
+    """
+    # In the address of a web server ? is no mark: fsspec takes it for what it is.
+    marks = _MARKS_OF_WEB if name.startswith(("http://", "https://")) else _MARKS
+    return marks.sub(r"[\g<0>]", name)
 
 
 def struct(types: dict[str, str]) -> str:

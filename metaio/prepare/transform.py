@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_keys.plugins import Registry
-from metaio.errors import DataError, SchemaError, shown
+from metaio.errors import DataError, SchemaError, TooFewRowsError, shown
 from metaio.prepare.inputs import Inputs
 from metaio.prepare.rules import TransformRule
 
@@ -73,8 +73,9 @@ def transformed(
 
     Raises:
         SchemaError: there is no such function.
-        DataError: it failed, returned something else than rows of the same columns and types each
-            time, or dropped all.
+        DataError: it failed, or returned something else than rows of the same columns and types
+            each time.
+        TooFewRowsError: it dropped all.
     """
     function, names, before = found_transform(rule), [], None
     folder.mkdir()
@@ -98,7 +99,9 @@ def transformed(
                 writer.close()
         names += [str(path)] if writer is not None else []
     if not names:
-        raise DataError(f"the inputs hold no rows: {', '.join(inputs.names)}. Check the path")
+        raise TooFewRowsError(
+            f"the inputs hold no rows: {', '.join(inputs.names)}. Check the path", inputs.given
+        )
     return replace(inputs, names=names, kind="Parquet")
 
 

@@ -121,7 +121,7 @@ def time_values(name: str, column: pa.Array) -> Int64:
     numbers as they are.
 
     Raises:
-        DataError: the column holds neither numbers nor times.
+        DataError: the column holds neither numbers nor times, or NaN.
     """
     kind = column.type
     # Microseconds whatever the file's unit, so that files and engines with other units agree.
@@ -133,6 +133,11 @@ def time_values(name: str, column: pa.Array) -> Int64:
     if pa.types.is_integer(kind):
         return integer_values(column)
     if pa.types.is_floating(kind):
+        # In the order of bits NaN would be the newest time of all. Nulls are refused elsewhere.
+        if pc.any(pc.is_nan(column)).as_py():
+            raise DataError(
+                f"time column {name} holds NaN, which is no time. Repair those rows, or drop them"
+            )
         return _ordered_bits(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
     raise DataError(
         f"time column {name} has type {kind}; integer, float, date or timestamp is needed. Cast "

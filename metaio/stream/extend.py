@@ -5,8 +5,10 @@ into buckets of whole tasks on disk, join each bucket with the newest rows of it
 the window, and write it as a shard. Renaming the increment's folder is the commit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from metaio.errors import DataError
+from metaio.errors import AccessError, DataError, TooFewRowsError
 from metaio.format.checked_json import write_checked
 from metaio.format.destination import one_writer
 from metaio.format.layout import RESET_FOLDER
@@ -39,13 +41,22 @@ from metaio.stream.chain import (
 )
 from metaio.stream.description import Before, check_columns, column_kinds, opened
 from metaio.stream.engine import Engine, OneMachine
-from metaio.stream.inputs import InputFile, refuse_doubled, refuse_known, with_inputs
+from metaio.stream.inputs import (
+    Offered,
+    described,
+    doubled,
+    offered,
+    refuse_known,
+    with_inputs,
+)
 from metaio.stream.numbering import Admission, Change, Numbering, advanced, capacity_of, merged
-from metaio.stream.quarantine import clear_quarantine, quarantined
+from metaio.stream.quarantine import RefusedFilesError, clear_quarantine, note_refusal
 from metaio.stream.screen import alarms, drift, faults, statistics_of
 from metaio.stream.shards import Window
 from metaio.stream.state import State, commit_state, new_state, remove_old_states, write_tables
 from metaio.stream.window import Clock, Look, Looking, rule_of, time_unit
+
+EngineOf = Callable[[DuckSource, Schema, PrepareOptions], Engine]
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class _Next:
     look: Look
     clock: Clock
     splits: Splits
-    files: list[InputFile]
+    files: Offered
     tables: dict[str, Numbering]
     changes: dict[str, Change]
     moments: dict[str, tuple[float, float]]
@@ -75,15 +86,19 @@ def extend(
     options: PrepareOptions | None = None,
     *,
     accept: bool = False,
+    along: Sequence[str] = (),
     progress: Progress | None = None,
-    engine_of: Callable[[DuckSource, Schema, PrepareOptions], Engine] = OneMachine,
+    engine_of: EngineOf = OneMachine,
 ) -> IncrementRecord:
     """Append the rows of raw tables to the stream at a local path, which the first call makes; it
     alone needs a schema. Return the new increment.
 
+    Tables `along`, such as those that came late, become part of it if they can: where all together
+    are refused, the others are tried alone, and `along` is quarantined once these are taken.
+
     Raises:
         QuarantinedError: the rows are not to be trusted; `accept` takes them all the same, as far
-            as they can be trained on.
+            as they can be trained on. Or they make no increment alone.
         DataError: an input is missing, was taken before, or does not fit the stream; another
             process extends it; the disk is full.
     """
@@ -102,49 +117,117 @@ def extend(
             lock.unlink()  # of one that was killed right behind its commit
         if before.number != FIRST_INCREMENT:
             check_trusted(before.schema.transform)
-        memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
-        threads = options.threads
-        with DuckSource(
-            inputs, before.schema, memory_bytes=memory_bytes, threads=threads
-        ) as source:
-            engine = engine_of(source, before.schema, options)
-            files = engine.described(source.names)
-            refuse_doubled(files)
-            refuse_known(files, before.state.inputs)
-            types = source.arrow_types(before.schema.columns)
-            check_columns(before, source.names[0], types)
-            found = _looked_at(before, engine, types, files, accept, tell)
-            _write(root, found, engine, source, types, options, tell)
-        clear_quarantine(root, files)
+        append = partial(_append, before, options, accept, tell, engine_of)
+        try:
+            files, refusal = _with_along(append, inputs, along)
+        except RefusedFilesError as error:
+            note_refusal(root, before.number, error)
+            raise
+        clear_quarantine(root, files.given)
+        if refusal is not None:
+            note_refusal(root, before.number, refusal)
         remove_old_states(root, before.number)
     return open_stream(stream).record(before.number)
+
+
+def _with_along(
+    append: Callable[[list[str], bool], Offered], inputs: list[str], along: Sequence[str]
+) -> tuple[Offered, RefusedFilesError | None]:
+    """Append inputs with what comes along, or else without it; return the files that were taken,
+    and why those that come along were not.
+
+    Raises:
+        DataError: see `_append`.
+    """
+    try:
+        return append([*inputs, *along], not along), None
+    except AccessError:
+        raise
+    except DataError as error:
+        # Alone the inputs would be refused as well.
+        if not along or (isinstance(error, RefusedFilesError) and error.kind != "rows"):
+            raise
+        refusal = error if isinstance(error, RefusedFilesError) else None
+    files = append(inputs, True)
+    if refusal is not None:
+        left = [file for file in refusal.files if file not in files.given]
+        refusal = RefusedFilesError(left, refusal.reasons)
+    return files, refusal
+
+
+def _append(
+    before: Before,
+    options: PrepareOptions,
+    accept: bool,
+    tell: Progress,
+    engine_of: EngineOf,
+    inputs: list[str],
+    is_alone: bool,
+) -> Offered:
+    """Write the next increment, of files that come `is_alone` or with what is late, and return
+    them.
+
+    Raises:
+        RefusedFilesError: they are not to be trusted, or make none.
+        DataError: see extend.
+    """
+    root, schema, taken = before.root, before.schema, before.state.inputs
+    memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
+    try:
+        source = DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads)
+    except TooFewRowsError as error:
+        empty = [described(name) for name in error.files]
+        refuse_known(Offered(empty, empty, {}), taken)
+        raise RefusedFilesError(empty, [str(error)], "few") from error
+    with source:
+        engine = engine_of(source, schema, options)
+        files = offered(source.given, source.members, engine.described(source.names))
+        refuse_known(files, taken)
+        twice = doubled(files, taken, source.has_rows)
+        if twice:
+            raise RefusedFilesError(list(twice), list(twice.values()), "doubled")
+        types = source.arrow_types(schema.columns)
+        check_columns(before, source.names[0], types)
+        found = _looked_at(before, engine, types, files, accept, is_alone, tell)
+        _write(root, found, engine, source, types, options, tell)
+    return files
+
+
+@contextmanager
+def _judged(files: Offered) -> Iterator[None]:
+    """Refuse files for what their rows hold: that they have the columns is known before."""
+    try:
+        yield
+    except AccessError:
+        raise
+    except TooFewRowsError as error:
+        raise RefusedFilesError(files.given, [str(error)], "few") from error
+    except DataError as error:
+        raise RefusedFilesError(files.given, [str(error)]) from error
 
 
 def _looked_at(
     before: Before,
     engine: Engine,
     types: dict[str, pa.DataType],
-    files: list[InputFile],
+    files: Offered,
     accept: bool,
+    is_alone: bool,
     tell: Progress,
 ) -> _Next:
     """Return what the new rows hold, judged and numbered.
 
     Raises:
-        QuarantinedError: they are not to be trusted.
+        RefusedFilesError: they are not to be trusted, or make no window.
     """
     looking, rule = _looking(before, types), rule_of(before.schema)
     clock = looking.clock
-    try:
+    with _judged(files):
         look = engine.look(looking, tell)
-    except DataError as error:
-        # Of what the rows hold: that they can be read and have the columns is known by now.
-        raise quarantined(before.root, before.number, files, [str(error)]) from error
-    reasons = _without_window(look, clock)
-    if not accept and not reasons:
-        reasons = faults(statistics_of(look), before.state.windows, rule)
+        _check_window(look, clock, is_alone and not accept)
+    reasons = [] if accept else faults(statistics_of(look), before.state.windows, rule)
     if reasons:
-        raise quarantined(before.root, before.number, files, reasons)
+        raise RefusedFilesError(files.given, reasons)
     moments = before.moments
     if moments is None:
         moments = {name: mean_and_deviation(*known) for name, known in look.moments.items()}
@@ -173,16 +256,20 @@ def _looking(before: Before, types: dict[str, pa.DataType]) -> Looking:
     return Looking(schema, Splits(split_names(schema)), clock, value_types)
 
 
-def _without_window(look: Look, clock: Clock) -> list[str]:
-    """Return why the rows make no window, if they make none."""
+def _check_window(look: Look, clock: Clock, mostly_in: bool) -> None:
+    """Raise DataError or TooFewRowsError where the rows make no window, or where less than half of
+    them are in it though they are to be `mostly_in`."""
     if look.num_rows and look.least_time < 0:
-        return [f"a row has the time {look.least_time}; times from 0 on are allowed in a stream"]
-    if clock.start is not None and (not look.num_rows or look.most_time < clock.start):
-        return [
-            f"all of its {look.num_rows + look.num_dropped:,} rows are from before the window, "
-            f"which begins at {clock.start}"
-        ]
-    return []
+        raise DataError(
+            f"a row has the time {look.least_time}; times from 0 on are allowed in a stream"
+        )
+    num_late, num_rows = look.num_late + look.num_dropped, look.num_rows + look.num_dropped
+    if num_late == num_rows or (mostly_in and 2 * num_late > num_rows):
+        share = "all" if num_late == num_rows else f"{num_late:,}"
+        raise TooFewRowsError(
+            f"{share} of its {num_rows:,} rows are from before the window, which begins at "
+            f"{clock.start}"
+        )
 
 
 def _write(
@@ -205,7 +292,8 @@ def _write(
         description = before.description or _description(found, job, source.columns, types)
         with new_state(root, number) as partial:
             write_tables(partial, found.tables)
-            written = engine.write(window, found.tables, writer, partial, tell)
+            with _judged(found.files):
+                written = engine.write(window, found.tables, writer, partial, tell)
             job.write_vocabularies(writer.folder)
             _write_resets(writer.folder, found.changes)
             new_columns = sorted(set(source.columns) - set(description["columns"]))
@@ -223,7 +311,7 @@ def _write(
             recent = [*before.state.windows, statistics_of(found.look)][-rule_of(schema).recent :]
             state = State(
                 found.tables,
-                with_inputs(before.state.inputs, found.files, number),
+                with_inputs(before.state.inputs, found.files.recorded, number),
                 recent,
                 found.window[1],
             )
@@ -285,7 +373,7 @@ def _report(found: _Next, job: Job) -> dict[str, Any]:
         "tables": tables,
         "drift": moved,
         "alarms": alarms(look, moved, tables, rule),
-        "inputs": [file._asdict() for file in found.files],
+        "inputs": [file._asdict() for file in found.files.recorded],
     }
 
 
@@ -305,5 +393,5 @@ def _description(
         "columns": sorted(columns),
     }
     # From what it begins with, so that the same files make the same stream.
-    origin = [body["schema"], [file.xxh3 for file in found.files]]
+    origin = [body["schema"], [file.xxh3 for file in found.files.recorded]]
     return {"stream": xxhash.xxh3_64_hexdigest(canonical_json(origin)), **body}

@@ -1,5 +1,8 @@
 """Which files an increment takes: no file twice, none that was rewritten since it was taken."""
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -7,6 +10,7 @@ import xxhash
 
 from metaio.errors import DataError
 from metaio.format.storage import file_system
+from metaio.prepare.inputs import Member
 
 _CHUNK_BYTES = 1 << 22
 
@@ -17,6 +21,25 @@ class InputFile(NamedTuple):
     name: str
     num_bytes: int
     xxh3: str
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The files of a call: as they were given, empty ones and archives too, and as they are read;
+    what came out of archives is in `members`."""
+
+    given: list[InputFile]
+    read: list[InputFile]
+    members: dict[str, Member]
+
+    @property
+    def recorded(self) -> list[InputFile]:
+        """Return what an increment names as its inputs: an archive, and each file in it."""
+        return self.given + [
+            file._replace(name=_told(file.name, self.members))
+            for file in self.read
+            if file.name in self.members
+        ]
 
 
 def described(name: str) -> InputFile:
@@ -37,38 +60,63 @@ def described(name: str) -> InputFile:
     return InputFile(name, num_bytes, digest.hexdigest())
 
 
-def refuse_doubled(files: list[InputFile]) -> None:
-    """Raise DataError for two files of the same bytes."""
-    found: dict[str, InputFile] = {}
-    for file in files:
-        if file.num_bytes and file.xxh3 in found:
-            raise DataError(
-                f"input {file.name} holds the same bytes as {found[file.xxh3].name}: its rows "
-                "would be trained twice. Leave one out"
-            )
-        found[file.xxh3] = file
+def offered(given: list[str], members: dict[str, Member], read: list[InputFile]) -> Offered:
+    """Return the files that were given, of which `read` are those that hold bytes.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    known = {file.name: file for file in read}
+    files = [known.get(name) or described(name) for name in dict.fromkeys(given)]
+    return Offered(files, read, members)
 
 
-def refuse_known(files: list[InputFile], taken: pa.Table) -> None:
-    """Raise DataError for a file that an increment has taken, by its content or by its name."""
-    hashes = {xxh3: row for row, xxh3 in enumerate(taken["xxh3"].to_pylist())}
-    names = {name: row for row, name in enumerate(taken["name"].to_pylist())}
-    for file in files:
-        row = hashes.get(file.xxh3)
+def refuse_known(files: Offered, taken: pa.Table) -> None:
+    """Raise DataError for a file that an increment has taken under the same name, or that is given
+    twice."""
+    row_of = {name: row for row, name in enumerate(taken["name"].to_pylist())}
+    for file in files.given:
+        row = row_of.get(file.name)
+        if row is None:
+            continue
+        before = taken.slice(row, 1).to_pylist()[0]
+        if before["xxh3"] == file.xxh3:
+            raise DataError(_taken(file.name, before))
+        raise DataError(
+            f"input {file.name} was taken into increment {before['increment']} with other content: "
+            "it was rewritten since, and increments do not change. Give new rows in a file of a "
+            "new name, or begin a new stream"
+        )
+    name, times = Counter(file.name for file in files.read).most_common(1)[0]
+    if times > 1:
+        raise DataError(f"input {name} is given {times} times. Give it once")
+
+
+def doubled(
+    files: Offered, taken: pa.Table, has_rows: Callable[[str], bool]
+) -> dict[InputFile, str]:
+    """Return the files whose rows would be trained twice, as another file of the same bytes was
+    taken or is given, each with the reason; an archive if it holds such a file."""
+    row_of = {xxh3: row for row, xxh3 in enumerate(taken["xxh3"].to_pylist())}
+    found: dict[InputFile, str] = {}
+    first_of: dict[str, InputFile] = {}
+    given = {file.name: file for file in files.given}
+    for file in files.read:
+        row, first = row_of.get(file.xxh3), first_of.setdefault(file.xxh3, file)
+        # Files without rows, such as a header alone, are often alike.
+        if (row is None and first is file) or not has_rows(file.name):
+            continue
+        told = _told(file.name, files.members)
+        member = files.members.get(file.name)
+        owner = given[file.name if member is None else member.archive]
         if row is not None:
-            before = taken.slice(row, 1).to_pylist()[0]
-            raise DataError(
-                f"input {file.name} was taken into increment {before['increment']} already, as "
-                f"{before['name']}: its rows would be trained twice. Leave it out"
+            found[owner] = _taken(told, taken.slice(row, 1).to_pylist()[0])
+        else:
+            found[owner] = (
+                f"input {told} holds the same bytes as {_told(first.name, files.members)}: its "
+                "rows would be trained twice. Leave one out"
             )
-        row = names.get(file.name)
-        if row is not None:
-            number = taken["increment"][row].as_py()
-            raise DataError(
-                f"input {file.name} was taken into increment {number} with other content: it was "
-                "rewritten since, and increments do not change. Give new rows in a file of a new "
-                "name, or begin a new stream"
-            )
+    return found
 
 
 def with_inputs(taken: pa.Table, files: list[InputFile], increment: int) -> pa.Table:
@@ -79,3 +127,15 @@ def with_inputs(taken: pa.Table, files: list[InputFile], increment: int) -> pa.T
         "increment": [increment] * len(files),
     }
     return pa.concat_tables([taken, pa.table(columns, schema=taken.schema)]).combine_chunks()
+
+
+def _taken(name: str, before: dict[str, Any]) -> str:
+    return (
+        f"input {name} was taken into increment {before['increment']} already, as "
+        f"{before['name']}: its rows would be trained twice. Leave it out"
+    )
+
+
+def _told(name: str, members: dict[str, Member]) -> str:
+    member = members.get(name)
+    return name if member is None else f"{member.archive}/{member.path}"

@@ -1,7 +1,11 @@
-"""Windows that were refused for what they hold: noted beside the stream, with the reason."""
+"""Files that were refused for what they hold: noted beside the stream, with the reason.
 
+A file stands in the newest note alone that names it.
+"""
+
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -16,41 +20,71 @@ QUARANTINE = "quarantine"
 _FORMAT = "gmeta-stream-quarantine"
 
 
-def quarantined(
-    root: Path, number: int, files: list[InputFile], reasons: list[str]
-) -> QuarantinedError:
-    """Note files that were refused as increment `number`; return the error that says why."""
-    place = _place(root, files)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    noted = [file._asdict() for file in files]
-    write_checked(place, _FORMAT, {"before": number, "files": noted, "reasons": reasons})
-    more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
-    return QuarantinedError(
-        f"input {files[0].name}{more} is quarantined: {'; '.join(reasons)}. Mend the files, or "
-        "pass --accept if they are right"
-    )
+class RefusedFilesError(QuarantinedError):
+    """Which files are refused, and why: for what their `rows` hold; as they are `doubled`, while
+    others of the call are not; or as they are too `few` for an increment of their own, and are to
+    be given together with newer ones."""
+
+    def __init__(
+        self,
+        files: list[InputFile],
+        reasons: list[str],
+        kind: Literal["rows", "doubled", "few"] = "rows",
+    ) -> None:
+        more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+        remedy = "Mend the files, or pass --accept if they are right"
+        if kind == "few":
+            remedy = "Give newer files with it, as gmeta follow does"
+        told = f"input {files[0].name}{more} is quarantined: {'; '.join(reasons)}. {remedy}"
+        super().__init__(reasons[0] if kind == "doubled" else told)
+        self.files, self.reasons, self.kind = files, reasons, kind
 
 
-def clear_quarantine(root: Path, files: list[InputFile]) -> None:
-    """Forget that these files were refused: they became an increment."""
-    _place(root, files).unlink(missing_ok=True)
+def note_refusal(root: Path, number: int, refusal: RefusedFilesError) -> None:
+    """Note what was refused as increment `number`."""
+    files = [file._asdict() for file in refusal.files]
+    kind = {"with_next": True} if refusal.kind == "few" else {}
+    body = {"before": number, "files": files, "reasons": refusal.reasons, **kind}
+    _forget(root, [file.name for file in refusal.files], but=_write(root, body))
+
+
+def clear_quarantine(root: Path, files: Iterable[InputFile]) -> None:
+    """Forget that these files were refused: they became part of an increment."""
+    _forget(root, {file.name for file in files})
 
 
 def list_quarantine(root: Path) -> list[dict[str, Any]]:
     """Return what was refused and why: `before` (the increment that it was to become), `files`,
-    `reasons`.
+    `reasons`, and `with_next` where the files only wait for more.
 
     Raises:
         FormatError: a note is damaged.
     """
+    return [note for _, note in _notes(root)]
+
+
+def _notes(root: Path) -> list[tuple[Path, dict[str, Any]]]:
     storage = Storage(str(root / QUARANTINE))
-    return [
-        read_of_stream(storage, path.name, _FORMAT)
-        for path in sorted((root / QUARANTINE).glob("*.json"))
-    ]
+    paths = sorted((root / QUARANTINE).glob("*.json"))
+    return [(path, read_of_stream(storage, path.name, _FORMAT)) for path in paths]
 
 
-def _place(root: Path, files: list[InputFile]) -> Path:
-    # By content, so that the same files are noted once however often they are tried.
-    name = xxhash.xxh3_64_hexdigest(canonical_json(sorted(file.xxh3 for file in files)))
-    return root / QUARANTINE / f"{name}.json"
+def _forget(root: Path, names: Collection[str], but: Path | None = None) -> None:
+    """Take files out of all notes but one."""
+    for path, note in _notes(root):
+        left = [file for file in note["files"] if file["name"] not in names]
+        if path == but or len(left) == len(note["files"]):
+            continue
+        if left:
+            _write(root, {**note, "files": left})
+        path.unlink()
+
+
+def _write(root: Path, body: dict[str, Any]) -> Path:
+    # By the files, so that the same ones are noted once however often they are tried.
+    files = sorted([file["name"], file["xxh3"]] for file in body["files"])
+    place = root / QUARANTINE / f"{xxhash.xxh3_64_hexdigest(canonical_json(files))}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    body = {key: value for key, value in body.items() if key != "checksum"}
+    write_checked(place, _FORMAT, body)
+    return place

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from metaio.errors import DataError
+from metaio.errors import AccessError, DataError
 from metaio.format.destination import flush_to_disk
 from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import Encoder
@@ -214,7 +214,7 @@ def _merger(looking: Looking) -> Callable[[_Batches], _Batches]:
 
 def _check_shared(folder: Path) -> None:
     if not folder.is_dir():
-        raise DataError(
+        raise AccessError(
             f"a worker of Spark does not see {folder}: the stream must lie on a disk that all of "
             "them share, at the same path. Move it there, or leave --spark out"
         )

@@ -68,8 +68,14 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
         )
     with torch.no_grad():
         # Added to torch's draw, so that a bias of 0 changes nothing.
-        for head in head_layers(model).values():
-            head.bias.add_(config.output_bias)
+        for name, head in head_layers(model).items():
+            if head.bias is not None:
+                head.bias.add_(config.output_bias)
+            elif config.output_bias:
+                raise ValueError(
+                    f"model.output_bias = {config.output_bias}, but {name}, the last layer, has no "
+                    "bias. Give it one, or leave output_bias at 0"
+                )
     return model
 
 

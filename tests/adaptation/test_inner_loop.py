@@ -1,6 +1,7 @@
 """Every algorithm, all tasks at once, against a loop over tasks with explicit weights; float64."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
@@ -16,6 +18,7 @@ from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.layer_change import LayerChange, one_step
 from gmeta.adaptation.plan import Path, paths_of_layers
 from gmeta.build import build_learner, input_sizes
+from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, RowInputs, build_model
 from metaio.read.batch import TaskBatch
@@ -311,12 +314,80 @@ def one_task() -> tuple[TaskBatch, Tensor]:
 def test_a_layer_that_works_on_no_rows_is_refused_by_name() -> None:
     learner = MetaLearner(OverTasks(), AlgorithmConfig(name="maml"), "bce")
     batch, rows_UD = one_task()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         learner(rows_UD, learner.arrange(batch), 1.0)
     assert str(caught.value) == (
         "layer 'layer' works on 1 rows, the tasks have 2: only layers applied row by row can "
         "adapt. Leave it out of algorithm.adapt_layers"
     )
+
+
+class TwoLayers(nn.Module):
+    """Two layers; `how` is what it does with the first."""
+
+    def __init__(self, how: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how, self.pooling = how, "mean"
+        self.below, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        return self.head(self.how(self.below, inputs.single_NFD[:, 0])).squeeze(1)
+
+
+WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "weight read": lambda layer, rows: functional.linear(rows, layer.weight, layer.bias),
+    "by keyword": lambda layer, rows: layer(input=rows),
+    "not at all": lambda layer, rows: rows,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["maml", "reptile", "ridge", "none", "encoder", "encoder_maml"])
+def test_a_layer_that_is_not_called_as_one_cannot_adapt_and_is_refused_by_name(
+    way: str, name: str
+) -> None:
+    features = reference.some_features(1, 0, 0)
+    tables = TableSizes(1, 4, ("s0",), InputSizes(1, 0, 0))
+    config = AlgorithmConfig(name=name, encoder_hidden=(3,))
+    learner = MetaLearner(TwoLayers(WAYS[way]), config, "bce", tables)
+    tasks = [reference.random_task(features, *of, random.Random(0)) for of in ((2, 2), (0, 1))]
+    batch = reference.batch_of(tasks, features)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4)
+    runs = {
+        "train": lambda: learner(rows_UD, learner.arrange(batch), 1.0),
+        "predict": lambda: learner.predict(rows_UD, learner.arrange_to_predict(batch)),
+    }
+    if name == "none":  # adapts in evaluation alone
+        del runs["train"]
+    for run in runs.values():
+        with pytest.raises(ConfigError) as caught:
+            run()
+        assert str(caught.value) == (
+            "layer 'below' is not called as layer(x): only layers called so can adapt, and none "
+            "whose weight is read alone. Call it so in the model, or leave it out of "
+            "algorithm.adapt_layers"
+        )
+    if name not in ("encoder", "encoder_maml"):
+        of_head = replace(config, adapt_layers=("head",))
+        learner = MetaLearner(TwoLayers(WAYS[way]), of_head, "bce", tables)
+        for run in runs.values():
+            run()
+
+
+def test_what_torchs_attention_reads_of_a_layer_does_not_adapt() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(4, 2), nn.Linear(4, 1)
+
+        def forward(self, inputs: RowInputs) -> Tensor:
+            seen, _ = self.attention(*[inputs.single_NFD.transpose(0, 1)] * 3)
+            return self.head(seen[0]).squeeze(1)
+
+    learner = MetaLearner(Attending(), AlgorithmConfig(name="maml"), "bce")
+    batch, rows_UD = one_task()
+    with pytest.raises(ConfigError, match=r"^layer 'attention.out_proj' is not called as layer"):
+        learner(rows_UD, learner.arrange(batch), 1.0)
 
 
 def test_episodes_of_another_arrangement_are_refused() -> None:

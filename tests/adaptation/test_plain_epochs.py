@@ -27,7 +27,7 @@ def learner_of(name: str, plain_epochs: int = 0) -> MetaLearner:
     return build_learner(FEATURES, MODEL, algorithm, "bce").to(torch.float64)
 
 
-def step(learner: MetaLearner) -> tuple[Tensor, dict[str, Tensor]]:
+def step(learner: MetaLearner, epoch: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and all gradients, those of the fetched rows among them."""
     rng = random.Random(5)
     batch = reference.batch_of(
@@ -35,7 +35,7 @@ def step(learner: MetaLearner) -> tuple[Tensor, dict[str, Tensor]]:
     )
     torch.manual_seed(7)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
-    episodes = learner.arrange(batch)
+    episodes = learner.arrange(batch, epoch)
     loss = learner(rows_UD, episodes, weight=1 / episodes.num_terms)
     named = {"rows": rows_UD, **dict(learner.named_parameters())}
     grads = torch.autograd.grad(loss, [*named.values()])  # refuses what the loss does not reach
@@ -45,8 +45,7 @@ def step(learner: MetaLearner) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"encoder", "encoder_maml", "metaemb"}))
 def test_a_plain_epoch_is_plain_training_and_teaches_nothing_else(name: str) -> None:
     learner = learner_of(name, plain_epochs=2)
-    learner.begin_epoch(1)
-    (loss, grads), (plain_loss, plain) = step(learner), step(learner_of("none"))
+    (loss, grads), (plain_loss, plain) = step(learner, 1), step(learner_of("none"))
     assert torch.equal(loss, plain_loss)
     for key, grad in grads.items():
         assert torch.equal(grad, plain.get(key, torch.zeros_like(grad))), key
@@ -55,10 +54,8 @@ def test_a_plain_epoch_is_plain_training_and_teaches_nothing_else(name: str) -> 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_behind_its_plain_epochs_an_algorithm_is_itself(name: str) -> None:
     learner = learner_of(name, plain_epochs=2)
-    learner.begin_epoch(1)
-    early, _ = step(learner)
-    learner.begin_epoch(2)
-    (loss, grads), (own_loss, own) = step(learner), step(learner_of(name))
+    early, _ = step(learner, 1)
+    (loss, grads), (own_loss, own) = step(learner, 2), step(learner_of(name))
     assert torch.equal(loss, own_loss)
     assert not torch.equal(loss, early)
     for key, grad in own.items():
@@ -68,7 +65,6 @@ def test_behind_its_plain_epochs_an_algorithm_is_itself(name: str) -> None:
 @pytest.mark.parametrize("name", ["encoder", "metaemb"])
 def test_a_plain_epoch_trains_the_model_as_it_is_before_any_support_row(name: str) -> None:
     learner = learner_of(name, plain_epochs=1)
-    learner.begin_epoch(0)
-    loss, grads = step(learner)
+    loss, grads = step(learner, 0)
     assert bool(loss.isfinite())
     assert bool(grads["rows"].abs().sum() > 0)

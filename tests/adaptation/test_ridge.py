@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation import closed_form
-from gmeta.adaptation.closed_form import slopes_and_bends_N
+from gmeta.adaptation.closed_form import LayerGradients, slopes_and_bends_N, solved_TS
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.losses.row_losses import LossFunction
+from gmeta.numerics import autocast
 from gmeta_models import ModelConfig
 from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
@@ -104,6 +105,23 @@ def test_a_tiny_rate_is_a_gradient_step_and_a_huge_one_fits_the_support_rows() -
     # In the last layer alone the outputs are what is solved for.
     fitted = after(replace(RIDGE, inner_lr=1e9, adapt_layers=("decision.*4",)))
     torch.testing.assert_close(fitted, torch.tensor(task.label[:3], dtype=torch.float64))
+
+
+def test_in_bf16_rows_that_are_much_alike_are_solved_as_in_float64() -> None:
+    torch.manual_seed(4)
+    rows, inputs, outputs = 100, 64, 16
+    alike = [
+        torch.randn(1, 1, width, dtype=torch.float64)
+        + 0.01 * torch.randn(1, rows, width, dtype=torch.float64)
+        for width in (inputs, outputs)
+    ]
+    slope_TS = torch.randn(1, rows, dtype=torch.float64)
+    bend_TS = torch.full_like(slope_TS, 0.25)
+    exact = solved_TS([LayerGradients(*alike, 1.0)], slope_TS, bend_TS, 0.5)
+    layer = LayerGradients(*(factor.float() for factor in alike), 1.0)
+    with autocast("bf16", torch.device("cpu")):
+        found = solved_TS([layer], slope_TS.float(), bend_TS.float(), 0.5)
+    assert (found - exact).norm() < 0.02 * exact.norm()
 
 
 def test_huber_bends_everywhere_as_around_0() -> None:

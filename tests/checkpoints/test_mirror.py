@@ -18,8 +18,10 @@ from gmeta.runs.folder import CONFIG_FILE, RunFolder, list_checkpoints
 from gmeta.train import train
 from tests.commands import metrics
 from tests.distributed.harness import on_ranks
+from tests.full_disk import files_of_at_most
 
 URL = "memory://bucket/run"
+UNREACHABLE = f"run.mirror = {URL!r} cannot be reached: {{}}. Look at the place and the credentials"
 
 
 @pytest.fixture
@@ -88,13 +90,47 @@ def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(
     assert mirror.checkpoints() == ["step-00000010"]
     with pytest.raises(GMetaError) as caught:
         mirror.finish()
-    assert str(caught.value) == (
-        "run.mirror = 'memory://bucket/run' cannot be reached: no route to host. Look at the "
-        "place and the credentials"
-    )
+    assert str(caught.value) == UNREACHABLE.format("no route to host")
     monkeypatch.undo()
     mirror.finish()
     assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
+
+
+def test_a_full_disk_of_the_mirror_keeps_nothing_half(tmp_path: Path) -> None:
+    root, there = run_at(tmp_path / "run", 10), tmp_path / "mirror" / "checkpoints"
+    url = f"file://{there.parent}"
+    put(root, url)
+    for step in (20, 30):
+        run_at(root, step)
+        with files_of_at_most(5):
+            put(root, url)
+        assert [path.name for path in there.iterdir()] == ["step-00000010"]
+    for killed in (".step-00000020.partial", ".step-00000010.1.old"):
+        (there / killed).mkdir()
+    mirror = put(root, url)
+    assert mirror.checkpoints() == ["step-00000010", "step-00000030"]
+    assert len(list(there.iterdir())) == 2
+
+
+class ClientError(Exception):
+    """As botocore raises: no OSError."""
+
+
+def test_a_client_with_errors_of_its_own_holds_up_no_training(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def throttled(*_: Any, **__: Any) -> list[str]:
+        raise ClientError("SlowDown: reduce\nyour request rate")
+
+    root = run_at(tmp_path / "run", 10)
+    monkeypatch.setattr(type(store), "glob", throttled)
+    mirror = put(root)
+    with pytest.raises(GMetaError) as caught:
+        mirror.finish()
+    assert str(caught.value) == UNREACHABLE.format("SlowDown: reduce your request rate")
+    monkeypatch.undo()
+    mirror.finish()
+    assert mirror.checkpoints() == ["step-00000010"]
 
 
 class Killed(BaseException):
@@ -157,7 +193,7 @@ def test_a_new_run_finds_no_other_at_its_mirror(store: Any, tmp_path: Path) -> N
         check_new_mirror(URL, tmp_path / "new")
 
 
-def config_of(root: Path, data: Path, steps: int) -> TrainConfig:
+def config_of(root: Path, data: Path, steps: int, **run: Any) -> TrainConfig:
     return config_from_dict(
         {
             "data": {"path": str(data), "tasks_per_step": 16},
@@ -167,6 +203,7 @@ def config_of(root: Path, data: Path, steps: int) -> TrainConfig:
                 "max_steps": steps,
                 "checkpoint_every_steps": 2,
                 "mirror": URL,
+                **run,
             },
         }
     )
@@ -187,3 +224,35 @@ def test_a_machine_that_lost_its_disk_trains_the_same_run(tmp_path: Path, click_
     assert newest == "step-00000006"
     # The log came along, up to the checkpoint.
     assert [line["step"] for line in metrics(root) if "loss" in line][-2:] == [4, 6]
+
+
+def never_reached(ranks: Ranks, root: Path, data: Path) -> list[tuple[str, list[str]]]:
+    """What a run says whose mirror is away from its first checkpoint on, and what is left of it:
+    with checkpoints in the background and without."""
+    told = []
+    for in_background in (True, False):
+        folder = root / str(in_background)
+
+        def away(*_: Any, folder: Path = folder, **__: Any) -> list[str]:
+            if list_checkpoints(folder / "checkpoints"):
+                raise ClientError("no such bucket")
+            return []
+
+        config = config_of(folder, data, 4, checkpoint_in_background=in_background)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(fsspec.filesystem("memory")), "glob", away)
+            with pytest.raises(GMetaError) as caught:
+                train(config, ranks)
+        kept = [path.name for path in list_checkpoints(folder / "checkpoints")]
+        told.append((str(caught.value), kept))
+    return told
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_whose_mirror_stays_away_trains_to_its_end_and_ends_with_an_error(
+    tmp_path: Path, click_logs: Path, world_size: int
+) -> None:
+    expected = (UNREACHABLE.format("no such bucket"), ["step-00000002", "step-00000004"])
+    told = on_ranks(world_size, never_reached, tmp_path, click_logs)
+    assert told == [[expected] * 2] * world_size

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gmeta.checkpoints.settled import settled
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config import TrainConfig, config_from_dict, load_config
 from gmeta.errors import ConfigError, UserError
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.runs.folder import RunFolder
@@ -90,6 +90,34 @@ def test_an_increment_that_is_not_there_is_refused_in_one_line(stream: Path) -> 
             f"{stream} has no increment 9; it has 1 to 2. Choose one of them, or append it with "
             "gmeta prepare --extend"
         )
+
+
+@pytest.mark.parametrize("command", [("config", "--check"), ("plan", "--gpus", "1")])
+def test_what_only_looks_at_a_config_takes_the_next_increment(
+    stream: Path, command: tuple[str, ...]
+) -> None:
+    name, *options = command
+    one, new = stream.parent / "one", stream.parent / "new"
+    keys = (f"run.dir={new}", f"run.continue_from={one}")
+    result = gmeta(name, stream.parent / "train.toml", *keys, *options)
+    assert result.returncode == 0, result.stderr
+    assert not new.exists()
+
+
+def test_trials_are_all_of_the_next_increment(stream: Path) -> None:
+    before, study = stream.parent / "one", stream.parent / "study"
+    (stream.parent / "space.toml").write_text('["algorithm.inner_lr"]\nlow = 0.01\nhigh = 1.0\n')
+    result = gmeta(
+        "tune",
+        stream.parent / "train.toml",
+        *("--trials", "1", "--parallel", "1", "--study", study),
+        *("--space", stream.parent / "space.toml"),
+        *("data.valid_split=gate", "data.eval_splits=[]", f"run.continue_from={before}"),
+        f"run.dir={stream.parent / 'tuned'}",
+    )
+    assert result.returncode == 0, result.stderr
+    trial = RunFolder(study / "trials" / "0000").read_config()
+    assert trial.data.increment == load_config(study / "best.toml").data.increment == "2"
 
 
 def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:

@@ -3,14 +3,18 @@
 import json
 import os
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from gmeta.commands.work import delivery
 from gmeta.delivery import channel as channel_module
 from gmeta.delivery.channel import Channel
+from gmeta.delivery.follow import load_current
 from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, UserError
@@ -208,9 +212,62 @@ def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
     with pytest.raises(GMetaError) as caught:
         channel.current()
     assert message(caught) == (
-        f"{path} does not match its own checksum: it was edited. Bring the file back from a copy, "
-        "or make it anew"
+        f"{path} does not match its own checksum: it was edited. Run: gmeta rollback "
+        f"{channel.root} --to N"
     )
+
+
+def damaged(channel: Channel, number: int, damage: str) -> Path:
+    """What is lacking once a version was damaged so."""
+    folder = channel.folder_of(number)
+    if damage == "removed":
+        shutil.rmtree(folder)
+        return folder
+    (folder / "delta.json").unlink(missing_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize("damage", ["removed", "without a description"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_full_export_mends_a_channel_that_lost_a_version(
+    tmp_path: Path, cache: Path, number: int, damage: str
+) -> None:
+    channel, _ = versions(tmp_path, 3)
+    model = Model.of(SIZES, seed=4).write(tmp_path / "model")
+    lacking = damaged(channel, number, damage)
+    shutil.rmtree(cache)
+    with pytest.raises(GMetaError) as caught:
+        load_current(channel.root)
+    assert message(caught) == (
+        f"version {number} of {channel.root} is missing: there is no {lacking}. Bring it back from "
+        "a copy, or promote a full export"
+    )
+    done = gmeta("promote", model, channel.root, "--keep", "2")
+    assert done.returncode == 0, done.stderr
+    assert f"the next version of {channel.root} is whole: version 3, which is se" in done.stderr
+    # Its own number is used once, also where a copy of the channel has that version still.
+    assert channel.served().number == 4
+    assert content(whole_version(channel, 4)) == content(model)
+    # What lost its parent stays until it is none of the newest.
+    assert ("nothing is removed: " in done.stderr) == (number < 3 or damage != "removed")
+    done = gmeta("promote", Model.of(SIZES, seed=5).write(tmp_path / "next"), channel.root)
+    assert done.returncode == 0, done.stderr
+    assert channel.served().number == 5
+
+
+def test_a_rollback_mends_a_pointer(tmp_path: Path) -> None:
+    channel, packed = versions(tmp_path, 2)
+    channel.rollback(1)
+    pointer = channel.root / "current.json"
+    pointer.write_bytes(pointer.read_bytes()[:-9])
+    told = f"{pointer} is not JSON: it was cut short or edited. Run: gmeta rollback {channel.root} "
+    for arguments in (("promote", packed[2], channel.root), ("rollback", channel.root)):
+        done = gmeta(*arguments)
+        assert (done.returncode, done.stderr) == (1, f"error: {told}--to N\n")
+    done = gmeta("rollback", channel.root, "--to", "2")
+    assert done.returncode == 0, done.stderr
+    assert channel.served().number == 2
 
 
 def test_what_cannot_be_rolled_back_to_is_said(tmp_path: Path) -> None:
@@ -263,6 +320,35 @@ def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
     with channel.changing(), pytest.raises(DataError, match="is writing"):
         channel.rollback()
     assert channel.served().number == 2
+
+
+def test_a_promotion_beside_another_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, say, beside the loop's: each would remove what the other packs."""
+    channel, _ = versions(tmp_path, 1)
+    first, second = (Model.of(SIZES, seed=n).write(tmp_path / f"by-{n}") for n in (7, 8))
+    refused = []
+
+    def packed(*arguments: Any, **more: Any) -> Any:
+        with pytest.raises(DataError) as caught:
+            delivery.promote_candidate(second, channel.root, "float32", None, None)
+        refused.append(message(caught))
+        return pack(*arguments, **more)
+
+    monkeypatch.setattr(delivery, "pack", packed)
+    delivery.promote_candidate(first, channel.root, "float32", None, None)
+    assert content(whole_version(channel, 2)) == content(first)
+    told = f"process {os.getpid()} on {socket.gethostname()} is writing {channel.root}. Wait for it"
+    assert refused == [f"{told}, or choose another place"]
+    monkeypatch.undo()
+    delivery.promote_candidate(second, channel.root, "float32", None, None)
+    assert channel.served().number == 3
+    assert sorted(path.name for path in channel.root.iterdir()) == [
+        "current.json",
+        "promotions.jsonl",
+        "versions",
+    ]
 
 
 def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import gmeta
+from gmeta.delivery import whole
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.delivery.versions import Version, is_delta
@@ -45,8 +47,8 @@ def test_a_chain_over_its_base_is_the_full_export_to_the_byte(
         assert version.kind == "delta"
     for number in (2, 3, 4):
         for cache in (None, tmp_path / "fresh"):  # left by the export, and made of the chain
-            whole = whole_version(channel, number, cache)
-            assert content(whole) == content(tmp_path / str(number))
+            found = whole_version(channel, number, cache)
+            assert content(found) == content(tmp_path / str(number))
     shutil.rmtree(tmp_path / "fresh")
     made = whole_version(channel, 4, tmp_path / "fresh")
     gmeta.load(made)  # checks every checksum
@@ -103,14 +105,91 @@ def test_a_damaged_file_of_a_delta_is_named(tmp_path: Path) -> None:
         deliver(channel, model, tmp_path / str(number))
         model = model.changed(rng)
     table = channel.folder_of(2) / "table-00000.safetensors"
-    whole = table.read_bytes()
-    table.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    intact = table.read_bytes()
+    altered(channel.folder_of(2))
     told = re.escape(f"{table} differs from the checksum in delta.json")
     with pytest.raises(GMetaError, match=told):
         whole_version(channel, 3, tmp_path / "own")
     assert list((tmp_path / "own").rglob("config.json")) == []
-    table.write_bytes(whole)
+    table.write_bytes(intact)
     assert content(whole_version(channel, 3, tmp_path / "own")) == content(tmp_path / "3")
     (channel.folder_of(2) / "delta.json").write_text("{}")
     with pytest.raises(GMetaError, match=r"delta\.json is no file of format gmeta-delta"):
         whole_version(channel, 3, tmp_path / "other")
+
+
+def cut(copy: Path) -> None:
+    """As a copy that was killed leaves a file."""
+    table = copy / "table-00000.safetensors"
+    table.write_bytes(table.read_bytes()[:-16])
+
+
+def altered(copy: Path) -> None:
+    """As a power cut leaves a file that was never flushed: of its size, with other bytes."""
+    table = copy / "table-00000.safetensors"
+    intact = table.read_bytes()
+    table.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+
+
+def headless(copy: Path) -> None:
+    """As a removal that was killed leaves a folder."""
+    (copy / "config.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, altered, headless])
+def test_a_damaged_model_in_the_cache_is_made_anew(
+    tmp_path: Path, cache: Path, damage: Callable[[Path], None]
+) -> None:
+    rng, channel, model = np.random.default_rng(5), Channel(tmp_path / "channel"), Model.of(SIZES)
+    for number in (1, 2, 3):
+        deliver(channel, model, tmp_path / str(number))
+        model = model.changed(rng)
+    copies = {number: whole_version(channel, number) for number in (2, 3)}
+    damage(copies[3])
+    assert content(whole_version(channel, 3)) == content(tmp_path / "3")
+    # What is made from: the copy of the version before.
+    shutil.rmtree(copies[3])
+    damage(copies[2])
+    assert content(whole_version(channel, 3)) == content(tmp_path / "3")
+    # A delta over a damaged copy would be one that no server can make whole.
+    damage(copies[3])
+    assert deliver(channel, model, tmp_path / "4").kind == "delta"
+    assert content(whole_version(channel, 4, tmp_path / "fresh")) == content(tmp_path / "4")
+    assert {path.name for path in copies[3].parent.iterdir()} == {
+        ".cache.lock",
+        *(channel.version(number).checksum for number in (3, 4)),
+    }
+
+
+class Killed(BaseException):
+    """Ends a process as kill -9 does: nothing catches it."""
+
+
+def test_a_copy_to_the_cache_that_is_killed_is_no_model_there(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, channel, model = np.random.default_rng(5), Channel(tmp_path / "channel"), Model.of(SIZES)
+    deliver(channel, model, tmp_path / "1")
+    model = model.changed(rng)
+    made = model.write(tmp_path / "2")
+    kept = []
+
+    def other_disk(source: str, target: str) -> None:
+        if len(kept) == 2:
+            raise Killed
+        kept.append(shutil.copyfile(source, target))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(whole, "link_or_copy", other_disk)
+        # What tidies up after an error does not run in a process that is killed.
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            pack(channel, shutil.copytree(made, tmp_path / "copy"), tmp_path / "packed", False)
+    (own,) = cache.iterdir()
+    assert [path.name[0] for path in own.iterdir()] == [".", "."]  # the lock, and what is left
+    pack(channel, made, tmp_path / "packed", overwrite=True)
+    channel.promote(tmp_path / "packed")
+    copy = whole_version(channel, 2)
+    assert {path.name for path in own.iterdir()} == {".cache.lock", copy.name}
+    shutil.rmtree(copy)
+    assert content(whole_version(channel, 2)) == content(made)

@@ -1,5 +1,6 @@
 """`gmeta.follow` and `gmeta serve CHANNEL`: whole versions, exchanged while threads predict."""
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,11 +11,15 @@ import pyarrow as pa
 import pytest
 
 import gmeta
+from gmeta.antdt.log import LOGGER_NAME
+from gmeta.delivery import follow as follow_module
 from gmeta.delivery import pieces
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.errors import UserError
+from gmeta.server import service as service_module
 from tests.delivery.models import Model
+from tests.full_disk import files_of_at_most
 from tests.server.serving import get, post, request_of, service_of, values
 from tests.waiting import wait_until
 
@@ -129,6 +134,67 @@ def test_the_server_reloads_from_a_channel(tmp_path: Path) -> None:
         assert service.reload()
         assert values(post(service, request_of(ROWS))).tolist() == before.tolist()
         assert get(service, "/status").json()["refused"] is None
+
+
+def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
+    promote(channel, model, tmp_path / "1")
+    with (
+        service_of(channel.root) as service,
+        gmeta.follow(channel.root, every_s=0) as follower,
+    ):
+        promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
+        assert channel.version(2).delta is not None
+        shutil.rmtree(tmp_path / "cache")
+        monkeypatch.setattr(follow_module, "RETRY_S", 0.0)
+        monkeypatch.setattr(service_module, "RETRY_S", 0.0)
+        with files_of_at_most(20_000):
+            for _ in range(2):
+                assert not service.reload()
+                assert not follower.check()
+        told = f"{channel.root} cannot be read or written: [Errno 27] File too large: "
+        assert service.refused is not None
+        assert service.refused[1].startswith(told)
+        assert follower.refused.startswith(service.refused[1])
+        assert [one.name for one in caplog.records] == [LOGGER_NAME, "gmeta.delivery.follow"]
+        page = get(service, "/metrics").text
+        assert "gmeta_serve_model_refused 1.0" in page
+        assert 'gmeta_serve_reloads_total{result="refused"} 1.0' in page
+        assert service.reload()
+        assert follower.check()
+        assert service.loaded.version == channel.served().checksum[:12]
+        assert (follower.served.number, follower.refused) == (2, "")
+        assert "gmeta_serve_model_refused 0.0" in get(service, "/metrics").text
+
+
+def test_a_pointer_that_cannot_be_read_for_a_while_is_told_and_read_again(tmp_path: Path) -> None:
+    channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
+    promote(channel, model, tmp_path / "1")
+    pointer = channel.root / "current.json"
+    with (
+        service_of(channel.root) as service,
+        gmeta.follow(channel.root, every_s=0) as follower,
+    ):
+        for damage, told in (
+            (lambda: pointer.mkdir(), "cannot be read or written: [Errno 21] Is a directory: "),
+            (lambda: pointer.write_text("{"), "current.json is not JSON: it was cut short"),
+        ):
+            model = model.changed(np.random.default_rng(0))
+            promote(channel, model, tmp_path / f"{follower.served.number + 1}")
+            pointer.rename(tmp_path / "away")
+            damage()
+            assert not service.reload()
+            assert not follower.check()
+            assert service.refused is not None
+            assert told in service.refused[1]
+            assert told in follower.refused
+            shutil.rmtree(pointer) if pointer.is_dir() else pointer.unlink()
+            (tmp_path / "away").rename(pointer)
+            assert service.reload()
+            assert follower.check()
+            assert (service.refused, follower.refused) == (None, "")
 
 
 def test_work_in_small_pieces_rests_and_lets_other_threads_on(

@@ -96,6 +96,23 @@ def test_earlier_windows_are_added_until_the_rows_tell(tmp_path: Path) -> None:
     assert judge(other, model, windows, "gate", margin=1e-6, pool=1).windows == 2
 
 
+def test_windows_without_a_gate_task_are_passed_over_and_none_at_all_is_refused(
+    tmp_path: Path,
+) -> None:
+    paths = write_increments(tmp_path, (60, 60, 60), num_tasks=80, gate_tasks=(20, 0, 0))
+    model = Model.of({"item": 60, "city": 60}).write(tmp_path / "model", stream="shop")
+    windows = windows_before(open_dataset(str(paths[2])))
+    for champion in (model, None):
+        found = judge(model, champion, windows, "gate", pool=2)
+        assert (found.promote, found.windows, found.num_tasks) == (True, 1, 20), found.reasons
+        found = judge(model, champion, windows, "gate", pool=1)
+        assert (found.promote, found.windows, found.num_tasks) == (False, 0, 0)
+        assert found.reasons == [
+            "there is no task in split 'gate', nor in that of earlier windows (pool 1): nothing "
+            "to judge by"
+        ]
+
+
 def test_a_model_of_an_earlier_increment_takes_what_it_never_saw_as_unknown(
     tmp_path: Path,
 ) -> None:

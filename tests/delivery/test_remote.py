@@ -26,6 +26,7 @@ from metaio.format import destination
 from tests.commands import gmeta as gmeta_command
 from tests.delivery.models import Model, content
 from tests.delivery.test_follow import QUERY, ROWS
+from tests.full_disk import files_of_at_most
 from tests.server.serving import post, request_of, service_of, values
 
 SIZES = {"item": 3_000, "city": 30}
@@ -246,6 +247,31 @@ def test_a_copy_that_was_damaged_here_is_brought_anew(
     for made_whole in (tmp_path / "own").glob("[0-9a-f]*"):
         shutil.rmtree(made_whole)
     assert served_model(url, tmp_path / "own") == expected
+
+
+def test_a_version_that_the_disk_did_not_take_leaves_nothing_behind(
+    channel: Channel, url: str, cache: Path
+) -> None:
+    channel.rollback(1)
+    publish(channel, url)
+    with gmeta.follow(url, every_s=0) as follower:
+        for number, limit in ((2, 1_000), (2, 20_000)):
+            channel.rollback(number)
+            publish(channel, url)
+            with files_of_at_most(limit):
+                assert not follower.check()
+            assert "[Errno 27] File too large" in follower.refused
+            assert list(cache.rglob(".*.partial")) == []
+            follower._refused = None
+        (copy,) = (cache / "channels").iterdir()
+        (own,) = (path for path in cache.iterdir() if path.name != "channels")
+        for killed in (copy / "versions" / ".00000002.partial", own / ".0123.partial"):
+            (killed / "half").mkdir(parents=True)
+        channel.rollback(3)
+        publish(channel, url)
+        assert follower.check()
+        assert follower.served.number == 3
+    assert list(cache.rglob(".*.partial")) == []
 
 
 def test_the_server_reloads_from_a_url_and_says_when_it_cannot(

@@ -48,7 +48,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
             steps: list[int] = []
             batches = feed.batches(epoch, 0)
             for episodes, totals in in_step(
-                agent.arranged(batches),
+                agent.arranged(batches, learner.arrange),
                 learner.arrange(no_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,

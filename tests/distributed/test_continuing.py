@@ -1,7 +1,7 @@
 """A run goes on with the next increment of a stream, on any number of ranks, stopped or not.
 
 Mutants that these tests catch: rows reset or sums discounted again at a resume, gate tasks trained,
-the increment scored after its first step.
+the increment scored after its first step, or with what its own rows say of its items.
 """
 
 import json
@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 import torch
 
 from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.config import TrainConfig, config_from_dict
+from gmeta.evaluate import evaluate_run
 from gmeta.export import CheckpointReader
+from gmeta.metrics.scores import logloss
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import PREQUENTIAL_FILE, RunFolder, list_checkpoints
 from gmeta.train import train
@@ -39,7 +42,7 @@ def config_of(run: Path, increment: Path, before: Path | None = None, **keys: An
         raw["run"]["continue_from"] = str(before)
     for name, value in keys.items():
         section, key = name.split("__")
-        raw[section][key] = value
+        raw.setdefault(section, {})[key] = value
     return config_from_dict(raw)
 
 
@@ -120,6 +123,7 @@ def test_an_increment_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("one", "still", "silent")]
     # Without rates the model stays what it was when the increment came.
     still = {"outer__sparse_lr": 0.0, "outer__dense_lr": 0.0, "data__valid_split": "gate"}
+    still |= {"run__early_stop_patience": 9}
     configs = [
         config_of(runs[0], first),
         config_of(runs[1], second, runs[0], **still),
@@ -136,6 +140,32 @@ def test_an_increment_is_scored_before_it_is_trained_on(tmp_path: Path) -> None:
     assert told["splits"]["gate"]["scores"] == pytest.approx(valid, abs=1e-7)
     assert not (runs[0] / PREQUENTIAL_FILE).exists()
     assert not (runs[2] / PREQUENTIAL_FILE).exists()
+
+
+def train_and_evaluate(ranks: Ranks, configs: list[TrainConfig], on: Path) -> float:
+    """Train; the logloss of the first run on the split `train` of another dataset."""
+    train_each(ranks, configs)
+    first = configs[0]
+    found = evaluate_run(Path(first.run.dir), "one", [], ranks, first.algorithm, on=str(on))
+    assert found is not None
+    rows = found.predictions.filter(pc.equal(found.predictions["split"], "train"))
+    return logloss(rows["label"].to_numpy(), rows["after"].to_numpy())
+
+
+@pytest.mark.distributed
+def test_a_forecast_is_what_the_served_model_says_which_knows_no_label_of_the_increment(
+    tmp_path: Path,
+) -> None:
+    # No value is new to the second increment, so that the model of the first knows all of its rows.
+    first, second = write_increments(tmp_path / "shop", (30, 30))
+    known = {"item_features__columns": ["item"], "item_features__shrinkage": 0.0}
+    one = config_of(tmp_path / "one", first, **known)
+    two = config_of(tmp_path / "two", second, tmp_path / "one", **known)
+
+    (served,) = on_ranks(1, train_and_evaluate, [one, two], second)
+
+    told = json.loads((tmp_path / "two" / PREQUENTIAL_FILE).read_text())
+    assert told["splits"]["train"]["scores"]["logloss"] == pytest.approx(served, abs=1e-7)
 
 
 def train_and_count(ranks: Ranks, config: TrainConfig) -> None:

@@ -66,7 +66,7 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
         clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
         for epoch in range(1000):
             for episodes, totals in in_step(
-                agent.arranged(feed.batches(epoch, 0)),
+                agent.arranged(feed.batches(epoch, 0), learner.arrange),
                 learner.arrange(no_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,

@@ -2,7 +2,8 @@
 
 Method: the same steps twice, once on tables of 101 rows that grow to 1,000, once on tables of 1,000
 from the start. Mutants that these tests catch: momentum of a reset row kept, a reset row left as it
-was, initial values that depend on the size of the table, sums not discounted.
+was, initial values that depend on the size of the table, sums not discounted, statistics of items
+left out or of a value that a row stood for before.
 """
 
 import random
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.batches.config import ItemFeaturesConfig
 from gmeta.build import build_learner
 from gmeta.checkpoints.growth import discount, load_grown
 from gmeta.checkpoints.loader import state_of
@@ -82,7 +84,9 @@ class Trained:
         torch.manual_seed(0)
         features = features_of(num_rows)
         algorithm = AlgorithmConfig(inner_lr=0.1)
-        self.learner: MetaLearner = build_learner(features, config.model, algorithm, "bce")
+        self.learner: MetaLearner = build_learner(
+            features, config.model, algorithm, "bce", item_features=config.item_features
+        )
         self.sharded: DistributedModelParallel = shard_learner(
             self.learner, features, config, ranks
         )
@@ -219,6 +223,38 @@ def test_reused_rows_begin_anew_and_sums_are_discounted_down_to_a_floor(tmp_path
     assert min(was) < FLOOR < max(was) / 2, "no sum is held by the floor, or none falls"
     for was, now in found["sums"]:
         assert now == pytest.approx(max(0.5 * was, min(was, FLOOR)), rel=1e-6)
+
+
+def load_what_training_rows_say(ranks: Ranks, folder: Path) -> dict[str, Tensor]:
+    """The statistics of items that a grown model has from a checkpoint of 1, 2, 3, ... in each."""
+    # Without a step: of optimizers that keep nothing.
+    config = replace(
+        config_of(4),
+        outer=OuterConfig(dense_optimizer="sgd", sparse_optimizer="sgd"),
+        item_features=ItemFeaturesConfig(columns=("s0", "s1")),
+    )
+    saved = Trained(ranks, config, OLD_ROWS)
+    assert saved.learner.items is not None
+    for _, values in saved.learner.items.of_tables():
+        values.copy_(1.0 + torch.arange(2 * OLD_ROWS).reshape(OLD_ROWS, 2))
+    path = saved.save(folder, 1)
+    grown = Trained(ranks, config, NEW_ROWS)
+    load_grown(path, grown.sharded, grown.optimizer, ranks, config.outer, RESET)
+    assert grown.learner.items is not None
+    return dict(grown.learner.items.of_tables())
+
+
+@pytest.mark.distributed
+def test_what_training_rows_said_grows_with_the_tables_and_reused_rows_know_nothing(
+    tmp_path: Path,
+) -> None:
+    expected = torch.zeros(NEW_ROWS, 2)
+    expected[:OLD_ROWS] = 1.0 + torch.arange(2 * OLD_ROWS).reshape(OLD_ROWS, 2)
+    without_reused = expected.clone()
+    without_reused[RESET["s0"]] = 0.0
+    for found in on_ranks(2, load_what_training_rows_say, tmp_path):
+        assert torch.equal(found["s1"], expected)
+        assert torch.equal(found["s0"], without_reused)
 
 
 def test_a_discount_keeps_what_is_below_the_floor_and_does_nothing_at_1() -> None:

@@ -74,6 +74,12 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
         guard.check()
     except GMetaError as error:
         told.append(str(error))
+    next(learner.parameters()).grad = torch.full_like(next(learner.parameters()), torch.nan)
+    guard.watch(Progress(8, 0, 8), episodes, torch.tensor(0.5), torch.tensor(0.5))
+    try:
+        guard.check()
+    except GMetaError as error:
+        told.append(str(error))
     return {"told": told, "done": done, "ended": ended}
 
 
@@ -83,8 +89,8 @@ def test_all_ranks_end_with_the_batch_that_is_to_blame(tmp_path: Path) -> None:
     assert first == second
     # One step late: the step after the bad one had begun.
     assert first["done"] == BAD_STEP + 1
-    assert first["ended"] == ["ending", "ending"]
-    of_loss, of_gradient = first["told"]
+    assert first["ended"] == ["ending"] * 3
+    of_loss, of_gradient, of_layers = first["told"]
     assert of_loss == (
         "step 2 (step 2 of epoch 3): the loss is nan on rank 1, in a batch of tasks "
         f"100, 101, 102, 103, saved as {tmp_path}/step-00000002-rank-1.pt. {ADVICE}"
@@ -92,6 +98,10 @@ def test_all_ranks_end_with_the_batch_that_is_to_blame(tmp_path: Path) -> None:
     assert of_gradient == (
         "step 8 (step 8 of epoch 1): the gradient is not finite on rank 0, in a batch of tasks "
         f"0, 1, 2, 3, saved as {tmp_path}/step-00000008-rank-0.pt. {ADVICE}"
+    )
+    assert of_layers == (
+        "step 9 (step 9 of epoch 1): the gradient of the layers is not finite, though each rank's "
+        f"loss and rows are. {ADVICE}"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-00000002-rank-1.pt",

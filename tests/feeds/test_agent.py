@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gmeta.feeds.agent import Hiding, NoAgent, Reading
+from gmeta.feeds.agent import Hiding, ReadTime, StaticAgent
 
 
 def test_a_reader_as_slow_as_before_shows_the_same_whoever_waits() -> None:
@@ -27,13 +27,13 @@ def test_no_more_is_hidden_than_can_be_read_ahead() -> None:
 
 
 def test_what_is_read_ahead_in_the_first_step_does_not_make_a_task_slow() -> None:
-    reading = Reading()
+    reading = ReadTime()
     assert reading.task_s(4.8, 48) == pytest.approx(0.1)
     assert reading.task_s(6.4, 64) == pytest.approx(0.1)
 
 
 def test_tasks_that_are_read_again_out_of_memory_do_not_make_the_storage_fast() -> None:
-    reading = Reading()
+    reading = ReadTime()
     reading.task_s(4.8, 48)
     reading.skip(2)
     assert [reading.task_s(4.8, 48 + 5 * step) for step in (1, 2)] == [pytest.approx(0.1)] * 2
@@ -41,7 +41,7 @@ def test_tasks_that_are_read_again_out_of_memory_do_not_make_the_storage_fast() 
 
 
 def test_storage_that_becomes_slow_is_as_slow_within_some_steps() -> None:
-    reading = Reading()
+    reading = ReadTime()
     for step in range(20):
         reading.task_s(0.1 * step, 10 * step)
     slow = [reading.task_s(2.0 + 0.4 * step, 200 + 10 * step) for step in range(10)]
@@ -51,7 +51,7 @@ def test_storage_that_becomes_slow_is_as_slow_within_some_steps() -> None:
 
 
 def test_nothing_read_yet_takes_no_time() -> None:
-    assert Reading().task_s(0.0, 0) == 0.0
+    assert ReadTime().task_s(0.0, 0) == 0.0
 
 
 def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
@@ -59,14 +59,16 @@ def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("gmeta.batches.ahead.perf_counter", lambda: next(ticks))
-    learner = SimpleNamespace(arrange=lambda batch: "arranged")
     exchange = SimpleNamespace(prepared=lambda episodes: f"{episodes} and packed")
-    local = SimpleNamespace(learner=learner, exchange=exchange)
-    sharded: Any = SimpleNamespace(module=local)
+    sharded: Any = SimpleNamespace(module=SimpleNamespace(exchange=exchange))
     batches: list[Any] = [1, 2, 3]
-    agent = NoAgent(sharded, micro_batches=1, threads=1)
-    assert list(agent.arranged(iter(batches))) == ["arranged and packed"] * 3
+    arrange: Any = "{} arranged".format
+    agent = StaticAgent(sharded, micro_batches=1, threads=1)
+    wanted = [f"{batch} arranged and packed" for batch in batches]
+    assert list(agent.arranged(iter(batches), arrange)) == wanted
     assert agent.wait_s == 3
-    beside = NoAgent(sharded, micro_batches=1, threads=0)
-    assert list(beside.arranged(iter(batches))) == ["arranged"] * 3
+    beside = StaticAgent(sharded, micro_batches=1, threads=0)
+    assert list(beside.arranged(iter(batches), arrange)) == [
+        f"{batch} arranged" for batch in batches
+    ]
     assert beside.wait_s == 0

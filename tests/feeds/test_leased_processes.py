@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Event, Thread
@@ -138,11 +139,11 @@ def made_again(
         for one in asked:
             group = [EpisodeRange("train", at, 1) for at in sorted(place[t] for t in one.tasks)]
             (stored,) = reader.batches([group])
-            learner.begin_epoch(one.epoch)
+            arrange = partial(learner.arrange, epoch=one.epoch)
             batch = augmented_batch(
                 stored, config.augment, dataset.features, config.run.seed, one.epoch, one.number
             )
-            made = in_parts(learner.arrange, one.num_parts)(batch)
+            made = in_parts(arrange, one.num_parts)(batch)
             found.append(
                 one._replace(tensors=tensors(made.planned(local.exchange.planner.plan(made))))
             )

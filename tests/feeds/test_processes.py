@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import Asked, Reading, Work, places_from
+from gmeta.feeds.worker import Asked, TrainingSplit, Work, places_from
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
@@ -99,16 +100,15 @@ def made_here(
     dataset, learner = build(config)
     local = local_learner(shard_learner(learner, dataset.features, config, ranks))
     take_item_statistics(learner.items, config, dataset, ranks)
-    arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
     found = []
     with open_reader(config, dataset, "train", rank, world_size) as reader:
         for at in range(epoch, config.run.epochs):
             first = step if at == epoch else 0
-            learner.begin_epoch(at)
+            in_epoch = partial(learner.arrange, epoch=at)
             stored = reader.batches(at, first)
             seed = config.run.seed
             augmenting = augmented(stored, config.augment, dataset.features, seed, at, first)
-            arranged = map(arrange, augmenting)
+            arranged = map(in_parts(in_epoch, config.outer.accumulate_steps), augmenting)
             found += [one.planned(local.exchange.planner.plan(one)) for one in arranged]
     return local, found
 
@@ -134,11 +134,11 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
     work = pickle.loads(pickle.dumps(Work(config, *how, 1, 2, of)))
     places = list(places_from(place, STEPS, config.run.epochs))
     with ExitStack() as held:
-        readings = [Reading(work, held) for _ in range(of)]
+        splits = [TrainingSplit(work, held) for _ in range(of)]
         for number, (made_for, wanted) in enumerate(zip(places, expected, strict=True)):
             assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
             asked = Asked(made_for, None, config.outer.accumulate_steps)
-            episodes = work.arranged(next(readings[number % of].begin(asked)), asked)
+            episodes = work.arranged(next(splits[number % of].begin(asked)), asked)
             block = SharedBlock.make()
             told = pickle.loads(pickle.dumps(into_block(episodes, block.first)))
             there = SharedBlock(os.dup(block.fileno()))
@@ -162,11 +162,11 @@ def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
 
     monkeypatch.setattr(pipeline, "compose", composed)
     with ExitStack() as held:
-        reading = Reading(work, held)
+        split = TrainingSplit(work, held)
         with pytest.raises(OSError, match=r"^gone$"):
-            next(reading.begin(Asked((0, 0), None, 1)))
+            next(split.begin(Asked((0, 0), None, 1)))
         asked = Asked((0, 1), None, 1)
-        assert tensors(work.arranged(next(reading.begin(asked)), asked)) == tensors(wanted)
+        assert tensors(work.arranged(next(split.begin(asked)), asked)) == tensors(wanted)
 
 
 class EndsAWorker(Callback):

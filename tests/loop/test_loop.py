@@ -3,14 +3,21 @@
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import tempfile
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from gmeta.checkpoints.about import read_about
+from gmeta.commands.follow import _run as take_stages
 from gmeta.delivery.channel import Channel
+from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import GMetaError, UserError
 from gmeta.loop.config import load_follow_config
@@ -21,11 +28,12 @@ from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.stream.chain import open_stream
 from tests.commands import environment
 from tests.commands import gmeta as run_gmeta
-from tests.delivery.models import content
+from tests.delivery.models import Model, content
+from tests.delivery.test_channel import SIZES
 from tests.forked import ForkedProcess, Task, forked
 from tests.loop.days import write_day, write_loop
-from tests.loop.following import loop_of, run_stage
-from tests.waiting import wait_until
+from tests.loop.following import loop_of, run_stage, stages_of
+from tests.waiting import PATIENCE_S, wait_until
 
 KILLS = int(os.environ.get("FOLLOW_KILLS", "4"))
 
@@ -253,6 +261,134 @@ def test_old_versions_and_their_checkpoints_go_and_what_goes_on_stays(
     assert loop_of(config).unfinished() is None
     loop.channel.rollback()
     assert loop.continued_from(4) == 2
+
+
+@pytest.mark.distributed
+def test_increments_without_a_gate_task_are_trained_and_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    for day in range(2):
+        write_day(tmp_path / "logs", day)
+    config = write_loop(tmp_path)
+    for name, before, after in (
+        ("schema.toml", "gate = 0.3", "gate = 0.000001"),
+        ("train.toml", "[data]", '[data]\nvalid_split = "gate"'),
+        ("train.toml", "[run]", "[run]\nvalid_every_steps = 1\nearly_stop_patience = 2"),
+    ):
+        file = tmp_path / name
+        file.write_text(file.read_text().replace(before, after))
+    loop = loop_of(config)
+    assert stages_of(loop) == [
+        (stage, number) for number in (1, 2) for stage in ("prepare", "train", "export", "judge")
+    ]
+    verdict = loop.verdict(2) or {}
+    assert (verdict["verdict"], verdict["reasons"]) == (
+        "refuse",
+        [
+            "there is no task in split 'gate', nor in that of earlier windows (pool 7): nothing "
+            "to judge by"
+        ],
+    )
+    assert "nothing to judge by" in stream_page(loop, status_of(loop))
+
+
+@pytest.mark.distributed
+def test_sigterm_ends_the_stage_under_way_behind_a_checkpoint_from_which_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    write_day(tmp_path / "logs", 0)
+    config, train = write_loop(tmp_path), tmp_path / "train.toml"
+    short = train.read_text().replace("[run]", "[run]\nlog_every_steps = 1")
+    train.write_text(short.replace("epochs = 1", "epochs = 1000000"))
+    root = tmp_path / "runs" / "000001"
+    task = Task("gmeta", ("follow", str(config)), environment(), tmp_path)
+    with forked(task) as running:
+        metrics = root / "run" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and '"loss"' in metrics.read_text(), "a step")
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.wait(PATIENCE_S) == 0, running.stderr
+    log = root / "train.log"
+    found = re.search(
+        r"stopped by SIGTERM behind step (\d+), and nothing of it is lost", log.read_text()
+    )
+    assert found is not None
+    assert f"stopped: train of increment 1 ended with 143: {found[0]}" in running.stdout
+    (checkpoint,) = list_checkpoints(root / "run" / "checkpoints")
+    assert read_about(checkpoint)["step"] == int(found[1])
+    assert not (root / "trained.json").exists()
+    train.write_text(short)  # it was trained longer than that, and ends at once
+    done = loop_of(config).step()
+    assert done is not None
+    assert (done.stage, lineage(root / "run")) == ("train", [1])
+
+
+def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -> None:
+    """A rollback may go to each version that is there, and training goes on from its checkpoint."""
+    config = write_loop(tmp_path)
+    config.write_text(config.read_text().replace("every_s", "keep = 1\nevery_s"))
+    rng, channel, model = np.random.default_rng(3), Channel(tmp_path / "channel"), Model.of(SIZES)
+    numbers = range(1, 5)
+    for number in numbers:
+        (tmp_path / "stream" / "increments" / f"{number:06d}").mkdir(parents=True)
+        root, packed = tmp_path / "runs" / f"{number:06d}", tmp_path / f"packed-{number}"
+        (root / "run" / "checkpoints" / "step-00000009").mkdir(parents=True)
+        verdict = {"verdict": "promote", "model": f"m{number}"}
+        for name in ("trained.json", "verdict.json"):
+            (root / name).write_text(json.dumps(verdict))
+        pack(channel, model.write(tmp_path / f"m{number}"), packed, False, 16)
+        if number < 4:
+            channel.promote(packed, verdict)
+        model = model.changed(rng)
+
+    def promote(arguments: list[str], log: Path) -> int:
+        assert arguments[0] == "promote"
+        channel.promote(packed, verdict)
+        return 0
+
+    loop = loop_of(config, promote)
+    done = loop.step()
+    assert done is not None
+    assert done.told.startswith("version 4-")
+    assert [channel.version(number).kind for number in channel.numbers()] == [
+        "full",
+        "delta",
+        "delta",
+        "delta",
+    ]
+    channel.rollback(1)
+    assert loop.continued_from(5) == 1
+    runs = tmp_path / "runs"
+    assert [n for n in numbers if list_checkpoints(runs / f"{n:06d}" / "run/checkpoints")] == [
+        *numbers
+    ]
+
+
+def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, ended, left = loop_of(write_loop(tmp_path)), threading.Event(), 9
+
+    def fails(self: object, path: str, **_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            ended.set()
+        raise RuntimeError("no route to the store")
+
+    monkeypatch.setattr(LocalFileSystem, "glob", fails)
+    for looks in (loop.step, loop.without_input):
+        with pytest.raises(GMetaError) as caught:
+            looks()
+        assert str(caught.value) == (
+            f"follow.inputs: {tmp_path}/logs/day=* cannot be read: RuntimeError: no route to the "
+            "store. Look at the place, the network and the credentials"
+        )
+    metrics = LoopMetrics(loop)
+    take_stages(loop, metrics, ended, False, None, None)
+    assert "".join(capsys.readouterr().out.split()) == "".join(f"waiting: {caught.value}".split())
+    assert metrics.registry.get_sample_value("gmeta_follow_failing") == 1
 
 
 def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -157,6 +158,34 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
         live.stop()
     with pytest.raises(AddressError, match="--listen is 'nowhere'"):
         LivePage(loop, metrics, "nowhere")
+
+
+@pytest.mark.distributed
+def test_a_page_that_cannot_be_drawn_says_why_and_is_drawn_once_it_can_be(
+    followed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = copied(followed, tmp_path)
+    best = tmp_path / "days.json"
+    config.write_text(config.read_text().replace("[follow]", f'[follow]\nbest = "{best}"'))
+    loop = loop_of(config)
+    metrics = LoopMetrics(loop)
+    live = LivePage(loop, metrics, "127.0.0.1:0")
+    address = f"http://127.0.0.1:{live.port}/"
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(address, timeout=60)
+        assert caught.value.code == 500
+        assert caught.value.read().decode() == (
+            f"the page cannot be drawn: follow.best = '{best}' is no list of {{day, "
+            f"auc_of_p_click}}: [Errno 2] No such file or directory: '{best}'. Give the days.json "
+            "of the recipe synthetic-days, or leave it empty\n"
+        )
+        best.write_text("[]")
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert answer.status == 200
+    finally:
+        live.stop()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_stream_without_an_increment_has_a_page(tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gmeta.adaptation.algorithms import registry
+from gmeta.adaptation.algorithms.algorithm import Algorithm
+from gmeta.adaptation.algorithms.encoder import support_encoder
+from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.losses.config import LabelsConfig
@@ -220,8 +224,12 @@ def test_without_names_there_is_the_one_label_of_outer_loss() -> None:
     assert isinstance(Objectives.of("bce").outer, LabelLosses)
 
 
-@pytest.mark.parametrize("name", ["encoder", "encoder_maml"])
-def test_what_reads_the_one_label_of_a_row_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["encoder", "encoder_maml", "of_mine"])
+def test_what_reads_the_one_label_of_a_row_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Algorithm(QueryLoss(True), parts=support_encoder)
+    monkeypatch.setitem(registry.ALGORITHMS, "of_mine", own)
     features = replace(reference.some_features(2, 1, 1), labels=NAMES)
     with pytest.raises(ValueError) as caught:
         build_learner(features, MODELS["melu"], AlgorithmConfig(name=name), "bce")
@@ -229,3 +237,10 @@ def test_what_reads_the_one_label_of_a_row_is_refused(name: str) -> None:
         f"algorithm.name = '{name}' reads one label that every row has, and the dataset's are "
         "click, buy, stars. Leave it out, or prepare the data with one [label]"
     )
+
+
+def test_an_algorithm_of_ones_own_may_be_called_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ALGORITHMS, "my_encoder", Algorithm(QueryLoss(True)))
+    features = replace(reference.some_features(2, 1, 1), labels=NAMES)
+    learner = build_learner(features, MODELS["melu"], AlgorithmConfig(name="my_encoder"), "bce")
+    assert learner.encoder is None

@@ -33,6 +33,7 @@ def failing(label_N: Floats, prediction_N: Floats, task_N: Ints) -> float:
 
 MEAN_ERROR = Metric(mean_error, "mean error", higher_is_better=False, unit="stars")
 FAILING = Metric(failing, "failing", higher_is_better=True)
+LOWEST = Metric(lambda label_N, prediction_N, task_N: np.sort(prediction_N)[0], "lowest", True)
 UNDEFINED = Metric(lambda label_N, prediction_N, task_N: np.nan, "nothing", higher_is_better=True)
 
 
@@ -93,6 +94,14 @@ def test_fewer_tasks_than_groups_are_left_out_one_by_one() -> None:
         percentile_interval(values_B, 12) for values_B in bootstrap_values([*terms.values()])
     )
     assert guessed.high - guessed.low == pytest.approx(exact.high - exact.low, rel=0.3)
+
+
+@pytest.mark.parametrize("num_tasks", [0, 1, 2])
+def test_it_is_never_asked_about_no_rows(num_tasks: int) -> None:
+    name, tasks = f"{HERE}:LOWEST", np.arange(3) * 7  # of which the last have no row
+    terms = split_terms(*rows(num_tasks, 4), scoring_of(name), tasks=tasks)[name]
+    assert np.isnan(terms.value) == (num_tasks == 0)
+    assert terms.reason == ("no rows" if num_tasks == 0 else "")
 
 
 def test_what_is_no_number_has_a_reason_and_what_fails_a_line() -> None:

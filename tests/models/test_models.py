@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import gmeta_models
 from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs, build_model
@@ -49,6 +50,26 @@ def test_the_output_bias_lifts_every_output(name: str) -> None:
         )
         outputs.append(build_model(config, sizes).double()(inputs))
     torch.testing.assert_close(outputs[1] - outputs[0], torch.full_like(outputs[0], 3.5))
+
+
+class Unbiased(nn.Module):
+    """One layer, without a bias."""
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.layer = nn.Linear(sizes.num_single * config.embedding_dim, 1, bias=False)
+
+
+def test_a_last_layer_without_a_bias_takes_no_output_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "unbiased", Unbiased)
+    config, sizes = ModelConfig(name="unbiased", embedding_dim=4), InputSizes(1, 0, 0)
+    assert build_model(config, sizes).layer.bias is None
+    with pytest.raises(ValueError) as caught:
+        build_model(replace(config, output_bias=-2.5), sizes)
+    assert str(caught.value) == (
+        "model.output_bias = -2.5, but layer, the last layer, has no bias. Give it one, or leave "
+        "output_bias at 0"
+    )
 
 
 @pytest.mark.parametrize("mode", ["mean", "sum"])

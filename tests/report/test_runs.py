@@ -94,7 +94,7 @@ def test_an_empty_table_is_refused() -> None:
 def test_ratings_under_bce_are_refused() -> None:
     broken = with_column(run_of("bce"), "label", np.full(640, 4.0, np.float32))
     assert refusal(broken) == (
-        "run 'melu-maml' was trained with bce but has a label of 4: only 0 and 1 are allowed. "
+        "run 'melu-maml' was trained with bce but has a label of 4: 0 to 1 is allowed. "
         "Train on ratings with outer.loss=mse"
     )
 

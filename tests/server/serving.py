@@ -22,6 +22,7 @@ from gmeta.server.http_app import http_app
 from gmeta.server.loading import load_version
 from gmeta.server.metrics import ServerMetrics
 from gmeta.server.service import Service
+from gmeta.server.shared_support import SharedSupport
 from gmeta.server.tracing import Tracing
 from tests.commands import environment
 from tests.forked import ForkedProcess, Task, forked
@@ -38,6 +39,7 @@ def service_of(
     access: Access | None = None,
     tracing: Tracing | None = None,
     cache_bytes: int = CACHE_BYTES,
+    shared: SharedSupport | None = None,
     **settings: Any,
 ) -> Iterator[Service]:
     """A service that answers, in this process."""
@@ -45,7 +47,7 @@ def service_of(
     service = Service(
         config,
         load_version,
-        TaskCache(cache_bytes, 3600.0),
+        TaskCache(cache_bytes, 3600.0, shared),
         ServerMetrics(),
         access or Access(None, False),
         tracing or Tracing(),
@@ -152,8 +154,10 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(folder: Path, *arguments: str, workers: int = 1) -> Iterator[RunningServer]:
-    """It has logged that it serves, on ports that were free."""
+def running_server(
+    folder: Path, *arguments: str, workers: int = 1, first: Callable[[], None] | None = None
+) -> Iterator[RunningServer]:
+    """It has logged that it serves, on ports that were free; its process calls `first` before."""
     port, grpc_port = free_port(), free_port()
     command = (
         "serve", str(folder), "--listen", f"127.0.0.1:{port}", "--grpc", f"127.0.0.1:{grpc_port}",
@@ -163,7 +167,7 @@ def running_server(folder: Path, *arguments: str, workers: int = 1) -> Iterator[
         command += ("--insecure",)
     with (
         tempfile.TemporaryDirectory() as place,
-        forked(Task("gmeta", command, environment(), Path(place))) as process,
+        forked(Task("gmeta", command, environment(), Path(place), first=first)) as process,
     ):
         server = RunningServer(process, port, grpc_port)
 

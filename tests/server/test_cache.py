@@ -110,3 +110,51 @@ def test_shared_rows_take_no_more_than_their_room(tmp_path: Path, room: int) -> 
     assert [shared.get(key, "", 0.0) is not None for key in "abcd"] == [
         place >= 4 - room for place in range(4)
     ]
+
+
+def full_after(shared: SharedSupport, more_pages: int) -> None:
+    """Let the file grow by so many pages and no more, as a full disk does."""
+    (pages,) = shared._db.execute("pragma page_count").fetchone()
+    shared._db.execute(f"pragma max_page_count = {pages + more_pages}")
+
+
+def test_a_place_that_is_full_keeps_the_newest_tasks(tmp_path: Path) -> None:
+    shared = SharedSupport(tmp_path / "support.db", 1 << 20)
+    rows = pa.table({"item": range(2_000)})
+    full_after(shared, 12)  # three tasks of four pages
+    stamps = [shared.put(key, rows, 10.0) for key in "abcdefgh"]
+    assert all(stamps)
+    assert shared.num_failed == 0
+    kept = [key for key in "abcdefgh" if shared.get(key, "", 0.0) is not None]
+    assert kept[-1] == "h"
+    assert len(kept) >= 2
+
+
+def test_what_the_shared_file_does_not_take_stays_in_its_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, files = Clock(), [SharedSupport(tmp_path / "support.db", 1 << 20) for _ in range(2)]
+    one, other = (TaskCache(1 << 20, 10.0, shared, clock) for shared in files)
+    one.put("a", ROWS, state(), "v1")
+    long = pa.table({"item": range(2_000)})
+    full_after(files[0], 0)
+    for key in "abab":
+        clock.now_s += 1
+        one.put(key, long, state(), "v1")
+    for key in "ab":
+        found = one.get(key)
+        assert found is not None
+        assert found.support is long
+        assert found.state is not None
+    assert other.get("b") is None
+    assert (one.num_unshared, other.num_unshared) == (4, 0)
+    assert [record.message for record in caplog.records] == ["tasks_not_shared"]
+    # Newer rows of another process count here too.
+    clock.now_s += 1
+    other.put("a", ROWS.slice(1), state(), "v1")
+    newer = one.get("a")
+    assert newer is not None
+    assert newer.support.num_rows == 2
+    files[0]._db.execute("pragma max_page_count = 10000")
+    one.put("b", long, state(), "v1")
+    assert other.get("b") is not None

@@ -98,7 +98,10 @@ def test_what_is_wrong_is_a_status_and_a_line(service: Service) -> None:
     both.inputs[0].contents.int64_contents.append(1)
     uneven = message(request_of(QUERY), raw=True)
     del uneven.raw_input_contents[0]
+    empty = message(request_of(QUERY))
+    empty.inputs.add(name="support.tags", datatype="INT64", shape=[2**31 - 1, 0])
     for request, code, told in (
+        (empty, "INVALID_ARGUMENT", "the request has 2147483647 rows of both sides; at most "),
         (unknown, "NOT_FOUND", "task 'nobody' is not in the cache: "),
         (other, "NOT_FOUND", "model 'other' is not served here; model is. Correct it"),
         (both, "INVALID_ARGUMENT", "input 'item' has contents beside raw_input_contents; "),
@@ -134,6 +137,40 @@ def test_a_full_server_says_when_to_come_back(exported: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         trailing = dict(caught.value.trailing_metadata())
         assert trailing["grpc-retry-pushback-ms"] == "1000"
+
+
+def test_a_caller_who_leaves_is_no_failure_of_the_server(exported: Path) -> None:
+    with service_of(exported, batch=BatchLimits(inline_s=-1.0)) as service:
+        run, count = service._batcher._run, service.metrics.registry.get_sample_value
+
+        async def leave(stub: Any) -> None:
+            released, loop = asyncio.Event(), asyncio.get_running_loop()
+
+            def held(requests: Any) -> Any:
+                asyncio.run_coroutine_threadsafe(released.wait(), loop).result()
+                return run(requests)
+
+            service._batcher._run = held
+            call = stub.ModelInfer(message(request_of(QUERY)))
+            while count("gmeta_serve_batch_tasks_count") != 1:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            while not answered(service):
+                await asyncio.sleep(0.005)
+            released.set()
+
+        with_stub(service, leave)
+        assert answered(service) == {("grpc", "499"): 1.0}
+
+
+def answered(service: Service) -> dict[tuple[str, str], float]:
+    """How many requests were answered, by protocol and status."""
+    return {
+        (sample.labels["protocol"], sample.labels["status"]): sample.value
+        for metric in service.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "gmeta_serve_requests_total"
+    }
 
 
 def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import json
 import re
 import struct
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
+from gmeta.server.http_app import http_app
 from gmeta.server.limits import BatchLimits, RequestLimits
 from gmeta.server.service import Service
+from gmeta.server.shared_support import SharedSupport
 from gmeta.serving.model import ServedModel
 from tests.exported import random_rows, write_random_model
 from tests.server.serving import (
@@ -251,6 +254,25 @@ def test_limits_of_a_request(exported: Path) -> None:
         assert answer.status_code == 415
 
 
+def test_rows_of_empty_lists_take_no_memory_before_they_are_counted(service: Service) -> None:
+    request = request_of(QUERY)
+    lists = {"name": "tags", "datatype": "INT64", "shape": [20_000_000, 0], "data": []}
+    request["inputs"] = [one for one in request["inputs"] if not one["name"].startswith("tags")]
+    request["inputs"].append(lists)
+    tracemalloc.start()
+    try:
+        answer = post(service, request)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (answer.status_code, answer.json()["error"]) == (
+        413,
+        "the request has 20000000 rows of both sides; at most 10000 are allowed. Split it, or "
+        "start the server with a higher --max-rows",
+    )
+    assert peak_bytes < 20_000_000
+
+
 def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -> None:
     write_random_model(tmp_path / "model", algorithm=AlgorithmConfig("ridge", inner_lr=0.3))
     requests = [request_of(QUERY, support) for support in (random_rows(2_049), SUPPORT)]
@@ -267,6 +289,32 @@ def test_a_task_that_is_too_long_to_solve_holds_up_nobody_else(tmp_path: Path) -
         "the request has 2,049 support rows; ridge, which solves for as many unknowns, takes at "
         "most 2,048. Keep the newest of them",
     )
+
+
+def test_a_caller_who_leaves_amid_the_body_is_no_failure_of_the_server(service: Service) -> None:
+    async def left(client: httpx.AsyncClient) -> None:
+        parts = iter(
+            [
+                {"type": "http.request", "body": b"{", "more_body": True},
+                {"type": "http.disconnect"},
+            ]
+        )
+
+        async def receive() -> Any:
+            return next(parts)
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": INFER, "headers": [], "app": None}
+        scope |= {"query_string": b"", "http_version": "1.1", "client": ("127.0.0.1", 1)}
+        await http_app(service)(scope, receive, send)
+
+    with_client(service, left)
+    page = get(service, "/metrics").text.splitlines()
+    assert [line for line in page if line.startswith("gmeta_serve_requests_total")] == [
+        'gmeta_serve_requests_total{protocol="http",status="499"} 1.0'
+    ]
 
 
 def test_too_many_that_wait_are_told_when_to_come_back(exported: Path) -> None:
@@ -366,6 +414,26 @@ def test_another_method_is_not_allowed(service: Service) -> None:
     answer = get(service, INFER)
     assert answer.status_code == 405
     assert answer.json()["error"].startswith(f"GET '{INFER}' is not answered: Method Not Allowed.")
+
+
+def test_a_full_place_of_shared_tasks_fails_no_request(exported: Path, tmp_path: Path) -> None:
+    shared = SharedSupport(tmp_path / "support.db", 1 << 20)
+    with service_of(exported, shared=shared) as service:
+        (pages,) = shared._db.execute("pragma page_count").fetchone()
+        shared._db.execute(f"pragma max_page_count = {pages}")
+        long = random_rows(900, seed=1)
+
+        async def together(client: httpx.AsyncClient) -> list[httpx.Response]:
+            requests = [request_of(QUERY, long, key="long"), request_of(QUERY, SUPPORT)]
+            calls = [client.post(INFER, content=json.dumps(each)) for each in requests]
+            return await asyncio.gather(*calls)
+
+        answers = [*with_client(service, together), post(service, request_of(QUERY, key="long"))]
+        expected = [service.loaded.model.adapt(rows).predict(QUERY) for rows in (long, SUPPORT)]
+        for answer, prediction in zip(answers, [*expected, expected[0]], strict=True):
+            assert_close(values(answer), prediction)
+        assert answers[2].json()["parameters"]["task_cache"] == "hit"
+        assert "gmeta_serve_cache_unshared 1.0" in get(service, "/metrics").text.splitlines()
 
 
 def test_metrics_count_what_was_answered(service: Service) -> None:

@@ -8,17 +8,24 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 
 import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.delivery.channel import Channel
+from gmeta.delivery.packing import pack
+from gmeta.delivery.whole import CACHE_VARIABLE
+from gmeta.server.config import ServeConfig
+from gmeta.server.process import _Workers
 from gmeta.server.versions import version_in
 from gmeta.serving.model import ServedModel
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
@@ -26,8 +33,17 @@ from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
 from metaio.format.destination import replace_folder
 from tests.antdt.pki import Authority
 from tests.commands import gmeta as run_gmeta
+from tests.delivery.models import Model
 from tests.exported import random_rows, write_random_model
-from tests.server.serving import INFER, RunningServer, free_port, request_of, running_server, values
+from tests.server.serving import (
+    INFER,
+    RunningServer,
+    free_port,
+    request_of,
+    running_server,
+    tensors,
+    values,
+)
 from tests.server.test_grpc import message
 from tests.server.test_http import make_tokens
 from tests.waiting import PATIENCE_S, wait_until
@@ -124,6 +140,22 @@ def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
             assert ask(server, query=QUERY).status_code == 200
 
 
+def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
+    exported: Path, tmp_path: Path
+) -> None:
+    """It may have died with its disk: that comes back, and the server must not be gone by then."""
+    folder = shutil.copytree(exported, tmp_path / "model")
+    with running_server(folder, workers=2) as server:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        folder.rename(tmp_path / "away")
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        wait_until(lambda: server.count("worker_died") >= 2, "another worker has failed to start")
+        assert server.process.poll() is None
+        assert ask(server, query=QUERY).status_code == 200
+        (tmp_path / "away").rename(folder)
+        wait_until(lambda: server.count("serving") == 3, "another worker serves")
+
+
 def test_workers_end_with_the_process_that_started_them(exported: Path) -> None:
     with running_server(exported, workers=2) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
@@ -176,6 +208,35 @@ def test_requests_under_way_are_answered_at_the_end(exported: Path) -> None:
         wait_until(lambda: server.process.poll() is not None, "the server ends")
         assert server.process.poll() == 0
         assert server.count("stopped") == 1
+
+
+def as_on_two_cores() -> None:
+    """What torch does by itself on a machine of two cores, where OMP_NUM_THREADS is not set."""
+    torch.set_num_threads(2)
+
+
+def test_workers_of_a_channel_compute_with_threads_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of the process that forks them are not there in a worker, which would wait for them.
+    It makes the chain whole, with tables so large that torch shares the work out."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "writer"))
+    channel, delta = Channel(tmp_path / "channel"), Model.of({"item": 60_000, "city": 30})
+    for number in (1, 2):
+        packed = tmp_path / f"{number}.packed"
+        pack(channel, delta.write(tmp_path / str(number)), packed, overwrite=False)
+        channel.promote(packed)
+        delta = delta.changed(np.random.default_rng(0))
+    assert channel.version(2).delta is not None
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "reader"))
+    rows = pa.table({"item": range(9_000), "city": [1] * 9_000, "price": [0.5] * 9_000})
+    options = ("--threads", "2")
+    with running_server(channel.root, *options, workers=2, first=as_on_two_cores) as server:
+        body = json.dumps({"inputs": tensors(rows)})
+        address = url(server, "/v2/models/channel/infer")
+        found = values(httpx.post(address, content=body, timeout=PATIENCE_S))
+    expected = gmeta.load(tmp_path / "2").predict(rows).numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 def test_newer_versions_are_served_under_load_without_a_failed_request(tmp_path: Path) -> None:
@@ -336,3 +397,28 @@ def test_a_damaged_model_is_not_served(exported: Path, tmp_path: Path) -> None:
         assert result.returncode == 1
         assert "table-00000.safetensors" in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_a_worker_that_is_told_to_end_as_it_starts_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve_on(config: ServeConfig, tell: Callable[[], None]) -> None:
+        os._exit(7)
+
+    work = _Workers._work
+
+    def told_at_once(self: _Workers, sign: Any) -> None:
+        # Before it has a handler of its own: the signal waits, or comes to that of its parent.
+        wait_until(lambda: signal.sigpending() or self._ended.is_set(), "the signal")
+        work(self, sign)
+
+    monkeypatch.setattr(_Workers, "_work", told_at_once)
+    workers = _Workers(ServeConfig(tmp_path, "model"), serve_on)
+    before = signal.signal(signal.SIGTERM, lambda *_: workers._ended.set())
+    try:
+        worker = workers._start()
+        worker.process.terminate()
+        worker.process.join(PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert worker.process.exitcode == -signal.SIGTERM

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.yardstick.finetune import half_of
-from metaio import Provenance, write_dataset
+from metaio import Provenance, open_dataset, write_dataset
 from tests.commands import evaluate, gmeta
 from tests.yardstick.sample import FEATURES, raw_rows, write_data
 
@@ -220,6 +220,24 @@ def test_a_handful_of_tasks_chooses_nothing(runs: Path, tmp_path: Path) -> None:
     )
     halves = "fewer than 20 tasks in valid, so each half of the tasks has what is best for the"
     assert halves in told
+
+
+def test_candidates_are_refused_where_runs_know_other_items(runs: Path, tmp_path: Path) -> None:
+    other, run = write_data(tmp_path / "other", "mse", poisoned=True), tmp_path / "run"
+    done = gmeta(
+        "train", runs / "train.toml", f"data.path={other}", "run.epochs=1", f"run.dir={run}"
+    )
+    assert done.returncode == 0, done.stderr
+    options = ("evaluation.candidates=2", "--item-column", "item", "--out", tmp_path / "out")
+    refused = gmeta("evaluate", runs / "none", "--against", run, *options)
+    fingerprints = [open_dataset(str(path)).fingerprint[:12] for path in (other, runs / "data")]
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"error: evaluation.candidates, but run {run} was trained on {other} ({fingerprints[0]}), "
+        f"{runs / 'none'} on {runs / 'data'} ({fingerprints[1]}): the ids of one are other items "
+        "to the other. Evaluate each run alone, or without candidates\n"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) -> None:

@@ -51,6 +51,18 @@ def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(
     np.testing.assert_array_equal(grown.predict(known, cold), again.predict(known, cold))
 
 
+def test_fractions_of_clicks_are_no_clicks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_TREES", 60)
+    train, cold = episode_rows(150, "bce"), episode_rows(100, "bce", 2, 2000)
+    for rows in (train, cold):
+        rows.label_N[:] = np.where(rows.dense_NK[:, 0] > 0.5, 0.3, 0.1)
+    known = known_of(train, "bce")
+    grown = trees.grow("bce", known, train, [], False, 0)
+    assert grown is not None
+    label_N = cold.label_N[~cold.is_support_N]
+    assert np.abs(grown.predict(known, cold) - label_N).mean() < 0.03
+
+
 def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -108,7 +120,7 @@ def test_groups_that_judge_weigh_alike_however_many_rows_they_have(
 
     given, _ = trees.training_statistics(known, train, False, 0)
     booster = lightgbm.train(
-        trees._parameters("mse", trees.Setting()),
+        trees._parameters(trees.OBJECTIVES["mse"], trees.Setting()),
         trees._dataset(lightgbm, given),
         num_boost_round=60,
     )

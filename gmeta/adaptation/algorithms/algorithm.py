@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,8 +16,9 @@ from gmeta_models.config import InputSizes
 
 if TYPE_CHECKING:
     from gmeta.adaptation.config import AlgorithmConfig
+    from gmeta.adaptation.general_loop import GeneralLoop
     from gmeta.adaptation.plan import AdaptationPlan
-    from gmeta.rows.sides import WorkingRows
+    from gmeta.rows.sides import Sides, WorkingRows
 
 Tasks = TypeVar("Tasks", contravariant=True)
 Adapted = TypeVar("Adapted")
@@ -87,9 +88,9 @@ class Algorithm:
     """How a learner adapts to its tasks, and from what it gets its meta-gradient."""
 
     # (inner loop, rows, tasks) -> a scalar, the sum over the tasks of the outer losses; its
-    # gradient is the sum of the tasks' meta-gradients. A QueryLoss (maml.py) is given the fused
-    # inner loop where that serves, any other function the general one.
-    loss_sum: Callable[[Any, WorkingRows, Any], Tensor]
+    # gradient is the sum of the tasks' meta-gradients. A QueryLoss (maml.py) may be given the fused
+    # inner loop and its tasks instead.
+    loss_sum: Callable[[GeneralLoop, WorkingRows, Sides], Tensor]
     preset: Callable[[nn.Module, AlgorithmConfig], AlgorithmConfig] = as_configured
     rates: Callable[[AdaptationPlan, TableSizes], InnerRates] = fixed_rates
     parts: Callable[[nn.Module, AlgorithmConfig, TableSizes], LearnedParts] = nothing_learned

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
+from gmeta.adaptation.rates import FixedRates
+from gmeta.errors import ConfigError
 from gmeta.losses.row_losses import weighted_sum
 
 if TYPE_CHECKING:
@@ -33,7 +35,17 @@ if TYPE_CHECKING:
 def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
     """Return a scalar over the tasks with support rows: its value is the sum of the mean query loss
     at theta_t, its gradient the sum of theta - theta_t.
+
+    Raises:
+        ConfigError: the rates of an algorithm of somebody's own are not one for all that adapts.
     """
+    rates = inner_loop.rates
+    if not isinstance(rates, FixedRates):
+        raise ConfigError(
+            f"Reptile's loss_sum with {type(rates).__name__}: theta - theta_t is its gradient only "
+            "at one FixedRates for all that adapts. Leave out the algorithm's rates, or give it a "
+            "loss_sum of its own"
+        )
     support, query = tasks
     longest = query.layout.longest
     adapted = inner_loop.take_steps(rows, support, longest, second_order=False, keep_path=True)
@@ -44,7 +56,7 @@ def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -
         shown = weighted_sum(losses_N * counted_N, weights_N)
     # The value shown is the query loss, the gradient that of the path: pull - pull.detach() is 0,
     # and its gradient is not. `shown * 0.0` starts the sum where no task has support rows.
-    pull = sum(adapted.support_loss_sums, shown * 0.0) * inner_loop.config.inner_lr
+    pull = sum(adapted.support_loss_sums, shown * 0.0) * rates.rate
     return shown + pull - pull.detach()
 
 

@@ -72,17 +72,17 @@ class FusedLoop:
         self._moves_inputs = bool(plan.config.adapt_embeddings) or self._dense.adapt
 
     @staticmethod
-    def suits(model: nn.Module, plan: AdaptationPlan, rates: InnerRates) -> bool:
+    def suits(model: DecisionModel, plan: AdaptationPlan, rates: InnerRates) -> bool:
         """Tell whether this loop supports the plan: only decision layers, layers over the dense
-        columns and embedding rows adapt, by steps that are taken and not solved, and no weight has
-        a rate of its own.
+        columns and embedding rows adapt, by steps that are taken and not solved, no weight has a
+        rate of its own, and all those layers have a bias.
         """
-        if not isinstance(model, DecisionModel) or plan.solves:
-            return False
         inside = (*_linear(model.decision_layers), *_linear(model.dense_layers))
         return (
-            len(_linear(model.decision_layers)) > 1
+            not plan.solves
+            and len(_linear(model.decision_layers)) > 1
             and all(layer in inside for layer in plan.layers.values())
+            and all(layer.bias is not None for layer in inside)
             and not any(isinstance(rates.of_layer(name), WeightRates) for name in plan.layers)
         )
 

@@ -65,7 +65,7 @@ class CallStream:
     @property
     def ended(self) -> bool:
         """Return whether the stream can carry nothing more."""
-        return self._ended is not None
+        return self._ended is not None or self._running.done()
 
     def call(self, rpc: str, request: Any, timeout_s: float) -> Any:
         """Return the response of one RPC of `STREAMED`. Raise CallError."""
@@ -94,14 +94,15 @@ class CallStream:
         self._running.cancel()
 
     def _ask(self, message: Any, answered: Future[Any]) -> None:
-        if self._ended is not None:
-            answered.set_exception(self._ended)
+        # Closed before the loop came to it, it never ran, and never told that it has ended.
+        if self._ended is not None or self._running.cancelled():
+            answered.set_exception(self._ended or _broken())
             return
         self._unanswered[message.call_id] = answered
         self._unsent.put_nowait(message)
 
     async def _run(self) -> None:
-        ended = CallError(grpc.StatusCode.UNAVAILABLE, "", "the stream of calls broke", True)
+        ended = _broken()
         try:
             call = self._stub.Stream(metadata=self.metadata)
             sending = asyncio.create_task(self._send(call))
@@ -128,3 +129,7 @@ class CallStream:
                 await call.write(await self._unsent.get())
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader is told the same, and why
+
+
+def _broken() -> CallError:
+    return CallError(grpc.StatusCode.UNAVAILABLE, "", "the stream of calls broke", True)

@@ -12,6 +12,7 @@ from typing import final
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.errors import AntdtError
+from gmeta_keys.boundary import failing_as, kind_and_text
 
 
 @final
@@ -82,12 +83,14 @@ class ShardFeed:
 
     def _run(self) -> None:
         try:
-            while not self._closed.is_set() and not self._end_seen:
-                # Before it is counted what is missing: a shard that is taken after that sets it
-                # again.
-                self._wake.clear()
-                wait_s = self._fill()
-                self._wake.wait(wait_s)
+            # Whatever it is: whoever waits for a shard must not wait for ever.
+            with failing_as(_defect, AntdtError):
+                while not self._closed.is_set() and not self._end_seen:
+                    # Before it is counted what is missing: a shard that is taken after that sets it
+                    # again.
+                    self._wake.clear()
+                    wait_s = self._fill()
+                    self._wake.wait(wait_s)
         except AntdtError as error:
             with self._changed:
                 self._error = error
@@ -117,3 +120,10 @@ class ShardFeed:
             # Not for `_wake`, which a poll sets again: the pause would become calls without end.
             self._closed.wait(answer.retry_after_s)
         return 0.0
+
+
+def _defect(error: Exception) -> AntdtError:
+    return AntdtError(
+        f"no shard can be leased any more: {kind_and_text(error).rstrip('.')}. That is a defect; "
+        "report it with its traceback."
+    )

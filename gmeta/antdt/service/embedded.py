@@ -28,6 +28,8 @@ END_TIMEOUT_S = 15.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before it is started again, doubled each time
 STEADY_S = 10.0  # a service that lived so long did not fail to start
 
+_SERVING = b'"event": "serving"'  # what the service logs once it answers
+
 _log = logging.getLogger("gmeta.antdt.embedded")
 
 
@@ -46,8 +48,7 @@ class EmbeddedService:
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("127.0.0.1", 0))
-        self._port = int(self._reserved.getsockname()[1])
-        self.address = f"127.0.0.1:{self._port}"
+        self.address = f"127.0.0.1:{self._reserved.getsockname()[1]}"
         # The kernel closes this end of the pipe, however its holder ends.
         self._stdin, self._owner_lives = os.pipe()
         self._closing = threading.Event()
@@ -81,7 +82,7 @@ class EmbeddedService:
         command += ["--ends-with-stdin", "--insecure"]
         command += ["--listen", self.address]
         command += ["--store", f"sqlite:///{(self._folder / STORE_FILE).resolve()}"]
-        with (self._folder / LOG_FILE).open("ab") as log:
+        with self._log.open("ab") as log:
             # A session of its own: the terminal's Ctrl-C ends the job, and then the job ends it.
             return subprocess.Popen(
                 command, stdin=self._stdin, stdout=log, stderr=log, start_new_session=True
@@ -90,26 +91,33 @@ class EmbeddedService:
     def _start(self) -> "subprocess.Popen[bytes]":
         until_s = time.monotonic() + TAKEN_TIMEOUT_S
         while True:
+            before = self._log_bytes()
             process = self._spawn()
             while process.poll() is None:
-                if self._listens():
+                # Not that it listens: it reads its store behind that, and may refuse it.
+                if _SERVING in self._logged_since(before):
                     return process
                 time.sleep(0.02)
-            said = _last_line(self._folder / LOG_FILE)
+            said = _last_line(self._log)
             if TAKEN not in said or time.monotonic() > until_s:
                 raise AntdtError(
                     f"the shard service of this job ended with exit code {process.returncode} "
                     f"before it served: {said or 'it said nothing'}. Its log is "
-                    f"{self._folder / LOG_FILE}; mend that, or set data.service to one that runs"
+                    f"{self._log}; mend that, or set data.service to one that runs"
                 )
             time.sleep(0.1)
 
-    def _listens(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
-        except OSError:
-            return False
-        return True
+    @property
+    def _log(self) -> Path:
+        return self._folder / LOG_FILE
+
+    def _log_bytes(self) -> int:
+        return self._log.stat().st_size if self._log.exists() else 0
+
+    def _logged_since(self, before: int) -> bytes:
+        with self._log.open("rb") as log:
+            log.seek(before)
+            return log.read()
 
     def _watch(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -120,9 +128,11 @@ class EmbeddedService:
                 return
             pause_s = FIRST_PAUSE_S if time.monotonic() - began_s > STEADY_S else pause_s
             _log.warning(
-                "the shard service ended with exit code %d and is started again; its log is %s",
+                "the shard service ended with exit code %d and is started again; the last line of "
+                "its log was %r; that is %s",
                 code,
-                self._folder / LOG_FILE,
+                _last_line(self._log),
+                self._log,
             )
             if self._closing.wait(pause_s):
                 return

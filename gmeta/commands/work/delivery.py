@@ -3,7 +3,7 @@ known to be right."""
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import Any
 from gmeta.commands.inspect import is_run
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.delivery.channel import POINTER, Channel, is_channel
-from gmeta.delivery.judge import Verdict, judge, not_finite, windows_before
+from gmeta.delivery.judge import Verdict, judge, refused, windows_before
 from gmeta.delivery.packing import pack
 from gmeta.delivery.remote import publish, reached
 from gmeta.delivery.retention import prune
 from gmeta.delivery.versions import Version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
-from gmeta.errors import NotFiniteError, UserError
+from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.export import export_run
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
@@ -29,6 +29,7 @@ from gmeta.serving.folder import read_config
 from gmeta.serving.table_format import TableFormat
 from metaio.counted import counted
 from metaio.format.dataset import Dataset, open_dataset
+from metaio.format.destination import one_writer
 from metaio.stream.chain import STREAM_FILE, is_stream, open_stream
 from metaio.stream.publish import publish_stream
 
@@ -37,7 +38,7 @@ def export_since(
     run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> tuple[Version, str]:
     """Return what was written, and why it is whole ("" of a delta)."""
-    with _beside(out) as whole:
+    with _beside(out, str(out)) as whole:
         export_run(run, whole, tables, step, overwrite=True)
         return pack(_channel(since), whole, out, overwrite)
 
@@ -66,14 +67,14 @@ def promote_candidate(
     versions that nobody needs."""
     channel = _channel(root)
     kept = None if verdict is None else _verdict(verdict)
-    with _beside(root / "candidate") as packed:
-        if is_run(candidate):
-            root.mkdir(parents=True, exist_ok=True)
+    offered = None if is_run(candidate) else read_version(candidate)
+    with _beside(root / "candidate", str(root)) as packed:
+        if offered is None:
             export_since(candidate, packed, root, tables, step, True)
-        elif is_delta(candidate) or channel.serves(read_version(candidate)):
+        elif offered.delta is not None or channel.serves(offered):
             packed = candidate
         else:
-            with _beside(root / "model") as model:
+            with _beside(root / "model", str(root)) as model:
                 # Links: what pack moves away is not the caller's folder.
                 shutil.copytree(candidate, model, copy_function=link_or_copy)
                 pack(channel, model, packed, overwrite=True)
@@ -82,7 +83,18 @@ def promote_candidate(
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
-    gone = prune(channel, keep) if keep else []
+    if keep:
+        _remove_older(channel, keep)
+
+
+def _remove_older(channel: Channel, keep: int) -> None:
+    """Remove the versions that nobody needs, and print which; that some are damaged is told, and is
+    no failure of the promotion."""
+    try:
+        gone = prune(channel, keep)
+    except GMetaError as error:
+        screen(stderr=True).print(f"nothing is removed: {error}")
+        return
     if gone:
         screen(stderr=True).print(f"removed: version {', '.join(map(str, reversed(gone)))}")
 
@@ -99,13 +111,14 @@ def judge_candidate(
     """Judge a run or an export against what a channel serves, print the verdict, write it to `out`
     and keep a refusal in the channel; return whether it is to be promoted."""
     channel = _channel(root)
-    with _beside(root.parent / f"{root.name}.judged") as whole:
+    own_folder = _beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
+    with own_folder if is_run(candidate) else nullcontext(candidate) as whole:
         try:
             model, own = _model_and_data(candidate, whole)
             dataset = open_named(on) if on else own()
             verdict = judge_model(channel, model, dataset, split, margin, pool)
         except NotFiniteError as error:
-            verdict = not_finite(str(error))
+            verdict = refused(str(error))
     if not verdict.promote:
         channel.record(verdict.to_json())
     if out is not None:
@@ -226,14 +239,20 @@ def _channel(root: Path) -> Channel:
 
 
 @contextmanager
-def _beside(out: Path) -> Iterator[Path]:
-    """Yield where something is made on the file system of `out`; what is left there goes."""
+def _beside(out: Path, name: str) -> Iterator[Path]:
+    """Yield where something is made on the file system of `out`; what is left there goes.
+
+    Raises:
+        DataError: another process writes `name`, as messages call it.
+    """
     path = out.parent / f".{out.name}.whole"
-    shutil.rmtree(path, ignore_errors=True)  # what a killed process left
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with one_writer(path.with_name(f"{path.name}.lock"), name):
+        shutil.rmtree(path, ignore_errors=True)  # what a killed process left
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _verdict(path: Path) -> dict[str, Any]:

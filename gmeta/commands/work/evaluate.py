@@ -65,6 +65,8 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             own = RunFolder(root).read_config()
             judged_by(label, own, open_data(own.data))
         chosen = judged_by(label, overridden(config, asked.overrides), dataset)
+        if chosen.evaluation.candidates:
+            _check_same_items(roots, dataset)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
         on = translated(open_named(asked.on), dataset) if asked.on else None
@@ -160,6 +162,23 @@ def _label(dataset: Dataset, label: str) -> str:
             f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
         )
     return label
+
+
+def _check_same_items(roots: list[Path], dataset: Dataset) -> None:
+    """Refuse sampled candidates of runs whose ids stand for other items.
+
+    Raises:
+        UserError: a run was not trained on `dataset`, that of the first.
+    """
+    for root in roots[1:]:
+        other = open_data(RunFolder(root).read_config().data)
+        if other.fingerprint != dataset.fingerprint:
+            raise UserError(
+                f"evaluation.candidates, but run {root} was trained on {other.url} "
+                f"({other.fingerprint[:12]}), {roots[0]} on {dataset.url} "
+                f"({dataset.fingerprint[:12]}): the ids of one are other items to the other. "
+                "Evaluate each run alone, or without candidates"
+            )
 
 
 def _candidates(

@@ -2,9 +2,9 @@
 and their gradients go the same way again.
 
 One AlltoAll each way a step, whatever the kinds of sharding: support and query together, each id
-once. A rank's own rows enter no collective. An id travels as its row number within the shard that
-holds it, in 4 bytes where that is enough. Who is to get how many ids is announced before: the ids
-of a step can then travel while another step computes.
+once for each block of the batch. A rank's own rows enter no collective. An id travels as its row
+number within the shard that holds it, in 4 bytes where that is enough. Who is to get how many ids
+is announced before: the ids of a step can then travel while another step computes.
 
 Ids travel and are sorted on the host, where a batch has them, and rows between the devices: every
 size is known before a kernel is launched, so that the host waits for none.

@@ -23,6 +23,7 @@ from gmeta.antdt.client.connection import MAX_STREAMED_BYTES
 from gmeta.antdt.client.lease import EndOfEpoch
 from gmeta.antdt.errors import FencedError, RefusedError
 from gmeta.antdt.model import DatasetSpec
+from gmeta.antdt.rpc.loop import event_loop
 from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta.antdt.service.edge import Edge
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
@@ -394,3 +395,19 @@ def test_the_end_of_a_certificate_is_read_as_a_library_reads_it(pki: Authority, 
     )
     pem = made.public_bytes(serialization.Encoding.PEM)
     assert end_of_certificate(pem) == made.not_valid_after_utc.timestamp()
+
+
+def test_a_stream_closed_before_it_began_refuses_calls_at_once(stub: Any) -> None:
+    """As two threads do it, of which one takes new credentials."""
+    held = threading.Event()
+    event_loop().call_soon_threadsafe(held.wait, PATIENCE_S)
+    try:
+        stream = CallStream(stub, ())
+        stream.close()
+        has_ended = stream.ended
+    finally:
+        held.set()
+    assert has_ended
+    with pytest.raises(CallError) as refused:
+        stream.call("Lease", pb.LeaseRequest(), 5.0)
+    assert (refused.value.code, refused.value.of_stream) == (grpc.StatusCode.UNAVAILABLE, True)

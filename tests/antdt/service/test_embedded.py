@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from gmeta.antdt import DatasetSpec, ShardClient
 from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.service.embedded import EmbeddedService
+from gmeta.antdt.storage.committer import Committer
+from gmeta.antdt.storage.urls import open_store
 from tests.waiting import wait_until
 
 
@@ -80,3 +83,29 @@ def test_a_service_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) 
     assert message.endswith(
         f" Its log is {tmp_path}/service.log; mend that, or set data.service to one that runs"
     )
+
+
+def test_a_store_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
+    """It is read once the service has its port: who could connect was not served yet."""
+    store = open_store(f"sqlite:///{tmp_path}/shards.db")
+    Committer(store, time.monotonic, "another").commit([])
+    store.close()
+    with pytest.raises(AntdtError) as refused:
+        EmbeddedService(tmp_path)
+    assert str(refused.value).startswith(
+        "the shard service of this job ended with exit code 1 before it served: error: the store "
+        "belongs to job 'another', this service is for 'default'. "
+    )
+
+
+def test_what_a_service_said_that_ends_again_and_again_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EmbeddedService(tmp_path):
+        pid = service_pid(tmp_path)
+        store = tmp_path / "shards.db"
+        os.kill(pid, signal.SIGSTOP)
+        store.rename(tmp_path / "away")
+        store.mkdir()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: "is a folder; it must be a file" in caplog.text, "its words are told")

@@ -123,6 +123,27 @@ def test_who_locked_a_file_that_the_last_writer_has_removed_is_refused(
     assert not partial.exists()
 
 
+def test_who_finds_the_lock_file_removed_makes_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, lock, file = tmp_path / ".data.partial", fcntl.flock, tmp_path / ".data.lock"
+    left = 3
+
+    def late(opened: Any, kind: int) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            file.unlink()
+        lock(opened, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with folder_of_one_writer(partial, "data"):
+        assert left == -1
+        with pytest.raises(DataError, match=f"process {os.getpid()} on .* is writing data"):
+            folder_of_one_writer(partial, "data").__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_system_without_locks_is_written_to_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

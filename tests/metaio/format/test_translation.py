@@ -14,6 +14,7 @@ from metaio.format.translation import translated
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.metaio.conftest import whole_split
 
 SCHEMA: dict[str, Any] = {
@@ -92,6 +93,20 @@ def test_ids_become_the_rows_of_their_values_and_numbers_get_the_other_units(
 def test_a_dataset_is_itself_to_its_own_model(make: Callable[..., Dataset]) -> None:
     own = make(1)
     assert translated(own, own) is own
+
+
+def test_ids_that_a_recipe_numbers_are_those_of_the_same_recipe_alone(tmp_path: Path) -> None:
+    for name, seed in (("known", 1), ("other", 2)):
+        small = SyntheticConfig(num_tasks=20, num_items=30, seed=seed)
+        prepare_synthetic(str(tmp_path / name), small)
+    known, other = (open_dataset(str(tmp_path / name)) for name in ("known", "other"))
+    with pytest.raises(DataError) as caught:
+        translated(other, known)
+    assert str(caught.value) == (
+        f"table item has no vocabulary, and the recipe of {other.url} has seed = 2, that of "
+        f"{known.url} 1: the same ids may mean other values. Prepare it by the recipe and the "
+        "options of the other one, or choose another dataset"
+    )
 
 
 @pytest.mark.parametrize(

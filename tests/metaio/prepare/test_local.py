@@ -527,6 +527,18 @@ def test_a_label_that_is_no_number_is_refused_and_no_click_of_0(
     )
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_time_that_is_no_number_is_refused_and_not_the_newest_or_the_oldest(
+    tmp_path: Path, sign: float
+) -> None:
+    times = [math.copysign(math.nan, sign), *(float(ts) for ts in range(39))]
+    by_time = {"by": "time", "at": 20, "min_rows": 2, "max_rows": 99}
+    for episodes in (BASE["episodes"], by_time):
+        assert refused(tmp_path, with_column("ts", times), changed(episodes=episodes)) == (
+            "time column ts holds NaN, which is no time. Repair those rows, or drop them"
+        )
+
+
 def test_a_number_beyond_float32_is_refused(tmp_path: Path) -> None:
     """Not stored as infinite: it would make every prediction of its row NaN."""
     table = with_column("price", [1e39, *[1.0] * 39])

@@ -1,6 +1,7 @@
 """Increments against a slow reading of all logs up to theirs."""
 
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,12 @@ from metaio.format.inspection import damage
 from metaio.prepare.encode import Encoder, Fitted
 from metaio.prepare.schema_file import parse_schema
 from metaio.stream.chain import open_stream, reset_rows
+from metaio.stream.extend import extend
+from metaio.stream.quarantine import list_quarantine
 from metaio.stream.state import load_state
 from tests.metaio.stream.logs import (
     DAY,
+    OPTIONS,
     append,
     changed,
     episodes,
@@ -163,6 +167,32 @@ def test_late_rows_are_support_or_dropped_and_counted(tmp_path: Path) -> None:
     dataset = open_stream(str(stream)).dataset(2)
     found = episodes(dataset, "train") | episodes(dataset, "gate")
     assert found == slow_episodes([first, kept], end)
+
+
+def test_files_that_are_mostly_late_are_given_along_with_newer_ones(tmp_path: Path) -> None:
+    stream, logs = tmp_path / "s", tmp_path / "logs"
+    end = append(stream, log(0), schema=schema(late=DAY)).window[1]
+    late, new = log(1), log(2)
+    time = late["time"].to_numpy().copy()
+    time[:201] = end - 1 - np.arange(201)
+    late = changed(late, "time", time)
+    with pytest.raises(QuarantinedError) as error:
+        append(stream, late, "late.parquet")
+    assert str(error.value) == (
+        f"input {logs}/late.parquet is quarantined: 201 of its 400 rows are from before the "
+        f"window, which begins at {end}. Give newer files with it, as gmeta follow does"
+    )
+    assert [note["with_next"] for note in list_quarantine(stream)] == [True]
+    shutil.copytree(stream, tmp_path / "t")
+    both = append(stream, new, "new.parquet", along=[str(logs / "late.parquet")])
+    assert (both.report["rows"], both.report["late"]) == (800, 201)
+    assert [Path(one["name"]).name for one in both.report["inputs"]] == [
+        "new.parquet",
+        "late.parquet",
+    ]
+    taken = extend([str(logs / "late.parquet")], str(tmp_path / "t"), None, OPTIONS, accept=True)
+    assert (taken.report["rows"], taken.report["late"]) == (400, 201)
+    assert list_quarantine(stream) == list_quarantine(tmp_path / "t") == []
 
 
 def test_a_file_is_taken_once_whatever_its_name(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """Windows that are not to be trusted are refused with their reason; what merely moves is told."""
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from metaio.errors import QuarantinedError
+from metaio.errors import AccessError, QuarantinedError
+from metaio.prepare import parquet_files
 from metaio.stream.chain import open_stream
 from metaio.stream.quarantine import list_quarantine
 from tests.metaio.stream.logs import DAY, append, changed, log, schema
@@ -58,6 +60,12 @@ POISON: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
         "dense column price holds nan; finite numbers are needed. Replace those values, or make "
         "them null and give fill",
     ),
+    "a row id that stands twice": (
+        lambda table: changed(
+            changed(table, "row", [7] * len(table)), "time", [3 * DAY + 9] * len(table)
+        ),
+        "task ",
+    ),
     "a clock that is wrong": (
         lambda table: with_some(table, "time", 400 * DAY, 400),
         "its times span ",
@@ -78,6 +86,20 @@ def test_poison_is_quarantined_with_the_reason(three_days: Path, name: str) -> N
     stream = open_stream(str(three_days))
     assert stream.numbers == [1, 2, 3]  # nothing else has changed
     assert sorted(p.name for p in (three_days / "state").iterdir()) == ["000002", "000003"]
+
+
+def test_a_disk_that_fails_while_rows_are_read_is_no_reason_to_refuse_them(
+    three_days: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Iterator[pa.RecordBatch]:
+        yield pa.record_batch(rare(log(3)).slice(0, 9).to_pydict())
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(parquet_files, "batches", fails)
+    noted = list_quarantine(three_days)
+    with pytest.raises(AccessError, match="Look after the disk or the network, then try again"):
+        append(three_days, rare(log(3)), "fine.parquet")
+    assert list_quarantine(three_days) == noted
 
 
 def test_an_ordinary_window_and_an_accepted_one_are_taken(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Algorithms of somebody's own, made of the parts that those of the registry are made of."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.algorithms.algorithm import Algorithm
+from gmeta.adaptation.algorithms.encoder import support_encoder
+from gmeta.adaptation.algorithms.maml import QueryLoss
+from gmeta.adaptation.algorithms.metasgd import LearnedRates
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
+from gmeta.adaptation.algorithms.reptile import reptile_loss_sum
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.general_loop import GeneralLoop
+from gmeta.adaptation.rates import FixedRates
+from gmeta.build import build_learner
+from gmeta.errors import ConfigError
+from gmeta.learner import MetaLearner
+from gmeta.rows.sides import Sides, WorkingRows
+from gmeta_models import MODELS, InputSizes, ModelConfig
+from gmeta_models.decision import DecisionModel
+from gmeta_models.inputs import RowFeatures
+from tests import reference
+
+FEATURES = reference.some_features(2, 0, 1)
+TASKS = [(3, 2), (1, 4), (0, 2)]
+
+
+def learner_of(
+    own: Algorithm, monkeypatch: pytest.MonkeyPatch, model: str = "melu", **keys: object
+) -> MetaLearner:
+    """A learner of an algorithm and a small model, drawn the same each time."""
+    monkeypatch.setitem(ALGORITHMS, "own", own)
+    torch.manual_seed(3)
+    config = AlgorithmConfig(name="own", encoder_hidden=(4,), **keys)  # type: ignore[arg-type]
+    sizes = ModelConfig(name=model, embedding_dim=4, hidden=(5, 3))
+    return build_learner(FEATURES, sizes, config, "mse").double()
+
+
+def step(learner: MetaLearner) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of some tasks and all its gradients, those of the fetched rows among them."""
+    rng = random.Random(5)
+    tasks = [reference.random_task(FEATURES, *sizes, rng) for sizes in TASKS]
+    batch = reference.batch_of(tasks, FEATURES)
+    torch.manual_seed(7)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
+    loss = learner(rows_UD, learner.arrange(batch), weight=0.5)
+    named = {"rows": rows_UD, **dict(learner.named_parameters())}
+    grads = torch.autograd.grad(loss, [*named.values()])  # refuses what the loss does not reach
+    return loss.detach(), dict(zip(named, grads, strict=True))
+
+
+def test_what_an_algorithm_learns_beside_the_model_learns_with_mamls_loss_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Algorithm(QueryLoss(second_order=True), parts=support_encoder)
+    learner = learner_of(own, monkeypatch)
+    assert not learner.has_fused_loop
+    loss, grads = step(learner)
+    # Without a share of the cold loss encoder_maml has the same equations.
+    wanted, wanted_grads = step(learner_of(ALGORITHMS["encoder_maml"], monkeypatch, cold_weight=0))
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(grads, wanted_grads)
+    assert grads["encoder.rows.0.weight"].abs().sum() > 0
+
+
+def test_reptiles_loss_takes_the_one_rate_that_its_steps_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Algorithm(reptile_loss_sum, rates=lambda *_: FixedRates(0.3), learns_from="support")
+    wanted = learner_of(ALGORITHMS["reptile"], monkeypatch, inner_lr=0.3)
+    for found, right in zip(step(learner_of(own, monkeypatch)), step(wanted), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_reptiles_loss_with_rates_that_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Algorithm(reptile_loss_sum, rates=LearnedRates, learns_from="support")
+    learner = learner_of(own, monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        step(learner)
+    assert str(caught.value) == (
+        "Reptile's loss_sum with LearnedRates: theta - theta_t is its gradient only at one "
+        "FixedRates for all that adapts. Leave out the algorithm's rates, or give it a loss_sum "
+        "of its own"
+    )
+
+
+RATES = {"decision.0": 0.2, "decision.2": 0.3, "decision.4": 0.1}
+
+
+class ByLayer:
+    """A rate for each layer."""
+
+    def of_layer(self, name: str) -> float:
+        return RATES[name]
+
+    def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float:
+        return 0.0
+
+
+def by_layer_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
+    """Reptile with each layer's own rate."""
+    longest = tasks.query.layout.longest
+    adapted = inner_loop.take_steps(rows, tasks.support, longest, False, keep_path=True)
+    pull = rows.values_PD.sum() * 0.0
+    path_loss = sum(adapted.support_loss_sums, pull)
+    for name, layer in inner_loop.plan.layers.items():
+        weights = [*layer.parameters()]
+        for weight, grad in zip(
+            weights, torch.autograd.grad(path_loss, weights, retain_graph=True), strict=True
+        ):
+            pull = pull + inner_loop.rates.of_layer(name) * (grad * weight).sum()
+    return pull
+
+
+def test_a_loss_may_ask_what_adapts_and_at_which_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Algorithm(by_layer_loss_sum, rates=lambda *_: ByLayer(), learns_from="support")
+    _, grads = step(learner_of(own, monkeypatch, adapt_embeddings=False))
+    _, at_one = step(
+        learner_of(ALGORITHMS["reptile"], monkeypatch, "melu", adapt_embeddings=False, inner_lr=1.0)
+    )
+    for name, rate in RATES.items():
+        for kind in ("weight", "bias"):
+            key = f"model.{name}.{kind}"
+            torch.testing.assert_close(grads[key], rate * at_one[key])
+
+
+class Unbiased(DecisionModel):
+    """Decision layers of which the last has no bias."""
+
+    pooling = "mean"
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        width = sizes.num_single * config.embedding_dim
+        self.layers = nn.Sequential(nn.Linear(width, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
+
+    @property
+    def decision_layers(self) -> nn.Sequential:
+        return self.layers
+
+    def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
+        return rows.features_NFD.flatten(1)
+
+
+def test_decision_layers_without_a_bias_adapt_in_the_general_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MODELS, "unbiased", Unbiased)
+    learner = learner_of(ALGORITHMS["maml"], monkeypatch, "unbiased")
+    assert not learner.has_fused_loop
+    _, grads = step(learner)
+    assert grads["model.layers.2.weight"].abs().sum() > 0
