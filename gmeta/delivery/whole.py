@@ -35,9 +35,9 @@ def cache_folder() -> Path:
 def whole_version(
     channel: Channel, number: int, cache: Path | None = None, verify: bool = True
 ) -> Path:
-    """Return the folder of a version's model, which `gmeta.load` reads; made in `cache` (default:
-    cache_folder()) where the version is a delta. A copy there that is damaged is made anew: without
-    `verify` its sizes alone are looked at.
+    """Return the folder of a version's model, which `gmeta.load` reads and needs not verify; made
+    in `cache` (default: cache_folder()) where the version is a delta. A copy there that is damaged
+    is made anew: without `verify` sizes alone are looked at.
 
     Raises:
         UserError: the cache cannot be written.
@@ -45,12 +45,20 @@ def whole_version(
     """
     chain = channel.chain(number)
     if not chain.deltas:
-        return chain.base.folder
+        folder = chain.base.folder
+        check_files(folder, read_config(folder), checksums=verify)
+        return folder
     with alone(_own(channel, cache)) as own:
-        target = _made(chain, own, verify)
+        target = _made(chain, own, contents=False)
         os.utime(target)
         _drop_oldest(own)
-        return target
+    try:
+        # Behind the lock: all workers read at once.
+        check_files(target, read_config(target), checksums=verify)
+    except GMetaError:
+        with alone(own):
+            _made(chain, own, contents=True)  # one that is damaged goes
+    return target
 
 
 def keep_whole(channel: Channel, checksum: str, model: Path) -> None:
@@ -63,14 +71,14 @@ def keep_whole(channel: Channel, checksum: str, model: Path) -> None:
                 shutil.copytree(model, partial, dirs_exist_ok=True, copy_function=link_or_copy)
 
 
-def _made(chain: Chain, cache: Path, verify: bool) -> Path:
+def _made(chain: Chain, cache: Path, contents: bool) -> Path:
     """Return the model that a chain leads to, from the newest of its versions that is whole."""
     base, deltas = chain.base.folder, list(chain.deltas)
     target = cache / chain.newest.checksum
     for index, delta in reversed(list(enumerate(chain.deltas))):
         copy = cache / delta.checksum
         # What is made from a base is held against checksums: its own need no look before that.
-        if _is_sound(copy, contents=verify and copy == target):
+        if _is_sound(copy, contents=contents and copy == target):
             base, deltas = copy, deltas[index + 1 :]
             break
     if not deltas:
@@ -81,7 +89,7 @@ def _made(chain: Chain, cache: Path, verify: bool) -> Path:
     except GMetaError:
         if base == chain.base.folder or _is_sound(base, contents=True):
             raise
-        return _made(chain, cache, verify)  # without the copy that was damaged
+        return _made(chain, cache, contents)  # without the copy that was damaged
     return target
 
 
@@ -103,10 +111,11 @@ def _drop_oldest(cache: Path) -> None:
     """Keep the newest few; who has mapped another keeps its files until it closes them."""
     found = [path for path in cache.glob("[0-9a-f]*") if (path / CONFIG_FILE).is_file()]
     found.sort(key=lambda path: path.stat().st_mtime)
-    for path in found[:-_KEPT]:
-        (path / CONFIG_FILE).unlink()  # first: what is half removed must not look whole
+    # Also what was half removed before.
     for path in set(cache.glob("[0-9a-f]*")).difference(found[-_KEPT:]):
-        shutil.rmtree(path, ignore_errors=True)  # also what was half removed before
+        # First: what is half removed must not look whole.
+        (path / CONFIG_FILE).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _own(channel: Channel, cache: Path | None) -> Path:

@@ -9,20 +9,22 @@ from gmeta.errors import GMetaError
 from gmeta.files.local import is_url
 from gmeta.server.columns import columns_of
 from gmeta.server.versions import Loaded, version_in
+from gmeta.serving.folder import check_files, read_config
 from gmeta.serving.load import load
 
 _TRIES = 3
 
 
 def model_folder(folder: Path | str, verify: bool) -> Path:
-    """Return the exported folder to serve: this one, or of a channel what its newest version is; a
-    URL's is a channel. Without `verify` checksums of what is in the cache are left alone.
+    """Return the exported folder to serve, its files checked: this one, or of a channel what its
+    newest version is; a URL's is a channel. Without `verify` checksums are left alone.
 
     Raises:
-        UserError: the channel has no version.
-        GMetaError: a version of it is damaged, or cannot be reached.
+        UserError: there is no exported model, or the channel has no version.
+        GMetaError: it is damaged, or cannot be reached.
     """
     if not is_url(folder) and not is_channel(Path(folder)):
+        check_files(Path(folder), read_config(Path(folder)), checksums=verify)
         return Path(folder)
     channel = channel_at(folder)
     return whole_version(channel, channel.served().number, verify=verify)
@@ -39,7 +41,7 @@ def load_version(folder: Path | str, verify: bool = True) -> Loaded:
     for last in (False,) * (_TRIES - 1) + (True,):
         version = version_in(folder)
         try:
-            model = load(model_folder(folder, verify), verify)
+            model = load(model_folder(folder, verify), verify=False)
         except GMetaError:
             if last or version_in(folder) == version:
                 raise

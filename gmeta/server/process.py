@@ -27,7 +27,6 @@ from gmeta.errors import GMetaError
 from gmeta.server.config import ServeConfig
 from gmeta.server.loading import model_folder
 from gmeta.server.metrics import MULTIPROCESS_DIR
-from gmeta.serving.folder import check_files, read_config
 
 _LOOK_EVERY_S = 0.2
 _RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
@@ -54,8 +53,7 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
     # Whoever is forked from a process whose torch has threads waits for them for ever.
     torch.set_num_threads(1)
     # Once, and told once, whatever the number of workers.
-    folder = model_folder(config.folder, config.verify)
-    check_files(folder, read_config(folder), checksums=config.verify)
+    model_folder(config.folder, config.verify)
     for option, address in config.addresses.items():
         check_free(option, *split_address(option, address))
     configure_logging(log_level)

@@ -1,5 +1,6 @@
 """`gmeta.follow` and `gmeta serve CHANNEL`: whole versions, exchanged while threads predict."""
 
+import fcntl
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,14 @@ from gmeta.antdt.log import LOGGER_NAME
 from gmeta.delivery import follow as follow_module
 from gmeta.delivery import pieces
 from gmeta.delivery.channel import Channel
+from gmeta.delivery.follow import load_current
 from gmeta.delivery.packing import pack
+from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import UserError
+from gmeta.files import checksums
+from gmeta.files.checksums import FileEntry, describe_file
 from gmeta.server import service as service_module
+from gmeta.server.loading import load_version
 from tests.delivery.models import Model
 from tests.full_disk import files_of_at_most
 from tests.server.serving import get, post, request_of, service_of, values
@@ -218,3 +224,30 @@ def test_work_in_small_pieces_rests_and_lets_other_threads_on(
     assert np.diff(rests).min() > 10 * 0.0006  # what it works before each rest
     piece()
     assert len(rests) == 3  # none behind the block
+
+
+@pytest.mark.parametrize("kinds", ["full", "delta"])
+def test_each_file_is_read_once_a_load_and_keeps_no_other_process_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: str
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
+    promote(channel, model, tmp_path / "1")
+    if kinds == "delta":
+        promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
+    read: list[Path] = []
+
+    def described(path: Path) -> FileEntry:
+        read.append(path)
+        for lock in cache.glob("*/.cache.lock"):
+            with lock.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is held
+        return describe_file(path)
+
+    monkeypatch.setattr(checksums, "describe_file", described)
+    load_current(channel.root)
+    assert len(read) == len(set(read)) >= 3
+    read.clear()
+    load_version(channel.root)
+    assert len(read) == len(set(read)) >= 3
