@@ -18,7 +18,7 @@ from gmeta.build import all_plugins_of, build
 from gmeta.checkpoints.about import restore_replaced
 from gmeta.checkpoints.beginning import beginning_of
 from gmeta.checkpoints.mirror import fetch_run
-from gmeta.checkpoints.settled import settled_by_first
+from gmeta.checkpoints.settled import passed_over, settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.feeds.agent import open_agent
@@ -61,12 +61,12 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
     """
     by_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
-    config = settled_by_first(config, ranks)
+    asked, config = config, settled_by_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
     choose_products(config.run.precision, ranks.device)
     with ExitStack() as held:
-        run = TrainingRun(config, ranks, held)
+        run = TrainingRun(config, ranks, held, passed_over(asked, config))
         # Left from right to left: the feed hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
@@ -77,9 +77,9 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
 class TrainingRun:
     """One rank's part of a run; all ranks make one and call it in the same places."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, held: ExitStack) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, held: ExitStack, told: list[str]) -> None:
         """Build the learner, or take it from the newest checkpoint, and make the run folder, which
-        is this run's alone until `held` closes.
+        is this run's alone until `held` closes; `told` is told as it begins.
         """
         self._config = config
         self._ranks = ranks
@@ -91,7 +91,7 @@ class TrainingRun:
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         self._scored = Scored(config, self._dataset, self._sharded, ranks)
         plan = described_plan(self._sharded, ranks)
-        self._told_at_start = plan_lines(plan)
+        self._told_at_start = [*told, *plan_lines(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
         by_first(lambda: held.enter_context(held_alone(self.folder.root)), ranks)
@@ -102,6 +102,10 @@ class TrainingRun:
         self.feed = open_feed(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
         self._told_at_start += self._beginning.told
+        self._forecasts = self._beginning.how == "continued" and config.run.prequential
+        # A forecast must not know the labels that it is scored on.
+        if not self._forecasts:
+            self._told_at_start += self._take_item_statistics()
         by_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
@@ -123,6 +127,11 @@ class TrainingRun:
         self._meter = StepMeter(ranks)
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
+    def _take_item_statistics(self) -> list[str]:
+        """Take them of this dataset, whatever weights the run begins with."""
+        items = self._learner.items
+        return take_item_statistics(items, self._config, self._dataset, self._ranks)
+
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
         config = self._config
@@ -141,12 +150,9 @@ class TrainingRun:
         """
         self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
         self.hooks.tell(self._told_at_start)
-        if self._beginning.how == "continued" and self._config.run.prequential:
+        if self._forecasts:
             self._forecast()
-        # Of this dataset, whatever weights the run begins with; behind the forecast, which must not
-        # know the labels that it is scored on.
-        items = self._learner.items
-        self.hooks.tell(take_item_statistics(items, self._config, self._dataset, self._ranks))
+            self.hooks.tell(self._take_item_statistics())
         self._agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
             self._take_steps(stop)

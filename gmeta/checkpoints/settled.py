@@ -61,6 +61,15 @@ def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     )
 
 
+def passed_over(asked: TrainConfig, config: TrainConfig) -> list[str]:
+    """Return what to tell of the validation splits that `settled` left out of the config asked
+    for."""
+    splits = [name for name in asked.data.valid_splits if name not in config.data.valid_splits]
+    then = "" if config.data.valid_splits else ": no validation, no early stopping in this run"
+    increment = config.data.increment
+    return [f"split {name} has no task in increment {increment}{then}" for name in splits]
+
+
 def _validated(config: TrainConfig, dataset: Dataset) -> TrainConfig:
     """Return the config without the validation splits in which an increment has no task: a loop
     gets small ones, too, and their gate may be empty."""

@@ -271,7 +271,7 @@ class Channel:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / VERSIONS).mkdir(exist_ok=True)
-        with one_writer(self.root / ".lock", str(self.root)):
+        with one_writer(self.root / ".lock", str(self.root), remedy="Wait for it"):
             try:
                 current = self.current()
             except GMetaError:

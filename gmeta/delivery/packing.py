@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gmeta.delivery.channel import Channel, Current
 from gmeta.delivery.delta import write_delta
-from gmeta.delivery.versions import Chain, Version, check_version, read_version
+from gmeta.delivery.versions import Chain, Version, read_version
 from gmeta.delivery.whole import keep_whole, whole_version
 from gmeta.errors import GMetaError, UserError
 from gmeta.serving.folder import ExportedConfig, new_folder, read_config

@@ -21,6 +21,10 @@ GRPC_CODES = {
 }
 
 
+class CallerLeftError(Exception):
+    """The caller went before its request was read: nobody is answered."""
+
+
 class RequestError(GMetaError):
     """A request that is not answered: what is wrong, the value, what is allowed, what to do."""
 

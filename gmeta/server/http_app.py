@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gmeta.server.access import Right
 from gmeta.server.columns import ModelColumns
-from gmeta.server.errors import RequestError
+from gmeta.server.errors import CallerLeftError, RequestError
 from gmeta.server.http_edge import CERTIFICATE
 from gmeta.server.protocol import BINARY_HEADER, Inference, parse_http, render_http
 
@@ -127,7 +127,7 @@ def http_app(service: Service) -> FastAPI:
     app.add_route("/docs", docs)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(ClientDisconnect, _left)
+    app.add_exception_handler(CallerLeftError, _left)
     app.add_middleware(_WhileDraining, service=service)
     return app
 
@@ -176,6 +176,8 @@ async def _body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
         raise RequestError(
             408, f"the body did not come within {timeout_s:g} s. Send it faster, or split it"
         ) from None
+    except ClientDisconnect:
+        raise CallerLeftError from None
     return b"".join(parts)
 
 

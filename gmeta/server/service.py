@@ -10,8 +10,6 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, final
 
-from starlette.requests import ClientDisconnect
-
 from gmeta.antdt.log import event
 from gmeta.delivery.follow import RETRY_S
 from gmeta.delivery.remote import reached
@@ -22,7 +20,7 @@ from gmeta.server.batcher import Batcher
 from gmeta.server.cache import TaskCache
 from gmeta.server.compute import answer_all
 from gmeta.server.config import ServeConfig
-from gmeta.server.errors import RequestError
+from gmeta.server.errors import CallerLeftError, RequestError
 from gmeta.server.metrics import ServerMetrics
 from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Outcome, model_metadata
 from gmeta.server.tracing import Tracing
@@ -115,7 +113,7 @@ class Service:
         except RequestError as error:
             status, told = error.status, str(error)
             raise
-        except (asyncio.CancelledError, ClientDisconnect):
+        except (asyncio.CancelledError, CallerLeftError):
             status = CALLER_LEFT
             raise
         finally:

@@ -43,7 +43,8 @@ class SharedSupport:
     def __init__(self, file: Path, max_bytes: int) -> None:
         """Open the file, or begin it."""
         # What SQLite writes before a change needs room beside the rows.
-        self._max_bytes = min(max_bytes, shutil.disk_usage(file.parent).total // 2)
+        total = shutil.disk_usage(file.parent).total or 2 * max_bytes  # 0: it has no bounds
+        self._max_bytes = min(max_bytes, total // 2)
         self.num_failed = 0  # calls that the file did not take
         self._is_failing = False
         self._lock = threading.Lock()
@@ -63,17 +64,19 @@ class SharedSupport:
         rows, stamp = _to_bytes(support), uuid.uuid4().hex
         with self._lock:
             try:
-                self._put(key, stamp, expires_s, rows)
-            except sqlite3.Error:
                 try:
+                    self._put(key, stamp, expires_s, rows)
+                except sqlite3.Error as error:
+                    if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                        raise
                     # Others may have filled the place: half of what is kept makes room.
                     with self._transaction():
                         self._db.execute("delete from tasks where key = ?", (key,))
                         self._make_room(self._total() // 2)
                     self._put(key, stamp, expires_s, rows)
-                except sqlite3.Error as error:
-                    self._failed(error)
-                    return ""
+            except sqlite3.Error as error:
+                self._failed(error)
+                return ""
             self._is_failing = False
         return stamp
 

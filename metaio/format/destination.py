@@ -161,13 +161,15 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def one_writer(lock_file: Path, name: str) -> Iterator[None]:
+def one_writer(
+    lock_file: Path, name: str, remedy: str = "Wait for it, or choose another place"
+) -> Iterator[None]:
     """Keep other processes out of the block; the lock file is removed afterwards.
 
     Raises:
         DataError: another process writes `name`, as messages call it.
     """
-    with _locked(lock_file, name) as lock:
+    with _locked(lock_file, name, remedy) as lock:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")  # for who is refused
         lock.flush()
@@ -210,7 +212,7 @@ def remove_folder(fs: Any, there: str, last: str) -> None:
         fs.rm(there, recursive=True)
 
 
-def _locked(lock_file: Path, name: str) -> IO[str]:
+def _locked(lock_file: Path, name: str, remedy: str) -> IO[str]:
     """Return the lock file, opened and locked.
 
     Raises:
@@ -228,9 +230,7 @@ def _locked(lock_file: Path, name: str) -> IO[str]:
                 lock.seek(0)
                 holder = lock.read()
                 break
-    raise DataError(
-        f"{holder or 'another process'} is writing {name}. Wait for it, or choose another place"
-    )
+    raise DataError(f"{holder or 'another process'} is writing {name}. {remedy}")
 
 
 def _is_locked(lock: IO[str]) -> bool:

@@ -13,7 +13,7 @@ from gmeta.feeds.increment import open_data, open_named
 from gmeta.runs.folder import RunFolder
 from metaio.errors import NoDatasetError
 from tests.commands import evaluate, gmeta
-from tests.logs_by_day import write_stream
+from tests.logs_by_day import write_day, write_stream
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,33 @@ def test_trials_are_all_of_the_next_increment(stream: Path) -> None:
     assert result.returncode == 0, result.stderr
     trial = RunFolder(study / "trials" / "0000").read_config()
     assert trial.data.increment == load_config(study / "best.toml").data.increment == "2"
+
+
+def test_an_increment_without_a_gate_task_is_told_to_be_without_validation(
+    tmp_path: Path,
+) -> None:
+    path = write_stream(tmp_path / "stream", days=1)
+    log = tmp_path / "small.csv"
+    write_day(log, 1)
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0], *(one for one in lines if one.startswith("u21,"))]) + "\n")
+    result = gmeta("prepare", "--extend", path, log)
+    assert result.returncode == 0, result.stderr
+    assert open_named(f"{path}:2").splits["gate"].num_episodes == 0
+    config = tmp_path / "train.toml"
+    config.write_text(
+        f'[data]\npath = "{path}"\nvalid_split = "gate"\ntasks_per_step = 16\n'
+        '[model]\nname = "melu"\nhidden = [4]\nembedding_dim = 4\n[run]\ndevice = "cpu"\n'
+        "max_steps = 1\nearly_stop_patience = 2\n"
+    )
+    told = []
+    for number in (1, 2):
+        keys = (f"data.increment={number}", f"run.dir={tmp_path / str(number)}")
+        result = gmeta("train", config, *keys)
+        assert result.returncode == 0, result.stderr
+        told.append([line for line in result.stderr.splitlines() if "no task" in line])
+    line = "split gate has no task in increment 2: no validation, no early stopping in this run"
+    assert told == [[], [line]]
 
 
 def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:

@@ -1,11 +1,14 @@
 """Old versions go; what is served, what it builds on and what a rollback goes back to stay."""
 
+import os
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import gmeta
+from gmeta.commands.work import delivery
 from gmeta.delivery import retention
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.follow import follow
@@ -117,3 +120,20 @@ def test_the_command_promotes_and_removes_older_versions(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "removed: version 1, 2\n" in done.stderr
     assert channel.numbers() == [3, 4]
+
+
+def test_a_promotion_beside_another_process_removes_nothing_and_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = channel_of(tmp_path, "fff")
+    model = Model.of(SIZES, seed=9).write(tmp_path / "m")
+
+    def pruned(channel: Channel, keep: int) -> list[int]:
+        with Channel(channel.root).changing():  # another began in between
+            return prune(channel, keep)
+
+    monkeypatch.setattr(delivery, "prune", pruned)
+    delivery.promote_candidate(model, channel.root, "float32", None, None, keep=1)
+    told = f"process {os.getpid()} on {socket.gethostname()} is writing {channel.root}. Wait for it"
+    assert f"nothing is removed: {told}\n" in capsys.readouterr().err
+    assert channel.numbers() == [1, 2, 3, 4]

@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from gmeta.batches.config import ItemFeaturesConfig
 from gmeta.batches.labels import check_first_labels, labels_checked
 from gmeta.build import build
 from gmeta.commands.telling import told
@@ -77,6 +78,15 @@ def refusal_of_training(ranks: Ranks, config: TrainConfig) -> str:
     except ConfigError as error:
         return told(error)[0]
     return "trained"
+
+
+@pytest.mark.distributed
+def test_a_wrong_label_that_item_statistics_meet_leaves_no_run_behind(tmp_path: Path) -> None:
+    config = config_of(written(tmp_path, train=clicks(wrong=4.0)), tmp_path)
+    columns = ItemFeaturesConfig(columns=("*",))
+    (line,) = on_ranks(1, refusal_of_training, replace(config, item_features=columns))
+    assert line.startswith('outer.loss = "bce", but row')
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 @pytest.mark.distributed

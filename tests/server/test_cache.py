@@ -1,11 +1,15 @@
 """Adapted tasks by key: what is kept, for how long, in how many bytes, and in which process."""
 
+import shutil
+import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 import torch
 
+from gmeta.server import shared_support
 from gmeta.server.cache import TaskCache
 from gmeta.server.shared_support import SharedSupport
 from gmeta.serving.states import TaskState
@@ -128,6 +132,36 @@ def test_a_place_that_is_full_keeps_the_newest_tasks(tmp_path: Path) -> None:
     kept = [key for key in "abcdefgh" if shared.get(key, "", 0.0) is not None]
     assert kept[-1] == "h"
     assert len(kept) >= 2
+
+
+def test_a_file_that_others_hold_for_a_while_keeps_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, tried = tmp_path / "support.db", []
+    monkeypatch.setattr(shared_support, "_BUSY_S", 0.0)
+    shared = SharedSupport(file, 1 << 20)
+    assert all(shared.put(key, ROWS, 10.0) for key in "abcd")
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("begin immediate")
+
+    def begin(statement: str) -> None:
+        tried.append(statement)
+        if statement == "begin immediate" and len(tried) == 2:
+            other.execute("rollback")  # it ends in between
+
+    shared._db.set_trace_callback(begin)
+    assert shared.put("e", ROWS, 10.0) == ""
+    assert shared.num_failed == 1
+    assert all(shared.get(key, "", 0.0) is not None for key in "abcd")
+
+
+def test_a_place_without_bounds_keeps_all_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0))
+    shared = SharedSupport(tmp_path / "support.db", 1 << 20)
+    assert shared.put("a", ROWS, 10.0)
+    assert shared.get("a", "", 0.0) is not None
 
 
 def test_what_the_shared_file_does_not_take_stays_in_its_process(

@@ -233,9 +233,9 @@ def test_candidates_are_refused_where_runs_know_other_items(runs: Path, tmp_path
     fingerprints = [open_dataset(str(path)).fingerprint[:12] for path in (other, runs / "data")]
     assert refused.returncode == 2
     assert refused.stderr == (
-        f"error: evaluation.candidates, but run {run} was trained on {other} ({fingerprints[0]}), "
-        f"{runs / 'none'} on {runs / 'data'} ({fingerprints[1]}): the ids of one are other items "
-        "to the other. Evaluate each run alone, or without candidates\n"
+        f"error: evaluation.candidates = 2, but run {run} was trained on {other} "
+        f"({fingerprints[0]}), {runs / 'none'} on {runs / 'data'} ({fingerprints[1]}): the ids of "
+        "one are other items to the other. Evaluate each run alone, or without candidates\n"
     )
     assert not (tmp_path / "out").exists()
 

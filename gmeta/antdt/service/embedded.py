@@ -24,6 +24,7 @@ ADDRESS_FILE = "address"
 
 # The service of an owner that was killed ends within a second or two; then its store is free.
 TAKEN_TIMEOUT_S = 20.0
+READY_TIMEOUT_S = 300.0  # a long history is read in seconds; a mount may hang
 END_TIMEOUT_S = 15.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before it is started again, doubled each time
 STEADY_S = 10.0  # a service that lived so long did not fail to start
@@ -91,12 +92,19 @@ class EmbeddedService:
     def _start(self) -> "subprocess.Popen[bytes]":
         until_s = time.monotonic() + TAKEN_TIMEOUT_S
         while True:
-            before = self._log_bytes()
+            before, began_s = self._log_bytes(), time.monotonic()
             process = self._spawn()
             while process.poll() is None:
                 # Not that it listens: it reads its store behind that, and may refuse it.
                 if _SERVING in self._logged_since(before):
                     return process
+                if time.monotonic() > began_s + READY_TIMEOUT_S:
+                    process.kill()
+                    raise AntdtError(
+                        f"the shard service of this job did not serve within {READY_TIMEOUT_S:g} "
+                        f"s: {_last_line(self._log) or 'it said nothing'}. Look at the disk of "
+                        f"{self._folder}, or set data.service to one that runs"
+                    )
                 time.sleep(0.02)
             said = _last_line(self._log)
             if TAKEN not in said or time.monotonic() > until_s:

@@ -28,6 +28,7 @@ from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import read_config
 from gmeta.serving.table_format import TableFormat
 from metaio.counted import counted
+from metaio.errors import MetaIOError
 from metaio.format.dataset import Dataset, open_dataset
 from metaio.format.destination import one_writer
 from metaio.stream.chain import STREAM_FILE, is_stream, open_stream
@@ -88,11 +89,11 @@ def promote_candidate(
 
 
 def _remove_older(channel: Channel, keep: int) -> None:
-    """Remove the versions that nobody needs, and print which; that some are damaged is told, and is
-    no failure of the promotion."""
+    """Remove the versions that nobody needs, and print which; that some are damaged, or another
+    process is at work, is told, and is no failure of the promotion."""
     try:
         gone = prune(channel, keep)
-    except GMetaError as error:
+    except (GMetaError, MetaIOError) as error:
         screen(stderr=True).print(f"nothing is removed: {error}")
         return
     if gone:
@@ -247,7 +248,7 @@ def _beside(out: Path, name: str) -> Iterator[Path]:
     """
     path = out.parent / f".{out.name}.whole"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with one_writer(path.with_name(f"{path.name}.lock"), name):
+    with one_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):
         shutil.rmtree(path, ignore_errors=True)  # what a killed process left
         try:
             yield path

@@ -66,7 +66,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             judged_by(label, own, open_data(own.data))
         chosen = judged_by(label, overridden(config, asked.overrides), dataset)
         if chosen.evaluation.candidates:
-            _check_same_items(roots, dataset)
+            _check_same_items(roots, dataset, chosen.evaluation.candidates)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
         on = translated(open_named(asked.on), dataset) if asked.on else None
@@ -164,7 +164,7 @@ def _label(dataset: Dataset, label: str) -> str:
     return label
 
 
-def _check_same_items(roots: list[Path], dataset: Dataset) -> None:
+def _check_same_items(roots: list[Path], dataset: Dataset, candidates: int) -> None:
     """Refuse sampled candidates of runs whose ids stand for other items.
 
     Raises:
@@ -174,7 +174,7 @@ def _check_same_items(roots: list[Path], dataset: Dataset) -> None:
         other = open_data(RunFolder(root).read_config().data)
         if other.fingerprint != dataset.fingerprint:
             raise UserError(
-                f"evaluation.candidates, but run {root} was trained on {other.url} "
+                f"evaluation.candidates = {candidates}, but run {root} was trained on {other.url} "
                 f"({other.fingerprint[:12]}), {roots[0]} on {dataset.url} "
                 f"({dataset.fingerprint[:12]}): the ids of one are other items to the other. "
                 "Evaluate each run alone, or without candidates"

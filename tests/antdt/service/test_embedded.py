@@ -13,6 +13,7 @@ import pytest
 
 from gmeta.antdt import DatasetSpec, ShardClient
 from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.service import embedded
 from gmeta.antdt.service.embedded import EmbeddedService
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.urls import open_store
@@ -69,6 +70,27 @@ def test_nobody_is_given_the_port_of_a_service_that_is_not_up(
     monkeypatch.setattr(EmbeddedService, "_start", start)
     with pytest.raises(AntdtError, match="not today"):
         EmbeddedService(tmp_path)
+
+
+def test_a_service_that_never_serves_is_told_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def spawn(service: EmbeddedService) -> "subprocess.Popen[bytes]":
+        (tmp_path / "service.log").write_text("reading the store\n")
+        started.append(subprocess.Popen(["sleep", "600"]))
+        return started[-1]
+
+    monkeypatch.setattr(EmbeddedService, "_spawn", spawn)
+    monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 0.0)
+    with pytest.raises(AntdtError) as refused:
+        EmbeddedService(tmp_path)
+    assert str(refused.value) == (
+        "the shard service of this job did not serve within 0 s: reading the store. Look at the "
+        f"disk of {tmp_path}, or set data.service to one that runs"
+    )
+    assert started[0].wait() == -signal.SIGKILL
 
 
 def test_a_service_that_cannot_start_is_told_with_its_own_words(tmp_path: Path) -> None:
