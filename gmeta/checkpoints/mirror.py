@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from gmeta.checkpoints.about import PROGRESS_FILE, TEMPORARY_PREFIX
 from gmeta.errors import GMetaError, UserError
+from gmeta.files.places import failing_at
 from gmeta.runs.folder import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -151,15 +152,8 @@ class Mirror:
         )
 
     def _reached(self) -> failing_as:
-        # Each client of an object store has errors of its own.
-        return failing_as(self._unreachable, GMetaError)
-
-    def _unreachable(self, error: Exception) -> GMetaError:
-        reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
-        return GMetaError(
-            f"run.mirror = {self._url!r} cannot be reached: {reason}. Look at the place and the "
-            "credentials"
-        )
+        what = f"run.mirror = {self._url!r} cannot be reached"
+        return failing_at(what, "Look at the place and the credentials")
 
 
 def _step_folder(folder: str) -> str:

@@ -17,7 +17,7 @@ from metaio.format.dataset import Dataset
 from metaio.stream.chain import open_stream
 
 
-def named(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
+def with_names(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
     """Return the config with the number of its increment, and with the first of several labels as
     the judged one if it names none; and its dataset.
 
@@ -32,7 +32,7 @@ def named(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
     return config, dataset
 
 
-def begun(config: TrainConfig) -> TrainConfig | None:
+def config_of_begun_run(config: TrainConfig) -> TrainConfig | None:
     """Return the config that the run in run.dir was begun with, if there is one."""
     folder = RunFolder(Path(config.run.dir))
     return folder.read_config() if (folder.root / CONFIG_FILE).exists() else None
@@ -53,7 +53,7 @@ def _increment(config: TrainConfig) -> str:
     data, run = config.data, config.run
     if data.increment != "next":
         return str(number_of(data.increment)) if data.increment else ""
-    if (before := begun(config)) and before.data.increment:
+    if (before := config_of_begun_run(config)) and before.data.increment:
         return before.data.increment
     last = 0
     if run.continue_from:

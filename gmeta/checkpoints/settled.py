@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gmeta.build import prior_of
 from gmeta.checkpoints.choice import named_checkpoint
-from gmeta.checkpoints.named import begun, named
+from gmeta.checkpoints.named import config_of_begun_run, with_names
 from gmeta.config import TrainConfig
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
@@ -22,13 +22,13 @@ def settled(config: TrainConfig) -> TrainConfig:
     Raises:
         ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
     """
-    config, dataset = named(config)
+    config, dataset = with_names(config)
     config, inputs = _validated(config, dataset), config.support_features
     if not inputs.is_used or inputs.label_prior:
         return config
     if dataset.manifest.stream is None:
         return config
-    before = begun(config)
+    before = config_of_begun_run(config)
     if before is None and config.run.continue_from:
         before = named_checkpoint("run.continue_from", config.run.continue_from)[0].read_config()
     known = before.support_features.label_prior if before else ()

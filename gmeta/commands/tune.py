@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from gmeta.checkpoints.named import named
+from gmeta.checkpoints.named import with_names
 from gmeta.commands.screen import print_result, screen, show_table, table_of
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
@@ -110,7 +110,7 @@ def tune(
     at_a_time = _num_parallel(parallel)
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
-    base, dataset = named(base)
+    base, dataset = with_names(base)
     decides = early_stop_of(base)
     base = _with_validations(base, dataset)
     chosen = read_space(space, base) if space else default_space(base)

@@ -4,10 +4,7 @@ A version's description goes up last and the pointer behind all versions, so tha
 verifies what it brought has the version before or the new one, wherever a writer was stopped.
 """
 
-import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from gmeta.delivery.versions import (
 from gmeta.delivery.whole import alone, cache_folder
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
+from gmeta.files.places import failing_at
 from gmeta.files.whole import write_whole
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE
 from gmeta_keys.boundary import failing_as
@@ -250,25 +248,10 @@ def _sizes_here(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-@contextmanager
-def reached(place: str | Path) -> Iterator[None]:
-    """Say in one line what goes wrong at a URL or a path, or on the way from there to the cache.
-
-    Raises:
-        GMetaError: anything did that is no error of ours.
-    """
-    # Each client of an object store has errors of its own.
-    with failing_as(
-        lambda error: GMetaError(
-            f"{place} cannot be read or written: {_reason(error)}. Look at the place, the "
-            "credentials and the space on the disk"
-        ),
-        GMetaError,
-        MetaIOError,
-    ):
-        yield
-
-
-def _reason(error: Exception) -> str:
-    """Return in one line what a client says, or the kind of its error where it says nothing."""
-    return re.sub(r"\s+", " ", str(error)) or type(error).__name__
+def reached(place: str | Path) -> failing_as:
+    """Return a block that says in one line what goes wrong at a URL or a path, or on the way from
+    there to the cache: GMetaError."""
+    return failing_at(
+        f"{place} cannot be read or written",
+        "Look at the place, the credentials and the space on the disk",
+    )
