@@ -79,8 +79,7 @@ class TrainingRun:
 
     def __init__(self, config: TrainConfig, ranks: Ranks, held: ExitStack, told: list[str]) -> None:
         """Build the learner, or take it from the newest checkpoint, and make the run folder, which
-        is this run's alone until `held` closes; `told` is told as it begins.
-        """
+        is this run's alone until `held` closes; `told` is told as it begins."""
         self._config = config
         self._ranks = ranks
         self.hooks = RunHooks(config, ranks)
@@ -103,7 +102,7 @@ class TrainingRun:
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
         self._told_at_start += self._beginning.told
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
-        # A forecast must not know the labels that it is scored on.
+        # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:
             self._told_at_start += self._take_item_statistics()
         by_first(lambda: self._describe_run(plan), ranks)
@@ -128,16 +127,13 @@ class TrainingRun:
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
     def _take_item_statistics(self) -> list[str]:
-        """Take them of this dataset, whatever weights the run begins with."""
-        items = self._learner.items
-        return take_item_statistics(items, self._config, self._dataset, self._ranks)
+        return take_item_statistics(self._learner.items, self._config, self._dataset, self._ranks)
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
-        config = self._config
-        world_size, plugins = self._ranks.world_size, all_plugins_of(config)
-        ran_on = describe_environment(world_size, self._dataset.fingerprint, plugins)
-        create_run_folder(config, ran_on)
+        fingerprint, plugins = self._dataset.fingerprint, all_plugins_of(self._config)
+        ran_on = describe_environment(self._ranks.world_size, fingerprint, plugins)
+        create_run_folder(self._config, ran_on)
         write_json(self.folder.plan, plan)
         # Steps beyond the checkpoint are taken, and logged, again.
         keep_metrics_up_to(self.folder, self._progress.step)
@@ -294,9 +290,8 @@ class TrainingRun:
 
     def _forecast(self) -> None:
         """Score the increment that is trained next, with the model as it came from the last."""
-        lineage = self._beginning.lineage
         with self._meter.paused():
-            told = forecast(self._scored, lineage)
+            told = forecast(self._scored, self._beginning.lineage)
         self.hooks.tell(told)
 
     def _is_best(self) -> bool:

@@ -133,7 +133,7 @@ def test_a_folder_replaced_while_it_is_read_is_read_again(
     found = load_version(folder)
     assert found.version == version_in(folder)
     assert found.model.config.algorithm.inner_steps == 3
-    monkeypatch.setattr(loading, "load", lambda *_: export(folder, next(more)))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: export(folder, next(more)))
     more = iter(range(4, 40))
     with pytest.raises(GMetaError, match="was replaced 3 times while it was read"):
         load_version(folder)
