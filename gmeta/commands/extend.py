@@ -1,5 +1,6 @@
 """`gmeta prepare --extend`: the next increment of a stream, and what is told of it."""
 
+from functools import partial
 from pathlib import Path
 
 from gmeta.commands.screen import phases, print_result, screen
@@ -9,6 +10,7 @@ from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema_file import load_schema
 from metaio.stream.chain import IncrementRecord
 from metaio.stream.extend import extend
+from metaio.stream.quarantine import RefusedFilesError
 from metaio.stream.spark import on_spark
 
 
@@ -29,19 +31,20 @@ def extend_stream(
         UserError: there is no Spark, or a transform, which it cannot run.
     """
     known = load_schema(schema) if schema is not None else None
+    left_out: list[RefusedFilesError] = []
+    append = partial(extend, accept=accept, along=along, left_out=left_out.append)
     if spark:
         if schema is not None and known is not None:
             refuse_transform(schema, known)
         with spark_session([*inputs, *along], stream) as session:
             engine = on_spark(session)
-            record = extend(
-                inputs, stream, known, options, accept=accept, along=along, engine_of=engine
-            )
+            record = append(inputs, stream, known, options, engine_of=engine)
     else:
         with phases() as tell:
-            record = extend(
-                inputs, stream, known, options, accept=accept, along=along, progress=tell
-            )
+            record = append(inputs, stream, known, options, progress=tell)
+    for refusal in left_out:
+        told = f"left out: {refusal.names}: {'; '.join(refusal.reasons)}"
+        screen(stderr=True).print(told)
     _tell(stream, record)
     print_result(
         {

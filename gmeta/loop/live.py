@@ -82,7 +82,7 @@ class LivePage:
 
     def _drawn(self) -> str:
         with (
-            failing_as(lambda error: GMetaError(kind_and_text(error)), GMetaError, MetaIOError),
+            failing_as(_defect, GMetaError, MetaIOError),
             self._drawing,
         ):
             picture = self._picture = self._picture or draw_stream(self._loop)
@@ -91,3 +91,8 @@ class LivePage:
     def _measured(self, request: HttpRequest) -> None:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         request.send(200, encode(self._metrics.registry), content_type=content_type)
+
+
+def _defect(error: Exception) -> GMetaError:
+    told = kind_and_text(error).rstrip(".")
+    return GMetaError(f"{told}. That is a defect; report it with its traceback")

@@ -75,6 +75,7 @@ class _Process:
 
 _waiting: list[_Process] = []  # at most one, for the next stage
 _under_way: list[BaseProcess] = []  # at most one
+_ending = threading.Event()  # no stage is begun any more
 
 
 def run_stage(arguments: Sequence[str], log: Path) -> int:
@@ -84,6 +85,8 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
     process = stage.process
     _under_way.append(process)
     try:
+        if _ending.is_set():  # before there was a stage to be ended
+            process.terminate()
         # That of the next stage comes up while this one works: 25 ms that nobody waits for.
         _waiting.append(_Process.started())
         process.join()
@@ -97,8 +100,9 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
 
 
 def end_stage() -> None:
-    """Send SIGTERM to the stage under way, if there is one: training writes a checkpoint, from
-    which it goes on the next time."""
+    """Send SIGTERM to the stage under way, or else to the next as it begins: training writes a
+    checkpoint, from which it goes on the next time."""
+    _ending.set()
     for process in _under_way:
         process.terminate()
 

@@ -26,11 +26,15 @@ class Status:
     waiting: int = 0
     held: int = 0
     refused: int = 0
-    quarantined: int = 0
     refused_files: Mapping[str, str] = field(default_factory=dict)  # and why: the quarantined
     failure: str = ""
     newest_alarms: tuple[str, ...] = ()
     fresh_s: float = 0.0
+
+    @property
+    def quarantined(self) -> int:
+        """Return how many files were refused for what they hold."""
+        return len(self.refused_files)
 
     def event_age_s(self) -> float | None:
         """Return now minus the event time that the served model knows: its freshness."""
@@ -68,7 +72,6 @@ def status_of(loop: Loop) -> Status:
         "current": current,
         "waiting": len(log.waiting),
         "held": len(log.held),
-        "quarantined": len(log.refused),
         "refused_files": log.refused,
         "fresh_s": follow.fresh_s,
     }

@@ -3,7 +3,7 @@
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -46,7 +46,7 @@ def expand(urls: list[str], folder: Path) -> Inputs:
     members: dict[str, Member] = {}
     num_empty = 0
     for fs, path in (found for url in urls for found in _files(url)):
-        name = path if is_local(fs) else str(fs.unstrip_protocol(path))
+        name = _name(fs, path)
         given.append(name)
         if path.lower().endswith(".zip"):
             unpacked = _unpacked(fs, path, name, folder)
@@ -68,6 +68,25 @@ def expand(urls: list[str], folder: Path) -> Inputs:
             f"the inputs mix {' and '.join(kinds)} files. Prepare from one format at a time"
         )
     return Inputs(names, kinds[0], remote, num_empty, given, members)
+
+
+def file_names(urls: Iterable[str]) -> list[str]:
+    """Return the name of each file of all URLs, globs and folders; archives are files here.
+
+    Raises:
+        DataError: one does not exist.
+    """
+    return [_name(fs, path) for url in urls for fs, path in _files(url)]
+
+
+def no_rows(names: list[str], given: list[str] | None = None) -> TooFewRowsError:
+    """Return the error about files without rows; `given` are those that the caller named."""
+    told = f"the inputs hold no rows: {', '.join(names)}. Check the path"
+    return TooFewRowsError(told, given or names)
+
+
+def _name(fs: Any, path: str) -> str:
+    return path if is_local(fs) else str(fs.unstrip_protocol(path))
 
 
 def _kind(name: str) -> FileKind:

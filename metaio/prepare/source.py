@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -17,10 +18,10 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.errors import AccessError, DataError, TooFewRowsError, shown
+from metaio.errors import AccessError, DataError, shown
 from metaio.prepare import parquet_files
 from metaio.prepare.encode import refuse_nulls
-from metaio.prepare.inputs import expand
+from metaio.prepare.inputs import expand, no_rows
 from metaio.prepare.schema import Schema, TextRule
 from metaio.prepare.sides import side_of_file, with_side
 from metaio.prepare.sql import column_name, connected, listed, literal, paths, quoted, scan, struct
@@ -43,14 +44,8 @@ def refuse_counts(schema: Schema, names: list[str], total: int, nulls: dict[str,
     """Raise TooFewRowsError where these files hold no rows, DataError for nulls where none are
     allowed."""
     if total == 0:
-        raise _no_rows(names)
+        raise no_rows(names)
     refuse_nulls(schema, nulls)
-
-
-def _no_rows(names: list[str], given: list[str] | None = None) -> TooFewRowsError:
-    return TooFewRowsError(
-        f"the inputs hold no rows: {', '.join(names)}. Check the path", given or names
-    )
 
 
 class DuckSource:
@@ -86,11 +81,13 @@ class DuckSource:
         self._types = self._column_types(first)
         self._check_columns(first)
         if of_rows is None and schema.transform is None:
-            raise _no_rows(self.names, self.given)
-        self._side_of = {name: side_of_file(schema.membership, name) for name in self._files.names}
-        for name in self._files.names:
-            if name != first:
-                self._check_drift(name, first)
+            raise no_rows(self.names, self.given)
+        others = [name for name in self._files.names if name != first]
+        left_out = {name for name in others if not self._agrees(name, first)}
+        self.names = [name for name in self.names if name not in left_out]
+        kept = [name for name in self._files.names if name not in left_out]
+        self._files = replace(self._files, names=kept)
+        self._side_of = {name: side_of_file(schema.membership, name) for name in kept}
         if self._files.kind == "Parquet":
             self._check_durations()
         # The first file's types are asked of all: a row that does not fit is refused by name
@@ -100,9 +97,7 @@ class DuckSource:
         self.left_out = {"empty_files": self._files.num_empty}
 
     def _first_with_rows(self) -> str | None:
-        """Return the first file by which DuckDB can guess the types of text: one that has a row."""
-        if self._files.kind == "Parquet":
-            return self.names[0]
+        """Return the first file whose types count: one that has a row."""
         return next(filter(self.has_rows, self.names), None)
 
     def has_rows(self, name: str) -> bool:
@@ -241,9 +236,11 @@ class DuckSource:
                 name,
             )
 
-    def _check_drift(self, name: str, first: str) -> None:
+    def _agrees(self, name: str, first: str) -> bool:
+        """Tell whether a file has the types of the first, where that matters; without a row it need
+        not. Raise DataError where it has rows, or lacks a column."""
         wanted = {column: self._types[column] for column in self._schema.columns}
-        types = self._column_types(name)
+        types, agrees = self._column_types(name), True
         for column, kind in wanted.items():
             if column not in types:
                 self._look_for_ragged_rows(name)
@@ -253,12 +250,14 @@ class DuckSource:
             # Types of text files are guessed from the first rows; rows that do not fit are refused
             # later. But the zone of a time would be dropped without a word.
             zones = _names_zone(types[column]) != _names_zone(kind) and column == self._time
-            zones = zones and self.has_rows(name)
             if types[column] != kind and (self._files.kind == "Parquet" or zones):
-                raise DataError(
-                    f"column {column} is {types[column]} in {name} and {kind} in {first}. "
-                    "Cast one of them, so that all files agree"
-                )
+                if self.has_rows(name):
+                    raise DataError(
+                        f"column {column} is {types[column]} in {name} and {kind} in {first}. "
+                        "Cast one of them, so that all files agree"
+                    )
+                agrees = self._files.kind != "Parquet"  # of no rows pandas knows no types
+        return agrees
 
     def _check_durations(self) -> None:
         """Raise DataError for a column of durations: DuckDB takes them for integers, and a minute

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_keys.plugins import Registry
-from metaio.errors import DataError, SchemaError, TooFewRowsError, shown
-from metaio.prepare.inputs import Inputs
+from metaio.errors import DataError, SchemaError, shown
+from metaio.prepare.inputs import Inputs, no_rows
 from metaio.prepare.rules import TransformRule
 
 Transform = Callable[[pa.RecordBatch], pa.RecordBatch]
@@ -99,9 +99,7 @@ def transformed(
                 writer.close()
         names += [str(path)] if writer is not None else []
     if not names:
-        raise TooFewRowsError(
-            f"the inputs hold no rows: {', '.join(inputs.names)}. Check the path", inputs.given
-        )
+        raise no_rows(inputs.names, inputs.given)
     return replace(inputs, names=names, kind="Parquet")
 
 

@@ -24,6 +24,7 @@ from metaio.format.manifest import StreamPlace, canonical_json
 from metaio.format.storage import file_system, is_local
 from metaio.prepare.encode import Fitted
 from metaio.prepare.in_order import Progress
+from metaio.prepare.inputs import file_names
 from metaio.prepare.job import Job, PrepareOptions, make_job
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource
@@ -42,6 +43,7 @@ from metaio.stream.chain import (
 from metaio.stream.description import Before, check_columns, column_kinds, opened
 from metaio.stream.engine import Engine, OneMachine
 from metaio.stream.inputs import (
+    InputFile,
     Offered,
     described,
     doubled,
@@ -50,7 +52,12 @@ from metaio.stream.inputs import (
     with_inputs,
 )
 from metaio.stream.numbering import Admission, Change, Numbering, advanced, capacity_of, merged
-from metaio.stream.quarantine import RefusedFilesError, clear_quarantine, note_refusal
+from metaio.stream.quarantine import (
+    RefusedFilesError,
+    clear_quarantine,
+    list_quarantine,
+    note_refusal,
+)
 from metaio.stream.screen import alarms, drift, faults, statistics_of
 from metaio.stream.shards import Window
 from metaio.stream.state import State, commit_state, new_state, remove_old_states, write_tables
@@ -87,6 +94,7 @@ def extend(
     *,
     accept: bool = False,
     along: Sequence[str] = (),
+    left_out: Callable[[RefusedFilesError], None] = lambda refusal: None,
     progress: Progress | None = None,
     engine_of: EngineOf = OneMachine,
 ) -> IncrementRecord:
@@ -94,7 +102,8 @@ def extend(
     alone needs a schema. Return the new increment.
 
     Tables `along`, such as those that came late, become part of it if they can: where all together
-    are refused, the others are tried alone, and `along` is quarantined once these are taken.
+    are refused, the others are tried alone, and `along` is quarantined once these are taken, which
+    `left_out` is told.
 
     Raises:
         QuarantinedError: the rows are not to be trusted; `accept` takes them all the same, as far
@@ -113,6 +122,7 @@ def extend(
     root.parent.mkdir(parents=True, exist_ok=True)
     with one_writer(root.parent / f".{root.name}.extend.lock", stream):
         before = opened(root, schema)
+        list_quarantine(root)  # or a damaged note would be found behind the commit
         for lock in (root / INCREMENTS).glob(".*.lock"):
             lock.unlink()  # of one that was killed right behind its commit
         if before.number != FIRST_INCREMENT:
@@ -123,10 +133,11 @@ def extend(
         except RefusedFilesError as error:
             note_refusal(root, before.number, error)
             raise
+        remove_old_states(root, before.number)
         clear_quarantine(root, files.given)
         if refusal is not None:
             note_refusal(root, before.number, refusal)
-        remove_old_states(root, before.number)
+            left_out(refusal)
     return open_stream(stream).record(before.number)
 
 
@@ -141,18 +152,18 @@ def _with_along(
     """
     try:
         return append([*inputs, *along], not along), None
-    except AccessError:
-        raise
     except DataError as error:
-        # Alone the inputs would be refused as well.
-        if not along or (isinstance(error, RefusedFilesError) and error.kind != "rows"):
+        refused = error if isinstance(error, RefusedFilesError) else None
+        # Alone the inputs would be refused as well; or the machine fails, such as a full disk.
+        is_alike = refused is not None and refused.kind != "rows"
+        of_machine = isinstance(error, AccessError) or getattr(error.__cause__, "errno", None)
+        if not along or is_alike or of_machine:
             raise
-        refusal = error if isinstance(error, RefusedFilesError) else None
+        reasons = [str(error)] if refused is None else refused.reasons
+    late = [described(name) for name in dict.fromkeys(file_names(along))]
     files = append(inputs, True)
-    if refusal is not None:
-        left = [file for file in refusal.files if file not in files.given]
-        refusal = RefusedFilesError(left, refusal.reasons)
-    return files, refusal
+    left = [file for file in late if file not in files.given]
+    return files, RefusedFilesError(left, reasons) if left else None
 
 
 def _append(
@@ -178,7 +189,7 @@ def _append(
     except TooFewRowsError as error:
         empty = [described(name) for name in error.files]
         refuse_known(Offered(empty, empty, {}), taken)
-        raise RefusedFilesError(empty, [str(error)], "few") from error
+        raise _few(empty, error) from error
     with source:
         engine = engine_of(source, schema, options)
         files = offered(source.given, source.members, engine.described(source.names))
@@ -193,6 +204,12 @@ def _append(
     return files
 
 
+def _few(files: list[InputFile], error: TooFewRowsError) -> RefusedFilesError:
+    # Its remedy is for those who prepare a dataset: a stream takes them with others.
+    what, _, remedy = str(error).rpartition(". ")
+    return RefusedFilesError(files, [what or remedy], "few")
+
+
 @contextmanager
 def _judged(files: Offered) -> Iterator[None]:
     """Refuse files for what their rows hold: that they have the columns is known before."""
@@ -201,7 +218,7 @@ def _judged(files: Offered) -> Iterator[None]:
     except AccessError:
         raise
     except TooFewRowsError as error:
-        raise RefusedFilesError(files.given, [str(error)], "few") from error
+        raise _few(files.given, error) from error
     except DataError as error:
         raise RefusedFilesError(files.given, [str(error)]) from error
 

@@ -32,10 +32,11 @@ class RefusedFilesError(QuarantinedError):
         kind: Literal["rows", "doubled", "few"] = "rows",
     ) -> None:
         more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+        self.names = f"{files[0].name}{more}"
         remedy = "Mend the files, or pass --accept if they are right"
         if kind == "few":
-            remedy = "Give newer files with it, as gmeta follow does"
-        told = f"input {files[0].name}{more} is quarantined: {'; '.join(reasons)}. {remedy}"
+            remedy = f"Give newer files and --along {files[0].name}, as gmeta follow does"
+        told = f"input {self.names} is quarantined: {'; '.join(reasons)}. {remedy}"
         super().__init__(reasons[0] if kind == "doubled" else told)
         self.files, self.reasons, self.kind = files, reasons, kind
 

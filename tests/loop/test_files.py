@@ -283,6 +283,25 @@ def test_parts_without_rows_are_taken_with_the_others(
     assert (status_of(loop).held, status_of(loop).quarantined) == (3, 0)
 
 
+def test_parts_without_rows_whose_types_say_nothing_are_taken(root: Path) -> None:
+    """As pandas writes an empty frame of columns of objects."""
+    parts = [write_day(root / "logs", day) / "part-0.parquet" for day in range(4)]
+    names = pq.read_schema(parts[0]).names
+    nothing = pa.table({name: pa.nulls(0) for name in names})
+    pq.write_table(nothing, parts[0].with_name("part-.parquet"))  # the first of its folder
+    pq.write_table(nothing, parts[1].with_name("part-1.parquet"))
+    pq.write_table(nothing, parts[2])
+    loop = new_loop(root)
+    assert numbers(loop) == [1, 2, 0, 3]
+    assert [rows(root, number) for number in (1, 2, 3)] == [240] * 3
+    assert inputs(root) == [
+        ["day=000/part-.parquet", "day=000/part-0.parquet"],
+        ["day=001/part-0.parquet", "day=001/part-1.parquet"],
+        ["day=003/part-0.parquet", "day=002/part-0.parquet"],
+    ]
+    assert list_quarantine(root / "stream") == []
+
+
 def test_archives_are_taken_once(root: Path) -> None:
     config = root / "stream.toml"
     config.write_text(config.read_text().replace("day=*", "*.zip"))

@@ -162,7 +162,10 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_page_that_cannot_be_drawn_says_why_and_is_drawn_once_it_can_be(
-    followed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    followed: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = copied(followed, tmp_path)
     best = tmp_path / "days.json"
@@ -179,6 +182,14 @@ def test_a_page_that_cannot_be_drawn_says_why_and_is_drawn_once_it_can_be(
             f"the page cannot be drawn: follow.best = '{best}' is no list of {{day, "
             f"auc_of_p_click}}: [Errno 2] No such file or directory: '{best}'. Give the days.json "
             "of the recipe synthetic-days, or leave it empty\n"
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr("gmeta.loop.live.draw_stream", lambda loop: {}["day"])
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(address, timeout=60)
+        assert caught.value.read().decode() == (
+            "the page cannot be drawn: KeyError: 'day'. That is a defect; report it with its "
+            "traceback\n"
         )
         best.write_text("[]")
         with urllib.request.urlopen(address, timeout=60) as answer:
@@ -207,7 +218,7 @@ def test_alarms_say_what_to_look_at() -> None:
         event_end_s=time.time() - 7_201,
         fresh_s=3_600,
         refused=2,
-        quarantined=1,
+        refused_files={"day=7/part-0.parquet": "it holds 3 rows"},
         failure="disk full",
         newest_alarms=("table item is 81 % full",),
     )

@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from gmeta.loop.partitions import closed_partitions
+from gmeta.loop.partitions import NotedFiles, closed_partitions
+from metaio.stream.inputs import described
 
 LONG_AGO_S = 1_000_000_000
 
@@ -45,3 +46,17 @@ def test_a_glob_of_another_file_system_names_whole_urls() -> None:
     fs.pipe("/logs/day=1/_SUCCESS", b"")
     (found,) = closed_partitions("memory://logs/day=*", 0.0)
     assert found.files == ("memory:///logs/day=1/a.parquet",)
+
+
+def test_a_note_holds_where_a_store_says_another_size_than_was_read() -> None:
+    """Some know none, or that of the file as it is packed for the way."""
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/logs/a.parquet", b"refused")
+    file = described("memory:///logs/a.parquet")
+    note = {"files": [{**file._asdict(), "num_bytes": 99}]}
+    noted = NotedFiles()
+    assert noted.holding([note], ()) == [note]
+    fs.pipe("/logs/a.parquet", b"is mended")
+    assert noted.holding([note], ()) == []

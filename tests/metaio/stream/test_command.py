@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
 from tests.commands import gmeta
@@ -71,6 +72,27 @@ def test_quarantine_ends_with_3_and_one_line(tmp_path: Path) -> None:
     (line,) = [line for line in result.stderr.splitlines() if "quarantined" in line]
     assert line.startswith(f"error: input {tmp_path}/old.csv is quarantined: all of its 5 rows")
     assert "quarantined before 2: old.csv: all of its 5 rows" in gmeta("inspect", stream).stdout
+
+
+def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Path) -> None:
+    stream, late = tmp_path / "s", tmp_path / "late.csv"
+    append(stream, log(0), "late.parquet", schema=schema())
+    late.touch()
+    result = gmeta("prepare", "--extend", stream, late)
+    assert (result.returncode, result.stderr) == (
+        3,
+        f"error: input {late} is quarantined: input {late} is empty. Give newer files and --along "
+        f"{late}, as gmeta follow does\n",
+    )
+    pyarrow.csv.write_csv(log(0, seed=3), late)
+    pyarrow.parquet.write_table(log(1), tmp_path / "new.parquet")
+    result = gmeta("prepare", "--extend", stream, tmp_path / "new.parquet", "--along", late)
+    assert result.returncode == 0, result.stderr
+    assert (
+        f"left out: {late}: the inputs mix Parquet and text files. Prepare from one format at a "
+        "time\n"
+    ) in result.stderr
+    assert "quarantined before 2: late.csv: the inputs mix" in gmeta("inspect", stream).stdout
 
 
 @pytest.mark.parametrize(

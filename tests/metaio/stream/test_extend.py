@@ -1,5 +1,6 @@
 """Increments against a slow reading of all logs up to theirs."""
 
+import errno
 import itertools
 import shutil
 from pathlib import Path
@@ -18,7 +19,7 @@ from metaio.prepare.encode import Encoder, Fitted
 from metaio.prepare.schema_file import parse_schema
 from metaio.stream.chain import open_stream, reset_rows
 from metaio.stream.extend import extend
-from metaio.stream.quarantine import list_quarantine
+from metaio.stream.quarantine import RefusedFilesError, list_quarantine
 from metaio.stream.state import load_state
 from tests.metaio.stream.logs import (
     DAY,
@@ -180,7 +181,8 @@ def test_files_that_are_mostly_late_are_given_along_with_newer_ones(tmp_path: Pa
         append(stream, late, "late.parquet")
     assert str(error.value) == (
         f"input {logs}/late.parquet is quarantined: 201 of its 400 rows are from before the "
-        f"window, which begins at {end}. Give newer files with it, as gmeta follow does"
+        f"window, which begins at {end}. Give newer files and --along {logs}/late.parquet, "
+        "as gmeta follow does"
     )
     assert [note["with_next"] for note in list_quarantine(stream)] == [True]
     shutil.copytree(stream, tmp_path / "t")
@@ -193,6 +195,63 @@ def test_files_that_are_mostly_late_are_given_along_with_newer_ones(tmp_path: Pa
     taken = extend([str(logs / "late.parquet")], str(tmp_path / "t"), None, OPTIONS, accept=True)
     assert (taken.report["rows"], taken.report["late"]) == (400, 201)
     assert list_quarantine(stream) == list_quarantine(tmp_path / "t") == []
+
+
+def test_what_comes_along_and_does_not_fit_is_left_out_and_told(tmp_path: Path) -> None:
+    stream, logs, told = tmp_path / "s", tmp_path / "logs", list[RefusedFilesError]()
+    append(stream, log(0), schema=schema())
+    (logs / "late").mkdir()
+    for part in (0, 1):
+        late = log(0, seed=part + 1)
+        pq.write_table(
+            changed(late, "city", late["age"].to_numpy()), logs / f"late/part-{part}.parquet"
+        )
+    along = [str(logs / "late")]
+    with pytest.raises(DataError, match=r"input .*/typo does not exist. Check the path"):
+        append(stream, log(1), "new.parquet", along=[*along, str(logs / "typo")])
+    assert open_stream(str(stream)).numbers == [1]
+    record = append(stream, log(1), "new.parquet", along=along, left_out=told.append)
+    assert [Path(one["name"]).name for one in record.report["inputs"]] == ["new.parquet"]
+    reason = (
+        f"column city is BIGINT in {logs}/late/part-0.parquet and VARCHAR in {logs}/new.parquet. "
+        "Cast one of them, so that all files agree"
+    )
+    (refusal,) = told
+    assert (refusal.names, refusal.reasons) == (
+        f"{logs}/late/part-0.parquet and 1 more",
+        [reason],
+    )
+    (note,) = list_quarantine(stream)
+    assert [Path(one["name"]).name for one in note["files"]] == ["part-0.parquet", "part-1.parquet"]
+    assert (note["reasons"], "with_next" in note) == ([reason], False)
+
+
+def test_a_full_disk_is_no_reason_to_leave_out_what_comes_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = tmp_path / "s"
+    append(stream, log(0), schema=schema())
+    append(tmp_path / "other", log(1), "late.parquet", schema=schema())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("metaio.stream.extend.write_tables", full)
+    with pytest.raises(DataError, match="Free space or choose another place"):
+        append(stream, log(2), "new.parquet", along=[str(tmp_path / "logs/late.parquet")])
+    assert list_quarantine(stream) == []
+
+
+def test_a_damaged_note_refuses_an_increment_before_its_commit(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    append(stream, log(0), schema=schema())
+    (stream / "quarantine").mkdir()
+    (stream / "quarantine" / "x.json").write_text("{")
+    with pytest.raises(FormatError, match=r"quarantine/x.json"):
+        append(stream, log(1))
+    assert open_stream(str(stream)).numbers == [1]
+    (stream / "quarantine" / "x.json").unlink()
+    assert append(stream, log(1)).number == 2
 
 
 def test_a_file_is_taken_once_whatever_its_name(tmp_path: Path) -> None:
