@@ -188,7 +188,7 @@ def _measured(
     """
     names = [table.name for table in dataset.features.tables]
     split, data = config.data.train_split, config.data
-    tasks: float = -(-data.tasks_per_step // world_size)
+    tasks = -(-data.tasks_per_step // world_size)
     if not data.blocks_per_step:
         # Of a split that is smaller than a step: as many ranks as it has tasks for.
         world_size = max(1, min(world_size, dataset.split(split).num_episodes // tasks))
@@ -205,9 +205,8 @@ def _measured(
             rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
             counted.append(batch.unique_lengths_B.tolist())
     ids = dict(zip(names, np.mean(counted, axis=0).tolist(), strict=True))
-    if data.blocks_per_step:
-        tasks = num_tasks / len(counted)
-    return tasks, support / num_tasks, (rows - support) / num_tasks, ids
+    of_step = num_tasks / len(counted) if data.blocks_per_step else tasks
+    return of_step, support / num_tasks, (rows - support) / num_tasks, ids
 
 
 def counted_flops(
