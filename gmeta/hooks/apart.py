@@ -4,13 +4,20 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
 from typing import final
 
 from gmeta.hooks.logger import Logger, Reading, RunInfo, Status
+from gmeta_keys.boundary import failing_as
 
 
 class NoAnswerError(Exception):
     """A logger took too long."""
+
+
+class _HandedOverError(Exception):
+    """Whoever waits raises it."""
 
 
 @final
@@ -64,9 +71,12 @@ class Apart(Logger):
     def _work(self) -> None:
         while True:
             work, done = self._calls.get()
-            try:
+            with suppress(_HandedOverError), failing_as(partial(_handed_over, done)):
                 work()
-            except BaseException as error:  # noqa: BLE001 - whoever waits raises it
-                done.set_exception(error)
-            else:
                 done.set_result(None)
+
+
+def _handed_over(done: Future[None], error: Exception) -> "_HandedOverError":
+    """Leave an error to the one who waits, and return what goes on in its place here."""
+    done.set_exception(error)
+    return _HandedOverError()
