@@ -34,7 +34,7 @@ PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank has to do in a step: its tasks and rows, the ids that it asks of each table, the
+    """What one rank has to do in a step: its tasks and rows, the ids asked of each table, the
     operations of the layers, and how many weights these have.
     """
 
