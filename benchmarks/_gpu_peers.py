@@ -16,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from gmeta.numerics import autocast
 from metaio.read.batch import TaskBatch
 
 ROWS, HIDDEN = 10, (512, 256)  # of each side of a task; of the layers
@@ -23,7 +24,7 @@ STEPS = 10  # that follow one another, of each measurement
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"}
 
 
-def vmap_step(device: torch.device, batch: TaskBatch) -> Step:
+def vmap_step(device: torch.device, batch: TaskBatch, precision: str = "float32") -> Step:
     """MAML of one step on even tasks, by torch.func: every task its own copy of the weights."""
     model = model_of(HIDDEN).decision.to(device)
     parameters = dict(model.named_parameters())
@@ -44,9 +45,10 @@ def vmap_step(device: torch.device, batch: TaskBatch) -> Step:
         rows_UD.grad = None
         model.zero_grad()
         inputs_TRI = rows_UD[position_TRF].flatten(2)
-        loss: torch.Tensor = vmap(adapted_loss, in_dims=(None, 0, 0))(
-            parameters, inputs_TRI, label_TR
-        ).mean()
+        with autocast(precision, device):
+            loss: torch.Tensor = vmap(adapted_loss, in_dims=(None, 0, 0))(
+                parameters, inputs_TRI, label_TR
+            ).mean()
         loss.backward()
         return loss.detach()
 

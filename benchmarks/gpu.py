@@ -310,7 +310,7 @@ def timed(device: torch.device, quick: bool, rounds: int) -> dict[str, Any]:
             if on_gpu and algorithm != "none":
                 measures["graph"] = step_on(device, batch, algorithm, steps, precision, True)
             if algorithm == "maml" and steps == 1 and not ragged:
-                measures["vmap"] = vmap_step(device, batch)
+                measures["vmap"] = vmap_step(device, batch, precision)
             seconds = {
                 name: (lambda step=step: _seconds_of(step, device))
                 for name, step in measures.items()

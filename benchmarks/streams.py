@@ -240,6 +240,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "streams")
     options = parser.parse_args()
     names, parts = options.only, options.parts
+    if parts < 2:
+        parser.error(f"--parts is {parts}: give 2 or more, a first part and an increment to score")
     if options.quick:
         names, parts = names[:1], 3
     found: dict[str, Any] = {}
@@ -292,10 +294,11 @@ def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return float(np.average(values, weights=weights))
 
 
-def _difference(rows: Sequence[Mapping[str, Any]], other: str) -> dict[str, float]:
-    """The mean difference over increments and its standard error, paired by increment."""
+def _difference(rows: Sequence[Mapping[str, Any]], other: str) -> dict[str, float | None]:
+    """The mean difference over increments and its standard error, paired by increment; one
+    increment has no error."""
     found = [row["continued"] - row[other] for row in rows if row.get(other) is not None]
-    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else float("nan")
+    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
     return {"mean": statistics.fmean(found), "standard_error": error}
 
 

@@ -5,7 +5,8 @@ headers of gloo's messages included, summed over all ranks. The bound is what a 
 must move if it moves each row once: deduplicated rows x width x bytes x (N-1)/N out and their
 gradients back, and 2 K (N-1)/N values a rank for the AllReduce of K layer weights. In first order
 (fomaml) only rows that query rows use have a gradient to send back. It counts no ids, numbers of
-ids or totals. The naive scheme looks up support and query rows apart, an id for
+ids or totals. The batches name every row once, as those of one block or bundle do; of several, an
+id travels once for each. The naive scheme looks up support and query rows apart, an id for
 every row and feature, in 8 bytes each and float32, and gathers the layers' gradients at one rank,
 which sends the sums back.
 

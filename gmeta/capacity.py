@@ -18,6 +18,7 @@ from gmeta.build import build, build_learner
 from gmeta.checkpoints.settled import settled
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError, UserError
+from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
 from gmeta.losses.config import LabelsConfig
 from gmeta.parallel.estimate import RESERVED, Estimate, Step, estimate, what_would_fit
@@ -30,9 +31,8 @@ from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
-from metaio.read.reader import BatchReader
 
-# Batches whose distinct ids are counted, and tasks whose operations are.
+# Batches whose ids are counted, and tasks whose operations are.
 MEASURED_BATCHES, COUNTED_TASKS = 4, 8
 
 
@@ -42,7 +42,7 @@ class Capacity:
 
     estimate: Estimate
     step: Step
-    measured: bool  # the distinct ids are the dataset's, not stated
+    measured: bool  # the ids are the dataset's, not stated
 
 
 def capacity(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speeds) -> Capacity:
@@ -152,11 +152,13 @@ def _step(
     world_size: int,
 ) -> Step:
     """Return what one rank has to do in a step."""
-    tasks = -(-config.data.tasks_per_step // world_size)
+    tasks: float = -(-config.data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
+    measured: dict[str, float] = {}
     support = query = asked.rows_per_task / 2
     if dataset is not None:
-        support, query, ids = _measured(dataset, config.data.train_split, tasks)
+        tasks, support, query, measured = _measured(config, dataset, world_size)
+        ids = measured
         if asked.rows_per_task:
             scale = asked.rows_per_task / (support + query)
             support, query = support * scale, query * scale
@@ -168,31 +170,43 @@ def _step(
         for feature in features.sparse:
             of_table[feature.table] += 1
         ids = {name: share * rows * count for name, count in of_table.items()}
-    ids = {t.name: min(ids[t.name], float(t.num_rows)) for t in features.tables}
+    # Beyond all rows of its table goes what bundles and blocks repeat.
+    most = {t.name: max(float(t.num_rows), measured.get(t.name, 0.0)) for t in features.tables}
+    ids = {name: min(ids[name], most[name]) for name in most}
     sides = max(round(support), 1), max(round(query), 1)
     flops = counted_flops(learner, features, config.model.embedding_dim, *sides)
     num_weights = sum(weight.numel() for weight in learner.parameters())
     return Step(tasks, rows, ids, flops * rows / sum(sides), num_weights)
 
 
-def _measured(dataset: Dataset, split: str, tasks: int) -> tuple[float, float, dict[str, float]]:
-    """Return support and query rows of a task, and the distinct ids of each table in a batch of so
-    many tasks, as the first shuffled batches have them.
+def _measured(
+    config: TrainConfig, dataset: Dataset, world_size: int
+) -> tuple[float, float, float, dict[str, float]]:
+    """Return a rank's tasks in a step, their support and query rows each, and the ids of each table
+    that it asks for, as the first batches have them: an id of several bundles or blocks counts in
+    each of them, as it travels.
     """
     names = [table.name for table in dataset.features.tables]
+    split, data = config.data.train_split, config.data
+    tasks = -(-data.tasks_per_step // world_size)
+    if not data.blocks_per_step:
+        # Of a split that is smaller than a step: as many ranks as it has tasks for.
+        world_size = max(1, min(world_size, dataset.split(split).num_episodes // tasks))
+        data = replace(data, tasks_per_step=tasks * world_size)
     support = rows = num_tasks = 0
     counted: list[list[int]] = []
-    with BatchReader(dataset, split, tasks_per_step=tasks) as reader:
-        for batch in itertools.islice(reader.batches(0), MEASURED_BATCHES):
-            if counted and batch.num_tasks < tasks:
-                break  # an epoch's last
+    config, last = replace(config, data=data), world_size - 1
+    with open_reader(config, dataset, split, last, world_size) as reader:
+        # Not an epoch's last step, which is smaller.
+        for batch in itertools.islice(
+            reader.batches(0), min(MEASURED_BATCHES, max(1, reader.num_steps() - 1))
+        ):
             support += int(batch.support_lengths_T.sum())
             rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
-            ends = np.cumsum(batch.unique_lengths_B.numpy())[:-1]
-            by_table = np.split(batch.unique_ids_U.numpy(), ends)
-            counted.append([len(np.unique(ids)) for ids in by_table])
-    ids = np.mean(counted, axis=0).tolist()
-    return support / num_tasks, (rows - support) / num_tasks, dict(zip(names, ids, strict=True))
+            counted.append(batch.unique_lengths_B.tolist())
+    ids = dict(zip(names, np.mean(counted, axis=0).tolist(), strict=True))
+    of_step = num_tasks / len(counted) if data.blocks_per_step else tasks
+    return of_step, support / num_tasks, (rows - support) / num_tasks, ids
 
 
 def counted_flops(

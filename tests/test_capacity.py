@@ -1,5 +1,6 @@
 """`gmeta plan`: on a dataset, on stated rows alone, and what it says of tables that do not fit."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ import pytest
 
 from gmeta.build import build
 from gmeta.capacity import capacity, counted_flops
+from gmeta.commands.plan import amount_of
 from gmeta.commands.work.plan import span_of
 from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import UserError
 from gmeta.parallel.stated import Asked, Cluster, Speeds
 from metaio.read.reader import BatchReader
+from metaio.recipes import synthetic
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.commands import gmeta, write_config
 
 GB = 10**9
@@ -26,10 +31,39 @@ def config_of(dataset: Path, **sections: dict[str, Any]) -> TrainConfig:
     return config_from_dict({"data": data, "model": model, **sections})
 
 
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("400Gb/s", 5e10), ("400 Gbit/s", 5e10), ("50gB/s", 5e10), ("4GiB/s", 2**32)],
+)
+def test_speeds_are_in_bytes_or_in_bits(text: str, amount: float) -> None:
+    assert amount_of("--network", text, "/s") == amount
+
+
+def test_memory_is_in_bytes_alone() -> None:
+    assert amount_of("--gpu-memory", "80gb", "") == 8e10
+    with pytest.raises(UserError) as caught:
+        amount_of("--gpu-memory", "640Gbit", "")
+    assert str(caught.value) == (
+        "--gpu-memory is '640Gbit': a number and a unit are needed, such as 80GB. Correct it"
+    )
+
+
 def cluster_of(gpus: int) -> Cluster:
     return Cluster(gpus, min(gpus, 8), "cuda", 80 * GB, 125 * GB)
 
 
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 synthetic users, four of them a bundle: many an item stands in several."""
+    out = tmp_path_factory.mktemp("data") / "bundled"
+    config = SyntheticConfig(num_tasks=200, num_items=60, min_rows=12, max_rows=16, query_rows=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "usual_bundle_tasks", lambda num_rows: 4)
+        prepare_synthetic(str(out), config)
+    return out
+
+
+@pytest.mark.parametrize("data", ["click_logs", "bundled"])
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -40,26 +74,48 @@ def cluster_of(gpus: int) -> Cluster:
         },
     ],
 )
-def test_the_ids_of_a_step_are_those_of_the_dataset(
-    click_logs: Path, inputs: dict[str, Any]
+def test_the_ids_of_a_step_are_those_that_a_rank_of_it_asks_for(
+    request: pytest.FixtureRequest, data: str, inputs: dict[str, Any]
 ) -> None:
-    config = config_of(click_logs, **inputs)
+    config = config_of(request.getfixturevalue(data), **inputs)
     found = capacity(config, Asked({}), cluster_of(4), SPEEDS)
     dataset, _ = build(config)
-    with BatchReader(dataset, "train", tasks_per_step=16) as reader:
-        batches = [next(batches) for batches in [reader.batches(0)] for _ in range(4)]
+    of_rank = {"tasks_per_step": 64, "rank": 3, "world_size": 4, "seed": config.run.seed}
+    with BatchReader(dataset, "train", **of_rank) as reader:
+        batches = list(itertools.islice(reader.batches(0), 3))  # of four; the last is smaller
     assert found.measured
     assert found.step.tasks == 16
-    assert found.step.rows == pytest.approx(sum(batch.num_rows for batch in batches) / 4)
-    for place, table in enumerate(dataset.features.tables):
-        counts = []
-        for batch in batches:
-            first = int(batch.unique_lengths_B[:place].sum())
-            own = batch.unique_ids_U[first : first + int(batch.unique_lengths_B[place])]
-            counts.append(len(set(own.tolist())))
-        assert found.step.ids[table.name] == pytest.approx(np.mean(counts))
-        rows = found.estimate.tables[table.name]["rows"]
-        assert rows == table.num_rows
+    assert found.step.rows == pytest.approx(sum(batch.num_rows for batch in batches) / 3)
+    asked_B = np.mean([batch.unique_lengths_B.numpy() for batch in batches], axis=0)
+    names = [table.name for table in dataset.features.tables]
+    assert found.step.ids == pytest.approx(dict(zip(names, asked_B, strict=True)))
+    repeated = asked_B > [table.num_rows for table in dataset.features.tables]
+    assert repeated.any() == (data == "bundled")
+    for table in dataset.features.tables:
+        assert found.estimate.tables[table.name]["rows"] == table.num_rows
+
+
+def test_the_tasks_of_whole_blocks_are_those_of_the_dataset(bundled: Path) -> None:
+    config = config_of(bundled, data={"path": str(bundled), "blocks_per_step": 1})
+    found = capacity(config, Asked({}), cluster_of(1), SPEEDS)
+    dataset, _ = build(config)
+    assert found.step.tasks == dataset.split("train").num_episodes
+    assert found.step.rows == pytest.approx(dataset.split("train").num_rows)
+
+
+def test_a_step_of_more_tasks_than_the_dataset_has_is_counted_on_fewer_ranks(
+    click_logs: Path,
+) -> None:
+    config = config_of(click_logs, data={"path": str(click_logs), "tasks_per_step": 6400})
+    found = capacity(config, Asked({}), cluster_of(64), SPEEDS)
+    dataset, _ = build(config)
+    of_rank = {"tasks_per_step": 200, "rank": 1, "world_size": 2, "seed": config.run.seed}
+    with BatchReader(dataset, "train", **of_rank) as reader:
+        batch = next(reader.batches(0))
+    assert found.step.tasks == 100
+    assert found.step.ids == dict(
+        zip([t.name for t in dataset.features.tables], batch.unique_lengths_B.tolist(), strict=True)
+    )
 
 
 def test_stated_rows_and_shares_take_the_place_of_the_datasets(click_logs: Path) -> None:

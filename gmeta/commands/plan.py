@@ -64,10 +64,10 @@ def plan(
         )
     of_tables = dict(_rows_of(entry) for entry in rows or [])
     per_host = min(gpus_per_host, gpus)
-    device_bytes = _amount("--gpu-memory", gpu_memory, "")
-    host_bytes = _amount("--host-memory", host_memory, "") / per_host
+    device_bytes = amount_of("--gpu-memory", gpu_memory, "")
+    host_bytes = amount_of("--host-memory", host_memory, "") / per_host
     bandwidths = {"--hbm": hbm, "--pcie": pcie, "--nvlink": nvlink, "--network": network}
-    bytes_a_s = {name[2:]: _amount(name, text, "/s") for name, text in bandwidths.items()}
+    bytes_a_s = {name[2:]: amount_of(name, text, "/s") for name, text in bandwidths.items()}
     flops = 1e12 * (tflops or {"float32": 60, "tf32": 400, "bf16": 800}[resolved.run.precision])
     # Loading torch takes seconds: not before the options are known to be right.
     from gmeta.commands.work.plan import show_plan
@@ -94,13 +94,14 @@ def _rows_of(entry: str) -> tuple[str, int]:
     return name, int(rows)
 
 
-def _amount(option: str, text: str, per: str) -> float:
-    """Return bytes, or bytes a second: GB are powers of 1,000, GiB of 1,024."""
-    pattern = rf"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B{per}"
-    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+def amount_of(option: str, text: str, per: str) -> float:
+    """Return bytes, or bytes a second: GB are powers of 1,000, GiB of 1,024, Gb/s bits."""
+    pattern = rf"(\d+(?:\.\d+)?) *([KMGTkmgt]?)([iI]?)(b|B{'|bit' * bool(per)}){per}"
+    found = re.fullmatch(pattern, text.strip())
     if found is None or float(found.group(1)) <= 0:
         raise UserError(
             f"{option} is {text!r}: a number and a unit are needed, such as 80GB{per}. Correct it"
         )
     power = " KMGT".index(found.group(2).upper() or " ")
-    return float(found.group(1)) * float(1024 if found.group(3) else 1000) ** power
+    amount = float(found.group(1)) * float(1024 if found.group(3) else 1000) ** power
+    return amount / 8 if per and found.group(4) != "B" else amount  # no memory is sold in bits

@@ -54,7 +54,9 @@ class Reading:
 
 
 class Logger(abc.ABC):
-    """One place that readings go to. Rank 0 alone makes it, without arguments."""
+    """One place that readings go to. Rank 0 alone makes it, without arguments, and calls it on a
+    thread of its own: a call that is not done within half of run.collective_timeout_s (with two
+    such loggers a third) is its last."""
 
     def begin(self, run: RunInfo) -> None:  # noqa: B027 - nothing to do is a choice
         """Get ready, before the first step. What it raises ends the run."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
+from gmeta.hooks.apart import Apart
 from gmeta.hooks.callback import Callback, Run
 from gmeta.hooks.files import JsonLines, TensorBoard
 from gmeta.hooks.logger import Logger, Reading, RunInfo, Status
@@ -44,6 +45,7 @@ class RunHooks:
         """
         self._named_loggers, self._named_callbacks = find_hooks(config.run)
         self._ranks = ranks
+        self._timeout_s = config.run.collective_timeout_s
         metric = early_stop_of(config).metric
         self._info = RunInfo(Path(config.run.dir), config.to_json(), metric)
         self._screen = Screen() if ranks.rank == 0 else None
@@ -123,7 +125,12 @@ class RunHooks:
 
     def _open_loggers(self, also: Mapping[str, Logger]) -> None:
         assert self._screen is not None  # rank 0 has one
-        made = {name: _made("logger", name, kind) for name, kind in self._named_loggers.items()}
+        made: dict[str, Logger] = {
+            name: _made("logger", name, kind) for name, kind in self._named_loggers.items()
+        }
+        # TensorBoard's are files here. All others together end before the other ranks' patience.
+        others = [name for name, logger in made.items() if not isinstance(logger, TensorBoard)]
+        made |= {name: Apart(made[name], self._timeout_s / (1 + len(others))) for name in others}
         own = {SCREEN: self._screen, METRICS_FILE: JsonLines()}
         for name, logger in {**own, **also, **made}.items():
             did_not_begin = f"the logger {name!r} of run.loggers did not begin"
@@ -141,9 +148,9 @@ class RunHooks:
         self._call(lambda each: each.on_train_begin(self._run))
 
     def _guarded(self, name: str, work: Callable[[Logger], None]) -> None:
-        """Do something with a logger. One of a network, or of somebody's own, that fails is told
-        of and left out from here on: hours of training must not end with it. A full disk ends the
-        run, which could write no checkpoint either."""
+        """Do something with a logger. One of a network, or of somebody's own, that fails or
+        does not answer is told of and left out from here on: hours of training must not end with
+        it. A full disk ends the run, which could write no checkpoint either."""
         logger = self._loggers[name]
         if isinstance(logger, Screen | JsonLines | TensorBoard):
             return work(logger)

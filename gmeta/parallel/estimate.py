@@ -34,7 +34,7 @@ PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank has to do in a step: its tasks and rows, the distinct ids of each table, the
+    """What one rank has to do in a step: its tasks and rows, the ids asked of each table, the
     operations of the layers, and how many weights these have.
     """
 
@@ -77,7 +77,7 @@ def estimate(
     """
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
-    device_W, host_W, asked_W, from_host_W = (np.zeros(num_ranks) for _ in range(4))
+    device_W, host_W, asked_W, sent_W, from_host_W = (np.zeros(num_ranks) for _ in range(5))
     tables = {}
     copied_values = 0
     held = {name: _held(table, *sizes[name], num_ranks) for name, table in plan["tables"].items()}
@@ -98,6 +98,7 @@ def estimate(
             ids_sent = 0.0
         else:
             asked_W += given_W
+            sent_W += given_W
             ids_sent = ids * float((rows_W / num_rows).sum()) * (num_ranks - 1) / num_ranks
         if table["placement"] in IN_HOST_MEMORY:
             from_host_W += given_W * (2 + 2 * _states(outer)[0])
@@ -117,7 +118,7 @@ def estimate(
     moved_W = asked_W * num_ranks * PASSES_OF_HOLDER + asked_W.sum() * PASSES_OF_ASKER
     hbm_bytes = float(moved_W.max()) * FLOAT_BYTES
     pcie_bytes = float(from_host_W.max()) * num_ranks * FLOAT_BYTES
-    near, far = _busiest(asked_W * wire_bytes, cluster.ranks_per_host)
+    near, far = _busiest(sent_W * wire_bytes, cluster.ranks_per_host)
     dense = step.num_weights * (2 if sharding.dense_wire_dtype == "bfloat16" else 4)
     reduced = 2 * (dense + copied_values * FLOAT_BYTES) * (num_ranks - 1) / num_ranks
     link = speeds.nvlink if num_ranks <= cluster.ranks_per_host else speeds.network

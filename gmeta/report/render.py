@@ -133,6 +133,7 @@ def _rc(salt: str) -> dict[str, Any]:
         "svg.hashsalt": salt,
         "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
         "font.size": 10.5,
+        "text.parse_math": False,  # names of runs and columns may have dollar signs
         "text.color": light("ink"),
         "axes.labelcolor": light("muted"),
         "axes.edgecolor": light("line"),

@@ -1,6 +1,7 @@
 """Real logs as streams: MovieLens-100k and Amazon by time, as benchmarks/streams.py cuts them."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -46,6 +47,22 @@ def test_a_real_log_has_the_same_ids_however_it_is_cut_and_its_gate_is_never_tra
         assert min(map(len, gate)) > 0
     assert vocabularies[0] == vocabularies[1]
     assert len(vocabularies[0]["item"]) > 100
+
+
+def test_one_increment_has_no_standard_error() -> None:
+    rows = [{"continued": 0.75, "retrained": None}, {"continued": 0.75, "retrained": 0.5}]
+    assert streams._difference(rows, "retrained") == {"mean": 0.25, "standard_error": None}
+
+
+def test_a_log_in_one_part_has_no_increment_and_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["streams.py", "--parts", "1"])
+    with pytest.raises(SystemExit):
+        streams.main()
+    assert capsys.readouterr().err.endswith(
+        "error: --parts is 1: give 2 or more, a first part and an increment to score\n"
+    )
 
 
 def values_of(dataset: Dataset) -> dict[str, list[object]]:

@@ -1,5 +1,7 @@
 """Messages through shared memory: what gloo brings, to the bit, in any order, until a rank dies."""
 
+import os
+import resource
 import time
 from dataclasses import replace
 from typing import Any
@@ -161,6 +163,48 @@ def test_a_peer_that_is_gone_is_told_at_once_and_by_its_number() -> None:
     assert seconds < PATIENCE_S / 4  # not by its timeout
     assert waiting == "rank 1 closed its connection"
     assert sending == waiting
+
+
+def without_descriptors_on_rank(ranks: Ranks) -> str:
+    """Rank 0 may open no file more when rank 1 sends it memory that is larger."""
+    ranks = sharing(ranks)
+    dist.barrier(group=ranks.control)
+    first = len(os.listdir("/proc/self/fd"))
+    count = FIRST_BYTES  # four times as many bytes
+    if ranks.rank == 1:
+        ranks.transport.swap(torch.ones(count), [count], [0])
+        dist.barrier(group=ranks.control)
+        dist.barrier(group=ranks.control)  # its sockets live until rank 0 has read
+        return ""
+    swap = ranks.transport.swap(torch.zeros(0), [0], [count])
+    dist.barrier(group=ranks.control)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Every number below the limit is taken.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first + 64, before[1]))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        with pytest.raises(dist.DistNetworkError) as error:
+            swap.parts()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        dist.barrier(group=ranks.control)
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_memory_that_cannot_be_opened_is_told() -> None:
+    told, _ = on_ranks(2, without_descriptors_on_rank)
+    assert told == (
+        "rank 1 sent memory that cannot be opened here: this process has too many open files. "
+        "Raise their limit (ulimit -n)"
+    )
 
 
 def train_both_ways(ranks: Ranks) -> list[dict[str, Any]]:

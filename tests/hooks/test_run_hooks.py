@@ -54,6 +54,39 @@ class Recorder(Logger, Callback):
 Recorder.__abstractmethods__ = frozenset()  # its methods are made when they are asked for
 
 
+class Silent(Logger):
+    """One whose calls named in `silent_in` do not return before `released` is set."""
+
+    calls: list[str]
+    silent_in: str
+    released: threading.Event
+
+    def begin(self, run: Any) -> None:
+        """Begin."""
+        self._called("begin")
+
+    def log(self, reading: Reading) -> None:
+        """Take a reading."""
+        self._called("log")
+
+    def end(self, status: str) -> None:
+        """End."""
+        self._called("end")
+
+    def _called(self, what: str) -> None:
+        Silent.calls.append(what)
+        if what == Silent.silent_in:
+            Silent.released.wait()
+
+
+@pytest.fixture
+def silent() -> Iterator[type[Silent]]:
+    """Silent, whose thread ends with the test."""
+    Silent.calls, Silent.released = [], threading.Event()
+    yield Silent
+    Silent.released.set()
+
+
 class Needy(Callback):
     """One that is made with an argument."""
 
@@ -308,6 +341,51 @@ def test_a_logger_of_somebodys_own_that_fails_is_told_of_once_and_left_out(
         == 1
     )
     assert len(RunFolder(tmp_path).metrics.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("silent_in", ["log", "end"])
+def test_a_logger_that_does_not_answer_is_told_of_once_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], silent: type[Silent], silent_in: str
+) -> None:
+    silent.silent_in = silent_in
+    named = (f"{HERE}:Silent", "tensorboard")
+    with begun(tmp_path, loggers=named, collective_timeout_s=6) as (hooks, _):
+        hooks.log(1, 0, READING)
+        hooks.log(2, 0, READING)
+    assert (
+        silent.calls == {"log": ["begin", "log"], "end": ["begin", "log", "log", "end"]}[silent_in]
+    )
+    told = (
+        f"the logger '{HERE}:Silent' failed and is left out from here on: NoAnswerError: none "
+        "within 3 s"
+    )
+    assert capsys.readouterr().err.count(told) == 1
+    assert len(board_of(tmp_path).Scalars("loss")) == 2
+
+
+def test_a_logger_that_does_not_answer_at_the_start_ends_the_run_with_one_line(
+    tmp_path: Path, silent: type[Silent]
+) -> None:
+    silent.silent_in = "begin"
+    named = {"loggers": (f"{HERE}:Silent",), "collective_timeout_s": 6}
+    with pytest.raises(GMetaError) as caught, begun(tmp_path, **named):
+        pass
+    assert str(caught.value) == (
+        f"the logger '{HERE}:Silent' of run.loggers did not begin: NoAnswerError: none within 3 s. "
+        "Mend it, or take it out of run.loggers"
+    )
+    assert silent.calls == ["begin"]
+
+
+def test_a_logger_is_called_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(
+        Silent, "_called", lambda self, what: threads.append((what, threading.get_ident()))
+    )
+    with begun(tmp_path, loggers=(f"{HERE}:Silent",)) as (hooks, _):
+        hooks.log(1, 0, READING)
+    assert [what for what, _ in threads] == ["begin", "log", "end"]
+    assert len({ident for _, ident in threads}) == 1
 
 
 def test_one_that_cannot_begin_ends_the_run_before_its_first_step(tmp_path: Path) -> None:

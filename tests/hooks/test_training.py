@@ -1,6 +1,7 @@
 """Hooks of real runs: a callback that ends one on all ranks alike, and what readings hold."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import GMetaError
 from gmeta.hooks.callback import Callback, Run
+from gmeta.hooks.logger import Logger, Reading
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from gmeta.train import train
@@ -51,6 +53,14 @@ class Faulty(Callback):
         """Fail behind step 2."""
         if run.rank == 1 and run.step == 2:
             raise KeyError("mine")
+
+
+class Stuck(Logger):
+    """Never returns from its first reading, as the client of a server that swallows packets."""
+
+    def log(self, reading: Reading) -> None:
+        """Wait."""
+        threading.Event().wait()
 
 
 def trained(ranks: Ranks, config: TrainConfig) -> str:
@@ -95,6 +105,14 @@ def test_one_rank_asks_and_all_end_before_the_same_step_to_resume(
     assert on_ranks(2, trained, config) == ["", ""]
     assert len(losses(run.root)) == 8  # as the config says, and no step twice
     assert list_checkpoints(run.checkpoints)[-1].name == "step-00000008"
+
+
+@pytest.mark.distributed
+def test_a_run_outlives_a_logger_that_never_returns(tmp_path: Path, click_logs: Path) -> None:
+    named = f'run.loggers=["{__name__}:Stuck"]'
+    config = config_of(tmp_path, click_logs, named, "run.collective_timeout_s=6", "run.max_steps=8")
+    assert on_ranks(2, trained, config) == ["", ""]
+    assert len(losses(tmp_path / "run")) == 8
 
 
 @pytest.mark.distributed

@@ -113,6 +113,15 @@ def test_bytes_on_the_wire_are_what_the_exchange_counts(
     assert rows_sent == pytest.approx(2 * size * values)  # rows, and their gradients
 
 
+def test_tables_that_every_rank_holds_send_no_rows_but_their_gradients_sum() -> None:
+    sharding = ShardingConfig(exchange="torchrec", default="data_parallel")
+    found, _, _ = estimated(sharding, 16, rows={"city": 640})
+    assert found.parts["rows and gradients, NVLink"] == (0.0, 0.0)
+    assert found.parts["rows and gradients, network"] == (0.0, 0.0)
+    reduced, _ = found.parts["AllReduce of the layers"]
+    assert reduced == pytest.approx(2 * 4 * (100_000 + 640 * 32) * 15 / 16)
+
+
 def test_a_host_has_seven_near_ranks_of_64() -> None:
     found, _, _ = estimated(ShardingConfig(), 64, ids=6400.0, rows={"item": GB})
     given = 6400 * 32 * 4 / 64  # by each rank to each other

@@ -144,3 +144,10 @@ def test_undefined_metrics_leave_an_empty_panel_not_an_error() -> None:
     assert "AUC" in [panel.title for panel in charts["groups"].panels]
     assert svg_panel(charts["groups"], 0).startswith("<svg")
     assert svg_panel(charts["support_size"], 0).startswith("<svg")
+
+
+def test_names_with_dollar_signs_are_shown_as_they_are() -> None:
+    charts = charts_for(run_of("bce"), replace(baseline_of("bce"), name="runs/p$100_$"))
+    assert any("p$100_$" in one.label for chart in charts.values() for one in chart.series)
+    for chart in charts.values():
+        assert png_sheet(chart)

@@ -49,7 +49,7 @@ def _result(found: Capacity, cluster: Cluster) -> None:
 def _tables(found: Capacity) -> None:
     heads = ("table", "rows", "width", "sharded", "memory", "GPUs", "bytes")
     placed = table_of("Tables", *heads, text=("table", "sharded", "memory"))
-    sent_heads = ("table", "distinct ids", "bytes of ids", "of rows and gradients")
+    sent_heads = ("table", "ids", "bytes of ids", "of rows and gradients")
     sent = table_of("What a GPU sends in a step", *sent_heads, text=("table",))
     for name, table in found.estimate.tables.items():
         placed.add_row(

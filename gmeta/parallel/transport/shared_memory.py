@@ -275,13 +275,19 @@ class SharedMemory(Transport):
 
     def _receive(self, name: int, peer: _Inbox) -> None:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(
+            packet, descriptors, flags, _ = socket.recv_fds(
                 peer.socket, PACKET.size, 1, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             raise _lost(name, error) from error
         if not packet:
             raise _lost(name, None)
+        if flags & socket.MSG_CTRUNC:
+            # The kernel drops a descriptor that finds no room; its memory would be missed unseen.
+            raise dist.DistNetworkError(
+                f"rank {name} sent memory that cannot be opened here: this process has too many "
+                "open files. Raise their limit (ulimit -n)"
+            )
         for descriptor in descriptors:
             peer.segment = _Segment(descriptor, os.fstat(descriptor).st_size)
             os.close(descriptor)
