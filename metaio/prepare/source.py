@@ -61,6 +61,15 @@ class DuckSource:
     ) -> None:
         self._schema = schema
         self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
+        try:
+            self._open(inputs, memory_bytes, threads)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def _open(self, inputs: list[str], memory_bytes: int, threads: int) -> None:
+        """Find the files, their columns and types, and refuse what does not fit the schema."""
+        schema = self._schema
         self._files = expand(inputs, Path(self._folder.name))
         self._connection = connected(self._files)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
