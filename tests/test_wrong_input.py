@@ -380,6 +380,7 @@ def test_inputs_that_are_refused_leave_no_unpacked_files(
     (tmp_path / "schema.toml").write_text(
         '[task]\ncolumn = "user"\n[label]\ncolumn = "click"\n'
         '[[single]]\ncolumn = "itme"\nhash = 10\n'
+        "[episodes]\nquery_rows = 1\n"
     )
     place = tmp_path / "temporary"
     place.mkdir()

@@ -7,7 +7,7 @@ import difflib
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -61,11 +61,10 @@ class DuckSource:
     ) -> None:
         self._schema = schema
         self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
-        try:
+        with ExitStack() as refused:
+            refused.callback(self._folder.cleanup)
             self._open(inputs, memory_bytes, threads)
-        except BaseException:
-            self._folder.cleanup()
-            raise
+            refused.pop_all()
 
     def _open(self, inputs: list[str], memory_bytes: int, threads: int) -> None:
         """Find the files, their columns and types, and refuse what does not fit the schema."""
