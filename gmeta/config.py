@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
@@ -346,7 +346,7 @@ def _text_keys() -> dict[str, tuple[type, ...]]:
         f"{section}.{name}": (str,) if hint is str else (str, list)
         for section, fields in get_type_hints(TrainConfig).items()
         for name, hint in get_type_hints(fields).items()
-        if hint is str or str in get_args(hint)
+        if hint is str or (str in get_args(hint) and get_origin(hint) is not dict)
     }
 
 

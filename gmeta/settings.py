@@ -88,6 +88,9 @@ def _wrong_type(key: str, hint: Any, value: object) -> str:
         return f"{key} = {value!r} is not allowed: choose one of {', '.join(known)}{meant}"
     if get_origin(hint) is tuple:
         return f"{key} = {value!r} is not a list. Write e.g. {key} = [...]"
+    if get_origin(hint) is dict:
+        kind = "numbers" if get_args(hint)[1] is float else "texts"
+        return f"{key} = {value!r} is not a table of {kind}. Write e.g. {key}.NAME = ..."
     return f"{key} = {value!r} is not of type {_type_name(hint)}. Correct the value"
 
 

@@ -38,6 +38,8 @@ def test_overrides_replace_values_with_their_toml_types(good: Path) -> None:
 def test_text_is_text_also_where_toml_reads_a_date_or_a_number(good: Path) -> None:
     config = load_config(good, ["run.dir=2026-11-22", "data.path=7", 'model.name="melu"'])
     assert (config.run.dir, config.data.path, config.model.name) == ("2026-11-22", "7", "melu")
+    for override in ('labels.loss={click = "bce"}', "labels.loss.click=bce"):
+        assert load_config(good, [override]).labels.loss == {"click": "bce"}
 
 
 def test_a_saved_config_reads_back_equal(good: Path) -> None:
@@ -103,6 +105,16 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
             "algorithm.learned_rates = 'row' is not allowed: choose one of layer, output, weight",
         ),
         ("model.hidden=8", "model.hidden = 8 is not a list. Write e.g. model.hidden = [...]"),
+        (
+            "labels.loss={click=bce}",
+            "labels.loss = '{click=bce}' is not a table of texts. Write e.g. labels.loss.NAME = "
+            "...",
+        ),
+        (
+            'labels.weight={click="2"}',
+            "labels.weight = {'click': '2'} is not a table of numbers. Write e.g. "
+            "labels.weight.NAME = ...",
+        ),
         ("model.hidden=['a']", "model.hidden[0] = 'a' is not of type int. Correct the value"),
         (
             "data.path=''",

@@ -51,6 +51,16 @@ def test_a_key_of_a_later_release_makes_no_other_config_of_a_run(tmp_path: Path)
     assert folder.read_config() == config
 
 
+def test_a_run_that_has_no_checkpoint_yet_is_a_run(tmp_path: Path) -> None:
+    config = config_from_dict({"run": {"dir": str(tmp_path / "run")}})
+    create_run_folder(config, {})
+    found = gmeta("inspect", "run", cwd=tmp_path)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == (
+        f"run run: maml with {config.model.name} on , config {config.digest}\nno checkpoint yet\n"
+    )
+
+
 def test_a_run_and_its_checkpoints_are_described_and_a_cut_file_is_found(
     run: Path, tmp_path: Path
 ) -> None:

@@ -371,3 +371,26 @@ def test_a_refused_start_leaves_nothing_in_the_way_of_the_corrected_command(
     assert ended.returncode == 2
     assert f"{empty} is no run folder: config.json is missing or broken" in ended.stderr
     assert gmeta(*command).returncode == 0
+
+
+def test_inputs_that_are_refused_leave_no_unpacked_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log.csv").write_text("user,item,click\n1,2,0\n")
+    (tmp_path / "schema.toml").write_text(
+        '[task]\ncolumn = "user"\n[label]\ncolumn = "click"\n'
+        '[[single]]\ncolumn = "itme"\nhash = 10\n'
+        "[episodes]\nquery_rows = 1\n"
+    )
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    message = refused(
+        2,
+        *("prepare", "--schema", tmp_path / "schema.toml", tmp_path / "log.csv", tmp_path / "data"),
+        start=fresh_gmeta,
+    )
+    assert message == (
+        f"error: input {tmp_path}/log.csv has no column itme; did you mean item? Correct the schema"
+    )
+    assert not [path.name for path in place.iterdir() if path.name.startswith("metaio-")]

@@ -111,8 +111,10 @@ def _other_kind(place: str) -> Callable[[bool], None] | None:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether this is a run folder; a dataset has a manifest instead."""
-    return (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+    """Return whether this is a run folder, be it one without a checkpoint yet; a dataset has a
+    manifest instead, and an exported model no environment."""
+    marks = (path / "environment.json", path / "checkpoints")
+    return (path / "config.json").is_file() and any(mark.exists() for mark in marks)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -262,7 +262,7 @@ def _feature_role(column: Column, num_rows: int, has_row_id: bool) -> tuple[Role
     """Return what a column is for the model, and, if it is left out, why."""
     name = plain_name(column.name)
     if column.num_distinct < 2 and not pa.types.is_nested(column.type):
-        return "left out", "it has one value"
+        return "left out", "it has one value" if column.num_distinct else "it has no value"
     if column.is_time or column.time_format:
         return "left out", "a time that does not order the rows"
     if pa.types.is_struct(column.type):

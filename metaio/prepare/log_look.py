@@ -162,7 +162,7 @@ def described(name: str, values: pa.ChunkedArray) -> Column:
     split = pc.split_pattern(values, separator) if separator else values
     flat = pc.list_flatten(split) if is_list(split.type) else split
     lengths = pc.unique(pc.list_value_length(values).drop_null()) if is_list(kind) else []
-    comparable = not pa.types.is_nested(flat.type)
+    comparable = not (pa.types.is_nested(flat.type) or pa.types.is_null(flat.type))
     span = pc.min_max(flat).as_py() if comparable else {"min": None, "max": None}
     return Column(
         name,

@@ -7,7 +7,7 @@ import difflib
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +56,14 @@ class DuckSource:
     ) -> None:
         self._schema = schema
         self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
+        with ExitStack() as refused:
+            refused.callback(self._folder.cleanup)
+            self._open(inputs, memory_bytes, threads)
+            refused.pop_all()
+
+    def _open(self, inputs: list[str], memory_bytes: int, threads: int) -> None:
+        """Find the files, their columns and types, and refuse what does not fit the schema."""
+        schema = self._schema
         self._files = expand(inputs, Path(self._folder.name))
         self._connection = connected(self._files)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")

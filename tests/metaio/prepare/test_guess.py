@@ -139,6 +139,14 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
     assert "augment" not in written  # the log has a time column: support is the past
 
 
+def test_a_column_of_nothing_but_nulls_is_left_out(tmp_path: Path) -> None:
+    pq.write_table(log().append_column("coupon", pa.nulls(ROWS)), tmp_path / "log.parquet")
+    found = guess(first_rows([str(tmp_path / "log.parquet")]), {})
+    row_of(found, coupon="left out", country="left out")
+    assert found.why["coupon"] == "it has no value"
+    assert found.why["country"] == "it has one value"
+
+
 def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("user_id,click\n")
     with pytest.raises(DataError, match="has 0 rows"):
