@@ -13,6 +13,7 @@ from gmeta.errors import UserError
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema import Schema
 from metaio.prepare.spark import prepare_with_spark
+from metaio.prepare.spark_payloads import failures_told
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -73,6 +74,7 @@ def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
         session.stop()
 
 
+@failures_told()
 def _read(session: "SparkSession", inputs: list[str]) -> Any:
     from pyspark.errors import AnalysisException
 

@@ -1,6 +1,7 @@
 """What every engine of prepare shares once the rows are surveyed: buckets, blocks, report."""
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -29,6 +30,7 @@ from metaio.prepare.splits import copies_of_windows
 from metaio.prepare.spool import BucketPlan, plan_buckets, split_by_bucket
 from metaio.prepare.survey import Survey
 from metaio.prepare.values import Kind, kind_of, time_of
+from metaio.ragged import Int64
 
 DEFAULT_MEMORY_BYTES = 2 << 30
 # Half a million rows of 300 bytes sort in memory several times over within 1 GB.
@@ -146,7 +148,7 @@ class Job:
         return split_by_bucket(self.plan, rows)
 
     def write_shard(
-        self, folder: Path, bucket: int, rows: EncodedRows, use: "TableUse"
+        self, folder: Path, bucket: int, rows: EncodedRows, use: "TableUse | ShardUse"
     ) -> WrittenShard:
         """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`.
 
@@ -234,29 +236,42 @@ def kind_of_column(column: SparseColumn, kind: pa.DataType) -> Kind:
     return kind_of(column.column, kind.value_type if is_list else kind, "sparse")
 
 
+def _counted(job: Job) -> list[int]:
+    """Return the hashed tables whose used rows are counted."""
+    hashed = {column.table_name for column in job.schema.sparse if column.hash is not None}
+    return [
+        index
+        for index, table in enumerate(job.features.tables)
+        if table.name in hashed and table.num_rows <= MAX_COUNTED_ROWS
+    ]
+
+
+class ShardUse:
+    """The ids of one shard in each table that is counted: few, however large the tables are."""
+
+    def __init__(self, job: Job) -> None:
+        self._ids: dict[int, list[Int64]] = {i: [np.zeros(0, np.int64)] for i in _counted(job)}
+
+    def add(self, block: Block) -> None:
+        """Count a block's ids."""
+        for index, ids in self._ids.items():
+            begin, end = block.unique_offsets_B1[index : index + 2]
+            ids.append(block.unique_ids_U[begin:end])
+
+    def distinct(self) -> list[Int64]:
+        """Return each table's distinct ids."""
+        return [np.unique(np.concatenate(ids)) for ids in self._ids.values()]
+
+
 class TableUse:
     """Which rows of the hashed tables are used: tells how many values share a row."""
 
-    def __init__(self, job: Job, max_rows: int = MAX_COUNTED_ROWS) -> None:
-        hashed = {column.table_name for column in job.schema.sparse if column.hash is not None}
+    def __init__(self, job: Job) -> None:
+        tables = job.features.tables
         self.used: dict[int, npt.NDArray[np.bool_]] = {
-            index: np.zeros(table.num_rows, dtype=np.bool_)
-            for index, table in enumerate(job.features.tables)
-            if table.name in hashed and table.num_rows <= max_rows
+            index: np.zeros(tables[index].num_rows, dtype=np.bool_) for index in _counted(job)
         }
-        self._names = [table.name for table in job.features.tables]
-
-    # Packed to bits: on Spark it travels with every shard.
-    def __getstate__(self) -> dict[str, Any]:
-        packed = {index: (len(used), np.packbits(used)) for index, used in self.used.items()}
-        return {"names": self._names, "used": packed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._names = state["names"]
-        self.used = {
-            index: np.unpackbits(bits, count=count).astype(np.bool_)
-            for index, (count, bits) in state["used"].items()
-        }
+        self._names = [table.name for table in tables]
 
     def add(self, block: Block) -> None:
         """Count a block's ids."""
@@ -264,10 +279,10 @@ class TableUse:
             begin, end = block.unique_offsets_B1[index : index + 2]
             used[block.unique_ids_U[begin:end]] = True
 
-    def merge(self, other: "TableUse") -> None:
-        """Add what another worker counted."""
-        for index, used in other.used.items():
-            self.used[index] |= used
+    def add_distinct(self, ids_of_table: Iterable[Int64]) -> None:
+        """Add what ShardUse counted."""
+        for used, ids in zip(self.used.values(), ids_of_table, strict=True):
+            used[ids] = True
 
     def report(self) -> dict[str, dict[str, int]]:
         """Return the rows used of each table, and the raw values that likely share one.

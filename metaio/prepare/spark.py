@@ -4,26 +4,38 @@ Spark only moves rows. Encoding, order, episodes and files are the functions tha
 engine calls, so the two cannot drift apart. Needs the extra `spark`.
 """
 
+import io
 import pickle
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from metaio.errors import DataError
+from metaio.errors import AccessError, DataError
+from metaio.format.destination import flush_to_disk
+from metaio.format.layout import MANIFEST_NAME
+from metaio.format.storage import file_system, is_local
 from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import Encoder, refuse_nulls
 from metaio.prepare.encoded_rows import EncodedRows, joined
 from metaio.prepare.episodes import Dropped, check_some
-from metaio.prepare.job import Job, PrepareOptions, TableUse, WrittenShard, make_job
+from metaio.prepare.job import (
+    Job,
+    PrepareOptions,
+    ShardUse,
+    TableUse,
+    WrittenShard,
+    make_job,
+)
 from metaio.prepare.raw_ids import write_raw_ids
 from metaio.prepare.schema import Schema
 from metaio.prepare.spark_payloads import (
@@ -36,6 +48,7 @@ from metaio.prepare.spark_payloads import (
     null_counts,
     payload,
     quoted,
+    rows_of,
 )
 from metaio.prepare.splits import PLACE, Splits, WindowSearch, split_names, splits_of
 from metaio.prepare.survey import Survey, fit, survey_batch, survey_columns
@@ -44,8 +57,9 @@ from metaio.ragged import Int64
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# Bits of table use travel to the driver with every shard; larger tables are left out of the report.
-_MAX_COUNTED_ROWS = 1 << 17
+# Below the dataset until all shards are there: on a disk what workers have not finished, and the
+# ids that each shard uses, which would be too many to send to the driver.
+_PARTS = ".parts"
 # Where a row stands in the input, while Spark moves it about.
 _FILE, _ROW = "file of the row", "row of the file"
 _ROWS_OF_A_FILE = 1 << 40
@@ -56,8 +70,9 @@ def prepare_with_spark(
 ) -> None:
     """Write a dataset at URL `out` from the rows of a Spark DataFrame.
 
-    `out` must be reachable from every worker: a shared file system or an object store. The options'
-    memory and threads are Spark's own matter.
+    `out` must be reachable from every worker: a shared file system or an object store. In a store
+    the dataset to overwrite is gone once its first shard is. The options' memory and threads are
+    Spark's own matter.
 
     Raises:
         DataError: the rows do not fit the schema, or `out` exists.
@@ -66,7 +81,7 @@ def prepare_with_spark(
     _check_frame(frame, schema)
     column = schema.splits.column
     # As on one machine, names come first: a row's split is an index into them.
-    found = [row[0] for row in frame.select(column).distinct().collect()] if column else None
+    found = [row[0] for row in rows_of(frame.select(column).distinct())] if column else None
     names = split_names(schema, [str(name) for name in found] if found is not None else None)
     types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
     splits = splits_of(schema, names, types, partial(_counted, frame))
@@ -113,7 +128,7 @@ def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]
         return columns, []
     origin = [functions.col("_metadata.file_path"), functions.col("_metadata.row_index")]
     try:
-        files = [row[0] for row in frame.select(origin[0]).distinct().collect()]
+        files = [row[0] for row in rows_of(frame.select(origin[0]).distinct())]
         placed = frame.select(
             *quoted(schema.columns), origin[0].alias(_FILE), origin[1].alias(_ROW)
         )
@@ -192,22 +207,48 @@ def _write_shards(
 ) -> None:
     num_buckets = sum(job.plan.buckets_of_split)
     rows = dealt(frame.mapInArrow(_encoder(job, files), KEYED), num_buckets)  # a task per bucket
-    # Workers write beside the manifest that does not exist yet, so nothing can be read too early.
     target = str(writer.folder) if writer.is_local else out
-    written = collected(rows.mapInArrow(_shard_writer(job, target), PAYLOAD))
-    found = {shard.bucket: (shard, use) for shard, use in written}
-    dropped, use, num_episodes = Dropped(), TableUse(job, _MAX_COUNTED_ROWS), 0
+    fs, root = file_system(target)
+    if writer.is_local:
+        (writer.folder / _PARTS).mkdir()
+    # In a store workers write into the dataset itself: an old manifest must not speak of new files.
+    elif fs.exists(f"{root}/{MANIFEST_NAME}"):
+        fs.rm_file(f"{root}/{MANIFEST_NAME}")
+    try:
+        written = collected(rows.mapInArrow(_shard_writer(job, target), PAYLOAD))
+        _adopt_shards({shard.bucket: shard for shard in written}, job, writer, target)
+    finally:
+        _remove_parts(fs, f"{root}/{_PARTS}")
+    job.write_vocabularies(writer.folder)
+
+
+def _remove_parts(fs: Any, parts: str) -> None:
+    if is_local(fs):
+        # By its new name no task that Spark forgot finds it, to write there meanwhile.
+        shutil.rmtree(Path(parts).rename(f"{parts}.gone"), ignore_errors=True)
+        return
+    # A store has no folder before its first file.
+    with suppress(FileNotFoundError):
+        fs.rm(parts, recursive=True)
+
+
+def _adopt_shards(
+    found: dict[int, WrittenShard], job: Job, writer: DatasetWriter, target: str
+) -> None:
+    """Give the writer all shards, in order, and the report on them."""
+    dropped, use, num_episodes = Dropped(), TableUse(job), 0
+    fs, root = file_system(target)
     for index, name in enumerate(job.fitted.splits.names):
         for bucket in job.plan.of_split(index):
             # Spark starts no task for a bucket without rows; its shard is empty but exists.
             none = joined(job.schema, [])
-            shard, own_use = found.get(bucket) or _write_shard(job, target, bucket, none)
+            shard = found.get(bucket) or _write_shard(job, target, bucket, none)
             writer.adopt_shard(name, shard.entry, shard.block_table)
             dropped += shard.dropped
             num_episodes += shard.entry.num_episodes
-            use.merge(own_use)
+            with np.load(io.BytesIO(fs.cat_file(f"{root}/{_used_file(bucket)}"))) as used:
+                use.add_distinct(used.values())
     check_some(num_episodes, dropped)
-    job.write_vocabularies(writer.folder)
     writer.report = {"dropped": dropped.report(), "hashed_tables": use.report()}
 
 
@@ -237,21 +278,42 @@ def _shard_writer(
     return write
 
 
-def _write_shard(
-    job: Job, target: str, bucket: int, rows: EncodedRows
-) -> tuple[WrittenShard, TableUse]:
-    """Write a bucket's shard below `target`; what the manifest must say of it."""
-    use = TableUse(job, _MAX_COUNTED_ROWS)
-    with tempfile.TemporaryDirectory(prefix="metaio-shard-") as folder:
-        shard = job.write_shard(Path(folder), bucket, rows, use)
-        _deliver(Path(folder), target)
-    return shard, use
+def _used_file(bucket: int) -> str:
+    return f"{_PARTS}/{bucket}.npz"
 
 
-def _deliver(folder: Path, target: str) -> None:
-    """Copy finished files into place. A task that Spark runs twice writes the same bytes twice."""
-    fs, root = fsspec.core.url_to_fs(target)
-    for path in sorted(folder.rglob("*.parquet")):
-        place = f"{root}/{path.relative_to(folder).as_posix()}"
-        fs.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
-        fs.put_file(str(path), place)
+def _write_shard(job: Job, target: str, bucket: int, rows: EncodedRows) -> WrittenShard:
+    """Write a bucket's shard below `target`, and the ids that it uses; return what the manifest
+    must say of it.
+    """
+    use = ShardUse(job)
+    fs, root = file_system(target)
+    parts = Path(root) / _PARTS if is_local(fs) else None
+    if parts is not None and not parts.is_dir():
+        raise AccessError(
+            f"a worker of Spark does not see {root}: the dataset must go to a disk that all of "
+            "them share, at the same path, or to an object store. Choose such a place"
+        )
+    with tempfile.TemporaryDirectory(prefix="metaio-shard-", dir=parts) as made:
+        folder = Path(made)
+        shard = job.write_shard(folder, bucket, rows, use)
+        used_file = folder / _used_file(bucket)
+        used_file.parent.mkdir()
+        np.savez(used_file, *use.distinct())
+        _deliver(fs, folder, root)
+    return shard
+
+
+def _deliver(fs: Any, folder: Path, root: str) -> None:
+    """Put finished files into place, each at once: Spark may run a task twice, or kill it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    if is_local(fs):
+        flush_to_disk(paths)
+        for path in paths:
+            place = Path(root) / path.relative_to(folder)
+            # Not its parents: a task that Spark forgot must not make a folder that is gone.
+            place.parent.mkdir(exist_ok=True)
+            path.replace(place)
+        return
+    for path in paths:
+        fs.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")

@@ -5,11 +5,13 @@ they are dealt.
 import pickle
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from metaio.errors import AccessError, DataError
+from metaio import errors
+from metaio.errors import AccessError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -43,23 +45,52 @@ def keyed_payloads(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, byt
         yield from zip(batch["bucket"].to_pylist(), batch["payload"].to_pylist(), strict=True)
 
 
-def collected(frame: "DataFrame") -> list[Any]:
-    """Return the objects of a frame of PAYLOAD; an error of ours in a worker comes out as itself.
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """Raise what fails in Spark as an error of ours: those of ours in a worker as themselves.
 
     Raises:
-        DataError: a worker raised it.
+        MetaIOError: a worker raised it.
+        AccessError: Spark failed for another reason.
     """
-    from py4j.protocol import Py4JJavaError
+    from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
     try:
-        return [pickle.loads(row[0]) for row in frame.collect()]
-    except (Py4JJavaError, PySparkException) as error:
-        found = re.search(r"metaio\.errors\.(DataError|AccessError): (.*)", str(error))
-        if found is None:
-            raise
-        kind = {"DataError": DataError, "AccessError": AccessError}[found.group(1)]
-        raise kind(found.group(2).strip()) from error
+        yield
+    except (Py4JError, PySparkException) as error:
+        text = str(error)
+        for name, said in re.findall(r"metaio\.errors\.(\w+): (.*)", text)[:1]:
+            raise getattr(errors, name)(said.strip()) from error
+        raise AccessError(
+            f"Spark failed: {errors.shown(_reason(text)).rstrip('.')}. Its log says more; mend the "
+            "input, or give Spark what it lacks, and run again"
+        ) from error
+
+
+def _reason(text: str) -> str:
+    """Return the line of an error of Spark that says most.
+
+    >>> _reason("An error occurred while calling o1.x.\\n: java.io.IOException: no\\n\\tat x.y")
+    'java.io.IOException: no'
+    >>> _reason("A worker: Traceback (most recent call last):\\n  File ...\\nOSError: no\\n")
+    'OSError: no'
+    """
+    lines = text.partition("Traceback (most recent call last)")[2].splitlines()[1:]
+    of_python = (line for line in lines if line[:1].strip())
+    of_java = re.findall(r"^: (.*)", text, re.MULTILINE)
+    return next(of_python, None) or (of_java or text.splitlines() or ["no reason given"])[0]
+
+
+def rows_of(frame: "DataFrame") -> list[Any]:
+    """Return the rows of a frame; see failures_told."""
+    with failures_told():
+        return list(frame.collect())
+
+
+def collected(frame: "DataFrame") -> list[Any]:
+    """Return the objects of a frame of PAYLOAD; see failures_told."""
+    return [pickle.loads(row[0]) for row in rows_of(frame)]
 
 
 def quoted(columns: list[str]) -> list[str]:
@@ -73,5 +104,5 @@ def null_counts(frame: "DataFrame", columns: list[str]) -> tuple[int, dict[str, 
 
     # One pass over all columns; count() of a column leaves out its nulls.
     counts = [functions.count(functions.col(name)) for name in quoted(columns)]
-    row = frame.agg(functions.count(functions.lit(1)), *counts).collect()[0]
+    row = rows_of(frame.agg(functions.count(functions.lit(1)), *counts))[0]
     return row[0], {c: row[0] - n for c, n in zip(columns, row[1:], strict=True)}

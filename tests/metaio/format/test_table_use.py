@@ -9,7 +9,8 @@ import pytest
 
 from metaio import Features, FeatureSpec, TableSpec
 from metaio.format.block import Block, build_block
-from metaio.prepare.job import TableUse
+from metaio.prepare import job as jobs
+from metaio.prepare.job import ShardUse, TableUse
 from tests.metaio.conftest import make_rows
 
 FEATURES = Features(
@@ -58,7 +59,10 @@ def test_parts_that_travelled_add_up_to_the_whole(num_workers: int) -> None:
     parts = blocks(6)
     total = counted([])
     for worker in range(num_workers):
-        total.merge(pickle.loads(pickle.dumps(counted(parts[worker::num_workers]))))
+        own = ShardUse(job("item", "tag"))
+        for block in parts[worker::num_workers]:
+            own.add(block)
+        total.add_distinct(pickle.loads(pickle.dumps(own.distinct())))
     assert set(total.used) == {0, 1}  # age has a vocabulary, in which no two values share a row
     for table, used in total.used.items():
         assert set(np.flatnonzero(used).tolist()) == ids_of(table, parts)
@@ -92,5 +96,7 @@ def test_the_row_of_unknown_ids_is_nobodys_and_a_full_table_has_an_estimate() ->
     assert (report["tag"]["rows_used"], report["tag"]["values_estimated"]) == (2, 3)
 
 
-def test_a_table_too_large_to_count_is_left_out() -> None:
-    assert set(TableUse(job("item", "tag"), max_rows=40).used) == {1}
+def test_a_table_too_large_to_count_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MAX_COUNTED_ROWS", 40)
+    assert set(TableUse(job("item", "tag")).used) == {1}
+    assert len(ShardUse(job("item", "tag")).distinct()) == 1

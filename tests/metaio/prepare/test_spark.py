@@ -1,6 +1,8 @@
 """Spark against the one-machine engine: the same files to the byte."""
 
+import errno
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, open_dataset
+from metaio.errors import AccessError, SchemaError
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from tests.metaio.prepare.test_local import BASE, changed, raw_table
@@ -29,6 +32,8 @@ pytestmark = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java
         {"splits": {"by_time": {"train": 0.5, "test": 0.5}, "new_tasks": "apart"}},
         # Names of tasks and of items.
         {"task": {"column": "city"}, "item": {"column": "shop"}},
+        # A table too large for its used rows to travel with every shard.
+        {"single": [{"column": "shop", "hash": 200_000}, {"column": "item", "hash": 300}]},
         {"membership": {"column": "side"}, "negatives": {"item": "item", "columns": ["tags"]}},
     ],
 )
@@ -91,3 +96,40 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
     with pytest.raises(DataError, match="membership by file names is for one machine"):
         prepare_with_spark(made, str(tmp_path / "out"), changed(**files))
     assert [path.name for path in tmp_path.iterdir()] == ["raw.parquet"]
+
+
+def test_what_fails_in_spark_is_one_line(tmp_path: Path, session: Any) -> None:
+    from metaio.prepare.spark import prepare_with_spark
+    from metaio.prepare.spark_payloads import collected
+
+    raw = tmp_path / "raw.parquet"
+    pq.write_table(raw_table(50), raw)
+    frame = session.read.parquet(str(raw))
+    mend = "Its log says more; mend the input, or give Spark what it lacks, and run again"
+
+    def fail(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from batches
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/shard")
+
+    with pytest.raises(AccessError) as caught:
+        collected(frame.select("ts").mapInArrow(fail, "ts long"))
+    assert str(caught.value) == (
+        f"Spark failed: OSError: [Errno 28] No space left on device: '/tmp/shard'. {mend}"
+    )
+
+    def refuse(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from batches
+        raise SchemaError("the schema says so. Correct it")
+
+    with pytest.raises(SchemaError) as refused:
+        collected(frame.select("ts").mapInArrow(refuse, "ts long"))
+    assert str(refused.value) == "the schema says so. Correct it"
+
+    raw.write_bytes(raw.read_bytes()[:-100])
+    with pytest.raises(AccessError) as caught:
+        prepare_with_spark(frame, str(tmp_path / "out"), changed())
+    said = str(caught.value)
+    assert said.startswith("Spark failed: ")
+    assert said.endswith(mend)
+    assert len(said.splitlines()) == 1
+    assert raw.name in said

@@ -161,6 +161,17 @@ def test_an_input_that_is_not_there_is_one_line(logs: Path) -> None:
     assert not (logs / "many").exists()
 
 
+@needs_spark
+def test_an_input_that_is_cut_short_is_one_line(logs: Path) -> None:
+    raw = logs / "raw.parquet"
+    raw.write_bytes(raw.read_bytes()[:-100])
+    done = prepare_many(logs, "spark.master local[1]\nspark.ui.enabled false\n")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: Spark failed: ")
+    assert "Traceback" not in done.stderr
+    assert not (logs / "many").exists()
+
+
 def test_what_spark_is_not_for_is_refused_before_anything_starts(tmp_path: Path) -> None:
     done = run(tmp_path, "--spark", "--recipe", "synthetic", str(tmp_path / "out"))
     assert (done.returncode, done.stderr) == (
