@@ -29,29 +29,33 @@ def pack(
         GMetaError: the channel's pointer is damaged.
     """
     current = channel.current()
-    why = "the channel has no version yet"
-    if current is not None:
-        try:
-            chain, known = _served(channel, current)
-        except UserError:
-            raise
-        except GMetaError as error:
-            # What no delta can be made over is no reason to serve it for ever.
-            why = f"version {current.number}, which is served, is damaged: {error}"
-            _log.warning("the next version of %s is whole: %s", channel.root, why)
-        else:
-            why = _misfit(read_config(known), read_config(model))
-            if not why and len(chain.deltas) >= max_chain:
-                why = f"{len(chain.deltas)} deltas stand over version {chain.base.number} already"
-            if not why:
-                with new_folder(out, overwrite) as partial:
-                    write_delta(known, current.parent, model, partial)
-                version = read_version(out)
-                most = int(MAX_SHARE * version.full_bytes)
-                if chain.delta_bytes + version.num_bytes <= most:
-                    keep_whole(channel, version.checksum, model)
-                    return version, ""
-                why, overwrite = f"the deltas over version {chain.base.number} are half of it", True
+    if current is None:
+        return _packed_whole(model, out, overwrite, "the channel has no version yet")
+    try:
+        chain, known = _served(channel, current)
+    except UserError:
+        raise
+    except GMetaError as error:
+        # What no delta can be made over is no reason to serve it for ever.
+        why = f"version {current.number}, which is served, is damaged: {error}"
+        _log.warning("the next version of %s is whole: %s", channel.root, why)
+        return _packed_whole(model, out, overwrite, why)
+    why = _misfit(read_config(known), read_config(model))
+    if not why and len(chain.deltas) >= max_chain:
+        why = f"{len(chain.deltas)} deltas stand over version {chain.base.number} already"
+    if why:
+        return _packed_whole(model, out, overwrite, why)
+    with new_folder(out, overwrite) as partial:
+        write_delta(known, current.parent, model, partial)
+    version = read_version(out)
+    if chain.delta_bytes + version.num_bytes > int(MAX_SHARE * version.full_bytes):
+        why = f"the deltas over version {chain.base.number} are half of it"
+        return _packed_whole(model, out, True, why)
+    keep_whole(channel, version.checksum, model)
+    return version, ""
+
+
+def _packed_whole(model: Path, out: Path, overwrite: bool, why: str) -> tuple[Version, str]:
     with new_folder(out, overwrite) as partial:
         partial.rmdir()
         model.rename(partial)

@@ -2,8 +2,7 @@
 increment, refused, held for the next one, or waiting."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, final
@@ -42,18 +41,15 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
         return _closed_partitions(pattern, closed_after_s)
 
 
-@contextmanager
-def _reached(place: str) -> Iterator[None]:
+def _reached(place: str) -> failing_as:
     # Each client of an object store has errors of its own.
-    with failing_as(
-        lambda error: GMetaError(
+    def told(error: Exception) -> GMetaError:
+        return GMetaError(
             f"follow.inputs: {place} cannot be read: {kind_and_text(error)}. Look at the place, "
             "the network and the credentials"
-        ),
-        GMetaError,
-        MetaIOError,
-    ):
-        yield
+        )
+
+    return failing_as(told, GMetaError, MetaIOError)
 
 
 def _closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
