@@ -41,7 +41,7 @@ from gmeta.batches.ahead import mapped_ahead
 from gmeta.batches.augment import augmented
 from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.config import TrainConfig, load_config
-from gmeta.feeds.agent import Agent
+from gmeta.feeds.agent import Agent, Arrange
 from gmeta.feeds.processes import Processes
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
@@ -195,16 +195,16 @@ class Turns(Agent):
         finally:
             processes.close()
 
-    def _prepared(self, batch: TaskBatch) -> Any:
-        return self._local.exchange.prepared(self._local.learner.arrange(batch))
+    def arranged(self, batches: Iterator[TaskBatch], arrange: Arrange) -> Batches:
+        def prepared(batch: TaskBatch) -> Any:
+            return self._local.exchange.prepared(arrange(batch))
 
-    def arranged(self, batches: Iterator[TaskBatch]) -> Batches:
         sources: dict[str, Batches] = {
-            f"threads = {n}": mapped_ahead(self._prepared, self._stored(n), n, self._waited)
+            f"threads = {n}": mapped_ahead(prepared, self._stored(n), n, self._waited)
             for n in self._feeds.threads
         }
         sources |= {f"processes = {n}": self._from_processes(n) for n in self._feeds.processes}
-        some = itertools.islice(mapped_ahead(self._prepared, self._stored(1), 1), 16)
+        some = itertools.islice(mapped_ahead(prepared, self._stored(1), 1), 16)
         sources[FED] = itertools.cycle(list(some))
         for turn in range(self._turns):
             for way in list(sources) if turn % 2 == 0 else reversed(list(sources)):
