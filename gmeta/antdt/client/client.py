@@ -213,8 +213,9 @@ class ShardClient:
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
-        """Report that the shard cannot be processed; return True when it is quarantined now. Raise
-        LeaseLostError."""
+        """Report that the shard cannot be processed; return True when it is quarantined now. What
+        of it is in the model is flushed first. Raise LeaseLostError."""
+        self.flush()
         response = self._session.call_numbered(
             "Fail", token=lease.token, failure_class=failure_class, message=message
         )

@@ -143,8 +143,8 @@ class Session:
             self.ttl_s = response.lease_ttl_ms / 1000
             self.report_every_s = response.report_every_ms / 1000
             live = {grant.token for grant in response.leases}
-            self.renewed(sent_s, named - live)
+            self.renewed(sent_s, named, named - live)
 
-    def renewed(self, sent_s: float, gone: set[int]) -> None:
-        """Take in that a call sent then renewed all leases but those that are gone."""
-        self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, gone)
+    def renewed(self, sent_s: float, named: set[int], gone: set[int]) -> None:
+        """Take in that a call sent then renewed the leases that it named, but for those gone."""
+        self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, named, gone)

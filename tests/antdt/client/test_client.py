@@ -40,10 +40,18 @@ def client(address: str) -> Iterator[ShardClient]:
 def test_an_answer_that_came_late_shortens_no_lease() -> None:
     held, grant = HeldLeases(), Grant(7, "d", 0, 0, 0, 4, 0, 0)
     held.add([Lease(grant, usable_until_s=100.0)])
-    held.renewed(90.0, gone=set())  # to a heartbeat that left before the grant
+    held.renewed(90.0, {7}, gone=set())  # to a heartbeat that left before the grant
     assert [lease.usable_until_s for lease in held.live()] == [100.0]
-    held.renewed(110.0, gone=set())
+    held.renewed(110.0, {7}, gone=set())
     assert [lease.usable_until_s for lease in held.live()] == [110.0]
+
+
+def test_a_lease_that_a_heartbeat_did_not_name_is_not_renewed_by_its_answer() -> None:
+    """Its grant was under way: the service counts its time from before the heartbeat."""
+    held = HeldLeases()
+    held.add([Lease(Grant(token, "d", 0, token, 0, 4, 0, 0), 100.0) for token in (7, 8)])
+    held.renewed(110.0, {7}, gone=set())
+    assert [lease.usable_until_s for lease in held.live()] == [110.0, 100.0]
 
 
 def test_units_of_all_shards_are_those_of_the_dataset(client: ShardClient) -> None:
@@ -98,7 +106,7 @@ def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
 
     def revoked(rpc: str, *arguments: Any) -> Any:
         response = call(rpc, *arguments)
-        client._session.renewed(time.monotonic(), {lease.token})
+        client._session.renewed(time.monotonic(), {lease.token}, {lease.token})
         return response
 
     connection.call = revoked  # type: ignore[method-assign]
@@ -203,7 +211,7 @@ def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
     """Without the error a checkpoint could hold units that the manifest does not know."""
     (lease,) = client.lease("d", 0)
     lease.advance(2)
-    client._session.renewed(time.monotonic(), {lease.token})
+    client._session.renewed(time.monotonic(), {lease.token}, {lease.token})
     with pytest.raises(LeaseLostError):
         client.flush()
 
@@ -225,6 +233,14 @@ def test_a_failed_shard_is_offered_again(client: ShardClient) -> None:
     assert client.fail(lease, "corrupt-page", "page 3") is False
     (again,) = client.lease("d", 0)
     assert (again.shard_index, again.attempts) == (lease.shard_index, 1)
+
+
+def test_what_is_in_the_model_of_a_failed_shard_is_not_offered_again(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    lease.advance(2)
+    client.fail(lease, "corrupt-page", "page 3")
+    (again,) = client.lease("d", 0)
+    assert (again.shard_index, again.units_done) == (lease.shard_index, 2)
 
 
 def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
