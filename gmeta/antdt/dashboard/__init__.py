@@ -3,7 +3,8 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from functools import partial
 from importlib import resources
 from typing import Any, final
 
@@ -14,6 +15,7 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Checkpoint
 from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+from gmeta.antdt.phase import present_workers
 from gmeta.antdt.readings import Curves
 from gmeta.antdt.rpc import views
 from gmeta.antdt.storage.request import Read, Request
@@ -80,12 +82,15 @@ class Dashboard:
 
     def document(self) -> dict[str, Any]:
         """Return all that the page shows. Raise nothing: a service that cannot answer says so."""
-        try:
-            status, newest, curves = self._ask(Read(_read))
-        except RefusedError as error:
-            return {"trouble": str(error)}
         governor = self._governor
         health = governor.health
+        slow = {name for name, found in health.items() if found.verdict in STRAGGLERS}
+        try:
+            status, num_workers, newest, curves = self._ask(
+                Read(partial(_read, slow | governor.silent))
+            )
+        except RefusedError as error:
+            return {"trouble": str(error)}
         left = sum(d.spec.units_per_shard * (d.todo + d.doing) for d in status.datasets)
         return {
             "time_s": time.time(),
@@ -99,12 +104,9 @@ class Dashboard:
             "tasks_per_s": governor.tasks_per_s,
             "left_s": left / governor.tasks_per_s if governor.tasks_per_s else None,
             "phase": governor.phase,
-            "num_workers": status.num_workers,
+            "num_workers": num_workers,
             "num_silent": len(governor.silent),
-            "num_stragglers": sum(
-                found.verdict in STRAGGLERS and name not in governor.silent
-                for name, found in health.items()
-            ),
+            "num_stragglers": len(slow - governor.silent),
             "datasets": [_dataset(dataset) for dataset in status.datasets],
             "workers": self._workers(status, health),
             "decisions": _newest(governor.spoken),
@@ -176,9 +178,13 @@ class Dashboard:
         return rows[:MAX_WORKERS]
 
 
-def _read(ledger: Ledger, now_s: float) -> tuple[Any, Checkpoint | None, Curves]:
+def _read(
+    slow: Set[str], ledger: Ledger, now_s: float
+) -> tuple[Any, int, Checkpoint | None, Curves]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
-    return views.status(ledger, now_s), newest, ledger.readings.curves()
+    # Before they are cut: of thousands, the slow and the silent are what the page is for.
+    names = sorted(present_workers(ledger), key=lambda name: (name not in slow, name))
+    return views.status(ledger, now_s, names), len(names), newest, ledger.readings.curves()
 
 
 def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
