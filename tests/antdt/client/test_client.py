@@ -414,3 +414,29 @@ def test_a_defect_of_the_thread_that_leases_is_told_to_who_waits(
         "report it with its traceback."
     )
     feed.close()
+
+
+def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:
+    feed = ShardFeed(client, "d", 0, prefetch_shards=1)
+    assert feed.take() is not None
+    wait_until(lambda: feed._ready)
+    leasing, go_on = threading.Event(), threading.Event()
+    lease = client.lease
+
+    def held_up(*arguments: Any) -> Any:
+        leasing.set()
+        go_on.wait(PATIENCE_S)
+        return []
+
+    client.lease = held_up  # type: ignore[method-assign]
+    assert feed.take() is not None
+    waiting: Future[Any] = Future()
+    threading.Thread(target=lambda: waiting.set_result(feed.take())).start()
+    assert leasing.wait(PATIENCE_S)
+    closing = threading.Thread(target=feed.close)
+    closing.start()
+    wait_until(feed._closed.is_set)
+    go_on.set()
+    assert waiting.result(PATIENCE_S) is None
+    closing.join()
+    client.lease = lease  # type: ignore[method-assign]
