@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -276,8 +277,8 @@ class ShardClient:
         self._session.call("AckAction", action_id=action_id, result=number, message=message)
 
     def close(self) -> None:
-        """Give the leases back and end the background thread. An unreachable service is not waited
-        for."""
+        """Give the leases back, with what was noted of them, and end the background thread. An
+        unreachable service is not waited for."""
         session = self._session
         if session.closed.is_set():
             return
@@ -285,6 +286,8 @@ class ShardClient:
         self._heartbeat.join()
         try:
             if not session.is_fenced:
+                with suppress(LeaseLostError):  # the others go back all the same
+                    self.flush()
                 self.release(self.held)
         except AntdtError as error:
             _log.warning("leases were not given back and will expire: %s", error)

@@ -21,6 +21,7 @@ from gmeta.antdt import (
 )
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import Lease, WaitFor
+from gmeta.antdt.client.session import CLOSING_BUDGET_S
 from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.model import Grant
 from gmeta.antdt.reports import Report
@@ -64,8 +65,8 @@ def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: Shar
     connection = client._session.connection
     call = connection.call
 
-    def overtaken(rpc: str, *arguments: Any) -> Any:
-        response = call(rpc, *arguments)
+    def overtaken(rpc: str, *arguments: Any, **named: Any) -> Any:
+        response = call(rpc, *arguments, **named)
         connection.call = call  # type: ignore[method-assign]
         client.lease("d", 0, 1)  # another thread's, sent and answered meanwhile
         return response
@@ -83,8 +84,8 @@ def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_m
     call = connection.call
     taken: list[Any] = []
 
-    def overtaken(rpc: str, *arguments: Any) -> Any:
-        response = call(rpc, *arguments)
+    def overtaken(rpc: str, *arguments: Any, **named: Any) -> Any:
+        response = call(rpc, *arguments, **named)
         connection.call = call  # type: ignore[method-assign]
         taken.extend(client.lease("d", 0, 1))  # type: ignore[arg-type]
         return response
@@ -143,11 +144,11 @@ def test_an_answer_of_the_service_before_a_restart_does_not_set_the_next_number(
                 client._session.register()
                 return response
 
-            def register_late(rpc: str, *arguments: Any) -> Any:
+            def register_late(rpc: str, *arguments: Any, **named: Any) -> Any:
                 connection.call = call  # type: ignore[method-assign]
                 client.lease("d", 0)
                 restart()
-                return call(rpc, *arguments)
+                return call(rpc, *arguments, **named)
 
             if answered == "before Register is sent":
                 connection.call = register_first  # type: ignore[method-assign]
@@ -440,3 +441,42 @@ def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:
     assert waiting.result(PATIENCE_S) is None
     closing.join()
     client.lease = lease  # type: ignore[method-assign]
+
+
+def test_what_was_noted_is_reported_when_the_client_is_left(
+    address: str, client: ShardClient
+) -> None:
+    """It is in the model: nobody shall train it again."""
+    with ShardClient(address, "b") as other:
+        (lease,) = other.lease("d", 0)
+        lease.advance(1)
+    again = {lease.shard_index: lease.units_done for lease in client.lease("d", 0, 3)}  # type: ignore[union-attr]
+    assert again[lease.shard_index] == 1
+
+
+def test_beside_a_lost_lease_the_others_go_back_all_the_same(
+    address: str, client: ShardClient
+) -> None:
+    with ShardClient(address, "b") as other:
+        lost, _ = other.lease("d", 0, 2)
+        lost.advance(1)
+        other._session.renewed(time.monotonic(), {lost.token}, {lost.token})
+    assert len(client.lease("d", 0, 3)) == 2
+
+
+def test_a_client_that_is_left_waits_for_no_service_to_register_with(
+    client: ShardClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client._session.closed.set()
+    budgets: list[float | None] = []
+    call = client._session.connection.call
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        budgets.append(named["budget_s"])
+        return call(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._session.connection, "call", noted)
+        client._session.register()
+    client._session.closed.clear()
+    assert budgets == [CLOSING_BUDGET_S]
