@@ -18,6 +18,7 @@ from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
 from gmeta.antdt.phase import present_workers
 from gmeta.antdt.readings import Curves
 from gmeta.antdt.rpc import views
+from gmeta.antdt.rpc.views import SHARD_STATES, SPENT
 from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.stragglers.governor import Governor, Spoken
 
@@ -155,12 +156,7 @@ class Dashboard:
                     "leases": worker.num_leases,
                     "silent_s": worker.silent_ms / 1000 if worker.HasField("silent_ms") else None,
                     "draining": worker.draining,
-                    "split_ms": [
-                        report.compute_ms,
-                        report.data_wait_ms,
-                        report.communication_ms,
-                        report.peer_wait_ms,
-                    ],
+                    "split_ms": [getattr(report, f"{spent}_ms") for spent in SPENT],
                     "speeds": [
                         round(speed, 1)
                         for speed in list(self._governor.speeds.get(name, ()))[-SPARK_POINTS:]
@@ -194,7 +190,6 @@ def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
 
 
 def _dataset(dataset: Any) -> dict[str, Any]:
-    states = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
     return {
         "name": dataset.spec.name,
         "epoch": dataset.epoch,
@@ -204,5 +199,5 @@ def _dataset(dataset: Any) -> dict[str, Any]:
             [shard.shard_index, shard.worker_id, shard.backup_worker_id]
             for shard in dataset.backed_up
         ],
-        **{state: getattr(dataset, state) for state in states},
+        **{state: getattr(dataset, state) for state in SHARD_STATES},
     }

@@ -37,17 +37,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 def spec_from(message: Any) -> DatasetSpec:
     """Return the spec of a proto. Raise RefusedError where it is out of bounds."""
-    return DatasetSpec(
-        message.name,
-        message.num_units,
-        message.units_per_shard,
-        message.seed,
-        message.num_epochs,
-        message.fingerprint,
-        message.shuffle,
-        message.max_attempts or DEFAULT_MAX_ATTEMPTS,
-        message.speculative,
-    )
+    given = {name: getattr(message, name) for name in DatasetSpec.__dataclass_fields__}
+    return DatasetSpec(**{**given, "max_attempts": message.max_attempts or DEFAULT_MAX_ATTEMPTS})
 
 
 def spec_to(spec: DatasetSpec) -> Any:
