@@ -38,6 +38,7 @@ def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
 
 
 def present_workers(ledger: Ledger) -> list[str]:
-    """Return the workers but those left over from before a restart of the job with fewer."""
+    """Return the workers but those left over from before a restart of the job with fewer: they
+    report no more, and must not be waited for."""
     state = ledger.state
     return [n for n, worker in state.workers.items() if worker.generation == state.generation]

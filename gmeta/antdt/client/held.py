@@ -66,8 +66,8 @@ class HeldLeases:
         """Take in an answer of the service: it renewed the leases that it was asked about, but for
         those that are gone. A lease granted while the call was under way is not concerned."""
         with self._lock:
-            for lease in [self._held[token] for token in named & self._held.keys()]:
-                token = lease.token
+            for token in named & self._held.keys():
+                lease = self._held[token]
                 if token not in gone:
                     # Answers may overtake each other.
                     lease.usable_until_s = max(lease.usable_until_s, usable_until_s)

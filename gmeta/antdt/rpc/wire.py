@@ -228,15 +228,10 @@ def _leased(reply: cmd.Granted | cmd.Wait | cmd.End, ttl_ms: int) -> Any:
 
 
 def _beaten(reply: cmd.Beat, ttl_ms: int) -> Any:
-    actions = (
-        pb.Action(
-            action_id=action.action_id,
-            kind=action.kind,
-            apply_at_step=action.apply_at_step,
-            parameters=action.parameters,
-        )
-        for action in reply.actions
-    )
+    fields = [action._asdict() for action in reply.actions]
+    for action in fields:
+        del action["worker_id"]  # it knows who it is
+    actions = [pb.Action(**action) for action in fields]
     return pb.HeartbeatResponse(lease_ttl_ms=ttl_ms, revoked_tokens=reply.revoked, actions=actions)
 
 

@@ -16,7 +16,7 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import event
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
-from gmeta.antdt.phase import Phase, phase_of, silent_workers
+from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.reports import Report
 from gmeta.antdt.storage.request import Read, Request
@@ -66,11 +66,9 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
     """Return the workers of the present generation, and the data still to train."""
     state = ledger.state
     workers = {}
-    for name, worker in state.workers.items():
-        # Whoever is left over from before a restart reports no more, and must not be waited for.
-        if worker.generation == state.generation:
-            seen = ledger.seen.get(name)
-            workers[name] = (worker.incarnation, seen.report if seen else ())
+    for name in present_workers(ledger):
+        seen = ledger.seen.get(name)
+        workers[name] = (state.workers[name].incarnation, seen.report if seen else ())
     left = 0
     for table in state.tables.values():
         open_shards = table.counts[ShardState.READY] + table.counts[ShardState.DOING]
