@@ -17,8 +17,8 @@ from gmeta.antdt.model import Checkpoint
 from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
 from gmeta.antdt.phase import present_workers
 from gmeta.antdt.readings import Curves
+from gmeta.antdt.reports import SHARD_STATES, SPENT
 from gmeta.antdt.rpc import views
-from gmeta.antdt.rpc.views import SHARD_STATES, SPENT
 from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.stragglers.governor import Governor, Spoken
 

@@ -18,8 +18,6 @@ MAX_WORKERS_SHOWN = 1000
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
 MAX_BACKED_UP_SHOWN = 100
-SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
-SPENT = ("compute", "data_wait", "communication", "peer_wait")  # of a report, each with _ms
 _WIRE_STATE = {
     ShardState.READY: pb.SHARD_STATE_TODO,
     ShardState.DOING: pb.SHARD_STATE_DOING,

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from gmeta.antdt.access.http_edge import HttpRequest
 from gmeta.antdt.phase import PHASES
-from gmeta.antdt.rpc.views import SHARD_STATES, SPENT
+from gmeta.antdt.reports import SHARD_STATES, SPENT
 from gmeta.antdt.stragglers.governor import Governor
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
