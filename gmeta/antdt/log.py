@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -49,7 +50,8 @@ class DecisionLog:
             if self._file.write(content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file.truncate(before)  # the next line must not begin in the middle of this one
+            with suppress(OSError):  # a pipe, or a mount that is gone, takes nothing back
+                self._file.truncate(before)  # the next line must not begin in the middle of this
             event(logging.ERROR, "decision_not_logged", error=error.strerror)
 
 

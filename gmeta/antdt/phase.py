@@ -19,7 +19,7 @@ def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
     """
     return frozenset(
         name
-        for name in _present(ledger)
+        for name in present_workers(ledger)
         # Whoever has not called since the service began is given the same time from there.
         if now_s - (ledger.seen[name].seen_s if name in ledger.seen else ledger.started_s)
         > ledger.lease_ttl_s
@@ -28,7 +28,7 @@ def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
 
 def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
     """Return what the job is doing; `silent` is what `silent_workers` found."""
-    present = _present(ledger)
+    present = present_workers(ledger)
     if not present:
         return "waiting"
     if len(silent) < len(present):
@@ -37,7 +37,8 @@ def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
     return "ended" if tables and all(table.finished for table in tables) else "gone"
 
 
-def _present(ledger: Ledger) -> list[str]:
-    """Return the workers but those left over from before a restart of the job with fewer."""
+def present_workers(ledger: Ledger) -> list[str]:
+    """Return the workers but those left over from before a restart of the job with fewer: they
+    report no more, and must not be waited for."""
     state = ledger.state
     return [n for n, worker in state.workers.items() if worker.generation == state.generation]

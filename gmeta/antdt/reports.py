@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 from gmeta_keys import key
 
+# Fields of a report's message, each with _ms, and of a DatasetStatus: as people are shown them.
+SPENT = ("compute", "data_wait", "communication", "peer_wait")
+SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
+
 
 @dataclass(frozen=True)
 class MonitorConfig:

@@ -62,8 +62,11 @@ def antdt_sim(
         num_steps=steps,
         restart_stops_job=restart_stops_job,
         seed=seed,
-        monitor=settings.monitor,
+        restart_cost_s=settings.controller.restart_cost_s,
+        min_tasks=settings.controller.min_tasks,
         hold_windows=settings.controller.hold_windows,
+        monitor=settings.monitor,
+        controller=settings.controller,
     )
     results = []
     # A recording is one scenario; each method takes about as long as the others.

@@ -189,34 +189,29 @@ class ServerTls:
         """Return the two or three files."""
         return [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
 
-    def check(self) -> None:
-        """Raise CredentialError unless the files can be read and the key is the certificate's."""
+    def context(self) -> ssl.SSLContext:
+        """Return TLS over HTTP with the files as they are now; a client may, but need not, show a
+        certificate: what it must show depends on what it asks for. Raise CredentialError unless
+        the files can be read and the key is the certificate's."""
         for path in self.files:
             read_file(path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             # An encrypted key must fail here, not ask a terminal for its passphrase.
             context.load_cert_chain(self.cert, self.key, password="")
             if self.client_ca:
                 context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_OPTIONAL
         except (ssl.SSLError, ValueError) as error:
             raise CredentialError(
                 f"the certificate {self.cert}, its key {self.key} or the authority "
                 f"{self.client_ca} cannot be used: {error}. They must be PEM, and the key the "
                 "certificate's own and not encrypted."
             ) from error
-
-    def context(self) -> ssl.SSLContext:
-        """Return TLS over HTTP with the files as they are now; a client may, but need not, show a
-        certificate: what it must show depends on what it asks for. Raise CredentialError."""
-        self.check()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self.cert, self.key)
-        if self.client_ca is not None:
-            context.load_verify_locations(self.client_ca)
-            context.verify_mode = ssl.CERT_OPTIONAL
         return context
+
+    check = context  # for who needs its error alone
 
 
 def take_port(server: Any, address: str, tls: ServerTls | None) -> int:

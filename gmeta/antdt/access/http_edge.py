@@ -9,6 +9,7 @@ probe, which sends its request at once, is always answered.
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import threading
@@ -21,10 +22,13 @@ from urllib.parse import urlsplit
 
 from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.access.credentials import Reread, ServerTls
+from gmeta.antdt.access.rate import RateLimit
 from gmeta.antdt.access.roles import Role, role_of_certificate
+from gmeta.antdt.log import event
 
 MAX_REQUESTS = 64  # answered at once; the connections of more are closed without an answer
 MAX_WAITING = 64  # connections that have not shown who looks; of more the oldest is closed
+REFUSALS_LOGGED_PER_S = 10.0
 REQUEST_TIMEOUT_S = 10.0  # for the handshake and the whole request, and for each answer
 
 Route = Callable[["HttpRequest"], None]
@@ -76,7 +80,11 @@ class HttpRequest(BaseHTTPRequestHandler):
         headers: Mapping[str, str] | None = None,
         content_type: str = "text/plain; charset=utf-8",
     ) -> None:
-        """Send a whole answer; for HEAD its headers alone."""
+        """Send a whole answer; for HEAD its headers alone. Who may not look is logged; of many not
+        each."""
+        if status in (401, 403) and self.server.refusals.admit(""):
+            path, peer = urlsplit(self.path).path[:200], self.client_address[0]
+            event(logging.INFO, "refused", path=path, status=status, peer=peer)
         content = body.encode() if isinstance(body, str) else body
         self.send_response(status)
         self.send_header("Content-Type", content_type)
@@ -88,8 +96,7 @@ class HttpRequest(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a probe every few seconds is no news, and a request line may hold
-        anything."""
+        """Log nothing: a probe every few seconds is no news."""
 
 
 @final
@@ -114,6 +121,7 @@ class HttpServer(ThreadingHTTPServer):
         self.is_serving = is_serving
         self._tls = tls
         self._tokens = tokens
+        self.refusals = RateLimit(REFUSALS_LOGGED_PER_S, REFUSALS_LOGGED_PER_S)
         self._places = threading.Semaphore(MAX_REQUESTS)
         self._waiting: dict[socket.socket, float] = {}  # and since when, the oldest first
         self._lock = threading.Lock()  # of those that wait

@@ -85,7 +85,9 @@ class CallStream:
             ) from None
         if answer.HasField("refusal"):
             refusal = answer.refusal
-            reason = pb.Reason.Name(refusal.reason).removeprefix("REASON_")
+            # A newer service may have reasons that this client does not know.
+            known = pb.Reason.DESCRIPTOR.values_by_number.get(refusal.reason)
+            reason = known.name.removeprefix("REASON_") if known else str(refusal.reason)
             raise CallError(_CODES[refusal.code], reason, refusal.message, False)
         return getattr(answer, field)
 

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -213,8 +214,9 @@ class ShardClient:
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
-        """Report that the shard cannot be processed; return True when it is quarantined now. Raise
-        LeaseLostError."""
+        """Report that the shard cannot be processed; return True when it is quarantined now. What
+        of it is in the model is flushed first. Raise LeaseLostError."""
+        self.flush()
         response = self._session.call_numbered(
             "Fail", token=lease.token, failure_class=failure_class, message=message
         )
@@ -275,8 +277,8 @@ class ShardClient:
         self._session.call("AckAction", action_id=action_id, result=number, message=message)
 
     def close(self) -> None:
-        """Give the leases back and end the background thread. An unreachable service is not waited
-        for."""
+        """Give the leases back, with what was noted of them, and end the background thread. An
+        unreachable service is not waited for."""
         session = self._session
         if session.closed.is_set():
             return
@@ -284,6 +286,8 @@ class ShardClient:
         self._heartbeat.join()
         try:
             if not session.is_fenced:
+                with suppress(LeaseLostError):  # the others go back all the same
+                    self.flush()
                 self.release(self.held)
         except AntdtError as error:
             _log.warning("leases were not given back and will expire: %s", error)

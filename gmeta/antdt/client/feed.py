@@ -92,9 +92,10 @@ class ShardFeed:
                     wait_s = self._fill()
                     self._wake.wait(wait_s)
         except AntdtError as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._error = error
+        with self._changed:
+            self._held_back = True  # nothing comes any more: nobody may wait for it
+            self._changed.notify_all()
 
     def _missing(self) -> int:
         """Return how many shards to lease now: half of them at once, as a call costs the same for

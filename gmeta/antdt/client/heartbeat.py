@@ -117,7 +117,7 @@ class Heartbeat:
             report=report,
             readings=readings,
         )
-        self._session.renewed(sent_s, tokens & set(response.revoked_tokens))
+        self._session.renewed(sent_s, tokens, set(response.revoked_tokens))
         with self._lock:
             self._readings = [reading for reading in self._readings if reading not in readings]
             # An action comes with every beat until it is answered.

@@ -62,14 +62,14 @@ class HeldLeases:
                 lease.lost = why
             self._held.clear()
 
-    def renewed(self, usable_until_s: float, gone: set[int]) -> None:
-        """Take in an answer of the service: it renewed all leases that were held when it was
-        asked, but for those that are gone. A lease granted while the call was under way is not
-        concerned."""
+    def renewed(self, usable_until_s: float, named: set[int], gone: set[int]) -> None:
+        """Take in an answer of the service: it renewed the leases that it was asked about, but for
+        those that are gone. A lease granted while the call was under way is not concerned."""
         with self._lock:
-            for token, lease in list(self._held.items()):
+            for token in named & self._held.keys():
+                lease = self._held[token]
                 if token not in gone:
-                    # One granted since runs longer already; answers may also overtake each other.
+                    # Answers may overtake each other.
                     lease.usable_until_s = max(lease.usable_until_s, usable_until_s)
                 else:
                     lease.lost = _UNKNOWN_TOKEN

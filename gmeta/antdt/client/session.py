@@ -59,6 +59,11 @@ class Session:
         """Return whether the service said that this process belongs to the past."""
         return self._fenced is not None
 
+    @property
+    def _budget_s(self) -> float | None:
+        """Return how long an outage is waited for; None: as long as the connection says."""
+        return CLOSING_BUDGET_S if self.closed.is_set() else None
+
     def check_fence(self) -> None:
         """Raise FencedError if this process belongs to the past."""
         if self._fenced is not None:
@@ -103,10 +108,8 @@ class Session:
 
     def _call(self, rpc: str, build: Callable[[], Any], budget_s: float | None = None) -> Any:
         self.check_fence()
-        if budget_s is None and self.closed.is_set():
-            budget_s = CLOSING_BUDGET_S
         try:
-            return self.connection.call(rpc, build, self.register, budget_s)
+            return self.connection.call(rpc, build, self.register, budget_s or self._budget_s)
         except FencedError as error:
             self._fenced = error
             raise
@@ -124,6 +127,7 @@ class Session:
                     incarnation=self.incarnation,
                     rdzv_round=self._rdzv_round,
                 ),
+                budget_s=self._budget_s,
             )
             with self._seq_lock:
                 self._caller = pb.Caller(
@@ -143,8 +147,8 @@ class Session:
             self.ttl_s = response.lease_ttl_ms / 1000
             self.report_every_s = response.report_every_ms / 1000
             live = {grant.token for grant in response.leases}
-            self.renewed(sent_s, named - live)
+            self.renewed(sent_s, named, named - live)
 
-    def renewed(self, sent_s: float, gone: set[int]) -> None:
-        """Take in that a call sent then renewed all leases but those that are gone."""
-        self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, gone)
+    def renewed(self, sent_s: float, named: set[int], gone: set[int]) -> None:
+        """Take in that a call sent then renewed the leases that it named, but for those gone."""
+        self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, named, gone)

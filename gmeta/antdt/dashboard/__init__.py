@@ -3,7 +3,8 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from functools import partial
 from importlib import resources
 from typing import Any, final
 
@@ -14,7 +15,9 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Checkpoint
 from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+from gmeta.antdt.phase import present_workers
 from gmeta.antdt.readings import Curves
+from gmeta.antdt.reports import SHARD_STATES, SPENT
 from gmeta.antdt.rpc import views
 from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.stragglers.governor import Governor, Spoken
@@ -80,12 +83,15 @@ class Dashboard:
 
     def document(self) -> dict[str, Any]:
         """Return all that the page shows. Raise nothing: a service that cannot answer says so."""
-        try:
-            status, newest, curves = self._ask(Read(_read))
-        except RefusedError as error:
-            return {"trouble": str(error)}
         governor = self._governor
         health = governor.health
+        slow = {name for name, found in health.items() if found.verdict in STRAGGLERS}
+        try:
+            status, num_workers, newest, curves = self._ask(
+                Read(partial(_read, slow | governor.silent))
+            )
+        except RefusedError as error:
+            return {"trouble": str(error)}
         left = sum(d.spec.units_per_shard * (d.todo + d.doing) for d in status.datasets)
         return {
             "time_s": time.time(),
@@ -99,12 +105,9 @@ class Dashboard:
             "tasks_per_s": governor.tasks_per_s,
             "left_s": left / governor.tasks_per_s if governor.tasks_per_s else None,
             "phase": governor.phase,
-            "num_workers": status.num_workers,
+            "num_workers": num_workers,
             "num_silent": len(governor.silent),
-            "num_stragglers": sum(
-                found.verdict in STRAGGLERS and name not in governor.silent
-                for name, found in health.items()
-            ),
+            "num_stragglers": len(slow - governor.silent),
             "datasets": [_dataset(dataset) for dataset in status.datasets],
             "workers": self._workers(status, health),
             "decisions": _newest(governor.spoken),
@@ -153,12 +156,7 @@ class Dashboard:
                     "leases": worker.num_leases,
                     "silent_s": worker.silent_ms / 1000 if worker.HasField("silent_ms") else None,
                     "draining": worker.draining,
-                    "split_ms": [
-                        report.compute_ms,
-                        report.data_wait_ms,
-                        report.communication_ms,
-                        report.peer_wait_ms,
-                    ],
+                    "split_ms": [getattr(report, f"{spent}_ms") for spent in SPENT],
                     "speeds": [
                         round(speed, 1)
                         for speed in list(self._governor.speeds.get(name, ()))[-SPARK_POINTS:]
@@ -176,9 +174,13 @@ class Dashboard:
         return rows[:MAX_WORKERS]
 
 
-def _read(ledger: Ledger, now_s: float) -> tuple[Any, Checkpoint | None, Curves]:
+def _read(
+    slow: Set[str], ledger: Ledger, now_s: float
+) -> tuple[Any, int, Checkpoint | None, Curves]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
-    return views.status(ledger, now_s), newest, ledger.readings.curves()
+    # Before they are cut: of thousands, the slow and the silent are what the page is for.
+    names = sorted(present_workers(ledger), key=lambda name: (name not in slow, name))
+    return views.status(ledger, now_s, names), len(names), newest, ledger.readings.curves()
 
 
 def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
@@ -188,7 +190,6 @@ def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
 
 
 def _dataset(dataset: Any) -> dict[str, Any]:
-    states = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
     return {
         "name": dataset.spec.name,
         "epoch": dataset.epoch,
@@ -198,5 +199,5 @@ def _dataset(dataset: Any) -> dict[str, Any]:
             [shard.shard_index, shard.worker_id, shard.backup_worker_id]
             for shard in dataset.backed_up
         ],
-        **{state: getattr(dataset, state) for state in states},
+        **{state: getattr(dataset, state) for state in SHARD_STATES},
     }

@@ -194,6 +194,9 @@ class LedgerState:
         self.generation = event.generation
         self.actions.clear()
         self.lineage = self.restored_digest = event.digest
+        # Who restores it has it on disk, also where a crash came in front of its commit.
+        for checkpoint in self.checkpoints.values():
+            checkpoint.committed |= checkpoint.digest == event.digest
         self.restore_id = event.restore_id
         self.workers[event.worker_id].generation = event.generation
 

@@ -102,19 +102,9 @@ class ShardTable:
 
     def grant(self, token: int, position: int, units_done: int, attempts: int) -> Grant:
         """Return the wire form of one lease."""
-        index = self.order.index_of(position)
-        spec = self.spec
-        return Grant(
-            token,
-            spec.name,
-            self.epoch,
-            index,
-            spec.start_of(index),
-            spec.length_of(index),
-            units_done,
-            attempts,
-            spec.speculative,
-        )
+        spec, index = self.spec, self.order.index_of(position)
+        shard = self.epoch, index, spec.start_of(index), spec.length_of(index)
+        return Grant(token, spec.name, *shard, units_done, attempts, spec.speculative)
 
     def length_at(self, position: int) -> int:
         """Return the units of the shard at `position`."""

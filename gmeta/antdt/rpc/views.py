@@ -30,9 +30,11 @@ _LEDGER_STATE = {wire: state for state, wire in _WIRE_STATE.items()} | {
 }
 
 
-def status(ledger: Ledger, now_s: float) -> Any:
-    """Return a StatusResponse: datasets, workers and checkpoints at `now_s`."""
+def status(ledger: Ledger, now_s: float, shown: Sequence[str] | None = None) -> Any:
+    """Return a StatusResponse: datasets, workers and checkpoints at `now_s`. The workers are the
+    first of `shown`, or of all by name."""
     state = ledger.state
+    names = sorted(state.workers) if shown is None else shown
     return pb.StatusResponse(
         job=state.job,
         service_epoch=state.service_epoch,
@@ -41,10 +43,7 @@ def status(ledger: Ledger, now_s: float) -> Any:
         ledger_events=ledger.num_events,
         ledger_head=ledger.head.hex(),
         datasets=[_dataset_status(state, table) for table in state.tables.values()],
-        workers=[
-            _worker_status(ledger, name, now_s)
-            for name in sorted(state.workers)[:MAX_WORKERS_SHOWN]
-        ],
+        workers=[_worker_status(ledger, name, now_s) for name in names[:MAX_WORKERS_SHOWN]],
         checkpoints=[
             pb.CheckpointStatus(
                 checkpoint_id=c.checkpoint_id,

@@ -37,17 +37,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 def spec_from(message: Any) -> DatasetSpec:
     """Return the spec of a proto. Raise RefusedError where it is out of bounds."""
-    return DatasetSpec(
-        message.name,
-        message.num_units,
-        message.units_per_shard,
-        message.seed,
-        message.num_epochs,
-        message.fingerprint,
-        message.shuffle,
-        message.max_attempts or DEFAULT_MAX_ATTEMPTS,
-        message.speculative,
-    )
+    given = {name: getattr(message, name) for name in DatasetSpec.__dataclass_fields__}
+    return DatasetSpec(**{**given, "max_attempts": message.max_attempts or DEFAULT_MAX_ATTEMPTS})
 
 
 def spec_to(spec: DatasetSpec) -> Any:
@@ -237,15 +228,10 @@ def _leased(reply: cmd.Granted | cmd.Wait | cmd.End, ttl_ms: int) -> Any:
 
 
 def _beaten(reply: cmd.Beat, ttl_ms: int) -> Any:
-    actions = (
-        pb.Action(
-            action_id=action.action_id,
-            kind=action.kind,
-            apply_at_step=action.apply_at_step,
-            parameters=action.parameters,
-        )
-        for action in reply.actions
-    )
+    fields = [action._asdict() for action in reply.actions]
+    for action in fields:
+        del action["worker_id"]  # it knows who it is
+    actions = [pb.Action(**action) for action in fields]
     return pb.HeartbeatResponse(lease_ttl_ms=ttl_ms, revoked_tokens=reply.revoked, actions=actions)
 
 

@@ -20,12 +20,14 @@ from gmeta.antdt.storage.sqlite_store import TAKEN
 
 STORE_FILE = "shards.db"
 LOG_FILE = "service.log"
+MAX_LOG_BYTES = 32 << 20  # with which a job begins; more is put aside, in place of what was before
 ADDRESS_FILE = "address"
 
 # The service of an owner that was killed ends within a second or two; then its store is free.
 TAKEN_TIMEOUT_S = 20.0
 READY_TIMEOUT_S = 300.0  # a long history is read in seconds; a mount may hang
 END_TIMEOUT_S = 15.0
+LAST_BYTES = 64 << 10  # of its log, in which its last line is looked for
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before it is started again, doubled each time
 STEADY_S = 10.0  # a service that lived so long did not fail to start
 
@@ -44,6 +46,8 @@ class EmbeddedService:
         said."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        if self._log_bytes() > MAX_LOG_BYTES:
+            self._log.replace(folder / f"{LOG_FILE}.1")
         # Bound and never listened on as long as this lives: nobody is given the port by chance,
         # also while the service starts or is started again. SO_REUSEADDR lets the service have it.
         self._reserved = socket.socket()
@@ -102,11 +106,11 @@ class EmbeddedService:
                     process.kill()
                     raise AntdtError(
                         f"the shard service of this job did not serve within {READY_TIMEOUT_S:g} "
-                        f"s: {_last_line(self._log) or 'it said nothing'}. Look at the disk of "
+                        f"s: {self._last_line() or 'it said nothing'}. Look at the disk of "
                         f"{self._folder}, or set data.service to one that runs"
                     )
                 time.sleep(0.02)
-            said = _last_line(self._log)
+            said = self._last_line()
             if TAKEN not in said or time.monotonic() > until_s:
                 raise AntdtError(
                     f"the shard service of this job ended with exit code {process.returncode} "
@@ -127,6 +131,10 @@ class EmbeddedService:
             log.seek(before)
             return log.read()
 
+    def _last_line(self) -> str:
+        tail = self._logged_since(max(0, self._log_bytes() - LAST_BYTES))
+        return tail.decode(errors="replace").strip().rpartition("\n")[2]
+
     def _watch(self) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
@@ -139,7 +147,7 @@ class EmbeddedService:
                 "the shard service ended with exit code %d and is started again; the last line of "
                 "its log was %r; that is %s",
                 code,
-                _last_line(self._log),
+                self._last_line(),
                 self._log,
             )
             if self._closing.wait(pause_s):
@@ -147,8 +155,3 @@ class EmbeddedService:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             # Nobody waits until it listens: its clients try again by themselves.
             self._process = self._spawn()
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""

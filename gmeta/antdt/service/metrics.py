@@ -12,13 +12,10 @@ from prometheus_client.registry import Collector
 
 from gmeta.antdt.access.http_edge import HttpRequest
 from gmeta.antdt.phase import PHASES
+from gmeta.antdt.reports import SHARD_STATES, SPENT
 from gmeta.antdt.stragglers.governor import Governor
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-# Fields of DatasetStatus.
-_SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
-
-_SPENT = ("compute", "data_wait", "communication", "peer_wait")
 
 
 @final
@@ -94,7 +91,7 @@ class _StateCollector(Collector):
         )
         for dataset in status.datasets:
             epoch.add_metric([dataset.spec.name], dataset.epoch)
-            for state in _SHARD_STATES:
+            for state in SHARD_STATES:
                 shards.add_metric([dataset.spec.name, state], getattr(dataset, state))
         seconds = CounterMetricFamily(
             "antdt_worker_seconds",
@@ -104,7 +101,7 @@ class _StateCollector(Collector):
         for worker in status.workers:
             # Who never reported is left out: 0 seconds would be a claim.
             if worker.HasField("report"):
-                for spent in _SPENT:
+                for spent in SPENT:
                     seconds.add_metric(
                         [worker.worker_id, spent], getattr(worker.report, f"{spent}_ms") / 1000
                     )

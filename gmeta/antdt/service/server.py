@@ -242,16 +242,16 @@ def serve_until_signal(config: ServiceConfig) -> int:
     """Run a service until SIGTERM or SIGINT, then return 0; return 1 when another one takes the
     store."""
     _raise_descriptor_limit()
-    stop = threading.Event()
+    # No event: a handler that sets one hangs where it interrupts the wait for it.
+    asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: asked.append(number))
     if config.ends_with_stdin:
-        threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
+        threading.Thread(target=_wait_for_end_of_stdin, args=(asked,), daemon=True).start()
     server = ShardServer(config)
-    # Not for ever: the service may also end by itself.
-    while not stop.wait(0.2) and not server.ended.is_set():
+    while not asked and not server.ended.wait(0.2):
         pass
-    event(logging.INFO, "draining", signal=stop.is_set())
+    event(logging.INFO, "draining", signal=bool(asked))
     server.stop()
     return 1 if server.ended.is_set() else 0
 
@@ -299,12 +299,12 @@ def _decision_log(path: Path | None) -> DecisionLog | None:
         ) from error
 
 
-def _wait_for_end_of_stdin(stop: threading.Event) -> None:
-    """Set `stop` when standard input ends. The parent holds the other end of the pipe: however it
-    dies, the kernel closes it."""
+def _wait_for_end_of_stdin(asked: list[int]) -> None:
+    """Add to `asked` when standard input ends. The parent holds the other end of the pipe: however
+    it dies, the kernel closes it."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    stop.set()
+    asked.append(signal.SIGHUP)
 
 
 async def _drained(server: grpc.aio.Server, drain_s: float) -> None:

@@ -28,6 +28,7 @@ class JobConfig:
     hold_windows: int = ControllerConfig.hold_windows
     seed: int = 0
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)  # what is not said above
 
     @property
     def tasks_per_step(self) -> int:

@@ -5,6 +5,7 @@ Shape suffix: W workers.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from gmeta.antdt.client.agent import CHANGE_AFTER_S, CHANGE_RATIO
 from gmeta.antdt.monitor import Monitor
 from gmeta.antdt.policies import find_policy
-from gmeta.antdt.policies.interface import ControllerConfig, Decision
+from gmeta.antdt.policies.interface import Decision
 from gmeta.antdt.policies.split import proportional_split
 from gmeta.antdt.reports import Report
 from gmeta.antdt.simulation.config import JobConfig, Outcome
@@ -160,8 +161,11 @@ class _Governed:
         self.config = config
         self.cluster = _Cluster(config, trace)
         self.monitor = Monitor(config.monitor, 0.0)
-        controlled = ControllerConfig(
+        controlled = replace(
+            config.controller,
             policy=policy,
+            dry_run=False,
+            synchronous=True,
             min_tasks=config.min_tasks,
             hold_windows=config.hold_windows,
             restart_cost_s=config.restart_cost_s,

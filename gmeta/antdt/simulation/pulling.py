@@ -5,6 +5,7 @@ Shape suffix: W workers.
 """
 
 import heapq
+from dataclasses import replace
 from typing import final
 
 import numpy as np
@@ -13,7 +14,6 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.offers import WAIT_RETRY_MS
 from gmeta.antdt.monitor import Monitor
 from gmeta.antdt.policies import find_policy
-from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import Report
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.data import SimulatedData
@@ -53,7 +53,13 @@ class _Pulling:
         self.in_hand: list[tuple[float, float, int]] = [(0.0, 0.0, 0)] * config.num_workers
         self.totals = [Report()] * config.num_workers  # of the shards that are through
         self.monitor = Monitor(config.monitor, 0.0)
-        controlled = ControllerConfig(policy="nd", synchronous=False, restarts_per_worker=0)
+        controlled = replace(
+            config.controller,
+            policy="nd",
+            dry_run=False,
+            synchronous=False,
+            restarts_per_worker=0,
+        )
         self.controller = Controller(controlled, find_policy("nd"))
 
     def run(self) -> Outcome:

@@ -139,17 +139,9 @@ def _digest(table: ShardTable) -> str:
     return hashlib.sha256(table.states).hexdigest()
 
 
-def _worker_document(worker: Worker) -> list[Any]:
-    last_call = [ev.encode(event).decode() for event in worker.last_call]
-    return [
-        worker.worker_id,
-        worker.incarnation,
-        worker.generation,
-        worker.retired,
-        worker.last_seq,
-        last_call,
-        worker.draining,
-    ]
+def _worker_document(w: Worker) -> list[Any]:
+    calls = [ev.encode(event).decode() for event in w.last_call]
+    return [w.worker_id, w.incarnation, w.generation, w.retired, w.last_seq, calls, w.draining]
 
 
 def _load_worker(item: list[Any]) -> Worker:

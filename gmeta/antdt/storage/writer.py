@@ -57,6 +57,7 @@ class Writer:
         self._observe = observe
         self._on_end = on_end
         self._queue: deque[tuple[Request, Any]] = deque()
+        self._in_hand: list[tuple[Request, Any]] = []  # of the queue, not answered yet
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="antdt-writer", daemon=True)
@@ -110,10 +111,13 @@ class Writer:
             self._written = True
             self._sync_wake.set()
             self._end()
+            # Where a defect came between: nobody may wait for an answer that cannot come.
+            left = [*self._in_hand, *self._queue]
+            self._deliver([Answered(ticket, shutting_down()) for _, ticket in left])
 
     def _commit_group(self) -> None:
         size = min(len(self._queue), MAX_GROUP)
-        group = [self._queue.popleft() for _ in range(size)]
+        self._in_hand = group = [self._queue.popleft() for _ in range(size)]
         # Also with no request: leases must run out when nobody calls.
         requests: list[Request] = [cmd.Tick(), *(request for request, _ in group)]
         began_s = time.perf_counter()
@@ -127,6 +131,7 @@ class Writer:
         if late or appended.needs_sync:
             self._unsynced.append((late, appended.needs_sync))
             self._sync_wake.set()
+        self._in_hand = []
         if self._committer.taken is not None:
             self._end()
 

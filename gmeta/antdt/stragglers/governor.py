@@ -11,16 +11,17 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import event
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
-from gmeta.antdt.phase import Phase, phase_of, silent_workers
+from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.reports import Report
 from gmeta.antdt.storage.request import Read, Request
-from gmeta.antdt.stragglers.controller import Controller, PolicyError, Ruling
+from gmeta.antdt.stragglers.controller import Controller, Ruling
+from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -65,11 +66,9 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
     """Return the workers of the present generation, and the data still to train."""
     state = ledger.state
     workers = {}
-    for name, worker in state.workers.items():
-        # Whoever is left over from before a restart reports no more, and must not be waited for.
-        if worker.generation == state.generation:
-            seen = ledger.seen.get(name)
-            workers[name] = (worker.incarnation, seen.report if seen else ())
+    for name in present_workers(ledger):
+        seen = ledger.seen.get(name)
+        workers[name] = (state.workers[name].incarnation, seen.report if seen else ())
     left = 0
     for table in state.tables.values():
         open_shards = table.counts[ShardState.READY] + table.counts[ShardState.DOING]
@@ -133,6 +132,7 @@ class Governor:
         self._tasks_seen: tuple[float, int] | None = None  # (time, tasks done) at the last news
         self._tasks_gained = 0  # by the last news
         self._num_actions = 0
+        self._held_back: set[tuple[str, str]] = set()  # (kind, worker) of the last evaluation
         # The controller holds them for done, so one that the store could not take is posted again.
         # A newer one of the kind replaces it, as it would in the ledger.
         self._unposted: dict[tuple[str, str], cmd.Command] = {}
@@ -164,9 +164,10 @@ class Governor:
         now_s = self._clock()
         if self.monitor.close_window(now_s):
             self.num_windows += 1
+            # Of a job that stands still nothing is known but what it did before.
             if self.phase == "running":
                 self._note_speed(reading, now_s)
-            self._control(reading, now_s)
+                self._control(reading, now_s)
         self._post_all()
 
     @property
@@ -179,11 +180,13 @@ class Governor:
         tick_s = min(MAX_TICK_S, CUT_AFTER * self.config.monitor.window_s / 2)
         while not self._stopping.wait(tick_s):
             try:
-                self.tick()
+                # Whatever it is: a thread that ended would leave stragglers alone in silence.
+                with failing_as(lambda error: AntdtError(kind_and_text(error)), AntdtError):
+                    self.tick()
             except RefusedError as error:  # recovering, or shutting down
                 event(logging.DEBUG, "governor_waits", message=str(error))
-            except PolicyError as error:
-                event(logging.ERROR, "policy_failed", message=str(error))
+            except AntdtError as error:
+                event(logging.ERROR, "governor_failed", message=str(error))
 
     def _start_over(self, reading: Reading) -> None:
         """Give the ranks of a restarted job equal shares and an empty history."""
@@ -214,8 +217,9 @@ class Governor:
             self.speeds.setdefault(name, deque(maxlen=HISTORY_WINDOWS)).append(health.tasks_per_s)
 
     def _control(self, reading: Reading, now_s: float) -> None:
-        health = self.monitor.health
-        # Somebody is not judged yet: its share of a step cannot be planned.
+        # What a worker was before it fell silent says nothing of now.
+        health = {name: x for name, x in self.monitor.health.items() if name not in self.silent}
+        # Somebody is not judged yet, or silent: its share of a step cannot be planned.
         is_early = self.config.controller.synchronous and set(health) != set(reading.workers)
         if not health or is_early:
             return
@@ -228,11 +232,19 @@ class Governor:
         snapshot = self.controller.snapshot(
             health, self.step, self._tasks_per_step, left_s, now_s, reading.backups
         )
+        held_back: set[tuple[str, str]] = set()
         for ruling in self.controller.decide(snapshot):
-            self._speak(ruling)
-            if ruling.allowed:
-                key = ruling.decision.kind, ruling.decision.worker_id
-                self._unposted[key] = self._command(ruling.decision, reading)
+            decision, allowed, _ = ruling
+            key = decision.kind, decision.worker_id
+            self.counts[decision.kind, "posted" if allowed else "held_back"] += 1
+            if allowed:
+                self._unposted[key] = self._command(decision, reading)
+            else:
+                held_back.add(key)
+            # What is held back is so again at each window; once is enough for people.
+            if allowed or key not in self._held_back:
+                self._speak(ruling)
+        self._held_back = held_back
 
     def _speak(self, ruling: Ruling) -> None:
         decision, allowed, note = ruling
@@ -245,10 +257,7 @@ class Governor:
             allowed,
             note,
         )
-        # What is held back is so again at each window; once is enough for people.
-        if allowed or not (self.spoken and self.spoken[-1][2:] == said[2:]):
-            self.spoken.append(said)
-        self.counts[decision.kind, "posted" if allowed else "held_back"] += 1
+        self.spoken.append(said)
         fields = said._asdict()
         del fields["wall_s"]  # the log has a time of its own
         event(logging.INFO, "decision", **fields)

@@ -5,10 +5,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from gmeta.antdt.access import http_edge
+from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.access.http_edge import HttpRequest, HttpServer
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -174,3 +176,23 @@ def test_a_probe_is_answered_while_every_place_is_taken(site: Site) -> None:
     with pytest.raises(ConnectionError):
         site.ask("/page")
     assert site.ask("/healthz")[1] == "serving\n"
+
+
+def test_who_may_not_look_is_logged_without_what_was_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gmeta.antdt")
+    for role in ("viewer", "worker"):
+        (tmp_path / role).write_text(f"{role}-0123456789abcdef\n")
+    server = HttpServer("127.0.0.1", 0, {}, lambda: True, tokens=Tokens(tmp_path))
+    port = server.start()
+    for token in ("stranger", "worker-0123456789abcdef", "viewer-0123456789abcdef"):
+        headers = {"Authorization": f"Bearer {token}"}
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as asking:
+            asking.request("GET", f"/page?key={token}", headers=headers)
+            asking.getresponse().read()
+    server.stop()
+    told = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert told == [
+        {"path": "/page", "status": status, "peer": "127.0.0.1"} for status in (401, 403)
+    ]

@@ -59,6 +59,18 @@ def test_a_refusal_names_its_reason_with_every_grpcio() -> None:
     assert CallError.of(error).reason == "SPEC_CONFLICT"
 
 
+def test_a_reason_that_only_a_newer_service_knows_is_a_refusal_like_others(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = pb.Refusal(code=9, reason=4321, message="the moon is full")
+    monkeypatch.setattr("gmeta.antdt.service.edge.refusal_to", lambda error: refusal)
+    with ShardClient(address, "a") as client:
+        with pytest.raises(RefusedError) as refused:
+            client.lease("unknown", 0)
+        assert (refused.value.code, refused.value.reason) == ("FAILED_PRECONDITION", "4321")
+        assert str(refused.value) == "the moon is full"
+
+
 def registered(stub: Any) -> Any:
     stub.RegisterDataset(
         pb.RegisterDatasetRequest(

@@ -21,6 +21,7 @@ from gmeta.antdt import (
 )
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import Lease, WaitFor
+from gmeta.antdt.client.session import CLOSING_BUDGET_S
 from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.model import Grant
 from gmeta.antdt.reports import Report
@@ -40,10 +41,18 @@ def client(address: str) -> Iterator[ShardClient]:
 def test_an_answer_that_came_late_shortens_no_lease() -> None:
     held, grant = HeldLeases(), Grant(7, "d", 0, 0, 0, 4, 0, 0)
     held.add([Lease(grant, usable_until_s=100.0)])
-    held.renewed(90.0, gone=set())  # to a heartbeat that left before the grant
+    held.renewed(90.0, {7}, gone=set())  # to a heartbeat that left before the grant
     assert [lease.usable_until_s for lease in held.live()] == [100.0]
-    held.renewed(110.0, gone=set())
+    held.renewed(110.0, {7}, gone=set())
     assert [lease.usable_until_s for lease in held.live()] == [110.0]
+
+
+def test_a_lease_that_a_heartbeat_did_not_name_is_not_renewed_by_its_answer() -> None:
+    """Its grant was under way: the service counts its time from before the heartbeat."""
+    held = HeldLeases()
+    held.add([Lease(Grant(token, "d", 0, token, 0, 4, 0, 0), 100.0) for token in (7, 8)])
+    held.renewed(110.0, {7}, gone=set())
+    assert [lease.usable_until_s for lease in held.live()] == [110.0, 100.0]
 
 
 def test_units_of_all_shards_are_those_of_the_dataset(client: ShardClient) -> None:
@@ -56,8 +65,8 @@ def test_a_late_answer_to_register_does_not_take_a_call_number_back(client: Shar
     connection = client._session.connection
     call = connection.call
 
-    def overtaken(rpc: str, *arguments: Any) -> Any:
-        response = call(rpc, *arguments)
+    def overtaken(rpc: str, *arguments: Any, **named: Any) -> Any:
+        response = call(rpc, *arguments, **named)
         connection.call = call  # type: ignore[method-assign]
         client.lease("d", 0, 1)  # another thread's, sent and answered meanwhile
         return response
@@ -75,8 +84,8 @@ def test_a_late_answer_to_register_does_not_take_a_lease_away_that_was_granted_m
     call = connection.call
     taken: list[Any] = []
 
-    def overtaken(rpc: str, *arguments: Any) -> Any:
-        response = call(rpc, *arguments)
+    def overtaken(rpc: str, *arguments: Any, **named: Any) -> Any:
+        response = call(rpc, *arguments, **named)
         connection.call = call  # type: ignore[method-assign]
         taken.extend(client.lease("d", 0, 1))  # type: ignore[arg-type]
         return response
@@ -98,7 +107,7 @@ def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
 
     def revoked(rpc: str, *arguments: Any) -> Any:
         response = call(rpc, *arguments)
-        client._session.renewed(time.monotonic(), {lease.token})
+        client._session.renewed(time.monotonic(), {lease.token}, {lease.token})
         return response
 
     connection.call = revoked  # type: ignore[method-assign]
@@ -135,11 +144,11 @@ def test_an_answer_of_the_service_before_a_restart_does_not_set_the_next_number(
                 client._session.register()
                 return response
 
-            def register_late(rpc: str, *arguments: Any) -> Any:
+            def register_late(rpc: str, *arguments: Any, **named: Any) -> Any:
                 connection.call = call  # type: ignore[method-assign]
                 client.lease("d", 0)
                 restart()
-                return call(rpc, *arguments)
+                return call(rpc, *arguments, **named)
 
             if answered == "before Register is sent":
                 connection.call = register_first  # type: ignore[method-assign]
@@ -203,7 +212,7 @@ def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
     """Without the error a checkpoint could hold units that the manifest does not know."""
     (lease,) = client.lease("d", 0)
     lease.advance(2)
-    client._session.renewed(time.monotonic(), {lease.token})
+    client._session.renewed(time.monotonic(), {lease.token}, {lease.token})
     with pytest.raises(LeaseLostError):
         client.flush()
 
@@ -225,6 +234,14 @@ def test_a_failed_shard_is_offered_again(client: ShardClient) -> None:
     assert client.fail(lease, "corrupt-page", "page 3") is False
     (again,) = client.lease("d", 0)
     assert (again.shard_index, again.attempts) == (lease.shard_index, 1)
+
+
+def test_what_is_in_the_model_of_a_failed_shard_is_not_offered_again(client: ShardClient) -> None:
+    (lease,) = client.lease("d", 0)
+    lease.advance(2)
+    client.fail(lease, "corrupt-page", "page 3")
+    (again,) = client.lease("d", 0)
+    assert (again.shard_index, again.units_done) == (lease.shard_index, 2)
 
 
 def test_a_service_that_never_answers_is_an_error_that_says_so() -> None:
@@ -398,3 +415,68 @@ def test_a_defect_of_the_thread_that_leases_is_told_to_who_waits(
         "report it with its traceback."
     )
     feed.close()
+
+
+def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:
+    feed = ShardFeed(client, "d", 0, prefetch_shards=1)
+    assert feed.take() is not None
+    wait_until(lambda: feed._ready)
+    leasing, go_on = threading.Event(), threading.Event()
+    lease = client.lease
+
+    def held_up(*arguments: Any) -> Any:
+        leasing.set()
+        go_on.wait(PATIENCE_S)
+        return []
+
+    client.lease = held_up  # type: ignore[method-assign]
+    assert feed.take() is not None
+    waiting: Future[Any] = Future()
+    threading.Thread(target=lambda: waiting.set_result(feed.take())).start()
+    assert leasing.wait(PATIENCE_S)
+    closing = threading.Thread(target=feed.close)
+    closing.start()
+    wait_until(feed._closed.is_set)
+    go_on.set()
+    assert waiting.result(PATIENCE_S) is None
+    closing.join()
+    client.lease = lease  # type: ignore[method-assign]
+
+
+def test_what_was_noted_is_reported_when_the_client_is_left(
+    address: str, client: ShardClient
+) -> None:
+    """It is in the model: nobody shall train it again."""
+    with ShardClient(address, "b") as other:
+        (lease,) = other.lease("d", 0)
+        lease.advance(1)
+    again = {lease.shard_index: lease.units_done for lease in client.lease("d", 0, 3)}  # type: ignore[union-attr]
+    assert again[lease.shard_index] == 1
+
+
+def test_beside_a_lost_lease_the_others_go_back_all_the_same(
+    address: str, client: ShardClient
+) -> None:
+    with ShardClient(address, "b") as other:
+        lost, _ = other.lease("d", 0, 2)
+        lost.advance(1)
+        other._session.renewed(time.monotonic(), {lost.token}, {lost.token})
+    assert len(client.lease("d", 0, 3)) == 2
+
+
+def test_a_client_that_is_left_waits_for_no_service_to_register_with(
+    client: ShardClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client._session.closed.set()
+    budgets: list[float | None] = []
+    call = client._session.connection.call
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        budgets.append(named["budget_s"])
+        return call(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._session.connection, "call", noted)
+        client._session.register()
+    client._session.closed.clear()
+    assert budgets == [CLOSING_BUDGET_S]

@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 
 import gmeta.antdt.dashboard
-from gmeta.antdt.dashboard import _newest
+from gmeta.antdt.dashboard import Dashboard, _newest
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
+from gmeta.antdt.monitor import WorkerHealth
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.readings import Reading
 from gmeta.antdt.reports import MonitorConfig
+from gmeta.antdt.rpc import views
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.governor import Governor
 from gmeta.antdt.stragglers.settings import StragglerConfig
-from tests.antdt.driver import FakeClock
+from tests.antdt.driver import FakeClock, Service
 from tests.browser import needs_browser, open_browser
 from tests.waiting import PATIENCE_S
 
@@ -254,3 +257,24 @@ def test_the_grafana_dashboard_asks_for_metrics_that_exist(server: ShardServer) 
     asked = set(re.findall(r"antdt_\w+", path.read_text()))
     names = {name.removesuffix("_bucket") for name in asked}
     assert names - served == set()
+
+
+def test_of_more_workers_than_a_status_holds_the_slow_ones_are_shown_and_nobody_of_the_past(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service()
+    service.worker("gone-with-the-first-round")
+    for number in range(4):
+        service.worker(f"rank{number}", rdzv_round=1)
+
+    def ask(request: Any) -> Any:
+        (answer,) = service.committer.commit([request])
+        return answer
+
+    governor = Governor(StragglerConfig(), ask, clock=service.clock)
+    governor.tick()
+    governor.monitor.health["rank3"] = WorkerHealth("rank3", "transient", "compute", 4.0)
+    monkeypatch.setattr(views, "MAX_WORKERS_SHOWN", 2)
+    document = Dashboard(ask, governor).document()
+    assert [row["name"] for row in document["workers"]] == ["rank3", "rank0"]
+    assert (document["num_workers"], document["num_stragglers"]) == (4, 1)

@@ -274,6 +274,18 @@ def test_a_restore_takes_back_whatever_was_trained_since(service: Service) -> No
     assert len(list(drain_epoch(worker))) == 5
 
 
+def test_a_checkpoint_that_is_restored_is_committed(service: Service) -> None:
+    """A crash may have come between its rename and the call that says so."""
+    worker = service.worker("a")
+    prepared = worker.prepare("c", 1)
+    worker.prepare("later", 2)
+    worker.restore(prepared.manifest_json, "r")
+    assert {c.checkpoint_id: c.committed for c in service.state.checkpoints.values()} == {
+        "c": True,
+        "later": False,
+    }
+
+
 def test_an_altered_manifest_is_refused(service: Service) -> None:
     worker = service.worker("a")
     text = worker.prepare("c", 1).manifest_json.replace('"step":1', '"step":2')

@@ -131,3 +131,17 @@ def test_what_a_service_said_that_ends_again_and_again_is_told(
         store.mkdir()
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: "is a folder; it must be a file" in caplog.text, "its words are told")
+
+
+def test_a_log_that_has_become_long_is_put_aside_when_a_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "service.log"
+    log.write_text("of jobs before\n")
+    EmbeddedService(tmp_path).close()
+    kept = log.read_text()
+    assert kept.startswith("of jobs before\n")
+    monkeypatch.setattr(embedded, "MAX_LOG_BYTES", len(kept) - 1)
+    EmbeddedService(tmp_path).close()
+    assert (tmp_path / "service.log.1").read_text() == kept
+    assert log.read_text().startswith('{"time"')

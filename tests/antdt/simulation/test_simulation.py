@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gmeta.antdt.model import ShardState
+from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.simulation.config import JobConfig
 from gmeta.antdt.simulation.data import DATASET, SimulatedData
 from gmeta.antdt.simulation.job import run_antdt, run_static
@@ -305,6 +306,24 @@ def test_the_command_writes_its_table_and_picture(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [row["method"] for row in written["results"]] == ["BSP", "AntDT-ND"]
     assert (tmp_path / "out" / "completion.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_simulated_controller_keeps_to_the_config_of_the_service(tmp_path: Path) -> None:
+    settings = tmp_path / "antdt.toml"
+    settings.write_text("[controller]\nmin_gain = 0.9\nrestarts_per_worker = 0\ndry_run = true\n")
+    ran = {}
+    for name, given in (("default", ()), ("config", ("--config", settings))):
+        out = tmp_path / name
+        result = gmeta(
+            "antdt-sim", "--workers", 8, "--steps", 60, "--scenario", "deterministic",
+            "--method", "AntDT-ND", "--out", out, *given,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        (ran[name],) = json.loads((out / "results.json").read_text())["results"]
+    assert ran["default"]["num_adjustments"] > 0
+    assert ran["config"]["num_adjustments"] == 0
+    keeping = replace(EXACT, num_steps=4000, controller=ControllerConfig(restarts_per_worker=0))
+    assert run_antdt("nd", keeping, slow_from(120.0)).num_restarts == 0
 
 
 def test_a_replay_tells_where_another_policy_decides_otherwise(tmp_path: Path) -> None:

@@ -94,6 +94,23 @@ def test_end_is_not_told_before_the_last_completion_is_on_the_disk(harness: Harn
     harness.writer.stop()
 
 
+def test_a_defect_of_the_writer_leaves_no_call_without_an_answer(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the service would wait for each of them."""
+
+    def broken(requests: object) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)
+        patch.setattr(harness.committer, "append", broken)
+        told = harness.send(Read(lambda ledger, now_s: "seen")).result(PATIENCE_S)
+        harness.writer.stop()
+    assert (told.code, told.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
+    assert harness.ended.is_set()
+
+
 def test_a_failed_fsync_ends_the_service_and_acknowledges_nothing(harness: Harness) -> None:
     """Also what came behind the call that could not be synced is refused, and at once: the end of
     the service waits for all of it."""

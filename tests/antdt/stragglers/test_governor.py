@@ -1,7 +1,9 @@
 """Monitor and controller inside the service: heartbeats in, actions out, with a clock by hand."""
 
 import json
+import os
 import resource
+import threading
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +21,14 @@ from gmeta.antdt.stragglers.settings import StragglerConfig, load_straggler_conf
 from gmeta.errors import ConfigError
 from gmeta.settings import describe_settings
 from tests.antdt.driver import TTL_S, Process, Service
+from tests.waiting import wait_until
 
 ADJUST_BS, BACKUP_WORKERS, KILL_RESTART = 2, 4, 5
 CONFIG = StragglerConfig(
     MonitorConfig(window_s=5.0, long_windows=6, long_slow=5),
     ControllerConfig(policy="nd", cooldown_s=0.0, restart_cost_s=30.0),
 )
+ASYNC = replace(CONFIG.controller, synchronous=False, restart_stops_job=False)
 STEPS = 10  # in a window
 
 
@@ -214,6 +218,82 @@ def test_a_decision_that_the_disk_does_not_take_stops_nothing_and_leaves_whole_l
     assert [record.getMessage() for record in caplog.records] == ["decision_not_logged"] * 2
 
 
+def test_a_decision_log_that_nobody_reads_any_more_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = tmp_path / "decisions"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = DecisionLog(pipe)
+    os.close(reader)
+    log.write("one")
+    assert [record.getMessage() for record in caplog.records] == ["decision_not_logged"]
+
+
+def test_nothing_is_decided_about_a_job_whose_workers_are_silent() -> None:
+    """Nobody knows how long such a job takes: a restart would seem to pay."""
+    job = Job(num_units=1000)
+    job.windows(6)
+    job.ms_per_task["rank2"] = 40.0
+    job.windows(8)  # persistent by now, and too late for a restart
+    assert job.governor.health["rank2"].verdict == "persistent"
+    counts = dict(job.governor.counts)
+    job.service.clock.advance(2 * TTL_S)
+    job.governor.tick()
+    assert job.governor.phase == "gone"
+    assert dict(job.governor.counts) == counts
+    assert ("KILL_RESTART", "posted") not in counts
+
+
+def test_a_silent_worker_of_an_asynchronous_job_is_not_restarted() -> None:
+    job = Job(replace(CONFIG, controller=ASYNC))
+    job.windows(6)
+    job.ms_per_task["rank2"] = 40.0
+    job.windows(4)
+    del job.totals["rank2"]  # it dies before it is called persistent
+    del job.processes["rank2"]
+    job.windows(20)
+    assert job.governor.silent == {"rank2"}
+    assert job.governor.phase == "running"
+    job.governor.monitor.health["rank2"] = replace(
+        job.governor.monitor.health["rank2"], verdict="persistent"
+    )
+    job.windows(1)
+    assert [said.kind for said in job.governor.spoken if said.worker_id == "rank2"] == []
+
+
+def test_what_is_held_back_window_after_window_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "gmeta.antdt")
+    job = Job(replace(CONFIG, controller=replace(CONFIG.controller, dry_run=True)))
+    job.windows(4)
+    job.ms_per_task["rank3"] = 40.0
+    for number in range(4):
+        job.ms_per_task["rank3"] += number  # another reason each time
+        job.windows(1)
+    assert [(said.kind, said.note) for said in job.governor.spoken] == [("ADJUST_BS", "dry run")]
+    assert [record.getMessage() for record in caplog.records].count("decision") == 1
+    assert job.governor.counts["ADJUST_BS", "held_back"] > 1
+
+
+def test_a_defect_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    job, asked = Job(), threading.Event()
+
+    def ask(request: object) -> object:
+        if asked.is_set():
+            raise RefusedError("UNAVAILABLE", "SHUTTING_DOWN", "enough")
+        asked.set()
+        raise KeyError("a defect")
+
+    job.governor._ask = ask
+    job.governor.start()
+    wait_until(asked.is_set)
+    wait_until(lambda: "governor_failed" in caplog.text)
+    assert job.governor._thread.is_alive()
+    job.governor.stop()
+
+
 def test_in_a_dry_run_nothing_is_posted_but_everything_is_said() -> None:
     job = Job(replace(CONFIG, controller=replace(CONFIG.controller, dry_run=True)))
     job.windows(4)
@@ -247,9 +327,6 @@ def test_exclude_drains_the_worker(tmp_path: Path) -> None:
     job.windows(3)
     assert job.service.state.workers["rank3"].draining
     assert [said.kind for said in job.governor.spoken] == ["EXCLUDE"]
-
-
-ASYNC = replace(CONFIG.controller, synchronous=False, restart_stops_job=False)
 
 
 def test_a_slow_workers_last_shard_goes_to_an_idle_one_too() -> None:
