@@ -11,6 +11,7 @@ from gmeta.errors import GMetaError
 from gmeta_keys.boundary import failing_as, kind_and_text
 from metaio.errors import MetaIOError
 from metaio.format.storage import file_system, is_local
+from metaio.prepare.inputs import is_marker
 from metaio.stream.chain import increment_numbers, open_stream
 from metaio.stream.inputs import described
 
@@ -57,18 +58,16 @@ def _closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     fs.invalidate_cache()
     found = []
     for path in sorted(map(str, fs.glob(root))):
-        if path.rsplit("/", 1)[-1].startswith(("_", ".")):
+        if is_marker(path, root):
             continue
-        entries = [one for one in fs.find(path, detail=True).values() if one["type"] == "file"]
-        names = {str(one["name"]): one for one in entries}
-        is_folder = list(names) != [path]
-        inner = {name.removeprefix(path + "/") for name in names}
-        files = sorted(
-            name for name in names if not is_folder or not _is_hidden(name.removeprefix(path + "/"))
-        )
-        is_closed = SUCCESS in inner or (not is_folder and not closed_after_s)
+        inner = fs.find(path, detail=True).items()
+        # A link to a file is one, too.
+        entries = {str(p): one for p, one in inner if one["type"] == "file" or fs.isfile(p)}
+        files = sorted(name for name in entries if not is_marker(name, path))
+        is_folder = list(entries) != [path]
+        is_closed = f"{path}/{SUCCESS}" in entries or (not is_folder and not closed_after_s)
         if not is_closed and closed_after_s and files:
-            newest_s = max(_written_s(one) for one in entries)
+            newest_s = max(map(_written_s, entries.values()))
             is_closed = time.time() - newest_s >= closed_after_s
         if files and is_closed:
             full = tuple(name if is_local(fs) else str(fs.unstrip_protocol(name)) for name in files)
@@ -177,10 +176,6 @@ class TakenFiles:
                     self._increment_of[file["name"]] = number
             self._known |= new
         return self._increment_of
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in name.split("/"))
 
 
 def _written_s(entry: dict[str, Any]) -> float:

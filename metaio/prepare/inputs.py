@@ -3,6 +3,7 @@
 import tempfile
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ def expand(urls: list[str], folder: Path) -> Inputs:
     """Return the files of all URLs, globs and folders; archives are unpacked below `folder`.
 
     Raises:
-        DataError: one does not exist or cannot be unpacked, or kinds are mixed.
+        DataError: one does not exist, is given twice or cannot be unpacked, or kinds are mixed.
         TooFewRowsError: all are empty.
     """
     names: list[str] = []
@@ -54,11 +55,15 @@ def expand(urls: list[str], folder: Path) -> Inputs:
             num_empty += len(unpacked) - len(full)
             names += full
             members |= unpacked
-        elif fs.size(path):
+        elif fs.size(path) == 0:
+            num_empty += 1
+        else:  # which may not be known, of a web server
             names.append(name)
             remote += [] if is_local(fs) or fs in remote else [fs]
-        else:
-            num_empty += 1
+    # By two globs that overlap, too: all rows of that file would count twice.
+    name, times = Counter(given).most_common(1)[0]
+    if times > 1:
+        raise DataError(f"input {name} is given {times} times. Give it once")
     if not names:
         raise TooFewRowsError(f"input {given[0]} is empty. Remove it, or write its rows", given)
     # One scan reads one kind; two scans could give a column two types.
@@ -99,9 +104,15 @@ def _kind(name: str) -> FileKind:
     return "JSON" if last in (".json", ".jsonl", ".ndjson") else "text"
 
 
-def _is_marker(path: str) -> bool:
-    """Tell whether an engine left this file beside its data, such as _SUCCESS."""
-    return path.rsplit("/", 1)[-1].startswith(("_", "."))
+def is_marker(path: str, given: str) -> bool:
+    """Tell whether an engine left what `given`, a folder or glob, led to beside its data: names
+    that begin with _ or a dot, such as _SUCCESS, and what is in folders of such names.
+
+    >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_logs/a", "/_logs/*")
+    (True, False)
+    """
+    found = set(path.split("/")) - set(given.split("/"))
+    return any(part.startswith(("_", ".")) for part in found)
 
 
 def _files(url: str) -> Iterator[tuple[Any, str]]:
@@ -113,7 +124,7 @@ def _files(url: str) -> Iterator[tuple[Any, str]]:
     else:
         is_glob = any(mark in path for mark in "*?[")
         found_there = fs.glob(path, detail=True) if is_glob else {}
-        matches = {p: info for p, info in found_there.items() if not _is_marker(p)}
+        matches = {p: info for p, info in found_there.items() if not is_marker(p, path)}
     if not matches:
         raise DataError(f"input {url} does not exist. Check the path")
     found: list[str] = []
@@ -122,7 +133,7 @@ def _files(url: str) -> Iterator[tuple[Any, str]]:
         if matches[match]["type"] == "file" or not fs.isdir(match):
             found.append(match)
             continue
-        found += sorted(inside for inside in fs.find(match) if not _is_marker(inside))
+        found += sorted(inside for inside in fs.find(match) if not is_marker(inside, match))
     if not found:
         raise DataError(f"input {url} is a folder without files. Check the path")
     # "**" matches a folder, and what is in it once more.
@@ -144,5 +155,5 @@ def _unpacked(fs: Any, path: str, name: str, folder: Path) -> dict[str, Member]:
     return {
         own: Member(name, Path(own).relative_to(place).as_posix())
         for own in files
-        if not _is_marker(own)
+        if not is_marker(own, str(place))
     }

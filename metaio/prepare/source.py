@@ -178,7 +178,8 @@ class DuckSource:
         types = {row[0]: row[1] for row in rows}
         if self._files.kind == "JSON":
             said = declared_types(self._schema).items()
-            types |= {column: kind for column, kind in said if column in types}
+            is_list = {column for column, kind in types.items() if kind.endswith("[]")}
+            types |= {c: kind for c, kind in said if c in types and c not in is_list}
         for column in self._schema.columns:
             # DuckDB calls the second one so, and would read the first.
             if f"{column}_1" in types and self._names(name).count(column) > 1:
@@ -301,10 +302,7 @@ class DuckSource:
         columns = self._schema.columns
         counts = ", ".join(f"count({column_name(column)})" for column in columns)
         revealing = revealing_types(self._schema, self._asked)
-        lost = "".join(
-            f", min({column_name(c)}) FILTER (WHERE {condition.format(column_name(c))})"
-            for c, (_, condition) in revealing.items()
-        )
+        lost = "".join(f", min({value})" for _, value in revealing.values())
         ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
         bounds = "".join(f", min({column_name(c)}), max({column_name(c)})" for c in ids)
         types = self._asked | {column: kind for column, (kind, _) in revealing.items()}

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +46,7 @@ from metaio.prepare.spark_payloads import (
     dealt,
     keyed,
     keyed_payloads,
+    mapped,
     null_counts,
     payload,
     quoted,
@@ -81,16 +83,17 @@ def prepare_with_spark(
     _check_frame(frame, schema)
     column = schema.splits.column
     # As on one machine, names come first: a row's split is an index into them.
-    found = [row[0] for row in rows_of(frame.select(column).distinct())] if column else None
-    names = split_names(schema, [str(name) for name in found] if found is not None else None)
+    names = split_names(schema, _distinct(frame, column) if column else None)
     types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
     splits = splits_of(schema, names, types, partial(_counted, frame))
     survey = _survey(frame, schema, splits)
     job = make_job(schema, options, fit(schema, survey, splits), survey, types)
     placed, files = _placed(frame, schema)
     job = _with_items(frame, job)
+    columns = schema.columns + ([_FILE, _ROW] if files else [])
+    rows = mapped(placed, columns, _encoder(job, files), KEYED)
     with job.open(out) as writer:
-        _write_shards(placed, files, job, writer, out)
+        _write_shards(rows, job, writer, out)
         write_raw_ids(writer.folder, schema, survey)
 
 
@@ -107,15 +110,22 @@ def _with_items(frame: "DataFrame", job: Job) -> Job:
     items = job.items()
     if items is None:
         return job
-    columns = frame.select(quoted(job.schema.columns))
-    for part in collected(columns.mapInArrow(look, PAYLOAD)):
+    for part in collected(mapped(frame, job.schema.columns, look)):
         items.add(part)
     return replace(job, catalogue=items.merged())
 
 
+def _distinct(frame: "DataFrame", column: str) -> list[str]:
+    """Return the distinct values of a column, as text."""
+    from pyspark.sql import functions
+
+    texts = frame.select(functions.col(*quoted([column])).cast("string")).distinct()
+    return [row[0] for row in rows_of(texts)]
+
+
 def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]:
-    """Return the columns that are read, where the schema needs the order of the input with each
-    row's file and place in it, and the names of the files in order.
+    """Return the rows, where the schema needs the order of the input with each one's file and place
+    in it, and the names of the files in order.
 
     Raises:
         DataError: the rows have no order, since they are not those of Parquet files.
@@ -123,9 +133,8 @@ def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions
 
-    columns = frame.select(quoted(schema.columns))
     if not schema.needs_input_order:
-        return columns, []
+        return frame, []
     origin = [functions.col("_metadata.file_path"), functions.col("_metadata.row_index")]
     try:
         files = [row[0] for row in rows_of(frame.select(origin[0]).distinct())]
@@ -138,7 +147,7 @@ def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]
             "Parquet file as it was read, and has no order. Name a column that tells rows apart "
             "under [row_id]"
         ) from error
-    return placed, sorted(files)
+    return placed, sorted(files, key=unquote)  # as they are called on a disk
 
 
 def _counted(frame: "DataFrame", search: WindowSearch, column: str) -> Int64:
@@ -149,7 +158,7 @@ def _counted(frame: "DataFrame", search: WindowSearch, column: str) -> Int64:
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield payload(pickle.loads(pickled).count_all(batches, column))
 
-    parts = collected(frame.select(quoted([column])).mapInArrow(count, PAYLOAD))
+    parts = collected(mapped(frame, [column], count))
     return sum(parts, start=np.zeros(1, np.int64))
 
 
@@ -184,8 +193,7 @@ def _arrow_types(frame: "DataFrame", schema: Schema) -> list[pa.DataType]:
             yield payload(batch.schema)
             return
 
-    rows = frame.select(quoted(schema.columns)).limit(1).mapInArrow(first, PAYLOAD)
-    return list(collected(rows)[0].types)
+    return list(collected(mapped(frame.limit(1), schema.columns, first))[0].types)
 
 
 def _survey(frame: "DataFrame", schema: Schema, splits: Splits) -> Survey:
@@ -196,17 +204,15 @@ def _survey(frame: "DataFrame", schema: Schema, splits: Splits) -> Survey:
         yield payload(own)
 
     total = Survey()
-    rows = frame.select(quoted(survey_columns(schema))).mapInArrow(look, PAYLOAD)
-    for part in collected(rows):
+    for part in collected(mapped(frame, survey_columns(schema), look)):
         total.add(part)
     return total
 
 
-def _write_shards(
-    frame: "DataFrame", files: list[str], job: Job, writer: DatasetWriter, out: str
-) -> None:
+def _write_shards(rows: "DataFrame", job: Job, writer: DatasetWriter, out: str) -> None:
+    """Write a shard of the encoded rows of each bucket."""
     num_buckets = sum(job.plan.buckets_of_split)
-    rows = dealt(frame.mapInArrow(_encoder(job, files), KEYED), num_buckets)  # a task per bucket
+    rows = dealt(rows, num_buckets)  # a task per bucket
     target = str(writer.folder) if writer.is_local else out
     fs, root = file_system(target)
     if writer.is_local:

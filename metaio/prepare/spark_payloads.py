@@ -4,7 +4,7 @@ they are dealt.
 
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from metaio.errors import AccessError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+Mapping = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 PAYLOAD = "payload binary"
 KEYED = "bucket int, payload binary"
 
@@ -95,7 +96,21 @@ def collected(frame: "DataFrame") -> list[Any]:
 
 def quoted(columns: list[str]) -> list[str]:
     """Return the names of columns as Spark takes them, whatever characters they have."""
-    return [f"`{column}`" for column in columns]
+    return ["`" + column.replace("`", "``") + "`" for column in columns]
+
+
+def mapped(
+    frame: "DataFrame", columns: list[str], function: Mapping, schema: str = PAYLOAD
+) -> "DataFrame":
+    """Return the frame of what a function makes of the batches of these columns."""
+    from pyspark.sql import functions
+
+    def called(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return function(pa.RecordBatch.from_arrays(b.columns, names=columns) for b in batches)
+
+    # Under other names on the way: mapInArrow does not find its own column `a.b`.
+    chosen = [functions.col(name).alias(f"c{i}") for i, name in enumerate(quoted(columns))]
+    return frame.select(*chosen).mapInArrow(called, schema)
 
 
 def null_counts(frame: "DataFrame", columns: list[str]) -> tuple[int, dict[str, int]]:

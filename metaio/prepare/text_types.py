@@ -6,10 +6,12 @@ and a time among times of a zone loses its own. Nothing may be lost that way.
 from collections.abc import Mapping
 
 from metaio.prepare.schema import Schema, SparseColumn, TaskColumn
+from metaio.prepare.sql import column_name
 
 _WHOLE = ("BIGINT", "HUGEINT", "UBIGINT")
 _ZONED = "TIMESTAMP WITH TIME ZONE"
 _NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
+_ALIKE = "Write all of its times alike"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
 
@@ -27,13 +29,17 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     """Return the guessed types, but for labels and dense columns, which may have decimals later,
     and integers beyond 64 bits, which survey() looks at.
     """
-    asked = {column: guessed[column] for column in schema.columns}
+    # A UUID would be written anew: in lower case, which other rows and requests need not have.
+    asked = {column: guessed[column].replace("UUID", "VARCHAR") for column in schema.columns}
     ids = {schema.task.column, schema.splits.column, *(c.column for c in schema.sparse)}
     numbers = {*schema.label_columns, *(c.column for c in schema.dense)}
+    vectors = {c.column for c in schema.vector}
     time = None if schema.time is None else schema.time.column
     for column, kind in asked.items():
         if column in numbers - ids - {time} and kind in (*_WHOLE, "JSON"):
             asked[column] = "DOUBLE"
+        elif column in vectors and kind in {f"{whole}[]" for whole in _WHOLE}:
+            asked[column] = "DOUBLE[]"
         elif kind in _WHOLE:
             asked[column] = "BIGINT"
     return asked
@@ -41,18 +47,28 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
 
 def revealing_types(schema: Schema, types: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return, for each column whose type could lose something, as which type to read it to see
-    that, and the SQL condition that something is lost. Dates are no timestamps: DuckDB finds out
-    how they are written for the type that it guessed alone.
+    that, and the SQL of a value that loses something, null where none does. Dates are no
+    timestamps: DuckDB finds out how they are written for the type that it guessed alone.
     """
     conditions = {
         "BIGINT": ("DOUBLE", "{0} <> floor({0})"),
+        # Of JSON, where any number but 0 would be true.
+        "BOOLEAN": ("VARCHAR", "TRY_CAST({0} AS DOUBLE) NOT IN (0, 1)"),
         "DATE": ("VARCHAR", "contains({0}, ':')"),
     }
-    found = {column: conditions[kind] for column, kind in types.items() if kind in conditions}
     time = "" if schema.time is None else schema.time.column
     zones = {"TIMESTAMP": _NAMES_ZONE, _ZONED: f"NOT {_NAMES_ZONE}"}
-    if types.get(time) in zones:
-        found[time] = ("VARCHAR", zones[types[time]])
+    found = {}
+    for column, kind in types.items():
+        name, inner = column_name(column), kind.removesuffix("[]")
+        if column == time and kind in zones:
+            lost = zones[kind].replace("{0}", name)
+            found[column] = "VARCHAR", f"CASE WHEN {lost} THEN {name} END"
+        elif inner in conditions:
+            read, lost = conditions[inner]
+            of_list = f"list_filter({name}, lambda x: {lost.format('x')})[1]"
+            of_one = f"CASE WHEN {lost.format(name)} THEN {name} END"
+            found[column] = kind.replace(inner, read), of_one if inner == kind else of_list
     return found
 
 
@@ -62,14 +78,14 @@ def loss_refusal(schema: Schema, column: str, kind: str, value: float | str) -> 
     """
     if not isinstance(value, str):
         return _rounding_refusal(schema, column, value)
-    before, loss = {
-        "DATE": ("dates", "as one it would lose its hour"),
-        "TIMESTAMP": ("times without a zone", "it would lose its own"),
-        _ZONED: ("times with a zone", "it would be taken for UTC"),
-    }[kind]
+    before, loss, remedy = {
+        "BOOLEAN": ("truth values", "as one it would be true", "Write numbers in all rows"),
+        "DATE": ("dates", "as one it would lose its hour", _ALIKE),
+        "TIMESTAMP": ("times without a zone", "it would lose its own", _ALIKE),
+        _ZONED: ("times with a zone", "it would be taken for UTC", _ALIKE),
+    }[kind.removesuffix("[]")]
     return (
-        f"column {column} holds {value!r}, but its first rows hold {before}, and {loss}. Write all "
-        "of its times alike"
+        f"column {column} holds {value!r}, but its first rows hold {before}, and {loss}. {remedy}"
     )
 
 

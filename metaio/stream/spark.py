@@ -32,8 +32,10 @@ from metaio.prepare.spark_payloads import (
     PAYLOAD,
     collected,
     dealt,
+    failures_told,
     keyed,
     keyed_payloads,
+    mapped,
     null_counts,
     payload,
     quoted,
@@ -99,7 +101,7 @@ class _Spark:
         total, nulls = null_counts(self._rows, looking.schema.columns)
         refuse_counts(looking.schema, self._names, total, nulls)
         tell("looking", 0, total)
-        rows = self._rows.mapInArrow(_looker(looking, self._parts), KEYED)
+        rows = mapped(self._rows, looking.schema.columns, _looker(looking, self._parts), KEYED)
         # The occurrences of a value meet in one part, so that the driver gets it once.
         found = collected(dealt(rows, self._parts).mapInArrow(_merger(looking), PAYLOAD))
         look, no_times = Look(), np.zeros(0, np.int64)
@@ -127,7 +129,8 @@ class _Spark:
         parts = writer.folder / ".parts"
         parts.mkdir()
         num_buckets = sum(job.plan.buckets_of_split)
-        rows = self._rows.mapInArrow(_encoder(window, state_folder, num_rows), KEYED)
+        encode = _encoder(window, state_folder, num_rows)
+        rows = mapped(self._rows, job.schema.columns, encode, KEYED)
         # Tasks that are not in the window pass through their buckets, too, so none may be left out.
         all_buckets = self._range(num_buckets).mapInArrow(_no_rows(window), KEYED)
         rows = dealt(rows.union(all_buckets), num_buckets)
@@ -153,6 +156,7 @@ class _Spark:
         return self._session.range(0, stop, 1, min(stop, self._parts))
 
 
+@failures_told()
 def _frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
     """Return the columns that are read of all files.
 

@@ -38,6 +38,16 @@ def test_a_file_is_whole_as_it_is_there_unless_an_age_is_asked_for(tmp_path: Pat
     assert names(f"{tmp_path}/*.parquet", 3_600.0) == []
 
 
+def test_links_to_files_are_files(tmp_path: Path) -> None:
+    (tmp_path / "real.csv").touch()
+    (tmp_path / "logs" / "day=1").mkdir(parents=True)
+    for name in ("a.csv", "_SUCCESS"):
+        (tmp_path / "logs" / "day=1" / name).symlink_to(tmp_path / "real.csv")
+    (tmp_path / "logs" / "day=1" / "elsewhere").symlink_to(tmp_path)
+    (found,) = closed_partitions(f"{tmp_path}/logs/*", 0.0)
+    assert found.files == (f"{tmp_path}/logs/day=1/a.csv",)
+
+
 def test_a_glob_of_another_file_system_names_whole_urls() -> None:
     import fsspec
 

@@ -4,20 +4,23 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow.csv as pa_csv
+import pytest
 
+from metaio import DataError
+from metaio.prepare.inputs import expand
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from tests.metaio.prepare.test_local import changed, raw_table
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, handler: type[BaseHTTPRequestHandler] | None = None) -> Iterator[str]:
     """The URL of a server of the files of a folder."""
-    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    handler = handler or partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -38,3 +41,41 @@ def test_files_of_a_web_server_are_read_as_those_of_a_disk(tmp_path: Path) -> No
         for root in (tmp_path / "own", tmp_path / "served")
     )
     assert own == found
+
+
+def test_a_file_whose_size_a_web_server_does_not_say_is_not_taken_for_empty(tmp_path: Path) -> None:
+    class OfNoSize(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(b"user,item\n1,2\n")
+
+    with served(tmp_path, OfNoSize) as url:
+        found = expand([f"{url}/log.csv"], tmp_path)
+    assert (found.names, found.num_empty) == ([f"{url}/log.csv"], 0)
+
+
+def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:
+    """Its rows stand in the finished files, too."""
+    for name in ("a.csv", "_temporary/0/a.csv", ".staging/a.csv", "day=1/b.csv", "day=1/_c.csv"):
+        path = tmp_path / "_logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("user,item\n1,2\n")
+    logs = tmp_path / "_logs"
+    wanted = [str(logs / "a.csv"), str(logs / "day=1" / "b.csv")]
+    assert expand([str(logs)], tmp_path).names == wanted
+    assert expand([f"{logs}/**/*.csv"], tmp_path).names == wanted
+    own = f"{logs}/_temporary/0/*.csv"  # whoever spells it means it
+    assert expand([own], tmp_path).names == [str(logs / "_temporary/0/a.csv")]
+
+
+def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    """All of its rows would count twice."""
+    path = tmp_path / "a.csv"
+    path.write_text("user,item\n1,2\n")
+    with pytest.raises(DataError) as caught:
+        expand([f"{tmp_path}/*.csv", str(path)], tmp_path)
+    assert str(caught.value) == f"input {path} is given 2 times. Give it once"

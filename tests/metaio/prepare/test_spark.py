@@ -59,6 +59,32 @@ def test_spark_and_one_machine_agree_to_the_byte(
         assert (Path(many.url) / file).read_bytes() == (Path(one.url) / file).read_bytes()
 
 
+def test_columns_and_files_may_be_called_anything(tmp_path: Path, session: Any) -> None:
+    from metaio.prepare.spark import prepare_with_spark
+
+    names = {"user": "event.user", "item": "a`b", "city": "a.b`"}
+    table = raw_table(60)
+    table = table.rename_columns([names.get(name, name) for name in table.column_names])
+    part = pa.array([row % 3 > 0 for row in range(60)])
+    table = table.set_column(table.column_names.index("part"), "s.part", part)
+    (tmp_path / "raw").mkdir()
+    # In an URL %20 would stand behind "!".
+    for first, name in enumerate(("x 1.parquet", "x!1.parquet")):
+        pq.write_table(table.slice(30 * first, 30), tmp_path / "raw" / name)
+    schema = changed(
+        task={"column": "event.user"},
+        single=[{"column": "a`b", "hash": 50}, {"column": "a.b`", "vocabulary": 1, "table": "t"}],
+        multi=[],
+        splits={"column": "s.part", "train": "true"},
+        episodes={**BASE["episodes"], "by": "random"},
+    )
+    prepare([str(tmp_path / "raw")], str(tmp_path / "one"), schema)
+    prepare_with_spark(session.read.parquet(str(tmp_path / "raw")), str(tmp_path / "many"), schema)
+    one, many = open_dataset(str(tmp_path / "one")), open_dataset(str(tmp_path / "many"))
+    assert list(one.splits) == ["true", "false"]
+    assert many.manifest == one.manifest
+
+
 def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) -> None:
     from metaio.prepare.spark import prepare_with_spark
 

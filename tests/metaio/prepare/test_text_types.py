@@ -1,12 +1,16 @@
 """Text files: nothing is lost because the first rows looked narrower than later ones."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, Dataset, open_dataset
+from metaio.format.layout import VOCABULARY_FOLDER
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
 
@@ -117,3 +121,83 @@ def test_a_column_to_be_split_is_text_whatever_its_first_rows_hold(tmp_path: Pat
         "tags": 4,
     }
     assert sorted(dataset.read_block("train", 0).multi_lengths_NM[:, 0].tolist()) == [1, 1, 1, 2]
+
+
+def of_json(tmp_path: Path, column: str, values: Sequence[object], **parts: Any) -> Dataset:
+    """A dataset of JSON lines, a file for each two of the values; other columns hold what suits."""
+    for index in range(0, len(values), 2):
+        lines = (
+            json.dumps({"user": 1, "item": row, "y": row % 2} | {column: values[row]}) + "\n"
+            for row in (index, index + 1)
+        )
+        (tmp_path / f"{index}.json").write_text("".join(lines))
+    out = str(tmp_path / "out")
+    prepare([str(tmp_path / "*.json")], out, parse_schema(SCHEMA | parts))
+    return open_dataset(out)
+
+
+def values_of(dataset: Dataset, table: str) -> list[Any]:
+    path = f"{dataset.url}/{VOCABULARY_FOLDER}/{table}.parquet"
+    found: list[Any] = pq.read_table(path)["value"].to_pylist()
+    return found
+
+
+def test_decimals_behind_integers_stay_decimals_in_vectors_of_json(tmp_path: Path) -> None:
+    vectors = [[0, 1], [1, 0], [0.5, 1.25], [1, 0.75]]
+    vector = [{"column": "v", "width": 2}]
+    block = of_json(tmp_path, "v", vectors, vector=vector).read_block("train", 0)
+    assert sorted(block.dense_NK.tolist()) == sorted(vectors)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        (
+            "list",
+            [[1, 2], [3], [1.5, 4], []],
+            "column list holds 1.5, but its first rows hold integers, and as one it would be "
+            "rounded. Correct that row, or write all of its numbers with a decimal point",
+        ),
+        (
+            "y",
+            [True, False, 0.3, 1],
+            "column y holds '0.3', but its first rows hold truth values, and as one it would be "
+            "true. Write numbers in all rows",
+        ),
+        (
+            "item",
+            [True, False, 1, 7],
+            "column item holds '7', but its first rows hold truth values, and as one it would be "
+            "true. Write numbers in all rows",
+        ),
+    ],
+)
+def test_numbers_of_json_are_not_turned_into_what_first_rows_hold(
+    tmp_path: Path, column: str, values: list[object], message: str
+) -> None:
+    multi = [{"column": "list", "hash": 100}] if column == "list" else []
+    with pytest.raises(DataError) as caught:
+        of_json(tmp_path, column, values, multi=multi)
+    assert str(caught.value) == message
+
+
+def test_truth_values_of_json_may_be_0_and_1_later(tmp_path: Path) -> None:
+    block = of_json(tmp_path, "y", [True, False, 0, 1]).read_block("train", 0)
+    assert sorted(block.label_N.tolist()) == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_uuids_of_json_stay_as_they_are_written(tmp_path: Path) -> None:
+    """A request would name them as the log does."""
+    uuids = [f"{start}-E29B-41d4-a716-446655440000" for start in ("550E8400", "550e8400")]
+    assert values_of(of_json(tmp_path, "item", uuids), "item") == uuids
+    lists = [uuids[:1], uuids[1:]]
+    folder = tmp_path / "lists"
+    folder.mkdir()
+    multi = [{"column": "many", "vocabulary": 1}]
+    assert values_of(of_json(folder, "many", lists, multi=multi), "many") == uuids
+
+
+def test_lists_of_json_stay_lists_where_text_would_be_split(tmp_path: Path) -> None:
+    multi = [{"column": "many", "vocabulary": 1, "separator": "|"}]
+    dataset = of_json(tmp_path, "many", [[1, 2], [3]], multi=multi)
+    assert values_of(dataset, "many") == [1, 2, 3]
