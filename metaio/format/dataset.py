@@ -180,7 +180,8 @@ class Dataset:
             if verify:  # just before they are decoded: the bytes come from the cache then
                 group.check([next(checksums) for _ in group.ranges])
             # Bundles are copied into batches stretch by stretch: once is enough.
-            columns[stream.name] = group.decode(in_place=bundles is not None)
+            in_place = bundles is not None and self._seen is None
+            columns[stream.name] = group.decode(in_place)
         place = f"{self.url}, split {split}, block {block}"
         try:
             decoded = assemble(

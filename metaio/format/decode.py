@@ -56,12 +56,13 @@ class RowGroup:
 
     def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
         """Return the columns as arrays, which share Arrow's memory; with `in_place` that of the
-        file where its bytes are the values, which then may begin at any address.
+        file where its bytes are the values, which then may begin at any address, and few enough
+        files are held so.
 
         Raises:
             FormatError: the pages are not what the footer says.
         """
-        stored = self._stored() if in_place else None
+        stored = self._stored() if in_place and self.window.may_be_held() else None
         if stored is not None:
             return stored
         try:

@@ -115,6 +115,8 @@ def test_pages_stay_up_to_the_bound_and_leave_beyond_it(monkeypatch: pytest.Monk
     left: list[tuple[int, int]] = []
 
     class Mapped:
+        path = "a.bin"
+
         def madvise(self, advice: int, first: int, length: int) -> None:
             assert advice == mmap.MADV_DONTNEED
             left.append((first, length))
