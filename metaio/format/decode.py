@@ -3,6 +3,7 @@
 Shape suffixes: T episodes, N rows, M multi-id features, B tables, U unique ids of all tables.
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class RowGroup:
         for index, (begin, end) in enumerate(self.ranges):
             column = group.column(index)
             kind = _PLAIN_TYPES.get(column.physical_type)
-            if kind is None or column.compression != "UNCOMPRESSED":
+            if kind is None or column.num_values < 0 or column.compression != "UNCOMPRESSED":
                 return None
             start = end - column.num_values * kind.itemsize
             # Required values have no levels: a page of that size holds all of them and nothing
@@ -133,15 +134,15 @@ def read_footer(
         metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
         schema = metadata.schema.to_arrow_schema()
         groups = [chunk_ranges(metadata, index) for index in range(metadata.num_row_groups)]
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise faulty(f"{name}: the footer cannot be decoded: {error}") from error
     if (schema.names, schema.types) != (stream.schema.names, stream.schema.types):
         raise faulty(f"{name} has other columns or types than {', '.join(stream.schema.names)}")
     if len(groups) != num_blocks:
         raise faulty(f"{name} has {len(groups)} row groups, its shard {num_blocks} blocks")
     for ranges in groups:
-        bounds = [0, ranges[0][0], ranges[-1][1], num_bytes]
-        if bounds != sorted(bounds) or any(begin > end for begin, end in ranges):
+        bounds = [0, *itertools.chain(*ranges), num_bytes]
+        if bounds != sorted(bounds):  # one after another: they are fetched as one range
             raise faulty(f"{name}: a column chunk lies outside of the file's {num_bytes} bytes")
     return metadata
 
