@@ -189,13 +189,10 @@ def _contradictions(
     support_T = decoded.support_lengths_T
     if support_T.min(initial=0) < 0 or (support_T > rows_T).any():
         yield "num_support"
-    for positions in (decoded.positions_NF, decoded.multi_positions_V):
-        if _outside(positions, len(decoded.unique_ids_U)):
-            yield "position"
-    if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
-        yield "id"
     if not are_apart(features, decoded):
         yield "position"
+    if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
+        yield "id"
 
 
 def _are_ids(features: Features, unique_ids_U: Int64, unique_offsets_B1: Int64) -> bool:
@@ -214,10 +211,9 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[np.generic]:
     return found
 
 
-def _outside(values: npt.NDArray[np.int32] | Int64, stop: int) -> bool:
+def _outside(values: Int64, stop: int) -> bool:
     # As unsigned numbers negative ones are the largest: one pass over them instead of two.
-    unsigned = np.dtype(f"u{values.itemsize}")
-    return bool(values.size) and bool(values.view(unsigned).max() >= stop)
+    return bool(values.size) and bool(values.view(np.uint64).max() >= stop)
 
 
 def assemble(
