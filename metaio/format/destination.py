@@ -91,11 +91,7 @@ def unfinished(out: str) -> Path | None:
     if not partial.exists():
         return None
     with _lock_file(partial).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None  # it is being written
-    return partial
+        return partial if _is_locked(lock) else None  # it is being written
 
 
 def _partial(out: str) -> Path:

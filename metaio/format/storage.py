@@ -189,7 +189,7 @@ class Storage:
             raise self._unreadable(path, error) from error
         return data
 
-    def _unreadable(self, path: str, error: OSError) -> FormatError:
+    def _unreadable(self, path: str, error: Exception) -> FormatError:
         if isinstance(error, FileNotFoundError):
             return FormatError(f"{self.name(path)} does not exist. Prepare the dataset again")
         return FormatError(
@@ -213,12 +213,15 @@ class Storage:
         return [self._window(own, data) for own, data in zip(ranges, found, strict=True)]
 
     def _window(self, own: ByteRange, data: bytes | Exception) -> Window:
-        name = self.name(own.path)
-        if isinstance(data, FileNotFoundError):
-            raise FormatError(f"{name} does not exist. Prepare the dataset again") from data
         if isinstance(data, Exception):
-            raise FormatError(f"{name} cannot be read: {data}. Try again later") from data
-        if len(data) != own.end - own.begin:
+            raise self._unreadable(own.path, data) from data
+        name, wanted = self.name(own.path), own.end - own.begin
+        if len(data) > wanted:
+            raise FormatError(
+                f"{name}: {len(data)} bytes came where {wanted} were asked for: its server knows "
+                "no ranges. Serve the dataset by one that does, or copy it to a disk"
+            )
+        if len(data) < wanted:
             raise _wrong_size(name, own.begin + len(data), own.num_bytes)
         return Window(own.begin, memoryview(data))
 

@@ -26,7 +26,7 @@ STREAM_FILE = "stream.json"
 STREAM_FORMAT = "gmeta-stream"
 INCREMENTS = "increments"
 FIRST_INCREMENT = 1
-_TICKS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "day": 1 / 86_400}
+TICKS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "day": 1 / 86_400}
 _NUMBER = re.compile(r"\d{6,}")
 
 
@@ -76,7 +76,7 @@ class Stream:
     def ticks_per_s(self) -> float:
         """Return how many units of the stream's times a second has: windows over it are seconds
         since 1970."""
-        return _TICKS_PER_S[str(self.description["time_unit"])]
+        return TICKS_PER_S[str(self.description["time_unit"])]
 
     @cached_property
     def records(self) -> list[IncrementRecord]:

@@ -129,6 +129,8 @@ def test_bundles_are_read_in_place_and_other_blocks_are_not(write: WriteFn) -> N
         )
         dataset = open_dataset(path)
         assert mapped_columns(dataset) == mapped
+        # Whoever sees the block as another one, without bundles, may share its memory.
+        assert mapped_columns(dataset.seen_as(FEATURES, lambda block: block)) == set()
         assert whole_split(dataset, "train") == episodes_of_rows(rows)
 
 
