@@ -133,7 +133,7 @@ class SupportStatistics:
         for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
             sum_N, count_N = rows.shared(entries)
             found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, shown_count(count_N)]
-        return np.stack(found, axis=1).astype(np.float32) if found else _no_columns(batch)
+        return np.stack(found, axis=1).astype(np.float32)
 
     def _foretold_N(self, batch: TaskBatch) -> Floats:
         """Return what labels count from, as labels are: from the prior, in its deviations."""
@@ -294,10 +294,6 @@ def shown_count(count_N: Floats) -> Floats:
     """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
     shown_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
     return shown_N
-
-
-def _no_columns(batch: TaskBatch) -> npt.NDArray[np.float32]:
-    return np.zeros((batch.num_rows, 0), np.float32)
 
 
 NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

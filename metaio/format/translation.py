@@ -70,8 +70,7 @@ def translated(own: Dataset, known: Dataset) -> Dataset:
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)
-    rules = _rules(own), _rules(known)
-    _check_rules(own, known, *rules)
+    _check_rules(own, known)
     rows = tuple(
         _rows_of(own, known, table.name, table.num_rows, size.num_rows)
         for table, size in zip(own.features.tables, known.features.tables, strict=True)
@@ -130,14 +129,10 @@ def _rules(dataset: Dataset) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _check_rules(
-    own: Dataset,
-    known: Dataset,
-    own_rules: dict[str, dict[str, Any]],
-    known_rules: dict[str, dict[str, Any]],
-) -> None:
+def _check_rules(own: Dataset, known: Dataset) -> None:
     """Refuse columns whose ids or numbers mean something else."""
-    for name, rule in known_rules.items():
+    own_rules = _rules(own)
+    for name, rule in _rules(known).items():
         other = own_rules.get(name)
         if other is None:
             raise DataError(f"{known.url} has {name}, {own.url} has another. {_REMEDY}")
