@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import REMEDY, FormatError, NoDatasetError, faulty
@@ -327,3 +328,16 @@ def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
             f"manifest, which lists {entry.num_bytes} bytes. {REMEDY}"
         )
     return data
+
+
+def read_column(dataset: Dataset, path: str, entry: FileEntry, name: str) -> pa.Array:
+    """Return a column of a whole small Parquet file, held against the manifest.
+
+    Raises:
+        FormatError: the file is missing or altered, or has no such column.
+    """
+    content = verify_file(dataset, path, entry)
+    try:
+        return pq.read_table(pa.BufferReader(content))[name].combine_chunks()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise faulty(f"{dataset.url}/{path} has no column {name} to read: {error}") from error
