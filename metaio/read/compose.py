@@ -64,7 +64,7 @@ def compose(
     chosen = [(block, episodes_E) for block, episodes_E in parts if len(episodes_E)]
     if not chosen:
         columns = features.tables, features.single, features.multi, features.dense
-        return empty_batch(*map(len, columns), features.num_labels)
+        return empty_batch(*map(len, columns), num_labels=features.num_labels)
     # What BlockOrder asks for all the time, at the cost of ten views. Of a block in bundles they
     # would be views of its file.
     first, episodes_E = chosen[0]
