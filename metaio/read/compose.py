@@ -63,8 +63,9 @@ def compose(
     """
     chosen = [(block, episodes_E) for block, episodes_E in parts if len(episodes_E)]
     if not chosen:
-        columns = features.tables, features.single, features.multi, features.dense
-        return empty_batch(*map(len, columns), num_labels=features.num_labels)
+        num_single, num_multi = len(features.single), len(features.multi)
+        num_dense, num_labels = len(features.dense), features.num_labels
+        return empty_batch(len(features.tables), num_single, num_multi, num_dense, num_labels)
     # What BlockOrder asks for all the time, at the cost of ten views. Of a block in bundles they
     # would be views of its file.
     first, episodes_E = chosen[0]
