@@ -151,6 +151,7 @@ def test_blocks_of_many_shards_hold_few_open_files(
     assert num_blocks > 30
     wanted = [dataset.read_block("train", block) for block in range(num_blocks)]
     del dataset
+    gc.collect()
     if not bundle_tasks:
         assert open_files(path) == 0  # pages that stay in memory hold no file
     monkeypatch.setattr("metaio.format.storage._MAX_MAPS", 8)
