@@ -17,12 +17,9 @@ import torch
 from gmeta.batches.config import AugmentConfig
 from metaio.format.block import with_one_unknown
 from metaio.format.features import OOV_ROW, Features
-from metaio.hashing import splitmix64, unit_interval
-from metaio.ragged import offsets, owners, places, ragged_indices, row_sums
+from metaio.hashing import UInt64, splitmix64, unit_interval
+from metaio.ragged import Int64, offsets, owners, places, ragged_indices, row_sums
 from metaio.read.batch import TaskBatch
-
-Ints = npt.NDArray[np.int64]
-UInt64 = npt.NDArray[np.uint64]
 
 # What keeps the random streams of different purposes apart.
 _SHARE_STREAM, _ROW_STREAM, _ID_STREAM = 1, 2, 3
@@ -96,7 +93,7 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
     return rearranged(batch, order_N, support_T)
 
 
-def row_draws(task_T: Ints, row_offsets_T1: Ints, key: int) -> npt.NDArray[np.float64]:
+def row_draws(task_T: Int64, row_offsets_T1: Int64, key: int) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each row [N], by `key`, its task and its place in the episode:
     in the order of these numbers the rows of an episode are shuffled.
     """
@@ -132,7 +129,7 @@ def drop_ids(
     )
 
 
-def rearranged(batch: TaskBatch, order_N: Ints, support_T: Ints) -> TaskBatch:
+def rearranged(batch: TaskBatch, order_N: Int64, support_T: Int64) -> TaskBatch:
     """Return the batch with these of its rows, in this order, which keeps every episode's rows
     together; so many of each episode's first ones are its support.
     """

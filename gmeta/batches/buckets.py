@@ -9,9 +9,8 @@ costs nothing.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from metaio.ragged import Int64
 
 # Of a batch's tasks, the shortest first, the share that stands in front of each cut between two
 # rectangles; the LONGEST tasks stand behind one more. Cuts at the same places in every batch: where
@@ -45,14 +44,14 @@ class Series(NamedTuple):
         """Return the smallest of them that holds this size."""
         return int(self.of_all(np.array([size]))[0])
 
-    def of_all(self, sizes: Ints) -> Ints:
+    def of_all(self, sizes: Int64) -> Int64:
         """Return the smallest of them that hold these sizes; 0 for 0."""
         at_least = np.maximum(sizes, self.least)
         # frexp is exact: 2 ** (power - 1) is the power of two below a size, or half of it itself.
         _, power = np.frexp(at_least - 1)
         steps = np.where(at_least > self.fine, 1, self.steps)
         step = np.maximum((1 << np.maximum(power.astype(np.int64) - 1, 0)) // steps, 1)
-        rounded: Ints = np.where(sizes == 0, 0, -(-at_least // step) * step)
+        rounded: Int64 = np.where(sizes == 0, 0, -(-at_least // step) * step)
         return rounded
 
 

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,10 +24,10 @@ from gmeta.rows.ragged import RowLayout
 from gmeta.rows.rectangles import PaddedTasks
 from gmeta.rows.sides import Side, Sides, TaskGroups
 from gmeta.rows.sparse_matrix import Bags
+from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import task_rows
 
-Ints = npt.NDArray[np.int64]
 ArrangedRows = Side | Sides | TaskGroups | PaddedTasks
 
 
@@ -258,7 +257,7 @@ def reading_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, Te
     return batch, rows.level1_position_P, rows.level1_position_P.numel()
 
 
-def side_lengths(batch: TaskBatch) -> tuple[Ints, Ints]:
+def side_lengths(batch: TaskBatch) -> tuple[Int64, Int64]:
     """Count support and query rows of each task."""
     support_T = batch.support_lengths_T.numpy().astype(np.int64)
     return support_T, batch.row_offsets_T1.diff().numpy() - support_T
@@ -271,7 +270,7 @@ def _num_with_query(batch: TaskBatch) -> int:
 
 def _sides(
     batch: TaskBatch,
-    groups: Sequence[Ints],
+    groups: Sequence[Int64],
     num_rows: int,
     constant_sides: tuple[bool, bool] = (False, False),
     device: str = "cpu",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from gmeta.batches.buckets import FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, Ints, cut
+from gmeta.batches.buckets import FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, cut
 from gmeta.batches.episodes import Episodes, reading_copies, side_lengths
 from gmeta.batches.groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
 from gmeta.losses.objectives import label_weights
@@ -26,7 +26,7 @@ from gmeta.rows.rectangles import (
     Rectangle,
 )
 from gmeta.rows.sparse_matrix import Bags
-from metaio.ragged import offsets, owners, ragged_indices
+from metaio.ragged import Int64, offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
 
 # Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs
@@ -51,7 +51,7 @@ def similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup]:
 
 
 def _groups_in_buckets(
-    support_T: Ints, query_T: Ints, with_query: Ints, layout: FusedLayout
+    support_T: Int64, query_T: Int64, with_query: Int64, layout: FusedLayout
 ) -> list[TaskGroup]:
     """Return these tasks, the shortest first, in groups of few sizes: buckets.py. Neighbours are
     one group where a rectangle more would cost more than it saves.
@@ -153,7 +153,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
 
 
 def _common_block(
-    batch: TaskBatch, common_F: torch.Tensor, tasks: Ints, num_rows: int, layout: FusedLayout
+    batch: TaskBatch, common_F: torch.Tensor, tasks: Int64, num_rows: int, layout: FusedLayout
 ) -> CommonFeatures:
     """Return these features of these tasks, group by group; nothing of those that pad."""
     is_there_T = torch.from_numpy(tasks >= 0)
@@ -170,12 +170,12 @@ def _common_block(
 
 def _padded_rows(
     batch: TaskBatch,
-    start_T: Ints,
-    end_T: Ints,
-    groups: list[Ints],
+    start_T: Int64,
+    end_T: Int64,
+    groups: list[Int64],
     rows_of_groups: list[int],
     dtype: torch.dtype,
-) -> tuple[PaddedRows, Ints]:
+) -> tuple[PaddedRows, Int64]:
     """Return rows start to end of each task, group by group, and which rows of the batch they are:
     [R], -1 for one that pads.
     """
@@ -207,7 +207,7 @@ def _padded_rows(
 
 
 def _padded_features(
-    batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool = False
+    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
 ) -> PaddedFeatures:
     """Return the features of these rows; of `constant` ones nobody asks for the gradient."""
     there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
@@ -222,7 +222,7 @@ def _padded_features(
 
 
 def _pooled(
-    batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool
+    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
     """Return bags of each row's features, single then multi-id; empty ones for the history, and on
     a CPU for a row of -1.
@@ -279,7 +279,7 @@ def _pooled(
 
 
 def _history(
-    batch: TaskBatch, rows_R: Ints, layout: FusedLayout, num_rows: int, constant: bool
+    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
 ) -> PaddedHistory:
     """Return the values of the layout's history, one by one; none for a row of -1."""
     there_R = rows_R >= 0
@@ -297,7 +297,7 @@ def _history(
     return PaddedHistory(bags, there_RH)
 
 
-def _values(batch: TaskBatch, rows_N: Ints, features_M: Ints) -> tuple[Ints, Ints]:
+def _values(batch: TaskBatch, rows_N: Int64, features_M: Int64) -> tuple[Int64, Int64]:
     """Return the positions that these multi-id features of these rows hold, row by row, feature by
     feature in a row, and how many each has: [V], [N, M].
     """

@@ -34,14 +34,13 @@ from gmeta.batches.support_statistics import log_odds, shown_count
 from metaio.format.block import multi_feature_of_values
 from metaio.format.features import OOV_ROW
 from metaio.hashing import splitmix64
-from metaio.ragged import owners, row_sums
+from metaio.ragged import Int64, owners, row_sums
 
 if TYPE_CHECKING:
     from gmeta.batches.config import ItemFeaturesConfig
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 NUM_FOLDS = 5
@@ -246,14 +245,14 @@ def _buffer(index: int) -> str:
     return f"column_{index}"
 
 
-def _fold_N(batch: TaskBatch) -> Ints:
+def _fold_N(batch: TaskBatch) -> Int64:
     """Return the fold of each row's task: 0 to NUM_FOLDS - 1."""
     mixed_T = splitmix64(batch.task_T.numpy().astype(np.uint64) ^ _SALT)
     fold_T = (mixed_T % np.uint64(NUM_FOLDS)).astype(np.int64)
     return np.repeat(fold_T, np.diff(batch.row_offsets_T1.numpy()))
 
 
-def _entries(batch: TaskBatch, column: _Column) -> tuple[Ints, Ints]:
+def _entries(batch: TaskBatch, column: _Column) -> tuple[Int64, Int64]:
     """Return the row and the id of each value that a column holds."""
     unique_U = batch.unique_ids_U.numpy()
     if not column.is_multi:
@@ -264,7 +263,7 @@ def _entries(batch: TaskBatch, column: _Column) -> tuple[Ints, Ints]:
 
 
 def _means_N2(
-    row_E: Ints, id_E: Ints, values_E2: npt.NDArray[Any], num_rows: int
+    row_E: Int64, id_E: Int64, values_E2: npt.NDArray[Any], num_rows: int
 ) -> npt.NDArray[np.float32]:
     """Return the means over each row's known ids, 0 where it has none."""
     # Unknown ids hold 0: only the divisor must leave them out.

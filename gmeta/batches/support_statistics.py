@@ -37,7 +37,7 @@ import torch
 from gmeta.batches.config import NO_PRIOR, LabelPrior, chosen_columns
 from metaio.format.block import multi_feature_of_values
 from metaio.format.features import OOV_ROW
-from metaio.ragged import owners, places, row_sums
+from metaio.ragged import Int64, owners, places, row_sums
 from metaio.read.task_rows import task_rows
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch
     from metaio.read.task_rows import TaskRows
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 # Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
@@ -133,7 +132,7 @@ class SupportStatistics:
         for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
             sum_N, count_N = rows.shared(entries)
             found += [self._shrunken(sum_N, count_N, mean_N) - mean_N, shown_count(count_N)]
-        return np.stack(found, axis=1).astype(np.float32) if found else _no_columns(batch)
+        return np.stack(found, axis=1).astype(np.float32)
 
     def _foretold_N(self, batch: TaskBatch) -> Floats:
         """Return what labels count from, as labels are: from the prior, in its deviations."""
@@ -182,8 +181,8 @@ class _Totals(NamedTuple):
 class _Entries(NamedTuple):
     """One column: the (task, id) pairs that each row holds, each once."""
 
-    row_E: Ints
-    pair_E: Ints
+    row_E: Int64
+    pair_E: Int64
     num_pairs: int
 
 
@@ -191,7 +190,7 @@ class _Entries(NamedTuple):
 class _Rows:
     """The rows of a batch; labels are counted from the prior, in units of its deviation."""
 
-    task_N: Ints
+    task_N: Int64
     is_support_N: npt.NDArray[np.bool_]
     label_N: Floats  # 0 where it is no support row's
     num_tasks: int
@@ -294,10 +293,6 @@ def shown_count(count_N: Floats) -> Floats:
     """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
     shown_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
     return shown_N
-
-
-def _no_columns(batch: TaskBatch) -> npt.NDArray[np.float32]:
-    return np.zeros((batch.num_rows, 0), np.float32)
 
 
 NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

@@ -7,13 +7,10 @@ Shape suffixes: T episodes, N rows; T1 = T + 1.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from gmeta.batches.augment import mixed_key, rearranged, row_draws
-from metaio.ragged import owners, places
+from metaio.ragged import Int64, owners, places
 from metaio.read.batch import TaskBatch
-
-Ints = npt.NDArray[np.int64]
 
 # Not that of a run: draws are the same for all runs, which are compared on the same rows.
 SEED = 0
@@ -38,7 +35,9 @@ class View:
         rows = (batch.task_T, batch.row_offsets_T1, batch.support_lengths_T)
         return rearranged(batch, *self.arrangement(*(tensor.numpy() for tensor in rows)))
 
-    def arrangement(self, task_T: Ints, row_offsets_T1: Ints, support_T: Ints) -> tuple[Ints, Ints]:
+    def arrangement(
+        self, task_T: Int64, row_offsets_T1: Int64, support_T: Int64
+    ) -> tuple[Int64, Int64]:
         """Return which rows are seen, in their order, and how many of each episode support it."""
         rows_T = np.diff(row_offsets_T1)
         task_N, within_N = owners(rows_T), places(rows_T)

@@ -9,6 +9,7 @@ import typer
 from gmeta.commands.screen import print_result, screen, show_table, table_of
 from gmeta.files.local import is_url
 from metaio.counted import counted
+from metaio.errors import FormatError
 from metaio.format.inspection import damage
 from metaio.prepare.schema_file import parse_schema
 from metaio.stream.chain import IncrementRecord, Stream, open_stream
@@ -16,7 +17,6 @@ from metaio.stream.quarantine import list_quarantine
 
 # The newest: one screen, whatever the age of the stream.
 _SHOWN = 12
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "day": 86_400.0}
 # From 1973 to 2286: integers that count from elsewhere are smaller.
 _LEAST_S, _MOST_S = 1e8, 1e10
 
@@ -25,17 +25,17 @@ def inspect_stream(path: str, verify: bool) -> None:
     """Show a stream's increments, windows, rows, ids, capacities and alarms; with `verify` check
     every checksum, exit code 1 if one differs."""
     stream, console = open_stream(path), screen()
-    records = stream.records
     if verify:
-        found = [line for number in stream.numbers for line in damage(stream.dataset(number))]
+        found = _problems(stream)
+        num = "" if found else counted(len(stream.records), "increment")
         for line in found:
             console.print(line)
         print_result({"kind": "stream", "path": path, "problems": found})
         if found:
             raise typer.Exit(1)
-        num = counted(len(records), "increment")
         console.print(f"{path} is intact: {num}, every checksum matches.")
         return
+    records = stream.records
     refused = [] if is_url(path) else list_quarantine(Path(path))  # which is not published
     print_result(
         {
@@ -57,7 +57,7 @@ def inspect_stream(path: str, verify: bool) -> None:
         f"{stream.description['time_unit']}, gate {gate:.0%}\n"
         f"task {schema.task.column}, {labels} {schema.label_text}"
     )
-    _show_increments(records, str(stream.description["time_unit"]))
+    _show_increments(records, stream.ticks_per_s)
     _show_tables(stream)
     if len(records) > _SHOWN:
         alarms = Counter(r.number for r in records[:-_SHOWN] for _ in r.report["alarms"])
@@ -71,10 +71,22 @@ def inspect_stream(path: str, verify: bool) -> None:
         console.print(f"quarantined before {note['before']}: {names}: {'; '.join(note['reasons'])}")
 
 
-def _show_increments(records: list[IncrementRecord], unit: str) -> None:
+def _problems(stream: Stream) -> list[str]:
+    """Return one message for each file that is missing or altered, of whichever increment."""
+    found: list[str] = []
+    for number in stream.numbers:
+        try:
+            found += damage(stream.dataset(number))
+        except FormatError as error:  # its manifest or a table of its blocks: others may be whole
+            found.append(str(error))
+    return found
+
+
+def _show_increments(records: list[IncrementRecord], ticks_per_s: float) -> None:
     heads = ("no", "window to", "rows", "late", "tasks", "back", "new ids", "freed", "!")
     shown = records[-_SHOWN:]
-    title = f"Windows from {_when(shown[0].window[0], unit)} on (back: returning tasks; !: alarms)"
+    begin = _when(shown[0].window[0], ticks_per_s)
+    title = f"Windows from {begin} on (back: returning tasks; !: alarms)"
     table = table_of(title, *heads, text=())
     for record in shown:
         report = record.report
@@ -82,7 +94,7 @@ def _show_increments(records: list[IncrementRecord], unit: str) -> None:
         back = sum(counts["returning"] for counts in report["tasks"].values())
         table.add_row(
             str(record.number),
-            _when(record.window[1], unit),
+            _when(record.window[1], ticks_per_s),
             _short(report["rows"]),
             _short(report["late"] + report["too_late"]),
             _short(back + sum(counts["new"] for counts in report["tasks"].values())),
@@ -106,9 +118,9 @@ def _show_tables(stream: Stream) -> None:
     show_table(screen(), table)
 
 
-def _when(ticks: int, unit: str) -> str:
+def _when(ticks: int, ticks_per_s: float) -> str:
     """Return an event time as a date of UTC, or as it is where it counts from elsewhere."""
-    seconds = ticks * _SECONDS[unit]
+    seconds = ticks / ticks_per_s
     if not _LEAST_S <= seconds < _MOST_S:
         return f"{ticks:,}"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

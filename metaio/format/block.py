@@ -297,18 +297,18 @@ def bundled(block: Block, num_tasks: int) -> Block:
 
 
 def are_apart(features: Features, block: Block) -> bool:
-    """Tell whether each position of a bundle is one of its own ids, in the feature's table; always
-    true of a block without bundles.
+    """Tell whether each position is one of the ids of the feature's table, and of its own bundle
+    where there are bundles.
     """
-    if block.bundles is None:
-        return True
     table_F, table_M = features.table_of_single, features.table_of_multi
-    bounds_G1 = bundle_bounds(block.num_episodes, block.bundles.num_tasks)
+    all_lengths_B = np.diff(block.unique_offsets_B1)
+    bundles = block.bundles or bundles_of(max(block.num_episodes, 1), all_lengths_B[None])
+    bounds_G1 = bundle_bounds(block.num_episodes, bundles.num_tasks)
     rows_G = _stretches(block.row_offsets_T1[bounds_G1])
     values_G = _stretches(block.value_offsets_T1[bounds_G1])
     for index, (rows, values) in enumerate(zip(rows_G, values_G, strict=True)):
-        starts_B = block.bundles.starts_GB[index].astype(np.int32)
-        lengths_B = block.bundles.lengths_GB[index]
+        starts_B = bundles.starts_GB[index].astype(np.int32)
+        lengths_B = bundles.lengths_GB[index]
         table_V = table_M[multi_feature_of_values(block.multi_lengths_NM[rows])]
         for position, table in (
             (block.positions_NF[rows], table_F),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import REMEDY, FormatError, NoDatasetError, faulty
@@ -180,7 +181,8 @@ class Dataset:
             if verify:  # just before they are decoded: the bytes come from the cache then
                 group.check([next(checksums) for _ in group.ranges])
             # Bundles are copied into batches stretch by stretch: once is enough.
-            columns[stream.name] = group.decode(in_place=bundles is not None)
+            in_place = bundles is not None and self._seen is None
+            columns[stream.name] = group.decode(in_place)
         place = f"{self.url}, split {split}, block {block}"
         try:
             decoded = assemble(
@@ -326,3 +328,16 @@ def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
             f"manifest, which lists {entry.num_bytes} bytes. {REMEDY}"
         )
     return data
+
+
+def read_column(dataset: Dataset, path: str, entry: FileEntry, name: str) -> pa.Array:
+    """Return a column of a whole small Parquet file, held against the manifest.
+
+    Raises:
+        FormatError: the file is missing or altered, or has no such column.
+    """
+    content = verify_file(dataset, path, entry)
+    try:
+        return pq.read_table(pa.BufferReader(content))[name].combine_chunks()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise faulty(f"{dataset.url}/{path} has no column {name} to read: {error}") from error

@@ -3,6 +3,7 @@
 Shape suffixes: T episodes, N rows, M multi-id features, B tables, U unique ids of all tables.
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -56,12 +57,13 @@ class RowGroup:
 
     def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
         """Return the columns as arrays, which share Arrow's memory; with `in_place` that of the
-        file where its bytes are the values, which then may begin at any address.
+        file where its bytes are the values, which then may begin at any address, and few enough
+        files are held so.
 
         Raises:
             FormatError: the pages are not what the footer says.
         """
-        stored = self._stored() if in_place else None
+        stored = self._stored() if in_place and self.window.may_be_held() else None
         if stored is not None:
             return stored
         try:
@@ -84,7 +86,7 @@ class RowGroup:
         for index, (begin, end) in enumerate(self.ranges):
             column = group.column(index)
             kind = _PLAIN_TYPES.get(column.physical_type)
-            if kind is None or column.compression != "UNCOMPRESSED":
+            if kind is None or column.num_values < 0 or column.compression != "UNCOMPRESSED":
                 return None
             start = end - column.num_values * kind.itemsize
             # Required values have no levels: a page of that size holds all of them and nothing
@@ -132,15 +134,15 @@ def read_footer(
         metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
         schema = metadata.schema.to_arrow_schema()
         groups = [chunk_ranges(metadata, index) for index in range(metadata.num_row_groups)]
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise faulty(f"{name}: the footer cannot be decoded: {error}") from error
     if (schema.names, schema.types) != (stream.schema.names, stream.schema.types):
         raise faulty(f"{name} has other columns or types than {', '.join(stream.schema.names)}")
     if len(groups) != num_blocks:
         raise faulty(f"{name} has {len(groups)} row groups, its shard {num_blocks} blocks")
     for ranges in groups:
-        bounds = [0, ranges[0][0], ranges[-1][1], num_bytes]
-        if bounds != sorted(bounds) or any(begin > end for begin, end in ranges):
+        bounds = [0, *itertools.chain(*ranges), num_bytes]
+        if bounds != sorted(bounds):  # one after another: they are fetched as one range
             raise faulty(f"{name}: a column chunk lies outside of the file's {num_bytes} bytes")
     return metadata
 
@@ -187,13 +189,10 @@ def _contradictions(
     support_T = decoded.support_lengths_T
     if support_T.min(initial=0) < 0 or (support_T > rows_T).any():
         yield "num_support"
-    for positions in (decoded.positions_NF, decoded.multi_positions_V):
-        if _outside(positions, len(decoded.unique_ids_U)):
-            yield "position"
-    if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
-        yield "id"
     if not are_apart(features, decoded):
         yield "position"
+    if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
+        yield "id"
 
 
 def _are_ids(features: Features, unique_ids_U: Int64, unique_offsets_B1: Int64) -> bool:
@@ -212,10 +211,9 @@ def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[np.generic]:
     return found
 
 
-def _outside(values: npt.NDArray[np.int32] | Int64, stop: int) -> bool:
+def _outside(values: Int64, stop: int) -> bool:
     # As unsigned numbers negative ones are the largest: one pass over them instead of two.
-    unsigned = np.dtype(f"u{values.itemsize}")
-    return bool(values.size) and bool(values.view(unsigned).max() >= stop)
+    return bool(values.size) and bool(values.view(np.uint64).max() >= stop)
 
 
 def assemble(

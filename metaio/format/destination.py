@@ -46,16 +46,19 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
         DataError: `out` exists already, another process writes it, or the disk is full.
     """
     fs, root = file_system(out)
-    exists = fs.exists(f"{root}/{MANIFEST_NAME}")
-    if exists and not overwrite:
-        raise DataError(
-            f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
-            "it"
-        )
     local = is_local(fs)
     if local:
-        _check_target(Path(root), exists)
+        Path(root).parent.mkdir(parents=True, exist_ok=True)
     with folder_of_one_writer(_partial(out), root if local else out) as folder:
+        # Behind the lock: another writer of the same place may have ended just before.
+        exists = fs.exists(f"{root}/{MANIFEST_NAME}")
+        if exists and not overwrite:
+            raise DataError(
+                f"{out} holds a dataset already. Choose another place, or pass --overwrite to "
+                "replace it"
+            )
+        if local and not exists:
+            _check_target(Path(root))
         yield folder, local
         if local:
             replace_folder(folder, Path(root))
@@ -91,11 +94,7 @@ def unfinished(out: str) -> Path | None:
     if not partial.exists():
         return None
     with _lock_file(partial).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None  # it is being written
-    return partial
+        return partial if _is_locked(lock) else None  # it is being written
 
 
 def _partial(out: str) -> Path:
@@ -110,12 +109,11 @@ def _lock_file(partial: Path) -> Path:
     return partial.with_suffix(".lock")
 
 
-def _check_target(target: Path, exists: bool) -> None:
-    if target.exists() and not exists and (not target.is_dir() or any(target.iterdir())):
+def _check_target(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(
             f"{target} exists and is not a dataset. Choose a place that is empty or does not exist"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

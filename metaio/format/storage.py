@@ -4,6 +4,7 @@ import io
 import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ import pyarrow as pa
 
 from metaio.errors import FormatError, UrlError
 
-# Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block; maps hold no memory.
-_MAX_MAPS = 512
+# Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block. A map holds no memory, but
+# an open file, and many systems allow a process 1,024 of them.
+_MAX_MAPS = 256
+_MAX_MAPS_HELD = 640
 _MAX_RESIDENT_BYTES = 512 << 20
 
 
@@ -74,6 +77,15 @@ class _SparseFile(io.RawIOBase):
         return True
 
 
+class _Map(mmap.mmap):
+    """A file that is mapped, by its path."""
+
+    path: str
+
+
+_held: "weakref.WeakSet[_Map]" = weakref.WeakSet()  # of all datasets
+
+
 class _Resident:
     """Bounds how many bytes of mapped files count as this process's memory.
 
@@ -83,23 +95,23 @@ class _Resident:
     """
 
     def __init__(self) -> None:
-        self._kept: set[tuple[mmap.mmap, int]] = set()
+        self._kept: set[tuple[str, int]] = set()  # not the map, which it would hold
         self._num_bytes = 0
         # Reentrant: a block may be let go of, hence used, wherever memory is asked for.
         self._lock = threading.RLock()
 
-    def used(self, mapped: mmap.mmap, begin: int, end: int) -> None:
+    def used(self, mapped: _Map, begin: int, end: int) -> None:
         """Keep the whole pages within these bytes, or let them go where the bound is reached."""
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first >= stop:
             return
         with self._lock:
-            if (mapped, first) in self._kept:
+            if (mapped.path, first) in self._kept:
                 return
             if self._num_bytes + stop - first <= _MAX_RESIDENT_BYTES:
                 self._num_bytes += stop - first
-                self._kept.add((mapped, first))
+                self._kept.add((mapped.path, first))
                 return
         mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
@@ -114,7 +126,7 @@ class Window:
 
     def done(self, begin: int, end: int) -> None:
         """Note that these bytes were used: mapped pages may leave memory until they are read."""
-        if self._resident is not None and isinstance(self._data.obj, mmap.mmap):
+        if self._resident is not None and isinstance(self._data.obj, _Map):
             self._resident.used(self._data.obj, begin, end)
 
     def will_need(self, begin: int, end: int) -> None:
@@ -122,6 +134,10 @@ class Window:
         if isinstance(self._data.obj, mmap.mmap):
             first = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._data.obj.madvise(mmap.MADV_WILLNEED, first, end - first)
+
+    def may_be_held(self) -> bool:
+        """Tell whether arrays may look at its bytes as long as they like."""
+        return not isinstance(self._data.obj, mmap.mmap) or len(_held) <= _MAX_MAPS_HELD
 
     def view(self, begin: int, end: int) -> memoryview:
         """Return the bytes [begin, end) of the file, not copied."""
@@ -153,7 +169,7 @@ class Storage:
         self._fs: Any
         self._fs, self._root = file_system(self.url)
         self.is_local = is_local(self._fs)
-        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._maps: OrderedDict[str, _Map] = OrderedDict()
         self._resident = _Resident()
         self._lock = threading.Lock()
 
@@ -173,7 +189,7 @@ class Storage:
             raise self._unreadable(path, error) from error
         return data
 
-    def _unreadable(self, path: str, error: OSError) -> FormatError:
+    def _unreadable(self, path: str, error: Exception) -> FormatError:
         if isinstance(error, FileNotFoundError):
             return FormatError(f"{self.name(path)} does not exist. Prepare the dataset again")
         return FormatError(
@@ -197,16 +213,19 @@ class Storage:
         return [self._window(own, data) for own, data in zip(ranges, found, strict=True)]
 
     def _window(self, own: ByteRange, data: bytes | Exception) -> Window:
-        name = self.name(own.path)
-        if isinstance(data, FileNotFoundError):
-            raise FormatError(f"{name} does not exist. Prepare the dataset again") from data
         if isinstance(data, Exception):
-            raise FormatError(f"{name} cannot be read: {data}. Try again later") from data
-        if len(data) != own.end - own.begin:
+            raise self._unreadable(own.path, data) from data
+        name, wanted = self.name(own.path), own.end - own.begin
+        if len(data) > wanted:
+            raise FormatError(
+                f"{name}: {len(data)} bytes came where {wanted} were asked for: its server knows "
+                "no ranges. Serve the dataset by one that does, or copy it to a disk"
+            )
+        if len(data) < wanted:
             raise _wrong_size(name, own.begin + len(data), own.num_bytes)
         return Window(own.begin, memoryview(data))
 
-    def _mapped(self, path: str, num_bytes: int) -> mmap.mmap:
+    def _mapped(self, path: str, num_bytes: int) -> _Map:
         full = f"{self._root}/{path}"
         try:
             found_bytes = os.stat(full).st_size
@@ -218,8 +237,10 @@ class Storage:
                     self._maps.move_to_end(full)
                     return self._maps[full]
             with open(full, "rb") as file:
-                mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
+                mapped = _Map(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
+            mapped.path = full
             with self._lock:
+                _held.add(mapped)
                 self._maps[full] = mapped
                 # Let go of, not closed: whoever still reads from it holds it.
                 if len(self._maps) > _MAX_MAPS:

@@ -5,7 +5,6 @@ Shape suffixes: R rows of one table, U unique ids of all tables, N rows, K dense
 """
 
 from dataclasses import dataclass, replace
-from io import BytesIO
 from itertools import chain
 from typing import Any
 
@@ -13,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from metaio.errors import DataError
 from metaio.format.block import Block, with_one_unknown
-from metaio.format.dataset import Dataset, verify_file
+from metaio.format.dataset import Dataset, read_column
 from metaio.format.features import FeatureSpec
 from metaio.format.layout import VOCABULARY_FOLDER
 from metaio.ragged import Int64, offsets, owners
@@ -70,8 +68,7 @@ def translated(own: Dataset, known: Dataset) -> Dataset:
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)
-    rules = _rules(own), _rules(known)
-    _check_rules(own, known, *rules)
+    _check_rules(own, known)
     rows = tuple(
         _rows_of(own, known, table.name, table.num_rows, size.num_rows)
         for table, size in zip(own.features.tables, known.features.tables, strict=True)
@@ -130,14 +127,10 @@ def _rules(dataset: Dataset) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _check_rules(
-    own: Dataset,
-    known: Dataset,
-    own_rules: dict[str, dict[str, Any]],
-    known_rules: dict[str, dict[str, Any]],
-) -> None:
+def _check_rules(own: Dataset, known: Dataset) -> None:
     """Refuse columns whose ids or numbers mean something else."""
-    for name, rule in known_rules.items():
+    own_rules = _rules(own)
+    for name, rule in _rules(known).items():
         other = own_rules.get(name)
         if other is None:
             raise DataError(f"{known.url} has {name}, {own.url} has another. {_REMEDY}")
@@ -186,9 +179,8 @@ def _rows_of(own: Dataset, known: Dataset, table: str, num_rows: int, num_known:
 
 def _vocabulary(dataset: Dataset, table: str) -> pa.Array:
     """Return the values of a table's rows from 1 on."""
-    path = f"{VOCABULARY_FOLDER}/{table}.parquet"
-    content = verify_file(dataset, path, dataset.manifest.vocabularies[table])
-    return pq.read_table(BytesIO(content))["value"].combine_chunks()
+    entry = dataset.manifest.vocabularies[table]
+    return read_column(dataset, f"{VOCABULARY_FOLDER}/{table}.parquet", entry, "value")
 
 
 def _affine(

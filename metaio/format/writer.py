@@ -282,10 +282,9 @@ class DatasetWriter:
             # Of decoded content, so that codec, block files and engine leave the fingerprint as it
             # is.
             digest.update(name.encode() + table["content_xxh3"].to_numpy().tobytes())
-        if raw_ids := sorted(self.folder.glob(f"{RAW_IDS_FOLDER}/*.parquet")):
+        if raw_ids := self._entries(RAW_IDS_FOLDER):
             # Not a key of its own: an earlier release refuses what it does not know.
-            entries_of_ids = {path.stem: vars(file_entry(mapped(path))) for path in raw_ids}
-            self.report = {**self.report, RAW_IDS_FOLDER: entries_of_ids}
+            self.report = {**self.report, RAW_IDS_FOLDER: raw_ids}
         manifest = Manifest(
             **vars(own) | {"recipe": own.recipe or {}},
             features=self._plan.features,
@@ -295,7 +294,7 @@ class DatasetWriter:
             recipe_xxh3=xxh3_hex(canonical_json(own.recipe or {})),
             vocabularies=self._entries(VOCABULARY_FOLDER),
             stream=self.stream and replace(self.stream, resets=self._entries(RESET_FOLDER)),
-            report=json.loads(json.dumps(self.report)),
+            report=json.loads(json.dumps(self.report, default=vars)),
             created_by={
                 "python": sys.version.split()[0],
                 "pyarrow": pa.__version__,

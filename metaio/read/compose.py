@@ -7,6 +7,7 @@ block, P parts of a batch, or positions that one of them uses.
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,14 +63,9 @@ def compose(
     """
     chosen = [(block, episodes_E) for block, episodes_E in parts if len(episodes_E)]
     if not chosen:
-        sizes = (
-            len(features.tables),
-            len(features.single),
-            len(features.multi),
-            len(features.dense),
-            features.num_labels,
-        )
-        return empty_batch(*sizes)
+        num_single, num_multi = len(features.single), len(features.multi)
+        num_dense, num_labels = len(features.dense), features.num_labels
+        return empty_batch(len(features.tables), num_single, num_multi, num_dense, num_labels)
     # What BlockOrder asks for all the time, at the cost of ten views. Of a block in bundles they
     # would be views of its file.
     first, episodes_E = chosen[0]
@@ -86,20 +82,8 @@ def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
 
 
 def _whole_block(block: Block) -> TaskBatch:
-    return TaskBatch(
-        task_T=_tensor(block.task_T),
-        row_offsets_T1=_tensor(block.row_offsets_T1),
-        support_lengths_T=_tensor(block.support_lengths_T),
-        label_N=_tensor(block.label_N),
-        dense_NK=_tensor(block.dense_NK),
-        unique_ids_U=_tensor(block.unique_ids_U),
-        unique_lengths_B=_tensor(np.diff(block.unique_offsets_B1)),
-        positions_NF=_tensor(block.positions_NF),
-        multi_positions_V=_tensor(block.multi_positions_V),
-        multi_lengths_NM=_tensor(block.multi_lengths_NM),
-        row_id_N=_tensor(block.row_id_N),
-        weight_N=_tensor(block.weight_N),
-    )
+    columns = {"unique_lengths_B": np.diff(block.unique_offsets_B1), **vars(block)}
+    return TaskBatch(**{own.name: _tensor(columns[own.name]) for own in fields(TaskBatch)})
 
 
 def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: Memory) -> TaskBatch:

@@ -11,12 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from metaio.errors import FormatError, NoDatasetError
 from metaio.format.checked_json import checked
-from metaio.format.dataset import Dataset, open_dataset, verify_file
+from metaio.format.dataset import Dataset, open_dataset, read_column
 from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
 from metaio.format.manifest import Manifest, decode_manifest
 from metaio.format.storage import Storage, file_system, is_local
@@ -26,7 +24,7 @@ STREAM_FILE = "stream.json"
 STREAM_FORMAT = "gmeta-stream"
 INCREMENTS = "increments"
 FIRST_INCREMENT = 1
-_TICKS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "day": 1 / 86_400}
+TICKS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "day": 1 / 86_400}
 _NUMBER = re.compile(r"\d{6,}")
 
 
@@ -76,7 +74,7 @@ class Stream:
     def ticks_per_s(self) -> float:
         """Return how many units of the stream's times a second has: windows over it are seconds
         since 1970."""
-        return _TICKS_PER_S[str(self.description["time_unit"])]
+        return TICKS_PER_S[str(self.description["time_unit"])]
 
     @cached_property
     def records(self) -> list[IncrementRecord]:
@@ -223,8 +221,6 @@ def reset_rows(dataset: Dataset) -> dict[str, Int64]:
     """
     place, found = dataset.manifest.stream, {}
     for table, entry in (place.resets if place else {}).items():
-        path = f"{RESET_FOLDER}/{table}.parquet"
-        content = verify_file(dataset, path, entry)
-        rows: Int64 = pq.read_table(pa.BufferReader(content))["row"].to_numpy()
-        found[table] = rows.astype(np.int64)
+        rows = read_column(dataset, f"{RESET_FOLDER}/{table}.parquet", entry, "row")
+        found[table] = rows.to_numpy().astype(np.int64)
     return found

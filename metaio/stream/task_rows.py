@@ -59,9 +59,10 @@ def in_task_order(
     places_V[~is_new_V] = ragged_indices(old_offsets[waiting], lengths)
     for name, array in vars(found).items():
         is_new, places = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
-        if len(waiting):
+        kept = getattr(old, name)
+        if len(waiting) and len(kept):  # lists may all be empty
             # All of it is copied once: most tasks wait. "clip" alone writes straight to `out`.
-            np.take(getattr(old, name), places, axis=0, out=array, mode="clip")
+            np.take(kept, places, axis=0, out=array, mode="clip")
         array[is_new] = getattr(newest, name)
     return found
 

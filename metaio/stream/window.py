@@ -21,11 +21,11 @@ from metaio.prepare.splits import Splits, rows_of_splits, split_of
 from metaio.prepare.survey import Moments, add_moments, moments_of, values_of_rows
 from metaio.prepare.values import time_values
 from metaio.ragged import Int64
+from metaio.stream.chain import TICKS_PER_S
 from metaio.stream.numbering import Occurrences, merged
 
 # Parts are merged once there are this many, so that memory follows the distinct values.
 _MERGE_AFTER = 16
-_TICKS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DAY_S = 86_400
 
 
@@ -67,7 +67,7 @@ class Clock:
         """Return the clock of a stream whose times count in `unit`."""
 
         def ticks(seconds: float) -> int:
-            return int(seconds // _DAY_S if unit == "day" else seconds * _TICKS_PER_S[unit])
+            return int(seconds // _DAY_S if unit == "day" else seconds * TICKS_PER_S[unit])
 
         # A ttl below a day of a column of days would be 0, which is never.
         ttl = max(ticks(rule.ttl), 1) if rule.ttl else 0

@@ -107,6 +107,26 @@ def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None
         assert (folder / "mine").exists()
 
 
+def test_what_another_writer_finished_just_before_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "data"
+
+    def finished_meanwhile(partial: Path, name: str) -> Any:
+        out.mkdir()
+        (out / "manifest.json").write_text("of another")
+        return folder_of_one_writer(partial, name)
+
+    monkeypatch.setattr("metaio.format.destination.folder_of_one_writer", finished_meanwhile)
+    with pytest.raises(DataError) as caught, destination(str(out), False) as (folder, _):
+        (folder / "manifest.json").write_text("of this one")
+    assert str(caught.value) == (
+        f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace it"
+    )
+    assert (out / "manifest.json").read_text() == "of another"
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
 def test_who_locked_a_file_that_the_last_writer_has_removed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

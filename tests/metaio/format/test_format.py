@@ -166,26 +166,30 @@ def test_a_block_table_of_another_writer_with_too_few_lists_is_refused(write: Wr
     )
 
 
-def test_positions_that_no_id_answers_are_refused(write: WriteFn) -> None:
+@pytest.mark.parametrize("bundle_tasks", [0, 4])
+def test_positions_of_no_id_or_of_another_table_are_refused(
+    write: WriteFn, bundle_tasks: int
+) -> None:
     """A foreign writer may give checksums of wrong content."""
-    path = write({"train": make_rows(4)})
-    dataset = open_dataset(path)
-    decoded = dataset.read_block("train", 0)
-    positions_NF = decoded.positions_NF.copy()
-    positions_NF[0, 0] = len(decoded.unique_ids_U)
-    with pytest.raises(FormatError) as caught:
-        check_counts(
-            "data, block 0",
-            FEATURES,
-            replace(decoded, positions_NF=positions_NF),
-            decoded.num_episodes,
-            decoded.num_rows,
-            len(decoded.multi_positions_V),
+    path = write({"train": make_rows(40)}, bundle_tasks=bundle_tasks)
+    decoded = open_dataset(path).read_block("train", 0)
+    beyond, counted_anew = decoded.positions_NF.copy(), decoded.positions_NF.copy()
+    beyond[0, 0] = len(decoded.unique_ids_U)
+    counted_anew[:, 1] -= int(decoded.unique_offsets_B1[2])  # as if those of each table began at 0
+    for positions_NF in (beyond, counted_anew):
+        with pytest.raises(FormatError) as caught:
+            check_counts(
+                "data, block 0",
+                FEATURES,
+                replace(decoded, positions_NF=positions_NF),
+                decoded.num_episodes,
+                decoded.num_rows,
+                len(decoded.multi_positions_V),
+            )
+        assert str(caught.value) == (
+            "data, block 0: column position contradicts the block table. The program that wrote it "
+            "is at fault; docs/format.md says what belongs there"
         )
-    assert str(caught.value) == (
-        "data, block 0: column position contradicts the block table. The program that wrote it is "
-        "at fault; docs/format.md says what belongs there"
-    )
 
 
 @pytest.mark.parametrize("bundle_tasks", [0, 4])

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from metaio import MetaIOError, open_dataset
+from metaio import FormatError, MetaIOError, open_dataset
+from metaio.format.decode import _varint
 from metaio.format.inspection import damage, summarise
 from metaio.format.layout import BLOCK_TABLE_NAME, block_table_schema, chunk_ranges, streams
 from metaio.format.manifest import canonical_json, xxh3_hex
@@ -124,6 +125,10 @@ def change(rng: random.Random, path: Path) -> None:
     else:
         table = pq.read_table(path / "train" / BLOCK_TABLE_NAME)
         write_block_table(path, body, changed_table(rng, table))
+    write_manifest(path, body)
+
+
+def write_manifest(path: Path, body: dict[str, Any]) -> None:
     body.pop("checksum", None)
     body["checksum"] = xxh3_hex(canonical_json(body))
     (path / "manifest.json").write_text(json.dumps(body))
@@ -160,3 +165,49 @@ def test_files_whose_checksums_fit_a_wrong_content_are_refused_in_one_line(
         assert len(message) < 1_000
     # Other labels, tasks and recipes are as good as the first ones.
     assert 0.7 * NUM_CHANGES < len(messages) < NUM_CHANGES
+
+
+def negative(footer: bytes, num_values: int) -> bytes:
+    """The footer with a column chunk that holds less than no values."""
+    # Zigzag: the lowest bit of the first byte is the sign.
+    number = b"\x16" + _varint(num_values) + b"\x16"
+    return footer.replace(number, bytes([0x16, number[1] | 1]) + number[2:], 1)
+
+
+def overlapping(footer: bytes, num_bytes: int) -> bytes:
+    """The footer with a column chunk that reaches into the next one."""
+    size = b"\x16" + _varint(num_bytes) + b"\x26"
+    return footer.replace(size, b"\x16" + _varint(num_bytes + 9) + b"\x26", 1)
+
+
+@pytest.mark.parametrize("bundle_tasks", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "how", "told"),
+    [
+        ("unique", lambda footer, _: footer.replace(b"\x02id", b"\x02i\xff"), "the footer cannot"),
+        ("positions", lambda footer, chunk: negative(footer, chunk.num_values), "train, block 0: "),
+        (
+            "episodes",
+            lambda footer, chunk: overlapping(footer, chunk.total_compressed_size),
+            "a column chunk lies outside of the file's",
+        ),
+    ],
+)
+def test_a_footer_of_nonsense_is_refused_in_one_line(
+    write: WriteFn, bundle_tasks: int, name: str, how: Any, told: str
+) -> None:
+    path = Path(write({"train": make_rows(40)}, bundle_tasks=bundle_tasks))
+    file = path / "train" / f"00000.{name}.parquet"
+    body = json.loads((path / "manifest.json").read_text())
+    files = body["splits"]["train"]["shards"][0]["files"]
+    data, begin = file.read_bytes(), -files[name]["footer_bytes"]
+    footer = how(data[begin:], pq.read_metadata(file).row_group(0).column(0))
+    assert footer != data[begin:]
+    file.write_bytes(data[:begin] + footer)
+    files[name] = vars(file_entry(memoryview(file.read_bytes())))
+    write_manifest(path, body)
+    with pytest.raises(FormatError) as caught:
+        open_dataset(str(path)).read_block("train", 0)
+    assert str(caught.value).startswith(str(path))
+    assert told in str(caught.value)
+    assert str(caught.value).isprintable()

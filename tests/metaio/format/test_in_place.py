@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,42 @@ def test_bundles_are_read_in_place_and_other_blocks_are_not(write: WriteFn) -> N
         )
         dataset = open_dataset(path)
         assert mapped_columns(dataset) == mapped
+        # Whoever sees the block as another one, without bundles, may share its memory.
+        assert mapped_columns(dataset.seen_as(FEATURES, lambda block: block)) == set()
         assert whole_split(dataset, "train") == episodes_of_rows(rows)
+
+
+def open_files(folder: str) -> int:
+    """How many files below a folder this process has open, maps among them."""
+    places = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+    return sum(str(place.readlink()).startswith(folder) for place in places if place.exists())
+
+
+@pytest.mark.parametrize("bundle_tasks", [0, 4])
+def test_blocks_of_many_shards_hold_few_open_files(
+    write: WriteFn, monkeypatch: pytest.MonkeyPatch, bundle_tasks: int
+) -> None:
+    shards = {"block_rows": 400, "shard_blocks": 1}
+    path = write({"train": make_rows(2_500)}, bundle_tasks=bundle_tasks, **shards)
+    dataset, limited = open_dataset(path), open_dataset(path)
+    num_blocks, files = dataset.split("train").num_blocks, len(list(dataset.files()))
+    assert num_blocks > 30
+    wanted = [dataset.read_block("train", block) for block in range(num_blocks)]
+    del dataset
+    gc.collect()
+    if not bundle_tasks:
+        assert open_files(path) == 0  # pages that stay in memory hold no file
+    monkeypatch.setattr("metaio.format.storage._MAX_MAPS", 8)
+    monkeypatch.setattr("metaio.format.storage._MAX_MAPS_HELD", open_files(path) + 40)
+    begin = open_files(path)
+    found = [limited.read_block("train", block) for block in range(num_blocks)]
+    # 40, the files of the block that went beyond it, and those that are kept to be used again.
+    assert open_files(path) - begin < 40 + 8 + 8 < files / 2
+    assert mapped_columns(limited) == set()
+    for block, own in zip(found, wanted, strict=True):
+        for name, array in vars(own).items():
+            if isinstance(array, np.ndarray):
+                assert np.array_equal(getattr(block, name), array)
 
 
 def test_no_batch_is_a_view_of_a_file(write: WriteFn) -> None:

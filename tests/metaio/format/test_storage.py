@@ -75,7 +75,18 @@ def test_a_store_that_does_not_answer_is_no_damaged_dataset(
 
     monkeypatch.setattr(remote._fs, "cat_ranges", away)
     assert message_of(remote, whole("a.bin")) == (
-        "memory://storage-test/a.bin cannot be read: no answer. Try again later"
+        "memory://storage-test/a.bin cannot be read: no answer. Check its permissions and the "
+        "network, then try again"
+    )
+
+
+def test_a_server_that_sends_whole_files_is_no_damaged_dataset(
+    remote: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote._fs, "cat_ranges", lambda *_, **__: [CONTENT])
+    assert message_of(remote, whole("a.bin", 50, 90)) == (
+        "memory://storage-test/a.bin: 200 bytes came where 40 were asked for: its server knows no "
+        "ranges. Serve the dataset by one that does, or copy it to a disk"
     )
 
 
@@ -115,6 +126,8 @@ def test_pages_stay_up_to_the_bound_and_leave_beyond_it(monkeypatch: pytest.Monk
     left: list[tuple[int, int]] = []
 
     class Mapped:
+        path = "a.bin"
+
         def madvise(self, advice: int, first: int, length: int) -> None:
             assert advice == mmap.MADV_DONTNEED
             left.append((first, length))

@@ -1,15 +1,19 @@
 """A dataset as the model of another one sees it: by value, against a loop over dictionaries."""
 
 import csv
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import DataError, Dataset, open_dataset
+from metaio import DataError, Dataset, FormatError, open_dataset
+from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio.format.shard_writer import file_entry
 from metaio.format.translation import translated
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
@@ -88,6 +92,29 @@ def test_ids_become_the_rows_of_their_values_and_numbers_get_the_other_units(
                 )
                 num_known += ids[0] > 0
     assert 0 < num_known < 200  # some values are new, some are not
+
+
+def test_a_vocabulary_without_its_column_is_refused_in_one_line(
+    make: Callable[..., Dataset],
+) -> None:
+    known, own = make(1), make(2)
+    for column, told in (("value", ""), ("other", "'Field \"value\" does not exist in schema'")):
+        path = Path(own.url) / "vocabulary" / "item.parquet"
+        pq.write_table(pa.table({column: pa.array(["i1"])}), path)
+        body = json.loads((Path(own.url) / "manifest.json").read_text())
+        body["vocabularies"]["item"] = vars(file_entry(memoryview(path.read_bytes())))
+        del body["checksum"]
+        body["checksum"] = xxh3_hex(canonical_json(body))
+        (Path(own.url) / "manifest.json").write_text(json.dumps(body))
+        if not told:
+            translated(open_dataset(own.url), known)
+            continue
+        with pytest.raises(FormatError) as caught:
+            translated(open_dataset(own.url), known)
+        assert str(caught.value) == (
+            f"{path} has no column value to read: {told}. The program that wrote it is at fault; "
+            "see docs/format.md"
+        )
 
 
 def test_a_dataset_is_itself_to_its_own_model(make: Callable[..., Dataset]) -> None:

@@ -63,6 +63,23 @@ def test_csv_files_become_increments_that_inspect_shows(tmp_path: Path) -> None:
     assert "gate" in ordinary.stdout
 
 
+def test_verifying_a_stream_names_the_damage_of_every_increment(tmp_path: Path) -> None:
+    stream = tmp_path / "s"
+    for day in range(3):
+        append(stream, log(day), schema=schema())
+    places = [
+        f"{stream}/increments/{number:06d}/{name}"
+        for number, name in enumerate(
+            ("manifest.json", "train/blocks.parquet", "vocabulary/item.parquet"), start=1
+        )
+    ]
+    for place in places:
+        Path(place).write_bytes(b"nothing")
+    result = gmeta("inspect", stream, "--verify")
+    assert result.returncode == 1
+    assert [line.split()[0].rstrip(":") for line in result.stdout.splitlines()] == places
+
+
 def test_quarantine_ends_with_3_and_one_line(tmp_path: Path) -> None:
     stream = tmp_path / "s"
     append(stream, log(0), schema=schema())

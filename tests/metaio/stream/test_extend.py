@@ -62,6 +62,18 @@ def test_support_is_the_newest_rows_before_the_window_and_the_gate_is_never_trai
     assert [r.window[0] for r in records[1:]] == [r.window[1] for r in records[:-1]]
 
 
+def test_lists_that_were_empty_so_far_may_be_filled_while_other_tasks_wait(tmp_path: Path) -> None:
+    stream, tables = tmp_path / "s", [log(day) for day in range(3)]
+    for number in (0, 2):
+        tables[number] = changed(tables[number], "tags", [""] * len(tables[number]))
+    for number, table in enumerate(tables, start=1):
+        start = append(stream, table, schema=schema()).window[0]
+        dataset = open_stream(str(stream)).dataset(number)
+        found = episodes(dataset, "train") | episodes(dataset, "gate")
+        assert found == slow_episodes(tables[:number], start)
+        assert damage(dataset) == []
+
+
 @settings(
     max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
