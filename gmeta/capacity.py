@@ -28,6 +28,7 @@ from gmeta.parallel.stated import Asked, Cluster, Speeds
 from gmeta.parallel.unplaced import tables_to_place
 from gmeta.tables.sharding import check_sharding
 from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
+from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
@@ -236,14 +237,24 @@ def counted_flops(
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
     if learner.items is not None:
         learner.items.take(learner.items.no_sums())
-    # torch's counter knows the product, and not its form that adds to what is there.
-    in_place = {torch.ops.aten.baddbmm_: _batched_product}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    # torch knows of no operations of the forms that add to what is there, nor of oneDNN's.
+    unknown_to_torch = {
+        torch.ops.aten.baddbmm_: _batched_product,
+        torch.ops.aten.addmm_: lambda _, *factors, **__: _product(*factors),
+        ONEDNN_LINEAR: lambda rows_NI, weight_OI, *_, **__: _product(rows_NI, weight_OI[::-1]),
+    }
+    with FlopCounterMode(display=False, custom_mapping=unknown_to_torch) as counter:
         episodes = learner.arrange(batch)
         learner(rows_UD, episodes, 1.0).backward()
     learner.zero_grad()
     total: int = counter.get_total_flops()
     return total / COUNTED_TASKS
+
+
+def _product(left_MK: Sequence[int], right_KN: Sequence[int]) -> int:
+    """Return the operations of a product, from the shapes of its factors."""
+    rows, inner = left_MK
+    return 2 * rows * inner * right_KN[-1]
 
 
 def _batched_product(_: Any, left_BMK: Sequence[int], right_BKN: Sequence[int], **__: Any) -> int:
