@@ -4,6 +4,7 @@ Nothing is allocated: tables have no values, whatever their number of rows. T ta
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,9 +240,9 @@ def counted_flops(
         learner.items.take(learner.items.no_sums())
     # torch knows of no operations of the forms that add to what is there, nor of oneDNN's.
     unknown_to_torch = {
-        torch.ops.aten.baddbmm_: _batched_product,
-        torch.ops.aten.addmm_: lambda _, *factors, **__: _product(*factors),
-        ONEDNN_LINEAR: lambda rows_NI, weight_OI, *_, **__: _product(rows_NI, weight_OI[::-1]),
+        torch.ops.aten.baddbmm_: _operations,
+        torch.ops.aten.addmm_: _operations,
+        ONEDNN_LINEAR: lambda rows, weight, *_, **__: _operations(None, rows, weight[::-1]),
     }
     with FlopCounterMode(display=False, custom_mapping=unknown_to_torch) as counter:
         episodes = learner.arrange(batch)
@@ -251,13 +252,6 @@ def counted_flops(
     return total / COUNTED_TASKS
 
 
-def _product(left_MK: Sequence[int], right_KN: Sequence[int]) -> int:
-    """Return the operations of a product, from the shapes of its factors."""
-    rows, inner = left_MK
-    return 2 * rows * inner * right_KN[-1]
-
-
-def _batched_product(_: Any, left_BMK: Sequence[int], right_BKN: Sequence[int], **__: Any) -> int:
-    """Return the operations of a batched product, from the shapes of its factors."""
-    batch, rows, inner = left_BMK
-    return 2 * batch * rows * inner * right_BKN[-1]
+def _operations(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:
+    """Return the operations of a product, batched or not, from the shapes of its factors."""
+    return 2 * math.prod(left) * right[-1]
