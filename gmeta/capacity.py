@@ -4,6 +4,7 @@ Nothing is allocated: tables have no values, whatever their number of rows. T ta
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from gmeta.parallel.stated import Asked, Cluster, Speeds
 from gmeta.parallel.unplaced import tables_to_place
 from gmeta.tables.sharding import check_sharding
 from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
+from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
@@ -236,9 +238,13 @@ def counted_flops(
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
     if learner.items is not None:
         learner.items.take(learner.items.no_sums())
-    # torch's counter knows the product, and not its form that adds to what is there.
-    in_place = {torch.ops.aten.baddbmm_: _batched_product}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    # torch knows of no operations of the forms that add to what is there, nor of oneDNN's.
+    unknown_to_torch = {
+        torch.ops.aten.baddbmm_: _operations,
+        torch.ops.aten.addmm_: _operations,
+        ONEDNN_LINEAR: lambda rows, weight, *_, **__: _operations(None, rows, weight[::-1]),
+    }
+    with FlopCounterMode(display=False, custom_mapping=unknown_to_torch) as counter:
         episodes = learner.arrange(batch)
         learner(rows_UD, episodes, 1.0).backward()
     learner.zero_grad()
@@ -246,7 +252,6 @@ def counted_flops(
     return total / COUNTED_TASKS
 
 
-def _batched_product(_: Any, left_BMK: Sequence[int], right_BKN: Sequence[int], **__: Any) -> int:
-    """Return the operations of a batched product, from the shapes of its factors."""
-    batch, rows, inner = left_BMK
-    return 2 * batch * rows * inner * right_BKN[-1]
+def _operations(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:
+    """Return the operations of a product, batched or not, from the shapes of its factors."""
+    return 2 * math.prod(left) * right[-1]

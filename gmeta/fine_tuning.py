@@ -77,11 +77,11 @@ def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedModelParallel) ->
         items=own.items,
         projections=own.projections,
     )
-    # What an encoder or a generator has learned is the run's, too.
+    # What an encoder or a generator has learned is the run's, too, on the device where it is.
     pairs = ((inner.learner.encoder, own.encoder), (inner.learner.generator, own.generator))
     for part, learned in pairs:
         if part is not None and learned is not None:
-            part.load_state_dict(learned.state_dict())
+            part.load_state_dict(learned.state_dict(), assign=True)
 
 
 def choose_fine_tuning(scored: Scored, splits: Sequence[str]) -> FineTuning:

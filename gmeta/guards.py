@@ -120,12 +120,12 @@ class StepGuard:
             found = "the gradient is not finite"
         mine = ""
         if found:
-            path = self._save(step)
+            saved = self._saved(step)
             tasks = step.episodes.task_T.tolist()
             named = ", ".join(map(str, tasks[:NAMED_TASKS]))
             more = f" and {len(tasks) - NAMED_TASKS} more" if len(tasks) > NAMED_TASKS else ""
             rank = self._ranks.rank
-            mine = f"{found} on rank {rank}, in a batch of tasks {named}{more}, saved as {path}"
+            mine = f"{found} on rank {rank}, in a batch of tasks {named}{more}, {saved}"
         everyone = gather_to_first(mine, self._ranks)
         blamed = [one for one in everyone or [] if one]
         told = "the gradient of the layers is not finite, though each rank's loss and rows are"
@@ -142,11 +142,15 @@ class StepGuard:
             self._ranks,
         )
 
-    def _save(self, step: _Watched) -> Path:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"step-{step.before.step + 1:08d}-rank-{self._ranks.rank}.pt"
-        save_batch(self._folder / name, step.episodes)
-        return self._folder / name
+    def _saved(self, step: _Watched) -> str:
+        """Save this rank's batch; return where it is, or why it is not: the other ranks wait."""
+        path = self._folder / f"step-{step.before.step + 1:08d}-rank-{self._ranks.rank}.pt"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_batch(path, step.episodes)
+        except (OSError, RuntimeError) as error:  # torch tells of a full disk by the latter
+            return f"which cannot be saved: {(str(error).splitlines() or [''])[0]}"
+        return f"saved as {path}"
 
 
 def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:

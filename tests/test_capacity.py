@@ -141,6 +141,27 @@ def test_operations_of_plain_training_are_six_a_weight_and_row(
     assert flops == pytest.approx(6 * weights * (support + query), rel=0.05)
 
 
+@pytest.mark.parametrize("adapts_rows", [False, True])
+def test_operations_of_the_fused_loop_are_those_of_the_general_one(
+    click_logs: Path, adapts_rows: bool
+) -> None:
+    """Large layers go through other products than small ones."""
+
+    def flops(rows: int, general: bool) -> float:
+        config = config_of(
+            click_logs,
+            model={"name": "melu", "embedding_dim": 8, "hidden": [512, 256]},
+            algorithm={"name": "maml", "inner_steps": 2, "adapt_embeddings": adapts_rows},
+        )
+        dataset, learner = build(config)
+        if general:
+            learner.use_general_loop()
+        return counted_flops(learner, dataset.features, 8, rows, rows)
+
+    for rows in (1, 20):
+        assert flops(rows, False) == pytest.approx(flops(rows, True), rel=0.25)
+
+
 def test_more_inner_steps_and_second_order_cost_more(click_logs: Path) -> None:
     def flops(name: str, steps: int) -> float:
         config = config_of(click_logs, algorithm={"name": name, "inner_steps": steps})

@@ -77,3 +77,16 @@ def test_fine_tuning_keeps_inputs_and_loss_of_the_run(
     held = SimpleNamespace(module=SimpleNamespace(learner=changed))
     adapt_with(as_none, cast("Any", held))
     assert float((predicted(held.module.learner, batch) - found).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["encoder_maml", "metaemb"])
+def test_what_is_learned_beside_the_model_stays_on_its_device(click_logs: Path, name: str) -> None:
+    """On meta, as on a GPU: what is made anew on the CPU could not be multiplied there."""
+    algorithm = {"name": name}
+    if name == "metaemb":
+        algorithm |= {"adapt_embeddings": ["item"], "content": ["genre"]}
+    config = config_from_dict({"data": {"path": str(click_logs)}, "algorithm": algorithm})
+    _, learner = build(config)
+    held = SimpleNamespace(module=SimpleNamespace(learner=learner.to("meta")))
+    adapt_with(replace(config.algorithm, inner_lr=0.3), cast("Any", held))
+    assert {each.device.type for each in held.module.learner.parameters()} == {"meta"}

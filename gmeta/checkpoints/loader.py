@@ -14,7 +14,7 @@ from gmeta.checkpoints.about import FALL_BACK, files_of, read_about, read_progre
 from gmeta.checkpoints.files import DAMAGE, check_files, first_failure, reason_of
 from gmeta.checkpoints.index import IndexedReader, grown
 from gmeta.errors import GMetaError, UserError
-from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.ranks import Ranks, lost_contact
 from gmeta.parallel.sharding import TABLES_PREFIX
 from gmeta.parallel.together import by_all
 from gmeta.runs.progress import Progress
@@ -65,6 +65,8 @@ def load_checkpoint(
             reader.index = grown(reader.index, wanted, _TABLE_KEYS)
         load_shards(wanted, storage_reader=reader, process_group=ranks.control)
     except DAMAGE as error:
+        if lost := lost_contact(error):
+            raise lost from error
         reason = reason_of(error).rstrip(".")
         # The checksums held a moment ago, so what does not fit is the config.
         if files_of(read_about(path)) and not isinstance(first_failure(error), OSError):

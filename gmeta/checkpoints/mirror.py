@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gmeta.checkpoints.about import PROGRESS_FILE, TEMPORARY_PREFIX
+from gmeta.checkpoints.about import PROGRESS_FILE, TEMPORARY_PREFIX, read_progress
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.places import failing_at
 from gmeta.runs.folder import (
@@ -23,6 +23,7 @@ from gmeta.runs.folder import (
     PLAN_FILE,
     STEP_FOLDER,
     RunFolder,
+    checkpoint_name,
     list_checkpoints,
     step_of,
 )
@@ -57,7 +58,7 @@ class Mirror:
     def __init__(self, url: str, root: Path) -> None:
         self._url, self._folder = url, RunFolder(root)
         self._fs, self._root = file_system(url)
-        self._late: GMetaError | None = None
+        self._late: set[str] = set()  # names of checkpoints that have not arrived
 
     def checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints there, oldest first.
@@ -74,52 +75,62 @@ class Mirror:
         run keeps no longer. A place that cannot be reached is told: the next checkpoint tries
         again, and `finish` insists.
         """
+        self._late.add(checkpoint.name)
         try:
-            self._put(checkpoint)
+            self.finish()
         except GMetaError as error:
-            self._late = error
-            _log.warning("%s is not copied yet: %s", checkpoint.name, error)
-        else:
-            self._late = None
+            _log.warning("%s is not copied yet: %s", ", ".join(sorted(self._late)), error)
 
     def finish(self) -> None:
-        """Copy the newest checkpoint if that has not succeeded.
+        """Copy what has not arrived of the checkpoints that the run keeps, the newest first.
 
         Raises:
-            GMetaError: it does not succeed now.
+            GMetaError: one does not succeed now.
         """
-        kept = list_checkpoints(self._folder.checkpoints)
-        if self._late is not None and kept:
-            self._put(kept[-1])
+        kept = {path.name: path for path in list_checkpoints(self._folder.checkpoints)}
+        self._late &= kept.keys()
+        for name in reversed([name for name in kept if name in self._late]):
+            with self._reached():
+                self._copy(kept[name])
+            self._late.remove(name)
 
     def fetch(self) -> str:
-        """Bring the newest checkpoint, and what describes the run, to the folder; return its name,
-        "" if there is none. Loading verifies the checksums.
+        """Bring the newest checkpoint, the best if it is another, and what describes the run to the
+        folder; return the newest's name, "" if there is none. Loading verifies the checksums.
 
         Raises:
             GMetaError: the place cannot be read.
         """
-        copies = self._copies()
+        copies = {copy.step: copy.folder for copy in self._copies()}
         if not copies:
             return ""
-        newest = copies[-1].folder
-        final = self._folder.checkpoints / _step_folder(newest)
+        newest = best = max(copies)
+        self._bring(copies[newest])
+        name = checkpoint_name(newest)
+        with suppress(GMetaError):  # a damaged one is told of where it is loaded
+            best = read_progress(self._folder.checkpoints / name).best_step
+        if best != newest and best in copies:
+            # What the run does not have is not kept there either.
+            self._bring(copies[best])
+        with self._reached():
+            for described in _DESCRIBING:
+                with suppress(FileNotFoundError):
+                    self._fs.get_file(
+                        f"{self._root}/{described}", str(self._folder.root / described)
+                    )
+        return name
+
+    def _bring(self, folder: str) -> None:
+        """Bring a checkpoint to the run's folder."""
+        final = self._folder.checkpoints / _step_folder(folder)
         temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         with self._reached():
-            for path in self._fs.ls(f"{self._root}/checkpoints/{newest}", detail=False):
+            for path in self._fs.ls(f"{self._root}/checkpoints/{folder}", detail=False):
                 self._fs.get_file(path, str(temporary / str(path).rpartition("/")[2]))
             if not final.exists():
                 temporary.rename(final)
-            for name in _DESCRIBING:
-                with suppress(FileNotFoundError):
-                    self._fs.get_file(f"{self._root}/{name}", str(self._folder.root / name))
-        return final.name
-
-    def _put(self, checkpoint: Path) -> None:
-        with self._reached():
-            self._copy(checkpoint)
 
     def _copy(self, checkpoint: Path) -> None:
         newest = {copy.step: copy for copy in self._copies()}
@@ -162,8 +173,8 @@ def _step_folder(folder: str) -> str:
 
 
 def fetch_run(url: str, root: Path) -> None:
-    """Bring the newest checkpoint from the run's mirror, if it has one, to a folder that holds no
-    run yet. One process calls it.
+    """Bring the newest checkpoint and the best from the run's mirror, if it has any, to a folder
+    that holds no run yet. One process calls it.
 
     Raises:
         GMetaError: the place cannot be read.

@@ -31,7 +31,7 @@ from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.files.checksums import FileEntry, describe_file
 from gmeta.internals import ShardedTensor, empty_like_sharded
-from gmeta.parallel.ranks import Ranks, gather_to_first, new_control_group
+from gmeta.parallel.ranks import Ranks, gather_to_first, lost_contact, new_control_group
 from gmeta.parallel.together import by_first
 from gmeta.runs.folder import checkpoint_name, list_checkpoints
 from gmeta.runs.progress import Progress
@@ -181,7 +181,7 @@ class CheckpointWriter:
             )
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            self._error = GMetaError(
+            self._error = lost_contact(error) or GMetaError(
                 f"checkpoint {final} cannot be written: {reason_of(error)}; {_free(self._folder)} "
                 "were free there. Free some, then go on from the checkpoint before with --resume"
             )

@@ -212,11 +212,17 @@ def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
     """Return what each label counts in its row's loss, in the shape of the labels: the row's
     weight (all 1 if there are none), 0 where the label is NaN; None where all count 1.
     """
-    known = ~label.isnan()
-    if not weight_N.numel() and bool(known.all()):
-        return None
-    if not weight_N.numel():
-        return known.to(label.dtype)
+    if weight_N.numel():
+        return known_weights(label, weight_N)
+    known = known_weights(label, None)
+    return None if bool(known.all()) else known
+
+
+def known_weights(label: Tensor, weight_N: Tensor | None) -> Tensor:
+    """Return the same without a look at the labels, which a recorded program cannot take."""
+    known = (~label.isnan()).to(label.dtype)
+    if weight_N is None:
+        return known
     return known * (weight_N.unsqueeze(1) if label.dim() > 1 else weight_N)
 
 

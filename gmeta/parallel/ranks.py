@@ -112,13 +112,22 @@ def lost_peers_explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo raises plain RuntimeErrors, NCCL and the store raise subclasses of DistError.
-        if not isinstance(error, dist.DistError) and not _is_gloos(str(error)):
-            raise
-        raise GMetaError(
-            f"lost contact with the other ranks: {str(error).splitlines()[0][:200]}. "
-            "See what the first rank that failed said; --resume goes on from the newest checkpoint"
-        ) from error
+        if lost := lost_contact(error):
+            raise lost from error
+        raise
+
+
+def lost_contact(error: BaseException) -> GMetaError | None:
+    """Return the error to tell of a broken collective in its place; None: it is something else."""
+    # gloo raises plain RuntimeErrors, NCCL and the store raise subclasses of DistError.
+    told = str(error)
+    is_gloos = isinstance(error, RuntimeError) and _is_gloos(told)
+    if not isinstance(error, dist.DistError) and not is_gloos:
+        return None
+    return GMetaError(
+        f"lost contact with the other ranks: {told.splitlines()[0][:200]}. "
+        "See what the first rank that failed said; --resume goes on from the newest checkpoint"
+    )
 
 
 def _is_gloos(message: str) -> bool:

@@ -142,7 +142,12 @@ class ShardedLearner(nn.Module):
         """
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
-        return self.learner.predict_along(rows_UD, episodes, steps)
+        # As a served model predicts: a model of somebody's own may have dropout.
+        self.learner.eval()
+        try:
+            return self.learner.predict_along(rows_UD, episodes, steps)
+        finally:
+            self.learner.train()
 
 
 def shard_learner(

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gmeta.losses.objectives import known_weights
 from gmeta.rows.ragged import RowLayout
 from gmeta.rows.sides import Side, WorkingRows
 from gmeta.runtimes.forward import Columns, KeyedTables, PaddedInputs
 from gmeta.serving.model import ServedModel
 
-SUPPORT, QUERY, LABEL = "support.", "query.", "label"
+SUPPORT, QUERY, LABEL, WEIGHT = "support.", "query.", "label", "weight"
 # For how many query rows the form of an adapted layer is chosen; any number is as exact.
 _QUERY_ROWS = 128
 
@@ -60,18 +61,24 @@ class AdaptAndPredict(nn.Module):
         # A rate for each table, or one for all.
         places_B = torch.arange(len(served.tables))
         self._rate = learner.rates.of_rows(torch.ones_like(places_B), places_B)
+        features = served.config.features
+        self._may_lack_labels = bool(features.labels or features.weight)
         self._adapts_rows = bool(learner.general_loop.config.adapt_embeddings)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of the query rows; `inputs` are those of
-        UnadaptedForward, of both sides, and the labels [S].
+        UnadaptedForward, of both sides, the labels [S], or [S, L] of several, and the weights [S]
+        of rows that have some.
         """
         key_SF, dense_SK, key_SML, lengths_SM = self.columns(inputs, SUPPORT)
         # A key that stands there several times has its one row where it stands first.
         key_P = torch.cat([key_SF.flatten(), key_SML.flatten()]).sort()[0]
         place_SF, place_SML = torch.searchsorted(key_P, key_SF), torch.searchsorted(key_P, key_SML)
-        label_S = inputs[SUPPORT + LABEL]
-        support = KeyedSide(_one_task(label_S), label_S, place_SF, place_SML, dense_SK, lengths_SM)
+        label_S, weight = inputs[SUPPORT + LABEL], None
+        if self._may_lack_labels:
+            weight = known_weights(label_S, inputs.get(SUPPORT + WEIGHT))
+        layout = _one_task(key_SF)
+        support = KeyedSide(layout, label_S, place_SF, place_SML, dense_SK, lengths_SM, weight)
         rows_PD, inner = self.tables(key_P), self.learner.general_loop
         working = WorkingRows(rows_PD, self._rate_of(key_P))
         with torch.enable_grad():
@@ -90,7 +97,7 @@ class AdaptAndPredict(nn.Module):
         place_NF, place_NML = place_Q.split([key_NF.numel(), key_NML.numel()])
         label_N = dense_NK.new_zeros(dense_NK.shape[0])
         query = KeyedSide(
-            _one_task(label_N),
+            _one_task(key_NF),
             label_N,
             place_NF.view(key_NF.shape),
             place_NML.view(key_NML.shape),
@@ -119,9 +126,9 @@ def recorded(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule
     return graph
 
 
-def _one_task(like_N: Tensor) -> RowLayout:
+def _one_task(key_NF: Tensor) -> RowLayout:
     """Return the layout of the rows of one task, however many a trace is run with."""
-    num_rows = like_N.shape[0]
+    num_rows = key_NF.shape[0]
     # Counted by an operation: an int of Python would stand in the recorded graph as a constant.
-    lengths_1 = torch.ones_like(like_N, dtype=torch.int64).sum().view(1)
+    lengths_1 = key_NF.new_ones(num_rows).sum().view(1)
     return RowLayout(lengths_1, num_rows, num_rows, None)

@@ -95,16 +95,18 @@ def _dense(config: ExportedConfig) -> list[dict[str, Any]]:
 
 
 def _labels(config: ExportedConfig) -> dict[str, Any]:
-    """Return what `label` is, or of several or one that may not be known each of `labels`."""
+    """Return what `label` is, or of several or one that may not be known each of `labels`; and the
+    column of the rows' `weight`, if they have one."""
+    weight = {"weight": {"name": config.features.weight}} if config.features.weight else {}
     schema = config.columns.schema
     if schema is None:
         return {"label": {"name": config.columns.label, "threshold": None}}
     told = [{"name": label.column, "threshold": label.threshold} for label in schema.labels]
     if not config.features.labels:
-        return {"label": told[0]}
+        return {"label": told[0], **weight}
     for name, label, entry in zip(config.features.labels, schema.labels, told, strict=True):
         entry |= {"label": name, "mask": label.mask, "null": label.null}
-    return {"labels": told}
+    return {"labels": told, **weight}
 
 
 def _kinds(config: ExportedConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from gmeta.errors import GMetaError, UserError
-from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, AdaptAndPredict, recorded
+from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, WEIGHT, AdaptAndPredict, recorded
 from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT, UnadaptedForward
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import EncodedColumns, labels_shape
@@ -31,6 +31,7 @@ _OPSET = 18
 # Rows and longest list of examples: all different, so that none is taken for another.
 _SUPPORT, _QUERY, _ALONE = (5, 4), (7, 3), (6, 2)
 _FEWEST = (1, 1)
+_UNKNOWN = 0.2  # of the labels of datasets that may lack some
 
 Example = dict[str, Tensor]
 Shapes = dict[str, list[int | str]]
@@ -135,8 +136,16 @@ def _adapting(
     """Return inputs of both sides, and the rows of each."""
     support, support_rows = draw_rows(served, *support_size, side=SUPPORT)
     query, query_rows = draw_rows(served, *query_size, side=QUERY)
-    label = {SUPPORT + LABEL: torch.from_numpy(support_rows.label_N)}
-    return {**support, **label, **query}, support_rows, query_rows
+    return {**support, **labels_of(support_rows), **query}, support_rows, query_rows
+
+
+def labels_of(support: EncodedColumns) -> Example:
+    """Return the labels of support rows, and their weights if they have some, as a program takes
+    them."""
+    given = {SUPPORT + LABEL: torch.from_numpy(support.label_N)}
+    if support.weight_NW.shape[1]:
+        given[SUPPORT + WEIGHT] = torch.from_numpy(support.weight_NW[:, 0])
+    return given
 
 
 def draw_rows(
@@ -157,6 +166,8 @@ def draw_rows(
     lengths_NM[0] = longest
     dense_NK = rng.standard_normal((num_rows, len(features.dense))).astype(np.float32)
     label_N = rng.integers(0, 2, labels_shape(features, num_rows)).astype(np.float32)
+    if features.labels:
+        label_N[rng.random(label_N.shape) < _UNKNOWN] = np.nan
     is_there_NML = np.arange(longest) < lengths_NM[:, :, None]
     rows = EncodedColumns(
         np.zeros(num_rows, np.int64),
@@ -165,7 +176,7 @@ def draw_rows(
         dense_NK,
         lengths_NM.astype(np.int32),
         ids_NML[is_there_NML],
-        np.ones((num_rows, int(bool(features.weight))), np.float32),
+        rng.random((num_rows, int(bool(features.weight))), np.float32),
     )
     groups: dict[str, npt.NDArray[Any]] = {
         IDS: ids_NF,

@@ -9,12 +9,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from gmeta.checkpoints.about import PROGRESS_FILE
+from gmeta.checkpoints.about import PROGRESS_FILE, describe
 from gmeta.checkpoints.mirror import Mirror, check_new_mirror, fetch_run
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import GMetaError, UserError
 from gmeta.parallel.ranks import Ranks
-from gmeta.runs.folder import CONFIG_FILE, RunFolder, list_checkpoints
+from gmeta.runs.folder import CONFIG_FILE, RunFolder, list_checkpoints, step_of
+from gmeta.runs.progress import Progress
 from gmeta.train import train
 from tests.commands import metrics
 from tests.distributed.harness import on_ranks
@@ -43,6 +44,10 @@ def run_at(root: Path, *steps: int) -> Path:
     return root
 
 
+def away(*_: Any, **__: Any) -> list[str]:
+    raise OSError("no such bucket")
+
+
 def put(root: Path, url: str = URL) -> Mirror:
     mirror = Mirror(url, root)
     mirror.put(list_checkpoints(RunFolder(root).checkpoints)[-1])
@@ -69,6 +74,38 @@ def test_the_mirror_keeps_what_the_run_keeps(store: Any, tmp_path: Path) -> None
     mirror = put(root)
     assert mirror.checkpoints() == ["step-00000030"]
     assert not store.exists("/bucket/run/checkpoints/step-00000010")
+
+
+def test_the_best_checkpoint_survives_a_machine_that_loses_its_disk(
+    store: Any, tmp_path: Path
+) -> None:
+    root = run_at(tmp_path / "run", 10, 20, 30)
+    for path in list_checkpoints(root / "checkpoints"):
+        progress = Progress(step_of(path), 0, step_of(path), best_step=10)
+        (path / PROGRESS_FILE).write_text(describe(progress, {}, {}))
+        Mirror(URL, root).put(path)
+    other = tmp_path / "other"
+    fetch_run(URL, other)
+    assert [step_of(path) for path in list_checkpoints(other / "checkpoints")] == [10, 30]
+    mirror = put(run_at(other, 40))
+    assert mirror.checkpoints() == ["step-00000010", "step-00000030", "step-00000040"]
+
+
+def test_a_checkpoint_that_was_late_arrives_with_the_next(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The best one, say, which stays when it is no longer the newest."""
+    root = run_at(tmp_path / "run", 10)
+    mirror = Mirror(URL, root)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "glob", away)
+        mirror.put(root / "checkpoints" / "step-00000010")
+    assert caplog.messages == [
+        f"step-00000010 is not copied yet: {UNREACHABLE.format('no such bucket')}"
+    ]
+    run_at(root, 20)
+    mirror.put(root / "checkpoints" / "step-00000020")
+    assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "tables", PROGRESS_FILE])

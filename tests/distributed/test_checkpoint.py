@@ -368,6 +368,40 @@ def test_all_ranks_refuse_what_one_of_them_finds(tmp_path: Path) -> None:
         )
 
 
+# As torch 2.13 tells of a rank that was killed.
+GLOOS = (
+    "[/__w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27363: Connection reset by peer"
+)
+
+
+def lose_the_others(ranks: Ranks, folder: Path) -> list[str]:
+    """What is said where another rank is gone while a checkpoint is written, and read."""
+    _, sharded, optimizer = fresh(ranks)
+    writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
+    writer.save(Progress(step=1))
+    writer.finish()
+    (path,) = list_checkpoints(folder)
+    gone = RuntimeError(GLOOS)
+    with (
+        mock.patch("gmeta.checkpoints.writer.save_shards", side_effect=gone),
+        mock.patch("gmeta.checkpoints.loader.load_shards", side_effect=gone),
+    ):
+        writer.save(Progress(step=2))
+        said = [message_of(writer.finish)]
+        said.append(message_of(lambda: load_checkpoint(path, sharded, optimizer, ranks)))
+    return [*said, *(left.name for left in folder.iterdir())]
+
+
+@pytest.mark.distributed
+def test_a_lost_rank_is_no_fault_of_the_disk_or_the_config(tmp_path: Path) -> None:
+    (found,) = on_ranks(1, lose_the_others, tmp_path)
+    told = (
+        f"lost contact with the other ranks: {GLOOS}. See what the first rank that failed said; "
+        "--resume goes on from the newest checkpoint"
+    )
+    assert found == [told, told, "step-00000001"]
+
+
 def load_into_a_wider_model(ranks: Ranks, folder: Path) -> str:
     save_once(ranks, folder)
     (path,) = list_checkpoints(folder)

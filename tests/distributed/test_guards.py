@@ -111,3 +111,17 @@ def test_all_ranks_end_with_the_batch_that_is_to_blame(tmp_path: Path) -> None:
     assert [part.task_T.tolist() for part in parts] == [[100, 101], [102, 103]]
     assert [int(part.rows.features[0].dense_NK.isnan().sum()) for part in parts] == [1, 0]
     assert sum(part.rows.query.label_N.numel() for part in parts) == 8
+
+
+@pytest.mark.distributed
+def test_a_batch_that_cannot_be_saved_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, second = on_ranks(2, train_on_rank, tmp_path / "file" / "bad-batches")
+    assert first == second
+    of_loss, of_gradient, _ = first["told"]
+    assert of_loss == (
+        "step 2 (step 2 of epoch 3): the loss is nan on rank 1, in a batch of tasks "
+        "100, 101, 102, 103, which cannot be saved: [Errno 20] Not a directory: "
+        f"'{tmp_path}/file/bad-batches'. {ADVICE}"
+    )
+    assert "which cannot be saved" in of_gradient

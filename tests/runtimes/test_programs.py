@@ -13,13 +13,14 @@ import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
-from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, AdaptAndPredict
+from gmeta.runtimes.adapted import QUERY, SUPPORT, AdaptAndPredict
 from gmeta.runtimes.forward import UnadaptedForward
 from gmeta.runtimes.programs import (
     Example,
     adapted_program,
     draw_rows,
     forward_program,
+    labels_of,
     write_onnx,
 )
 from gmeta.serving.model import ServedModel
@@ -44,8 +45,9 @@ def adapted(served: ServedModel, support: int, query: int, longest: int) -> tupl
     first, support_rows = draw_rows(served, support, longest, SUPPORT, seed=1)
     second, query_rows = draw_rows(served, query, longest, QUERY, seed=1)
     task = served.adapt_encoded(support_rows, [support])
-    label = {SUPPORT + LABEL: torch.from_numpy(support_rows.label_N)}
-    return {**first, **label, **second}, served.predict_encoded(task, query_rows, [query])
+    return {**first, **labels_of(support_rows), **second}, served.predict_encoded(
+        task, query_rows, [query]
+    )
 
 
 def test_the_cases_are_of_every_model_and_algorithm() -> None:
@@ -107,6 +109,39 @@ def test_a_program_adapts_to_a_task_of_any_size(model: str, algorithm: str, tmp_
         example, expected = adapted(served, support, query, longest)
         with torch.inference_mode():
             torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
+
+
+# Not every algorithm takes several labels, or such as are not known.
+@pytest.mark.parametrize(
+    ("algorithm", "labels"),
+    [
+        ("maml", ()),
+        ("maml", ("click",)),
+        ("maml", ("click", "buy")),
+        ("encoder", ()),
+        ("ridge", ()),
+        ("ridge", ("click",)),
+    ],
+)
+@pytest.mark.parametrize("weight", ["", "seconds"])
+def test_a_program_adapts_by_weights_and_by_the_labels_that_are_known(
+    algorithm: str, labels: tuple[str, ...], weight: str, tmp_path: Path
+) -> None:
+    features = replace(FEATURES, labels=labels, weight=weight)
+    served = model_of(tmp_path / "model", "melu", algorithm, features=features)
+    example, expected = adapted(served, 20, 9, 4)
+    assert bool(example["support.label"].isnan().any()) == bool(labels)
+    torch.testing.assert_close(AdaptAndPredict(served)(example), expected, rtol=0, atol=1e-6)
+
+
+def test_a_program_of_several_labels_with_weights_is_recorded(tmp_path: Path) -> None:
+    features = replace(FEATURES, labels=("click", "buy"), weight="seconds")
+    served = model_of(tmp_path / "model", "melu", features=features)
+    program = adapted_program(served).module()
+    example, expected = adapted(served, 20, 9, 4)
+    assert bool(example["support.label"].isnan().any())
+    with torch.inference_mode():
+        torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
 
 
 def test_statistics_of_support_rows_are_those_of_none_without_adaptation(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""A model of somebody's own with dropout: on in training, off wherever it is scored."""
+
+import random
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.build import build_learner
+from gmeta.config import TrainConfig
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs
+from tests import reference
+from tests.distributed.harness import on_ranks
+
+FEATURES = reference.some_features(2, 0, 1)
+
+
+class Dropping(nn.Module):
+    """Half of each row's inputs, and a layer over them."""
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.output = nn.Linear(sizes.side_by_side(config.embedding_dim), 1)
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        """Return one output for each row: [N]."""
+        rows_NX = self.dropout(inputs.pooled("mean").side_by_side_NX())
+        output_N: Tensor = self.output(rows_NX).squeeze(1)
+        return output_N
+
+
+def twice_on_rank(ranks: Ranks) -> dict[str, list[Any]]:
+    """Predictions and losses, each of them twice, and the predictions once more."""
+    MODELS["dropping"] = Dropping
+    model = ModelConfig(name="dropping", embedding_dim=4)
+    learner = build_learner(FEATURES, model, AlgorithmConfig(inner_lr=0.1), "mse")
+    sharded = shard_learner(learner, FEATURES, TrainConfig(model=model), ranks)
+    rng = random.Random(0)
+    batch = reference.batch_of([reference.random_task(FEATURES, 4, 9, rng)], FEATURES).map(
+        lambda part: part.float() if part.is_floating_point() else part
+    )
+    asked = learner.arrange_to_predict(batch)
+
+    def predicted() -> list[list[float]]:
+        found = local_learner(sharded).predict(asked)
+        return [found.before_N.tolist(), found.after_N.tolist()]
+
+    scores = [predicted() for _ in range(2)]
+    losses = [float(sharded(learner.arrange(batch), 1.0)) for _ in range(2)]
+    return {"scores": [*scores, predicted()], "losses": losses}
+
+
+@pytest.mark.distributed
+def test_dropout_is_off_where_a_model_is_scored_and_on_where_it_learns() -> None:
+    (found,) = on_ranks(1, twice_on_rank)
+    first, *others = found["scores"]
+    assert others == [first, first]
+    assert found["losses"][0] != found["losses"][1]
