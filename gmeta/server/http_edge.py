@@ -92,7 +92,7 @@ def http_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=max_connections,
+        limit_concurrency=max_connections + 1,  # uvicorn refuses from so many on
         timeout_graceful_shutdown=int(drain_s) + 1,
     )
     config.load()

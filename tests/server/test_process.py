@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.server.config import ServeConfig
 from gmeta.server.process import _Workers
 from gmeta.server.versions import version_in
+from gmeta.server.worker import listening_socket
 from gmeta.serving.model import ServedModel
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
@@ -154,6 +157,30 @@ def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
         assert ask(server, query=QUERY).status_code == 200
         (tmp_path / "away").rename(folder)
         wait_until(lambda: server.count("serving") == 3, "another worker serves")
+        # Where all keep their metrics, in memory, those that never served left nothing.
+        found = [re.findall(r"\S+/metrics/\w+_\d+\.db", maps_of(each)) for each in children_of(server)]
+        metrics = Path(max(found)[0]).parent
+        assert len({path.stem.rpartition("_")[2] for path in metrics.iterdir()}) == 3
+
+
+def children_of(server: RunningServer) -> list[str]:
+    pid = server.process.pid
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def maps_of(pid: str) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_worker_that_reads_its_model_takes_no_connection() -> None:
+    """The kernel would give it its share of them, which waited for the model, or were reset."""
+    port = free_port()
+    with (
+        listening_socket("--listen", f"127.0.0.1:{port}", shared=True),
+        socket.socket() as caller,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        caller.connect(("127.0.0.1", port))
 
 
 def test_workers_end_with_the_process_that_started_them(exported: Path) -> None:
