@@ -158,7 +158,9 @@ def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
         (tmp_path / "away").rename(folder)
         wait_until(lambda: server.count("serving") == 3, "another worker serves")
         # Where all keep their metrics, in memory, those that never served left nothing.
-        found = [re.findall(r"\S+/metrics/\w+_\d+\.db", maps_of(each)) for each in children_of(server)]
+        found = [
+            re.findall(r"\S+/metrics/\w+_\d+\.db", maps_of(each)) for each in children_of(server)
+        ]
         metrics = Path(max(found)[0]).parent
         assert len({path.stem.rpartition("_")[2] for path in metrics.iterdir()}) == 3
 
