@@ -24,7 +24,7 @@ from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
 from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.runs.folder import RunFolder, write_json
-from gmeta.serving.folder import check_files, read_config
+from gmeta.serving.folder import check_files, check_free, read_config
 from gmeta.serving.table_format import TableFormat
 from metaio.counted import counted
 from metaio.errors import MetaIOError
@@ -38,6 +38,7 @@ def export_since(
     run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> tuple[Version, str]:
     """Return what was written, and why it is whole ("" of a delta)."""
+    check_free(out, overwrite)
     with _beside(out, str(out)) as whole:
         export_run(run, whole, tables, step, overwrite=True)
         return pack(_channel(since), whole, out, overwrite)
