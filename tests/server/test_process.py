@@ -158,20 +158,16 @@ def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
         (tmp_path / "away").rename(folder)
         wait_until(lambda: server.count("serving") == 3, "another worker serves")
         # Where all keep their metrics, in memory, those that never served left nothing.
-        found = [
-            re.findall(r"\S+/metrics/\w+_\d+\.db", maps_of(each)) for each in children_of(server)
-        ]
-        metrics = Path(max(found)[0]).parent
-        assert len({path.stem.rpartition("_")[2] for path in metrics.iterdir()}) == 3
+        names = [path.stem for path in metrics_of(server).iterdir()]
+        assert len({name.rpartition("_")[2] for name in names}) == 3
 
 
-def children_of(server: RunningServer) -> list[str]:
+def metrics_of(server: RunningServer) -> Path:
+    """The folder that all workers keep their metrics in: they have mapped its files."""
     pid = server.process.pid
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def maps_of(pid: str) -> str:
-    return Path(f"/proc/{pid}/maps").read_text()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    maps = "".join(Path(f"/proc/{child}/maps").read_text() for child in children)
+    return Path(re.findall(r"\S+/metrics/\w+_\d+\.db", maps)[0]).parent
 
 
 def test_a_worker_that_reads_its_model_takes_no_connection() -> None:
@@ -188,9 +184,13 @@ def test_a_worker_that_reads_its_model_takes_no_connection() -> None:
 def test_workers_end_with_the_process_that_started_them(exported: Path) -> None:
     with running_server(exported, workers=2) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        workers = children.read_text().split()
+        workers, metrics = children.read_text().split(), metrics_of(server)
         os.kill(server.process.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers' end")
+    # What it kept in memory, rows of tasks among it, goes with the next server's start.
+    assert metrics.exists()
+    with running_server(exported, workers=2):
+        assert not metrics.exists()
 
 
 def is_running(pid: str) -> bool:
