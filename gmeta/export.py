@@ -31,6 +31,7 @@ from gmeta.serving.folder import (
     LAYERS_FILE,
     Columns,
     ExportedConfig,
+    check_free,
     new_folder,
     table_file,
     vocabulary_file,
@@ -40,6 +41,7 @@ from gmeta.serving.table_format import TableFormat
 from gmeta.serving.tables import store_table
 from gmeta.tables.names import weight_name
 from gmeta.tables.widths import widths_of_tables
+from metaio.errors import NoDatasetError
 from metaio.format.dataset import Dataset, verify_file
 from metaio.prepare.schema_file import parse_schema
 
@@ -115,9 +117,13 @@ def export_run(
     run = RunFolder(root)
     config = run.read_config()
     checkpoint = _choose(run, step)
+    check_free(out, overwrite)  # told before the checkpoint is read, which may take minutes
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, run.read_environment())
-    dataset, learner = build(config)
+    try:
+        dataset, learner = build(config)
+    except NoDatasetError as error:
+        raise GMetaError(f"run {root} cannot be exported without its data: {error}") from error
     # Vocabularies are copied from the dataset: of another one they would name other rows.
     run.check_dataset(dataset.url, dataset.fingerprint)
     found_step = step_of(checkpoint)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import gmeta
+from gmeta import export
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.config import PLAIN
 from gmeta.checkpoints.summary import summarise_checkpoint
@@ -250,15 +251,17 @@ def test_raw_columns_are_encoded_as_prepare_did(
 
 @pytest.mark.distributed
 def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
-    run: Path, tmp_path: Path
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = list_checkpoints(run / "checkpoints")
     assert (old.name, new.name) == ("step-00000004", "step-00000008")
     out = tmp_path / "model"
     assert export_run(run, out, step=4).step == 4
     assert gmeta.load(out).config.source["step"] == 4
-    with pytest.raises(UserError) as caught:
-        export_run(run, out)
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "CheckpointReader", None)  # told before it is read
+        with pytest.raises(UserError) as caught:
+            export_run(run, out)
     assert str(caught.value) == (
         f"{out} holds an exported model already. "
         "Choose another folder, or pass --overwrite to replace it"
@@ -381,6 +384,13 @@ def test_a_run_is_exported_only_with_the_dataset_it_was_trained_on(
         f"dataset {dataset} has fingerprint {trained_on[:12]}, run {copy} was trained on "
         "000000000000: its ids may mean other values. Bring back that dataset, or train on this one"
     )
+    config = json.loads((copy / "config.json").read_text())
+    config["data"]["path"] = str(tmp_path / "gone")
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(GMetaError) as caught:
+        export_run(copy, tmp_path / "model")
+    told = f"run {copy} cannot be exported without its data: {tmp_path}/gone holds no dataset: "
+    assert str(caught.value).startswith(told)
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(UserError) as caught:
         export_run(copy, tmp_path / "model")

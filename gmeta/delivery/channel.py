@@ -20,6 +20,7 @@ from gmeta.delivery.versions import (
     Version,
     check_version,
     checked_content,
+    copy_version,
     description_of,
     model_checksum,
     model_config,
@@ -199,8 +200,7 @@ class Channel:
             check_version(offered)
             if not self.folder_of(number).exists():
                 with new_folder(self.folder_of(number), overwrite=False) as partial:
-                    copied = link_or_copy if is_own else shutil.copy2
-                    shutil.copytree(candidate, partial, dirs_exist_ok=True, copy_function=copied)
+                    copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
             return self._point(self.version(number), PROMOTED, verdict)
 
     def serves(self, offered: Version) -> bool:
@@ -248,12 +248,16 @@ class Channel:
             return self._point(chain.newest, ROLLED_BACK, None)
 
     def before(self, current: Current | None) -> int | None:
-        """Return the version that was promoted before the one that is served, to which a rollback
-        goes; None where there is none."""
-        told = {entry.get("number") for entry in self.promotions()}
-        served = current.number if current is not None else 0
-        earlier = [number for number in self.numbers() if number in told and number < served]
-        return earlier[-1] if earlier else None
+        """Return the version that served before the one that does, to which a rollback goes; None
+        where there is none. One that was rolled back from is none."""
+        served: list[int] = []
+        for number in (entry.get("number") for entry in self.promotions()):
+            if isinstance(number, int):  # none of a refusal
+                while served and served[-1] >= number:
+                    served.pop()
+                served.append(number)
+        last, kept = current.number if current is not None else 0, set(self.numbers())
+        return next((one for one in reversed(served) if one in kept and one < last), None)
 
     def record(self, verdict: Mapping[str, Any]) -> None:
         """Keep a verdict that refuses a candidate."""

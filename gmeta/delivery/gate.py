@@ -5,7 +5,6 @@ Shape suffixes: N rows, F single-id features, V ids of all multi-id features, R 
 unique ids of all tables.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +20,6 @@ from gmeta.delivery.vocabularies import read_values
 from gmeta.errors import UserError
 from gmeta.metrics.terms import Array
 from gmeta.serving.folder import ExportedConfig, vocabulary_file
-from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
 from metaio.format.dataset import Dataset, verify_file
 from metaio.prepare.schema_file import parse_schema
@@ -40,27 +38,20 @@ class Predicted:
     prediction_N: Array  # after adaptation: probabilities (bce) or ratings
 
 
-def predict_gate(model: Path, datasets: list[Dataset], split: str) -> Iterator[Predicted]:
-    """Yield, dataset by dataset, what an exported model predicts of the split's query rows after it
-    adapted to each task's support rows, as it would if it was served.
+def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> Predicted:
+    """Return what the model in the folder `model`, which is loaded, predicts of the split's query
+    rows after it adapted to each task's support rows, as it would if it was served.
 
     Raises:
-        UserError: a dataset has no such split, or holds other columns than the model takes.
+        UserError: the dataset has no such split, or holds other columns than the model takes.
         GMetaError: the model is damaged.
     """
-    served = load(model)
-    for dataset in datasets:
-        if split not in dataset.splits or not dataset.splits[split].num_episodes:
-            raise UserError(
-                f"{dataset.url} has no tasks in split {split!r}: it has "
-                f"{', '.join(dataset.splits)}. Name one that is not trained on with --split"
-            )
-        yield _predicted(served, dataset, split, _rows_known(model, served.config, dataset))
-
-
-def _predicted(
-    served: ServedModel, dataset: Dataset, split: str, known: list[Tensor | None]
-) -> Predicted:
+    if split not in dataset.splits or not dataset.splits[split].num_episodes:
+        raise UserError(
+            f"{dataset.url} has no tasks in split {split!r}: it has "
+            f"{', '.join(dataset.splits)}. Name one that is not trained on with --split"
+        )
+    known = _rows_known(model, served.config, dataset)
     whole = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
     batches = read_ranges(dataset, whole, tasks_per_batch=_TASKS_PER_BATCH)
     tasks, labels, predictions, judged = [], [], [], served.config.judged

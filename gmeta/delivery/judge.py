@@ -25,7 +25,7 @@ from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
 from gmeta.report.intervals import Interval, bootstrap_values, percentile_interval
-from gmeta.serving.folder import read_config
+from gmeta.serving.load import load
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 from metaio.stream.chain import increment_before
@@ -86,7 +86,10 @@ def judge(
         UserError: a dataset has no such split, or other columns.
         GMetaError: a model is damaged.
     """
-    loss = read_config(candidate).judged_loss
+    served = load(candidate)
+    # Checked by whoever found it, as it serves.
+    against = None if champion is None else load(champion, verify=False)
+    loss = served.config.judged_loss
     metric = loss_metric(loss)
     ours: list[Predicted] = []
     theirs: list[Predicted] = []
@@ -97,10 +100,10 @@ def judge(
             break
         if split in dataset.splits and not dataset.splits[split].num_episodes:
             continue
-        ours += predict_gate(candidate, [dataset], split)
-        if champion is None:
+        ours.append(predict_gate(served, candidate, dataset, split))
+        if against is None or champion is None:
             break
-        theirs += predict_gate(champion, [dataset], split)
+        theirs.append(predict_gate(against, champion, dataset, split))
         # Windows are added by the width of the interval, never by where it lies: looking at the
         # difference and going on would promote by chance.
         if not _finite(ours) or not _finite(theirs) or compared.is_narrow(ours, theirs):

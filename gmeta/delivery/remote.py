@@ -117,11 +117,18 @@ def publish(channel: Channel, url: str) -> list[int]:
             )
         fs.invalidate_cache()
         # What no pointer names may be anybody's: it is replaced.
-        there = _sizes(fs, f"{root}/{VERSIONS}") if _is_own(channel, url) else {}
+        is_own, there = _is_own(channel, url), _sizes(fs, f"{root}/{VERSIONS}")
         copied = []
+
+        def remove(name: str) -> None:
+            last = DELTA_FILE if DELTA_FILE in there[name] else CONFIG_FILE
+            remove_folder(fs, f"{root}/{VERSIONS}/{name}", last)
+
         for number in channel.numbers():
             folder = channel.folder_of(number)
-            if there.get(folder.name) != _sizes_here(folder):
+            if not is_own or there.get(folder.name) != _sizes_here(folder):
+                if folder.name in there:
+                    remove(folder.name)  # a delta.json beside a config.json would be read for it
                 put_folder(fs, folder, f"{root}/{VERSIONS}/{folder.name}", description_of(folder))
                 copied.append(number)
         put_file(fs, channel.root / PROMOTIONS, f"{root}/{PROMOTIONS}")
@@ -130,8 +137,8 @@ def publish(channel: Channel, url: str) -> list[int]:
         else:
             fs.put_file(str(channel.root / POINTER), f"{root}/{POINTER}")
         for name in set(there) - {channel.folder_of(number).name for number in channel.numbers()}:
-            last = DELTA_FILE if DELTA_FILE in there[name] else CONFIG_FILE
-            remove_folder(fs, f"{root}/{VERSIONS}/{name}", last)
+            if is_own:
+                remove(name)
     return copied
 
 

@@ -11,7 +11,7 @@ from gmeta.delivery.versions import is_delta, read_version
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import evaluate_split
-from gmeta.serving.folder import read_config
+from gmeta.serving.load import load
 from metaio.format.dataset import Dataset
 
 
@@ -30,12 +30,13 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
             f"{model} is a delta, which predicts nothing alone. Score a version that is full, or "
             "an export"
         )
-    scoring = Scoring(read_config(model).judged_loss)
+    served = load(model)
+    scoring = Scoring(served.config.judged_loss)
     names = [name for name in scoring.names if not scoring.is_over_candidates(name)]
     chosen = splits or [name for name, split in dataset.splits.items() if split.num_episodes]
     found = {}
     for split in chosen:
-        (rows,) = predict_gate(model, [dataset], split)
+        rows = predict_gate(served, model, dataset, split)
         values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
         found[split] = {
             "num_tasks": dataset.splits[split].num_episodes,

@@ -66,8 +66,9 @@ def write_whole_table(
             ids = torch.from_numpy(np.cumsum(rows.pop(_GAPS).astype(np.int64)))
             if rows.keys() != whole.keys():
                 raise KeyError(", ".join(rows))
+            is_kept = ids < num_rows  # a version between may have had more rows than the last
             for name, values in rows.items():
-                whole[name].index_copy_(0, ids, torch.from_numpy(values))
+                whole[name].index_copy_(0, ids[is_kept], torch.from_numpy(values)[is_kept])
         except (SafetensorError, OSError, KeyError, IndexError, RuntimeError) as error:
             raise GMetaError(
                 f"{change} does not fit table {table} of {base.parent} "

@@ -2,7 +2,7 @@
 parent version. Each delta's checksum covers its parent's, so the newest names its whole chain.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,14 @@ def check_version(version: Version) -> None:
     listed_in = description_of(version.folder)
     for difference in differences(version.folder, files_of(version), listed_in, contents=True):
         raise GMetaError(f"{difference}. {REMEDY}")
+
+
+def copy_version(version: Version, to: Path, copied: Callable[[Path, Path], Any]) -> None:
+    """Copy what a version lists, and what describes it, to a folder by `copied`. What else lies in
+    its folder may be a stranger's link to anything."""
+    for name in (*files_of(version), description_of(version.folder)):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        copied(version.folder / name, to / name)
 
 
 def description_of(folder: Path) -> str:

@@ -43,7 +43,13 @@ def whole_version(
         UserError: the cache cannot be written.
         GMetaError: a version of the chain is missing or damaged.
     """
-    chain = channel.chain(number)
+    chain, current = channel.chain(number), channel.current()
+    newest = chain.newest
+    if current and current.number == number and current.checksum != newest.checksum:
+        raise GMetaError(
+            f"version {number} of {channel.root} is served as {number}-{current.checksum[:12]}, "
+            f"but {newest.name} stands there: it was replaced. Promote a full export, or roll back"
+        )
     if not chain.deltas:
         folder = chain.base.folder
         check_files(folder, read_config(folder), checksums=verify)

@@ -50,7 +50,7 @@ def check_replaces(out: Path, inputs: Iterable[tuple[str, str]], overwrite: bool
         )
 
 
-def link_or_copy(source: str, target: str) -> None:
+def link_or_copy(source: str | Path, target: str | Path) -> None:
     """Link a file that nobody changes, or copy it where the file systems differ."""
     try:
         os.link(source, target)

@@ -7,18 +7,16 @@ its batches.
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import final
 
-from gmeta.antdt.log import LOGGER_NAME
-from gmeta.server.errors import RequestError
+from gmeta.server.errors import RequestError, failed
 from gmeta.server.limits import BatchLimits
 from gmeta.server.protocol import Answer, Inference, Outcome
 from gmeta_keys.boundary import failing_as
@@ -29,7 +27,7 @@ _RATE_MEMORY = 0.8  # of the rows a second, from batch to batch
 _UNDER_WAY_S = 0.002
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two may ask for the same
 class _Ticket:
     """A request that waits; its future belongs to the event loop."""
 
@@ -107,6 +105,10 @@ class Batcher:
                 f"the request was not answered within {limits.timeout_s:g} s. Retry, with fewer "
                 "rows or fewer requests at once",
             ) from None
+        finally:
+            if ticket.future.cancelled():  # it may still stand there, and must keep nobody out
+                with suppress(ValueError):
+                    self._waiting.remove(ticket)
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
@@ -194,27 +196,24 @@ class Batcher:
 
     def _outcomes(self, requests: Sequence[Inference]) -> list[Outcome]:
         try:
-            # One batch must not end the server.
-            with failing_as(_failed):
+            # One batch must not end the server, nor one request fail the others.
+            with failing_as(failed):
                 return self._run(requests)
-        except RequestError as failed:
-            return [failed] * len(requests)
+        except RequestError as error:
+            if len(requests) == 1:
+                return [error]
+            return [self._outcomes([request])[0] for request in requests]
 
     def _next_batch(self) -> list[_Ticket]:
         """Return what waits, as much as one batch may hold."""
         batch: list[_Ticket] = []
         num_rows = 0
         while self._waiting and len(batch) < self._limits.tasks:
-            num_rows += self._waiting[0].request.num_rows
-            if batch and num_rows > self._limits.rows:
-                break
-            ticket = self._waiting.popleft()
-            # Its caller has left, or was told that it took too long.
-            if not ticket.future.done():
+            ticket = self._waiting[0]
+            if not ticket.future.done():  # else its caller has left in this very turn
+                num_rows += ticket.request.num_rows
+                if batch and num_rows > self._limits.rows:
+                    break
                 batch.append(ticket)
+            self._waiting.popleft()
         return batch
-
-
-def _failed(error: Exception) -> RequestError:
-    logging.getLogger(LOGGER_NAME).error("batch_failed", exc_info=error)
-    return RequestError(500, "the server failed on this request; its log says why")

@@ -94,7 +94,9 @@ class TaskCache:
 
     def restore(self, key: str, entry: Entry, state: TaskState, version: str) -> None:
         """Keep the state that a newer version, or this process, made of an entry's support rows."""
-        self._keep(key, replace(entry, state=state, version=version))
+        held = self._entries.get(key)
+        if held is None or held.expires_s <= entry.expires_s:  # else newer rows came meanwhile
+            self._keep(key, replace(entry, state=state, version=version))
 
     def forget_states(self, version: str) -> None:
         """Let go of the states that other versions made; the support rows stay."""

@@ -1,7 +1,9 @@
 """The one error of a request: an HTTP status, or gRPC's of the same meaning, and one line."""
 
+import logging
 from typing import Any
 
+from gmeta.antdt.log import LOGGER_NAME
 from gmeta.errors import GMetaError
 
 # HTTP status -> name of the gRPC status
@@ -46,3 +48,9 @@ class RequestError(GMetaError):
 def bad(message: str) -> RequestError:
     """Return the error of a request that is wrong in itself."""
     return RequestError(400, message)
+
+
+def failed(error: Exception) -> RequestError:
+    """Return the error of a request that met a defect, which the log tells in full."""
+    logging.getLogger(LOGGER_NAME).error("request_failed", exc_info=error)
+    return RequestError(500, "the server failed on this request; its log says why")

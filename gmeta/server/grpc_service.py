@@ -118,11 +118,17 @@ class _Servicer:
                 request.model_version,
                 carrier,
                 context.peer(),
+                lambda: self._check(context, Right.INFER),
                 lambda: _read(request, service),
             )
             return _response(service.config.name, asked, answer)
 
-        return await self._answered(context, Right.INFER, respond)
+        return await self._answered(context, None, respond)  # counted, too, if it is refused
+
+    def _check(self, context: Any, right: Right) -> None:
+        shown = Shown.by(context)
+        uris = shown.uris if self._certificates else None
+        self._service.access.check(right, shown.authorization, uris, shown.valid_until_s)
 
     async def _answered(
         self, context: Any, right: Right | None, respond: Callable[[], Awaitable[Any]]
@@ -130,10 +136,7 @@ class _Servicer:
         """Answer one call; a RequestError becomes its status."""
         try:
             if right is not None:
-                shown = Shown.by(context)
-                uris = shown.uris if self._certificates else None
-                access = self._service.access
-                access.check(right, shown.authorization, uris, shown.valid_until_s)
+                self._check(context, right)
             return await respond()
         except RequestError as error:
             if error.retry_after_s is not None:

@@ -80,13 +80,13 @@ def http_app(service: Service) -> FastAPI:
         return JSONResponse(service.model_metadata())
 
     async def infer(request: Request) -> Response:
-        check(request, Right.INFER)
         peer = f"{request.client.host}:{request.client.port}" if request.client else ""
         asked, answer = await service.infer(
             "http",
             *_model(request),
             dict(request.headers),
             peer,
+            lambda: check(request, Right.INFER),
             lambda: _read(request, service),
         )
         body, headers = render_http(service.config.name, asked, answer)

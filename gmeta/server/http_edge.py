@@ -54,8 +54,11 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        """The body's time and size are the app's."""
+        """The body's time and size are the app's. A probe is answered beyond the most connections,
+        too: a pod that is that busy must not be killed for it."""
         self._head_read()
+        is_probe = self.url.startswith(b"/v2/health/")
+        self.limit_concurrency = None if is_probe else self.config.limit_concurrency
         super().on_headers_complete()
 
     def _await_head(self) -> None:
@@ -92,7 +95,7 @@ def http_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=max_connections,
+        limit_concurrency=max_connections + 1,  # uvicorn refuses from so many on
         timeout_graceful_shutdown=int(drain_s) + 1,
     )
     config.load()

@@ -29,7 +29,7 @@ class ServerMetrics:
         )
         self.seconds = Histogram(
             "gmeta_serve_request_seconds",
-            "From a request's last byte to its answer.",
+            "From a request's head to its answer, with the time that its body took to come.",
             ["protocol"],
             buckets=_SECONDS,
             registry=registry,

@@ -2,6 +2,7 @@
 tables, and that are started again when one dies.
 """
 
+import fcntl
 import logging
 import multiprocessing as mp
 import os
@@ -31,6 +32,7 @@ from gmeta.server.metrics import MULTIPROCESS_DIR
 _LOOK_EVERY_S = 0.2
 _RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
 _IN_MEMORY = Path("/dev/shm")
+_PREFIX, _LOCK = "gmeta-serve-", "lock"
 _AFTER_DRAIN_S = 15.0  # then a worker is killed
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -65,13 +67,22 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
 
 @contextmanager
 def _folder_in_memory() -> Iterator[Path]:
-    """Yield a folder of this process alone, in memory where the system has such a place."""
+    """Yield a folder of this process alone, in memory where the system has such a place; those that
+    killed ones left there go."""
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="gmeta-serve-", dir=place))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+    with (folder / "new").open("w") as lock:  # which the workers hold, too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "new").rename(folder / _LOCK)
+        for left in folder.parent.glob(f"{_PREFIX}*"):
+            # Another user's, one that is just made, or one whose server lives.
+            with suppress(OSError), (left / _LOCK).open() as other:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass

@@ -20,11 +20,12 @@ from gmeta.server.batcher import Batcher
 from gmeta.server.cache import TaskCache
 from gmeta.server.compute import answer_all
 from gmeta.server.config import ServeConfig
-from gmeta.server.errors import CallerLeftError, RequestError
+from gmeta.server.errors import CallerLeftError, RequestError, failed
 from gmeta.server.metrics import ServerMetrics
 from gmeta.server.protocol import EXTENSIONS, Answer, Inference, Outcome, model_metadata
 from gmeta.server.tracing import Tracing
 from gmeta.server.versions import Loaded, check_successor, version_in
+from gmeta_keys.boundary import failing_as
 from metaio.errors import MetaIOError
 
 CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
@@ -42,21 +43,22 @@ class Service:
         config: ServeConfig,
         load: Callable[[Path | str, bool], Loaded],
         cache: TaskCache,
-        metrics: ServerMetrics,
+        metrics: Callable[[], ServerMetrics],
         access: Access,
         tracing: Tracing,
     ) -> None:
         self.config = config
-        self.metrics = metrics
         self.access = access
         self.tracing = tracing
         self.ready = True
         self.loaded = load(config.folder, config.verify)
+        # Each worker has files of its own for them, which stay: not for one that fails to load.
+        self.metrics = metrics()
         self.refused: tuple[str, str] | None = None  # a version, and why it does not serve
         self._retry_at_s = 0.0  # when it may be tried again
         self._load = load
         self._cache = cache
-        self._batcher = Batcher(self._run, config.batch, metrics.batched)
+        self._batcher = Batcher(self._run, config.batch, self.metrics.batched)
         self._tell_version()
 
     def warm_up(self) -> None:
@@ -90,16 +92,18 @@ class Service:
         version: str,
         carrier: dict[str, str],
         peer: str,
+        check: Callable[[], None],
         read: Callable[[], Any],
     ) -> tuple[Inference, Answer]:
-        """Return a request and its answer, counted, logged and traced; `read` returns the request
-        of a model's columns, or waits for it. Raise RequestError.
+        """Return a request and its answer, counted, logged and traced; `check` refuses a caller who
+        may not ask, `read` waits for the request and returns it. Raise RequestError.
         """
         began_s, status, num_rows, told = time.perf_counter(), 500, 0, ""
         try:
             with self.tracing.span(protocol, carrier) as span:
+                check()
                 self.check_model(model, version)
-                with self._batcher.reading():
+                with self._batcher.reading(), failing_as(failed, RequestError, CallerLeftError):
                     request = await read()
                 num_rows = request.num_rows
                 self.metrics.stage("parse", time.perf_counter() - began_s)

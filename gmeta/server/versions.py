@@ -47,10 +47,12 @@ def version_in(folder: Path | str) -> str:
 def check_successor(before: Loaded, config: ExportedConfig, version: str) -> None:
     """Raise UserError for a version that does not take the requests of the one before."""
     # Columns may stand in another order: callers name them.
-    old, new = before.columns.signature, columns_of(config).signature
+    was, now = before.columns, columns_of(config)
+    old, new = was.signature, now.signature
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    if changed or before.model.config.losses != config.losses:
-        what = f"column {changed[0]}" if changed else "loss"
+    if changed or was.outputs != now.outputs:
+        is_loss = before.model.config.losses != config.losses
+        what = f"column {changed[0]}" if changed else "loss" if is_loss else "order of labels"
         raise UserError(
             f"version {version} has another {what} than version {before.version}, which serves: "
             "its callers' requests would fail. Serve it with a server of its own"

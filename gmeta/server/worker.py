@@ -60,7 +60,7 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
         config,
         load_version,
         TaskCache(config.cache_bytes, config.cache_ttl_s, shared),
-        ServerMetrics(),
+        ServerMetrics,
         Access(tokens, certificates),
         tracing_from_environment(),
     )
@@ -115,8 +115,9 @@ def _until_signal() -> asyncio.Event:
 
 
 def listening_socket(option: str, address: str, shared: bool) -> socket.socket:
-    """Return a socket that listens on HOST:PORT; `shared` with other processes of this user, among
-    which the kernel divides the connections. Raise AddressError."""
+    """Return a socket that has HOST:PORT, and listens there; one `shared` with other processes of
+    this user, among which the kernel divides the connections, is to listen once it is served.
+    Raise AddressError."""
     host, port = split_address(option, address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -128,7 +129,9 @@ def listening_socket(option: str, address: str, shared: bool) -> socket.socket:
             if shared:
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             opened.bind(where)
-            opened.listen(BACKLOG)
+            # Of several, one that reads its model must not be given connections yet.
+            if not shared:
+                opened.listen(BACKLOG)
         except OSError:
             opened.close()
             raise

@@ -274,7 +274,7 @@ def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> I
         DataError: another process exports to `out`, or the disk is full.
     """
     out = Path(os.path.abspath(out))  # so that "." has a name and a parent
-    _check_free(out, overwrite, kind)
+    check_free(out, overwrite, kind)
     out.parent.mkdir(parents=True, exist_ok=True)
     with folder_of_one_writer(out.parent / f".{out.name}.partial", str(out)) as partial:
         yield partial
@@ -287,7 +287,9 @@ def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> I
         replace_folder(partial, out)
 
 
-def _check_free(out: Path, overwrite: bool, kind: FolderKind) -> None:
+def check_free(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> None:
+    """Raise UserError for a place that is taken by one of its kind that may not be replaced, or by
+    something else."""
     if not out.exists():
         return
     if kind.holds(out):

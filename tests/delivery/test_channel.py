@@ -16,6 +16,7 @@ from gmeta.delivery import channel as channel_module
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.follow import load_current
 from gmeta.delivery.packing import pack
+from gmeta.delivery.retention import kept_versions
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses.config import LabelsConfig
@@ -268,6 +269,58 @@ def test_a_rollback_mends_a_pointer(tmp_path: Path) -> None:
     done = gmeta("rollback", channel.root, "--to", "2")
     assert done.returncode == 0, done.stderr
     assert channel.served().number == 2
+
+
+def test_a_rollback_goes_to_what_served_before_and_not_to_what_was_left(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 3)
+    channel.rollback()  # from 3, which was wrong
+    Model.of(SIZES, seed=9).write(tmp_path / "next")
+    assert channel.promote(tmp_path / "next").number == 4
+    assert kept_versions(channel, 1) == {2, 4}
+    assert channel.rollback().number == 2
+    assert channel.rollback(3).number == 3
+    assert channel.rollback().number == 2
+    assert channel.rollback().number == 1
+
+
+def test_a_version_that_was_replaced_by_another_is_not_served_as_it(tmp_path: Path) -> None:
+    channel, _ = versions(tmp_path, 1)
+    named = channel.served()
+    shutil.rmtree(channel.folder_of(1))
+    other = Model.of(SIZES, seed=8).write(channel.folder_of(1))
+    with pytest.raises(GMetaError) as caught:
+        load_current(channel.root)
+    stands = channel.version(1).checksum[:12]
+    assert message(caught) == (
+        f"version 1 of {channel.root} is served as 1-{named.checksum[:12]}, but 1-{stands} stands "
+        "there: it was replaced. Promote a full export, or roll back"
+    )
+    # No delta over it could be made whole elsewhere: the next one is whole.
+    again = Model.of(SIZES, seed=8).changed(np.random.default_rng(1)).write(tmp_path / "next")
+    delivery.promote_candidate(again, channel.root, "float32", None, None)
+    assert channel.version(2).kind == "full"
+    assert load_current(channel.root).number == 2
+    assert content(other) == content(channel.folder_of(1))
+
+
+def test_a_version_is_a_copy_of_what_an_export_lists_and_of_nothing_else(tmp_path: Path) -> None:
+    """What its owner does to an export later, or a stranger has laid beside its files, such as a
+    link to a file of whoever promotes it, must not reach a channel, nor where that is published."""
+    secret = tmp_path / "credentials"
+    secret.write_text("key")
+    channel, model = Channel(tmp_path / "channel"), Model.of(SIZES).write(tmp_path / "export")
+    listed = content(model)
+    (model / "notes").symlink_to(secret)
+    (model / "endless").symlink_to("/dev/zero")
+    store = tmp_path / "store"
+    (model / "layers.safetensors").rename(store)
+    (model / "layers.safetensors").symlink_to("../store")  # as caches of a hub lay them out
+    delivery.promote_candidate(model, channel.root, "float32", None, None)
+    assert content(channel.folder_of(1)) == listed
+    for path in (store, model / "table-00000.safetensors"):
+        path.write_bytes(b"")  # in place
+    assert content(channel.folder_of(1)) == listed
+    assert content(whole_version(channel, 1)) == listed
 
 
 def test_what_cannot_be_rolled_back_to_is_said(tmp_path: Path) -> None:

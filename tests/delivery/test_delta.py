@@ -71,6 +71,18 @@ def test_a_delta_holds_the_rows_that_were_touched_and_no_other(
     assert not (version.folder / "table-00001.safetensors").exists()
 
 
+def test_a_table_may_grow_and_shrink_along_a_chain(tmp_path: Path) -> None:
+    rng, channel, model = np.random.default_rng(5), Channel(tmp_path / "channel"), Model.of(SIZES)
+    for number, size in enumerate((9_000, 9_500, 9_100, 9_300), start=1):
+        model = model.changed(rng, share=0.01, grown=500)
+        model.tables = {name: table[:size] for name, table in model.tables.items()}
+        deliver(channel, model, tmp_path / str(number))
+    assert [channel.version(number).kind for number in (2, 3, 4)] == ["delta"] * 3
+    for number in (3, 4):
+        made = whole_version(channel, number, tmp_path / f"fresh-{number}")
+        assert content(made) == content(tmp_path / str(number))
+
+
 def test_rows_that_differ_only_in_the_sign_of_zero_are_shipped(tmp_path: Path) -> None:
     channel, model = Channel(tmp_path / "channel"), Model({"item": torch.zeros(2_000, 4)})
     deliver(channel, model, tmp_path / "1")

@@ -11,6 +11,7 @@ from gmeta.delivery.channel import Channel
 from gmeta.delivery.gate import Predicted, predict_gate
 from gmeta.delivery.judge import Verdict, _Compared, judge, windows_before
 from gmeta.errors import UserError
+from gmeta.serving.load import load
 from metaio.format.dataset import open_dataset
 from tests.commands import gmeta
 from tests.delivery.models import Model
@@ -124,16 +125,20 @@ def test_a_model_of_an_earlier_increment_takes_what_it_never_saw_as_unknown(
     for name, table in grown.tables.items():
         grown.tables[name] = torch.cat([table, table[:1].expand(60, -1)])
     # Without an inner step rows do not adapt, and row 0's copies stay its copies.
+
+    def of_gate(folder: Path, split: str = "gate") -> Predicted:
+        return predict_gate(load(folder), folder, newest, split)
+
     found = [
-        next(predict_gate(one.write(tmp_path / name, stream="shop", steps=0), [newest], "gate"))
+        of_gate(one.write(tmp_path / name, stream="shop", steps=0))
         for name, one in (("small", small), ("grown", grown))
     ]
     np.testing.assert_array_equal(found[0].prediction_N, found[1].prediction_N)
     assert len(np.unique(found[0].prediction_N)) > 10
     with pytest.raises(UserError, match="was not prepared as the data of the model in"):
-        next(predict_gate(small.write(tmp_path / "x", stream="other"), [newest], "gate"))
+        of_gate(small.write(tmp_path / "x", stream="other"))
     with pytest.raises(UserError, match="has no tasks in split 'test': it has train, gate"):
-        next(predict_gate(tmp_path / "small", [newest], "test"))
+        of_gate(tmp_path / "small", "test")
 
 
 def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:

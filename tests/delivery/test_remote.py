@@ -335,6 +335,11 @@ def test_versions_of_another_channel_without_a_pointer_are_replaced(
     fs.rm_file(f"{root}/current.json")
     assert publish(channel, url) == [1, 2, 3]
     assert served_model(url, tmp_path / "own") == served_model(channel.root, tmp_path / "here")
+    # Also a delta by a full version: what described it must not stay beside what does now.
+    other.promote(Model.of(SIZES, seed=4).write(tmp_path / "second"))
+    fs.rm_file(f"{root}/current.json")
+    assert publish(other, url) == [1, 2]
+    assert served_model(url, tmp_path / "third") == content(tmp_path / "second")
 
 
 def test_the_command_publishes_and_refuses_what_is_no_channel(

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import gmeta
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.gate import predict_gate
 from gmeta.delivery.packing import pack
 from gmeta.delivery.scored import score_model
 from gmeta.errors import UserError
 from metaio.format.dataset import open_dataset
-from tests.commands import gmeta
+from tests.commands import gmeta as command
 from tests.delivery.models import Model
 from tests.increments import write_increments
 
@@ -24,7 +25,7 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
     path = write_increments(tmp_path / "s", (60, 60), num_tasks=40)[1]
     model = Model.of(SIZES).write(tmp_path / "model", stream="shop")
     out = tmp_path / "out" / "scores.json"
-    done = gmeta("score", model, "--on", path, "--out", out)
+    done = command("score", model, "--on", path, "--out", out)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     dataset = open_dataset(str(path))
@@ -34,7 +35,7 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
         "train": 40,
         "gate": 10,
     }
-    (rows,) = predict_gate(model, [dataset], "gate")
+    rows = predict_gate(gmeta.load(model), model, dataset, "gate")
     liked, others = (rows.prediction_N[rows.label_N == one] for one in (1, 0))
     pairs = np.sign(liked[:, None] - others[None, :]).astype(np.float64)
     expected = float((pairs + 1).mean() / 2)
@@ -57,7 +58,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
         f"{delta} is a delta, which predicts nothing alone. Score a version that is full, or an "
         "export"
     )
-    done = gmeta("score", tmp_path / "none", "--on", path)
+    done = command("score", tmp_path / "none", "--on", path)
     assert (done.returncode, done.stderr) == (
         2,
         f"error: {tmp_path}/none is no folder: an exported model is needed. Give a folder that "

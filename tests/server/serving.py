@@ -48,7 +48,7 @@ def service_of(
         config,
         load_version,
         TaskCache(cache_bytes, 3600.0, shared),
-        ServerMetrics(),
+        ServerMetrics,
         access or Access(None, False),
         tracing or Tracing(),
     )

@@ -1,11 +1,16 @@
 """Which requests are answered together: all that have come, and those about to."""
 
 import asyncio
+import logging
+import threading
 from collections.abc import Sequence
 
 import pyarrow as pa
+import pytest
 
+from gmeta.antdt.log import LOGGER_NAME
 from gmeta.server.batcher import Batcher
+from gmeta.server.errors import RequestError
 from gmeta.server.limits import BatchLimits
 from gmeta.server.protocol import Answer, Inference, Outcome
 
@@ -74,3 +79,63 @@ def test_a_request_that_is_being_read_is_waited_for_but_not_for_long() -> None:
 
     asyncio.run(work())
     assert recorder.sizes == [2, 1]
+
+
+def test_who_does_not_wait_any_more_keeps_nobody_out() -> None:
+    """While a long batch is computed, whoever it has kept waiting too long, or has left, goes."""
+    released = threading.Event()
+
+    def run(requests: Sequence[Inference]) -> list[Outcome]:
+        assert released.wait(60)
+        return [Answer("version", {}, 0)] * len(requests)
+
+    async def work() -> None:
+        limits = BatchLimits(waiting=2, inline_s=-1.0, timeout_s=0.2)
+        batcher = Batcher(run, limits, lambda what, value: None)
+        first = asyncio.create_task(batcher.answer(a_request()))
+        while not batcher._busy:
+            await asyncio.sleep(0)
+        late, left = (asyncio.create_task(batcher.answer(a_request())) for _ in range(2))
+        await asyncio.sleep(0)
+        assert batcher.num_waiting == 2
+        left.cancel()
+        for one, told in ((late, RequestError), (first, RequestError), (left, Exception)):
+            with pytest.raises((told, asyncio.CancelledError)):
+                await one
+        assert batcher.num_waiting == 0
+        last = asyncio.create_task(batcher.answer(a_request()))
+        await asyncio.sleep(0)
+        released.set()
+        assert (await last).version == "version"
+        batcher.stop()
+
+    asyncio.run(work())
+
+
+def test_a_request_that_breaks_the_code_fails_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(requests: Sequence[Inference]) -> list[Outcome]:
+        if any(request.request_id == "poison" for request in requests):
+            raise MemoryError("too much")
+        return [Answer("version", {}, len(requests))] * len(requests)
+
+    async def work() -> list[Answer | BaseException]:
+        batcher = Batcher(run, BatchLimits(), lambda what, value: None)
+        poison = Inference(None, pa.table({"item": [1]}), request_id="poison")
+        requests = [a_request(), poison, a_request()]
+        answers = (batcher.answer(request) for request in requests)
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        batcher.stop()
+        return found
+
+    monkeypatch.setattr(logging.getLogger(LOGGER_NAME), "propagate", True)
+    first, failed, last = asyncio.run(work())
+    assert isinstance(first, Answer)
+    assert isinstance(last, Answer)
+    assert isinstance(failed, RequestError)
+    assert (failed.status, str(failed)) == (
+        500,
+        "the server failed on this request; its log says why",
+    )
+    assert "MemoryError: too much" in caplog.text

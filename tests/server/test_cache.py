@@ -78,6 +78,22 @@ def test_states_of_another_version_go_and_the_rows_stay() -> None:
     assert cache.num_bytes == 2 * size_of_one()
 
 
+def test_rows_that_came_meanwhile_are_not_replaced_by_the_ones_before() -> None:
+    """One batch may hold a request that asks for a task and one that brings newer rows of it."""
+    clock = Clock()
+    cache = TaskCache(1 << 20, 10.0, clock=clock)
+    cache.put("a", ROWS, state(), "v1")
+    cache.forget_states("v2")
+    asked = cache.get("a")
+    assert asked is not None
+    clock.now_s += 1
+    cache.put("a", ROWS.slice(1), state(), "v2")
+    cache.restore("a", asked, state(), "v2")
+    kept = cache.get("a")
+    assert kept is not None
+    assert kept.support.num_rows == 2
+
+
 def test_processes_share_the_rows(tmp_path: Path) -> None:
     clock = Clock()
     one, other = (

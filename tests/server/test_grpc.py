@@ -185,6 +185,8 @@ def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
             except grpc.aio.AioRpcError as error:
                 codes[role] = error.code().name
         live = with_stub(service, lambda stub: stub.ServerLive(pb.ServerLiveRequest()))
+        statuses = {"200": 2.0, "401": 1.0, "403": 1.0}
+        assert answered(service) == {("grpc", status): n for status, n in statuses.items()}
     assert live.live
     assert codes == {
         "worker": "OK",

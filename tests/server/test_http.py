@@ -3,7 +3,9 @@ wrong with a request."""
 
 import asyncio
 import json
+import logging
 import re
+import socket
 import struct
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -17,8 +19,10 @@ import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.access.auth import Tokens
+from gmeta.antdt.log import LOGGER_NAME
+from gmeta.server import http_app
 from gmeta.server.access import Access
-from gmeta.server.http_app import http_app
+from gmeta.server.http_edge import http_server
 from gmeta.server.limits import BatchLimits, RequestLimits
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
@@ -308,7 +312,7 @@ def test_a_caller_who_leaves_amid_the_body_is_no_failure_of_the_server(service: 
 
         scope = {"type": "http", "method": "POST", "path": INFER, "headers": [], "app": None}
         scope |= {"query_string": b"", "http_version": "1.1", "client": ("127.0.0.1", 1)}
-        await http_app(service)(scope, receive, send)
+        await http_app.http_app(service)(scope, receive, send)
 
     with_client(service, left)
     page = get(service, "/metrics").text.splitlines()
@@ -436,6 +440,42 @@ def test_a_full_place_of_shared_tasks_fails_no_request(exported: Path, tmp_path:
         assert "gmeta_serve_cache_unshared 1.0" in get(service, "/metrics").text.splitlines()
 
 
+def test_a_defect_of_the_server_is_told_in_its_log(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise ZeroDivisionError("no such thing")
+
+    monkeypatch.setattr(http_app, "parse_http", broken)
+    monkeypatch.setattr(logging.getLogger(LOGGER_NAME), "propagate", True)
+    answer = post(service, request_of(QUERY))
+    told = {"error": "the server failed on this request; its log says why"}
+    assert (answer.status_code, answer.json()) == (500, told)
+    assert "ZeroDivisionError: no such thing" in caplog.text
+
+
+def test_so_many_connections_are_answered_as_the_option_says(service: Service) -> None:
+    async def work() -> list[int]:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            server = http_server(http_app.http_app(service), 1, 0.0, None)
+            serving = asyncio.create_task(server.serve([listening]))
+            place = f"http://127.0.0.1:{listening.getsockname()[1]}/v2"
+            while not server.started:
+                await asyncio.sleep(0.005)
+            async with httpx.AsyncClient() as one, httpx.AsyncClient() as other:
+                found = [(await client.get(place)).status_code for client in (one, other, one)]
+                # A pod that is as busy as it may be must not be killed by its own probe.
+                for client in (other, one, other):
+                    assert (await client.get(f"{place}/health/live")).status_code == 200
+                found += [(await client.get(place)).status_code for client in (other,)]
+            server.should_exit = True
+            await serving
+        return found
+
+    assert asyncio.run(work()) == [200, 503, 200, 503]
+
+
 def test_metrics_count_what_was_answered(service: Service) -> None:
     post(service, request_of(QUERY, SUPPORT, key="a"))
     post(service, request_of(QUERY, key="a"))
@@ -486,6 +526,11 @@ def test_a_token_has_a_role(exported: Path, tmp_path: Path) -> None:
             )
         )
         assert get(service, "/v2/health/ready").status_code == 200
+        # Whoever turns a key sees who was left behind.
+        page = get(service, "/metrics", headers={"Authorization": f"Bearer {tokens['viewer']}"})
+        for status, count in ((200, 2), (401, 1), (403, 1)):
+            line = f'gmeta_serve_requests_total{{protocol="http",status="{status}"}} {count}.0'
+            assert line in page.text.splitlines()
         password = httpx.BasicAuth("anybody", tokens["viewer"])
         assert get(service, "/docs", auth=password).status_code == 200
 

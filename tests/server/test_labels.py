@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import gmeta
+from gmeta.errors import UserError
+from gmeta.server.loading import load_version
 from gmeta.server.service import Service
+from gmeta.server.versions import check_successor
+from gmeta.serving.folder import read_config
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from tests.commands import gmeta as command
 from tests.server.serving import get, post, service_of, tensor
@@ -139,3 +144,16 @@ def test_files_and_inspect_name_every_label(
     assert head in " ".join(told.split())
     told = json.loads(command("inspect", exported, "--json").stdout)
     assert (told["loss"], told["losses"]) == ("bce", dict(zip(LABELS, LOSSES, strict=True)))
+
+
+def test_a_version_whose_labels_stand_in_another_order_is_refused(
+    exported: Path, tmp_path: Path
+) -> None:
+    """A request that waits while it comes would be answered with another label's values."""
+    before = load_version(exported)
+    config = read_config(exported)
+    assert config.columns.schema is not None
+    names = config.features.labels
+    turned = replace(config.features, labels=(names[1], names[0], *names[2:]))
+    with pytest.raises(UserError, match="version next has another order of labels than version"):
+        check_successor(before, replace(config, features=turned), "next")

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.server.config import ServeConfig
 from gmeta.server.process import _Workers
 from gmeta.server.versions import version_in
+from gmeta.server.worker import listening_socket
 from gmeta.serving.model import ServedModel
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
@@ -154,14 +157,40 @@ def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
         assert ask(server, query=QUERY).status_code == 200
         (tmp_path / "away").rename(folder)
         wait_until(lambda: server.count("serving") == 3, "another worker serves")
+        # Where all keep their metrics, in memory, those that never served left nothing.
+        names = [path.stem for path in metrics_of(server).iterdir()]
+        assert len({name.rpartition("_")[2] for name in names}) == 3
+
+
+def metrics_of(server: RunningServer) -> Path:
+    """The folder that all workers keep their metrics in: they have mapped its files."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    maps = "".join(Path(f"/proc/{child}/maps").read_text() for child in children)
+    return Path(re.findall(r"\S+/metrics/\w+_\d+\.db", maps)[0]).parent
+
+
+def test_a_worker_that_reads_its_model_takes_no_connection() -> None:
+    """The kernel would give it its share of them, which waited for the model, or were reset."""
+    port = free_port()
+    with (
+        listening_socket("--listen", f"127.0.0.1:{port}", shared=True),
+        socket.socket() as caller,
+        pytest.raises(ConnectionRefusedError),
+    ):
+        caller.connect(("127.0.0.1", port))
 
 
 def test_workers_end_with_the_process_that_started_them(exported: Path) -> None:
     with running_server(exported, workers=2) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        workers = children.read_text().split()
+        workers, metrics = children.read_text().split(), metrics_of(server)
         os.kill(server.process.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers' end")
+    # What it kept in memory, rows of tasks among it, goes with the next server's start.
+    assert metrics.exists()
+    with running_server(exported, workers=2):
+        assert not metrics.exists()
 
 
 def is_running(pid: str) -> bool:

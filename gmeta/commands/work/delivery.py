@@ -16,16 +16,15 @@ from gmeta.delivery.judge import Verdict, judge, refused, windows_before
 from gmeta.delivery.packing import pack
 from gmeta.delivery.remote import publish, reached
 from gmeta.delivery.retention import prune
-from gmeta.delivery.versions import Version, is_delta, read_version
+from gmeta.delivery.versions import Version, copy_version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.export import export_run
 from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
-from gmeta.files.local import link_or_copy
 from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.runs.folder import RunFolder, write_json
-from gmeta.serving.folder import read_config
+from gmeta.serving.folder import check_files, check_free, read_config
 from gmeta.serving.table_format import TableFormat
 from metaio.counted import counted
 from metaio.errors import MetaIOError
@@ -39,6 +38,7 @@ def export_since(
     run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> tuple[Version, str]:
     """Return what was written, and why it is whole ("" of a delta)."""
+    check_free(out, overwrite)
     with _beside(out, str(out)) as whole:
         export_run(run, whole, tables, step, overwrite=True)
         return pack(_channel(since), whole, out, overwrite)
@@ -76,8 +76,9 @@ def promote_candidate(
             packed = candidate
         else:
             with _beside(root / "model", str(root)) as model:
-                # Links: what pack moves away is not the caller's folder.
-                shutil.copytree(candidate, model, copy_function=link_or_copy)
+                check_files(candidate, read_config(candidate), checksums=False)
+                # No links: what its owner does to the folder later must not reach the channel.
+                copy_version(offered, model, shutil.copyfile)
                 pack(channel, model, packed, overwrite=True)
         is_own = packed != candidate
         current = channel.promote(packed, kept, is_own=is_own, named=candidate)

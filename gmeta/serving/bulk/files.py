@@ -95,9 +95,14 @@ def check_fits(schema: pa.Schema, out: Path) -> None:
     if out.suffix != CSV:
         return
     for field in schema:
-        if pa.types.is_nested(field.type):
+        kind = field.type
+        if (
+            pa.types.is_nested(kind)
+            or pa.types.is_string_view(kind)
+            or pa.types.is_binary_view(kind)
+        ):
             raise UserError(
-                f"column {field.name} has type {field.type}, which CSV cannot hold: name a file "
+                f"column {field.name} has type {kind}, which CSV cannot hold: name a file "
                 "that ends with .parquet, or drop the column"
             )
 

@@ -17,7 +17,7 @@ import gmeta
 from gmeta.cli import app
 from gmeta.errors import UserError
 from gmeta.serving.bulk import files, predict
-from gmeta.serving.bulk.files import RowFiles
+from gmeta.serving.bulk.files import RowFiles, check_fits
 from gmeta.serving.bulk.predict import predict_files
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import EncodedColumns
@@ -138,6 +138,9 @@ def test_lists_are_refused_for_csv(
         "with .parquet, or drop the column"
     )
     assert not (tmp_path / "out.csv").exists()
+    # Arrow writes no views; it would be told behind hours of predictions.
+    with pytest.raises(UserError, match="^column name has type string_view, which CSV cannot hold"):
+        check_fits(pa.schema([("name", pa.string_view())]), tmp_path / "out.csv")
 
 
 def test_csv_is_written_with_the_columns_of_the_query(tmp_path: Path) -> None:
