@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from gmeta.config import load_config
+from metaio import Provenance, write_dataset
 from tests.commands import environment, gmeta, metrics
 from tests.forked import Task, forked
 from tests.waiting import wait_until
+from tests.yardstick.sample import FEATURES, raw_rows
 
 SPACE = '["algorithm.inner_lr"]\nlow = 0.01\nhigh = 1.0\nlog = true\n'
 
@@ -244,6 +246,19 @@ def test_a_study_without_a_whole_trial_ends_with_the_reason(config: Path, tmp_pa
 def test_what_cannot_be_tuned_is_refused(config: Path, override: str, message: str) -> None:
     assert refused(config, override).startswith(f"error: {message}")
     assert not (config.parent / "run-tune").exists()
+
+
+def test_a_split_that_was_carved_out_of_the_training_rows_judges_no_trial(
+    config: Path, tmp_path: Path
+) -> None:
+    with write_dataset(str(tmp_path / "carved"), FEATURES, Provenance("user", "label")) as writer:
+        for split in ("train", "fit", "valid-cold"):
+            writer.split(split).write(raw_rows(30, "bce"))
+    overrides = (f"data.path={tmp_path / 'carved'}", "data.valid_split=valid-cold")
+    assert refused(config, *overrides) == (
+        "error: data.valid_split = 'valid-cold' holds rows of 'train': what was trained on tells "
+        "nothing of unseen tasks. Name another split"
+    )
 
 
 def test_a_config_that_does_not_fit_its_data_is_refused_before_any_trial(config: Path) -> None:
