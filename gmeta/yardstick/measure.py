@@ -17,8 +17,6 @@ from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import Shown, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.losses.config import Loss
-from gmeta.metrics.catalogue import predicted_by
 from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, choose_bias
@@ -84,9 +82,7 @@ def measure(
         FormatError: a file is missing or damaged.
     """
     item = item_index(dataset, item_column)
-    own, train_split = config.loss_of(label.name), config.data.train_split
-    # Predictions of the label rank as scores do.
-    loss: Loss = "mse" if predicted_by(own) == "score" else own
+    loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
     is_own = on is None or on.fingerprint == dataset.fingerprint
     trained = sharing_rows(train_split, dataset) if is_own else ()
