@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,23 @@ def test_a_killed_study_goes_on(config: Path, tmp_path: Path) -> None:
     assert "goes on behind" in result.stderr
     # Nothing is left to do, and the same is told.
     assert tuned(config, "--trials", "3").stdout == result.stdout
+
+
+def test_an_interrupted_study_says_one_line_whatever_its_trials_are_at(
+    config: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "gmeta", "tune", str(config), "--parallel", "1"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+    # The processes of trials import what they need: nothing of them is ready yet.
+    wait_until((tmp_path / "run-tune").exists, "the study's folder")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert (
+        said == "error: interrupted: what was committed stays, what was half-written is dropped\n"
+    )
 
 
 def test_a_trial_that_fails_is_told_and_the_others_go_on(config: Path, tmp_path: Path) -> None:
