@@ -111,7 +111,7 @@ def _of_rarer(positive_N: Bools, code_N: Ints) -> int:
     200 a 95 % interval of the AUC holds the truth 81 times of 100, with one 6 times.
     """
     classes = (code_N[positive_N], code_N[~positive_N])
-    return min(np.count_nonzero(np.bincount(code_of_class)) for code_of_class in classes)
+    return min(int(np.count_nonzero(np.bincount(code_of_class))) for code_of_class in classes)
 
 
 def _beaten_twice(positive_N: Bools, first_N: Ints, end_N: Ints) -> Ints:
