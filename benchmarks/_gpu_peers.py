@@ -28,7 +28,7 @@ def vmap_step(device: torch.device, batch: TaskBatch, precision: str = "float32"
     """MAML of one step on even tasks, by torch.func: every task its own copy of the weights."""
     model = model_of(HIDDEN).decision.to(device)
     parameters = dict(model.named_parameters())
-    position_TRF = batch.positions_NF.long().view(-1, 2 * ROWS, NUM_FEATURES).to(device)
+    position_V = batch.positions_NF.flatten().long().to(device)
     label_TR = batch.label_N.view(-1, 2 * ROWS).to(device)
     rows_UD = (torch.randn(batch.unique_ids_U.numel(), WIDTH) * 0.1).to(device).requires_grad_()
 
@@ -44,7 +44,7 @@ def vmap_step(device: torch.device, batch: TaskBatch, precision: str = "float32"
     def step() -> torch.Tensor:
         rows_UD.grad = None
         model.zero_grad()
-        inputs_TRI = rows_UD[position_TRF].flatten(2)
+        inputs_TRI = rows_UD.index_select(0, position_V).view(*label_TR.shape, -1)
         with autocast(precision, device):
             loss: torch.Tensor = vmap(adapted_loss, in_dims=(None, 0, 0))(
                 parameters, inputs_TRI, label_TR
@@ -56,7 +56,7 @@ def vmap_step(device: torch.device, batch: TaskBatch, precision: str = "float32"
 
 
 def jax_on(device: torch.device) -> Any:
-    """Return JAX, where it is installed and computes on such a device; else say so."""
+    """Return JAX, where it is installed and computes on such a device, in float32; else say so."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
     try:
         import jax
@@ -66,6 +66,8 @@ def jax_on(device: torch.device) -> Any:
     if device.type == "cuda" and jax.default_backend() != "gpu":
         print(f"JAX is installed for {jax.default_backend()}, not for a GPU: no figure of it")
         return None
+    # Its default on a GPU is TF32, and it stands beside float32 alone.
+    jax.config.update("jax_default_matmul_precision", "float32")
     return jax
 
 

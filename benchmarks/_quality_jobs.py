@@ -11,9 +11,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from _common import REPOSITORY
 from socket_paths import keep_socket_paths_short
 
 # Imported once, by the process that all commands are forked from.
@@ -23,7 +25,7 @@ PRELOADED = ["gmeta.commands.work.evaluate", "gmeta.commands.work.train", "gmeta
 @dataclass(frozen=True)
 class Job:
     """A command that makes the folder `out`; `files` are what it reads beside its arguments, whose
-    content tells whether a kept folder is still what the command would make.
+    content tells, with that of the code, whether a kept folder is still what it would make.
     """
 
     arguments: tuple[str, ...]
@@ -34,11 +36,19 @@ class Job:
     def stamp(self) -> str:
         """Changes with the command and with what it reads."""
         read = [path.read_text() for path in self.files]
-        return hashlib.sha256(json.dumps([self.arguments, read]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.arguments, read, _code()]).encode()).hexdigest()
 
 
 class JobError(RuntimeError):
     """A command failed: its line and where the rest is."""
+
+
+@cache
+def _code() -> str:
+    """Changes with any line of what the commands run: a page of figures is of one version."""
+    roots = (REPOSITORY / name for name in ("gmeta", "metaio", "models", "protos"))
+    files = sorted(path for root in roots for path in root.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def gmeta_processes() -> ForkServerContext:

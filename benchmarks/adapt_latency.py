@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from _common import environment, finish, interleaved, make_parser, print_table
+from _common import environment, finish, interleaved, make_parser, print_table, spread_of
 
 import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
@@ -148,7 +148,7 @@ def main() -> None:
             works |= measures(name, models[name], seed)
         interleaved(works, 3)  # warm-up: torch chooses its kernels at first use
         times = interleaved(works, options.rounds or (50 if options.quick else 300))
-        tasks_per_s = max(many_tasks_per_s(models["k=1"]) for _ in range(3))
+        tasks_per_s = spread_of([many_tasks_per_s(models["k=1"]) for _ in range(3)]).median
     quantiles = {name: np.quantile(values, [0.5, 0.99]) for name, values in times.items()}
     print_table(
         ["milliseconds, 1 thread", "p50", "p99"],

@@ -13,7 +13,6 @@ rss_mb_at_1e6. fsync_ms says what the disk under the store can do: no durable se
 """
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import signal
@@ -27,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
+
+from _common import environment, finish
 
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import StoreError
@@ -215,7 +216,8 @@ def main() -> None:
             figures["recovery_s_at_1e7"], figures["rss_mb_at_1e7"] = measure_recovery(
                 folder, 10_000_000
             )
-    print(json.dumps({key: round(value, 2) for key, value in figures.items()}))
+    rounded = {key: round(value, 2) for key, value in figures.items()}
+    finish("antdt_service", {**rounded, **environment(("grpcio",))})
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) ->
     """A step of one of the usual ways, on equally sized tasks: x [T, S, I] gathered once."""
     model = model_of(hidden).decision
     rows = int(batch.support_lengths_T[0])
-    position_TRF = batch.positions_NF.view(TASKS, 2 * rows, NUM_FEATURES).long()
+    position_V = batch.positions_NF.flatten().long()
     label_TR = batch.label_N.view(TASKS, 2 * rows)
     torch.manual_seed(0)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), WIDTH).mul_(0.1).requires_grad_()
@@ -168,10 +168,11 @@ def by_hand(batch: TaskBatch, hidden: tuple[int, ...], kind: str, steps: int) ->
     losses = {"loop": loop_loss, "vmap": vmap_loss, "bmm": bmm_loss}
 
     def step() -> Tensor:
-        torch.set_float32_matmul_precision("highest")  # torch's default, and faster for these
         rows_UD.grad = None
         model.zero_grad()
-        loss = losses[kind](rows_UD[position_TRF].flatten(2))
+        # Not rows_UD[...], whose backward is slower: by up to 7 % of a peer's step.
+        x_TRI = rows_UD.index_select(0, position_V).view(TASKS, 2 * rows, -1)
+        loss = losses[kind](x_TRI)
         loss.backward()
         return loss.detach()
 

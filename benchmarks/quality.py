@@ -4,7 +4,8 @@ For each data set: `gmeta prepare`, `gmeta train` of the example's config and of
 baseline with several seeds, and `gmeta evaluate` against everything that is simpler: the model as
 it is before adapting, plain training, plain training that is fine-tuned at the rate and steps that
 validation chose, a bias model, and boosted trees where gmeta[lightgbm] is installed. Commands whose
-results lie in --work are not repeated, so a run that was stopped goes on.
+results lie in --work are not repeated while config and code are the same, so a run that was stopped
+goes on.
 
     python benchmarks/quality.py --data path/to/data --write docs/results.md
 

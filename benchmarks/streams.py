@@ -34,6 +34,7 @@ from gmeta.loop.stages import last_line, run_stage
 
 DATA = REPOSITORY.parent / "shared" / "data"
 FIRST_SHARE = 0.3
+MODELS = ("continued", "frozen", "retrained")
 SCHEMA = """
 [task]
 column = "user"
@@ -206,7 +207,7 @@ def measure(name: str, data: Path, work: Path, parts: int) -> dict[str, Any]:
         retrained_s += took_s
     return {
         "rows": rows,
-        "mean": {key: _mean(rows, key) for key in ("continued", "frozen", "retrained")},
+        "mean": {key: _mean(rows, key) for key in MODELS},
         "continued_minus_retrained": _difference(rows, "retrained"),
         "continued_minus_frozen": _difference(rows, "frozen"),
         "cost_of_retraining": retrained_s / continued_s,
@@ -221,13 +222,13 @@ def table(name: str, found: Mapping[str, Any]) -> str:
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in found["rows"]:
-        scores = (_told(row.get(key)) for key in ("continued", "frozen", "retrained"))
+        scores = (_told(row.get(key)) for key in MODELS)
         share = f"{row['new_tasks'] / max(1, row['tasks']):.0%}"
         lines.append(
             f"| {row['increment']} | {row['window'][0]} to {row['window'][1]} | {row['rows']:,} | "
             f"{share} | {row['new_ids']:,} | {' | '.join(scores)} |"
         )
-    means = " | ".join(_told(found["mean"][key]) for key in ("continued", "frozen", "retrained"))
+    means = " | ".join(_told(found["mean"][key]) for key in MODELS)
     return "\n".join([*lines, f"| mean | | | | | {means} |"])
 
 
@@ -286,20 +287,21 @@ def _by_time(columns: Mapping[str, Any]) -> pa.Table:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The mean over the increments that have a forecast, by their rows."""
-    known = [(row[key], row["rows"]) for row in rows if row.get(key) is not None]
+    """The mean by their rows over the increments that all models have a score of: means over others
+    would not compare."""
+    known = [row for row in rows if all(row.get(each) is not None for each in MODELS)]
     if not known:
         return None
-    values, weights = zip(*known, strict=True)
-    return float(np.average(values, weights=weights))
+    return float(np.average([row[key] for row in known], weights=[row["rows"] for row in known]))
 
 
 def _difference(rows: Sequence[Mapping[str, Any]], other: str) -> dict[str, float | None]:
-    """The mean difference over increments and its standard error, paired by increment; one
-    increment has no error."""
-    found = [row["continued"] - row[other] for row in rows if row.get(other) is not None]
+    """The mean difference over the increments that both have a score of, and its standard error,
+    paired by increment; one increment has no error, none no difference."""
+    pairs = [(row.get("continued"), row.get(other)) for row in rows]
+    found = [own - theirs for own, theirs in pairs if own is not None and theirs is not None]
     error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
-    return {"mean": statistics.fmean(found), "standard_error": error}
+    return {"mean": statistics.fmean(found) if found else None, "standard_error": error}
 
 
 def _told(value: float | None) -> str:

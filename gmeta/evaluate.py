@@ -15,7 +15,9 @@ from gmeta.adaptation.config import PLAIN, AlgorithmConfig
 from gmeta.batches.labels import scored_labels
 from gmeta.batches.views import Shown, View
 from gmeta.build import build, check_registered
+from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.choice import check_config, checkpoint_to_use
+from gmeta.checkpoints.lineage import lineage_of
 from gmeta.checkpoints.loader import load_checkpoint
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
@@ -41,6 +43,7 @@ from gmeta.yardstick.candidates import Candidates
 from metaio.format.dataset import Dataset
 from metaio.format.translation import translated
 from metaio.prepare.raw_ids import with_raw_ids
+from metaio.recipes.carved import sharing_rows
 
 
 def evaluate_run(
@@ -239,7 +242,8 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
             )
     # A split that decided when to stop is no measure of what came out.
     used = {config.data.train_split, *config.data.valid_splits}
-    used |= _carved_beside(config.data.train_split, dataset)
+    for _ in range(2):  # of `fit`: `train`, then all that was carved out of it
+        used = {shared for split in used for shared in sharing_rows(split, dataset)}
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:
         raise UserError(
@@ -257,11 +261,18 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
     return chosen
 
 
-def _carved_beside(train_split: str, dataset: Dataset) -> set[str]:
-    """Return what holds rows of the training split by another name: with --validation a recipe
-    keeps `train` whole, and has its parts `fit` and `valid-...` beside it.
-    """
-    if train_split not in ("train", "fit") or not {"train", "fit"} <= dataset.splits.keys():
-        return set()
-    parts = {split for split in dataset.splits if split.startswith("valid-")}
-    return {"train", "fit", *parts}
+def told_seen(
+    name: str, folder: RunFolder, own: Dataset, scored: Dataset, splits: Sequence[str]
+) -> list[str]:
+    """Return a line for each of these splits of `scored` that the run, on the dataset `own`, was
+    trained or chosen on: what it reaches there is no measure of unseen tasks."""
+    data, lineage = folder.read_config().data, lineage_of(read_about(checkpoint_of(folder)))
+    if scored.fingerprint not in {own.fingerprint, *(one.fingerprint for one in lineage)}:
+        return []
+    trained = sharing_rows(data.train_split, scored)
+    return [
+        f"{split}: {name} was {'trained' if split in trained else 'chosen'} on rows of it, so its "
+        "figures there flatter and say little of unseen tasks"
+        for split in splits
+        if split in trained or split in data.valid_splits
+    ]

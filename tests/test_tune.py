@@ -5,15 +5,19 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gmeta.config import load_config
+from metaio import Provenance, write_dataset
 from tests.commands import environment, gmeta, metrics
 from tests.forked import Task, forked
 from tests.waiting import wait_until
+from tests.yardstick.sample import FEATURES, raw_rows
 
 SPACE = '["algorithm.inner_lr"]\nlow = 0.01\nhigh = 1.0\nlog = true\n'
 
@@ -186,6 +190,23 @@ def test_a_killed_study_goes_on(config: Path, tmp_path: Path) -> None:
     assert tuned(config, "--trials", "3").stdout == result.stdout
 
 
+def test_an_interrupted_study_says_one_line_whatever_its_trials_are_at(
+    config: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "gmeta", "tune", str(config), "--parallel", "1"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+    # The processes of trials import what they need: nothing of them is ready yet.
+    wait_until((tmp_path / "run-tune").exists, "the study's folder")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert (
+        said == "error: interrupted: what was committed stays, what was half-written is dropped\n"
+    )
+
+
 def test_a_trial_that_fails_is_told_and_the_others_go_on(config: Path, tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(
         '["outer.dense_lr"]\nchoices = [0.001, 1e30]\n["outer.sparse_lr"]\nchoices = [0.05, 1e30]\n'
@@ -244,6 +265,19 @@ def test_a_study_without_a_whole_trial_ends_with_the_reason(config: Path, tmp_pa
 def test_what_cannot_be_tuned_is_refused(config: Path, override: str, message: str) -> None:
     assert refused(config, override).startswith(f"error: {message}")
     assert not (config.parent / "run-tune").exists()
+
+
+def test_a_split_that_was_carved_out_of_the_training_rows_judges_no_trial(
+    config: Path, tmp_path: Path
+) -> None:
+    with write_dataset(str(tmp_path / "carved"), FEATURES, Provenance("user", "label")) as writer:
+        for split in ("train", "fit", "valid-cold"):
+            writer.split(split).write(raw_rows(30, "bce"))
+    overrides = (f"data.path={tmp_path / 'carved'}", "data.valid_split=valid-cold")
+    assert refused(config, *overrides) == (
+        "error: data.valid_split = 'valid-cold' holds rows of 'train': what was trained on tells "
+        "nothing of unseen tasks. Name another split"
+    )
 
 
 def test_a_config_that_does_not_fit_its_data_is_refused_before_any_trial(config: Path) -> None:

@@ -1,5 +1,6 @@
 """`gmeta evaluate`."""
 
+import difflib
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -150,11 +151,13 @@ def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label
     allowed = [f"algorithm.{key}" for key in keys]
     allowed += [f"evaluation.{field.name}" for field in fields(EvaluationConfig)]
     for override in overrides:
-        if override.partition("=")[0] not in allowed:
+        key = override.partition("=")[0]
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1)
             raise UserError(
                 f"{override!r} cannot be changed for the evaluation of {run}, trained with "
-                f"{config.algorithm.name}: allowed are {', '.join(allowed)}. Train another run "
-                "instead"
+                f"{config.algorithm.name}: allowed are {', '.join(allowed)}. "
+                + (f"Did you mean {near[0]}?" if near else "Train another run instead")
             )
     chosen = overridden(config, overrides)
     Scoring(chosen.loss_of(label), chosen.evaluation)

@@ -57,6 +57,7 @@ from gmeta.tuning.trials import (
 )
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
+from metaio.recipes.carved import sharing_rows
 
 BEST_FILE = "best.toml"
 RESULTS_FILE = "results.json"
@@ -106,11 +107,11 @@ def tune(
     """
     import_optuna()
     base = load_config(config, overrides or [])
-    _check_tunable(base)
     at_a_time = _num_parallel(parallel)
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
     base, dataset = with_names(base)
+    _check_tunable(base, dataset)
     decides = early_stop_of(base)
     base = _with_validations(base, dataset)
     chosen = read_space(space, base) if space else default_space(base)
@@ -165,11 +166,12 @@ def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
     return "none" if with_plain else asked or "median"
 
 
-def _check_tunable(config: TrainConfig) -> None:
+def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
     """Refuse what tells nothing of a trial.
 
     Raises:
-        ConfigError: the config names no split to score trials on, or one that it reports on.
+        ConfigError: the config names no split to score trials on, or one that it trains on or
+            reports on.
     """
     data = config.data
     if not data.valid_splits:
@@ -177,12 +179,14 @@ def _check_tunable(config: TrainConfig) -> None:
             'data.valid_split = "": trials are scored on a validation split, and on no other. '
             "Set it, or prepare data with one: [splits] shares in the schema"
         )
-    if data.train_split in data.valid_splits:
-        raise ConfigError(
-            f"data.valid_split = {data.train_split!r} is data.train_split too: what was trained on "
-            "tells nothing of unseen tasks. Name another split"
-        )
+    trained = data.train_split
     for split in data.valid_splits:
+        if split in sharing_rows(trained, dataset):
+            holds = "is data.train_split too" if split == trained else f"holds rows of {trained!r}"
+            raise ConfigError(
+                f"data.valid_split = {split!r} {holds}: what was trained on tells nothing of "
+                "unseen tasks. Name another split"
+            )
         if split in data.eval_splits:
             raise ConfigError(
                 f"data.valid_split = {split!r} is in data.eval_splits too: what chose the settings "

@@ -26,7 +26,8 @@ SECRET_WORDS = ("secret", "password", "token", "credential", "api_key", "access_
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric with its 95 % interval over tasks; `num_tasks` count (GAUC: with both classes)."""
+    """A metric with its 95 % interval over tasks; `num_tasks` count (GAUC: with both classes; AUC
+    and PR-AUC: with the rarer one)."""
 
     value: float
     low: float

@@ -10,7 +10,10 @@ from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Estimate, Result
 from gmeta.report.render import Axes, Series
 
-WHISKERS = "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks."
+WHISKERS = (
+    "Lines through the points are 95 % intervals over tasks; no line: fewer than ten tasks to tell "
+    "it by."
+)
 
 
 def draw_lines(

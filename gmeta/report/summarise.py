@@ -344,7 +344,10 @@ def _share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:
     positives_T = np.bincount(code_N[in_bin_N], label_N[in_bin_N], minlength=num_tasks).astype(
         np.float64
     )
-    return Terms(float(positives_T.sum() / rows_T.sum()), positives_T, rows_T)
+    # Of a bin without a positive row every resample is 0, and the truth is not.
+    most_tasks = min(int(np.count_nonzero(of_T)) for of_T in (positives_T, rows_T - positives_T))
+    value = float(positives_T.sum() / rows_T.sum())
+    return Terms(value, positives_T, rows_T, most_tasks=most_tasks)
 
 
 def _between(sizes: Array, low: int, high: int) -> Array:

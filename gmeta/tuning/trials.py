@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -166,6 +167,11 @@ def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
     # The command line ends without the exit handlers that would remove multiprocessing's sockets.
     with tempfile.TemporaryDirectory(prefix="gmeta-tune-") as folder:
         tempfile.tempdir = folder
+        # Ctrl-C goes to all processes of a terminal: `gmeta tune` hears it and ends its trials,
+        # which ignore it from their first moment on.
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        forkserver.ensure_running()
+        signal.signal(signal.SIGINT, on_interrupt)
         try:
             yield context
         finally:

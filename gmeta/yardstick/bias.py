@@ -1,6 +1,7 @@
 """The bias model: the mean, plus what is known of the item, plus what is known of the task.
 
-Ratings, in the label's unit (Koren, Factor in the Neighbors, TKDD 2010, section 2.1):
+Ratings, and labels beside scores, in their unit (Koren, Factor in the Neighbors, TKDD 2010,
+section 2.1):
 
     y = mu + a_i + b_t,   a_i = sum_{rows of i} (y - mu) / (n_i + item_prior)
                           b_t = sum_{support of t} (y - mu - a_i) / (m_t + task_prior)
@@ -22,7 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gmeta.losses.config import Loss
+from gmeta.metrics.catalogue import predicted_by
 from gmeta.metrics.scores import logloss, mae
+from gmeta.metrics.terms import mean_of
 from gmeta.yardstick.describing import NO_ITEM
 from gmeta.yardstick.rows import EpisodeRows, Floats
 from gmeta.yardstick.sums import NO_FOLD, TrainingSums, fold_of
@@ -103,8 +106,8 @@ def choose_bias(
     item: int | None,
     seed: int,
 ) -> BiasModel:
-    """Return the model whose priors predict the query rows of `judges` best: the smallest logloss,
-    or absolute error of ratings, the mean over the groups of rows that judge.
+    """Return the model whose priors predict the query rows of `judges` best, by the mean error over
+    the groups of rows that judge.
 
     These are training or validation tasks; the items of a task are judged by the training tasks of
     other folds, so it does no harm if a validation task is among those. With `item` None, that
@@ -146,7 +149,11 @@ def _best(
 
 
 def error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:
-    """Return what a model is chosen by: logloss, or the mean absolute error of ratings."""
+    """Return what a model is chosen by: logloss, the mean absolute error of ratings, or, beside
+    scores, the mean squared one: of rare clicks the absolute error is least for no click at all.
+    """
+    if predicted_by(loss) == "score":
+        return mean_of(np.square(label_N - predicted_N))
     return (logloss if loss == "bce" else mae)(label_N, predicted_N)
 
 

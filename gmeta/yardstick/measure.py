@@ -17,8 +17,6 @@ from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import Shown, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.losses.config import Loss
-from gmeta.metrics.catalogue import predicted_by
 from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, choose_bias
@@ -32,6 +30,7 @@ from gmeta.yardstick.trees import Trees
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 from metaio.prepare.raw_ids import item_place, with_raw_ids
+from metaio.recipes.carved import sharing_rows
 
 # Whole tasks with about so many rows are held in memory, of them so many choose the priors: the
 # grid takes a minute of a million rows of clicks.
@@ -83,11 +82,11 @@ def measure(
         FormatError: a file is missing or damaged.
     """
     item = item_index(dataset, item_column)
-    own, train_split = config.loss_of(label.name), config.data.train_split
-    # Predictions of the label rank as scores do.
-    loss: Loss = "mse" if predicted_by(own) == "score" else own
+    loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
-    scored = [split for split in splits if on is not None or split != train_split]
+    is_own = on is None or on.fingerprint == dataset.fingerprint
+    trained = sharing_rows(train_split, dataset) if is_own else ()
+    scored = [split for split in splits if split not in trained]
     if not scored:
         return Yardsticks((), (f"no yardstick: it is made from {train_split}, which is scored",))
     read = (rows.of_label(label) for rows in read_rows(dataset, train_split))

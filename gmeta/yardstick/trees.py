@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gmeta.losses.config import Loss
+from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.yardstick.bias import shown
 from gmeta.yardstick.features import Known, Statistics
 from gmeta.yardstick.rows import (
@@ -36,6 +37,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "huber": {"objective": "huber", "metric": "huber", "alpha": 1.0},
     "mae": {"objective": "regression_l1", "metric": "l1"},
 }
+# Predictions of the label rank as scores do.
+OBJECTIVES |= dict.fromkeys(LIST_LOSSES, OBJECTIVES["mse"])
 # Of clicks with fractions among them, which "binary" would take for 1.
 FRACTIONS = {"objective": "cross_entropy", "metric": "cross_entropy"}
 # One after the other, each with the best of those before; the first of each stands until it is its

@@ -54,6 +54,22 @@ def test_one_increment_has_no_standard_error() -> None:
     assert streams._difference(rows, "retrained") == {"mean": 0.25, "standard_error": None}
 
 
+def test_models_are_compared_on_the_increments_that_all_have_a_score_of() -> None:
+    none: dict[str, float | None] = {"continued": None, "frozen": 0.9, "retrained": 0.9, "rows": 9}
+    rows = [
+        {"continued": 0.9, "frozen": 0.1, "retrained": None, "rows": 100},
+        {"continued": 0.7, "frozen": 0.5, "retrained": 0.6, "rows": 10},
+        {"continued": 0.4, "frozen": 0.2, "retrained": 0.3, "rows": 20},
+        none,
+    ]
+    means = {key: streams._mean(rows, key) for key in streams.MODELS}
+    assert means == pytest.approx({"continued": 0.5, "frozen": 0.3, "retrained": 0.4})
+    assert streams._difference(rows, "retrained")["mean"] == pytest.approx(0.1)
+    # Clicks of one class have no AUC, and a benchmark that met them ends with its line.
+    assert streams._mean([none], "frozen") is None
+    assert streams._difference([none], "frozen") == {"mean": None, "standard_error": None}
+
+
 def test_a_log_in_one_part_has_no_increment_and_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,26 @@ def test_pooling_very_many_tasks_keeps_the_width() -> None:
     assert spread == pytest.approx(error_T.std() / math.sqrt(num_tasks), rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["auc", "pr_auc"])
+def test_a_class_of_few_tasks_has_no_interval(name: str) -> None:
+    # However many tasks hold the other class: of one positive row an interval held the truth in 6
+    # of 100 samples.
+    rng, task_N = np.random.default_rng(0), np.repeat(np.arange(200), 5)
+    for positives, has_one in ((1, False), (9, False), (10, True)):
+        label_N = np.zeros(task_N.size)
+        label_N[5 * np.arange(positives)] = 1
+        label_N[1] = 1  # of a task that holds one already
+        for labels_N in (label_N, 1 - label_N):
+            score_N = rng.normal(size=task_N.size) + labels_N
+            terms = split_terms(labels_N, score_N, task_N, Scoring("bce"), [name])[name]
+            interval = percentile_interval(bootstrap_values([terms], 100)[0], terms.num_tasks)
+            assert terms.num_tasks == positives
+            assert math.isfinite(interval.low) == has_one
+            tasks = f"{positives} task{'s' * (positives > 1)}"
+            told = "" if has_one else f"only {tasks} to count: too few to resample"
+            assert interval.reason == told
+
+
 def test_two_equal_models_differ_by_exactly_nothing_in_every_resample() -> None:
     terms = split_terms(*tasks_with_taste(50, "bce"), Scoring("bce"))["auc"]
     first_B, second_B = bootstrap_values([terms, terms])

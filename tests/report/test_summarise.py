@@ -226,6 +226,17 @@ def test_a_constant_model_has_one_calibration_bin() -> None:
     assert [bin_.num_rows for bin_ in found.bins] == [320]
 
 
+def test_a_bin_without_a_positive_row_is_not_known_to_have_none() -> None:
+    rows = rows_of_split(predictions("bce", num_tasks=100), "user-cold")
+    rows = replace(rows, label_N=(rows.after_N > np.median(rows.after_N)).astype(np.float32))
+    bins = calibration("run", rows, "after").bins
+    for bin_ in (bins[0], bins[-1]):
+        share = bin_.positive_share
+        assert share.value in (0, 1)
+        assert math.isnan(share.low)
+        assert share.reason == "only 0 tasks to count: too few to resample"
+
+
 def test_ratings_have_no_calibration() -> None:
     assert first_group(run_of("mse")).calibration == ()
 

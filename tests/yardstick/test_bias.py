@@ -1,7 +1,9 @@
 """The bias model against dictionaries and a root finder."""
 
+import itertools
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,6 +130,27 @@ def test_the_priors_are_the_best_of_the_grid(loss: Loss) -> None:
             errors[item_prior, task_prior] = judge(rows.label_N[query_N], predicted_N[query_N])
     best = min(errors, key=lambda one: errors[one])
     assert (chosen.item_prior, chosen.task_prior) == best
+
+
+def test_beside_scores_the_squared_error_of_labels_chooses() -> None:
+    # Clicks as rare as they are: the absolute error would take the priors that shrink least.
+    rows = episode_rows(60, "mse")
+    rows = replace(rows, label_N=(rows.label_N > 5.2).astype(np.float64))
+    assert 0.05 < rows.label_N.mean() < 0.2
+    sums = sum_training_rows([rows], FEATURES, 0)
+    chosen = choose_bias("softmax", sums, [rows], ITEM, 0)
+    query_N, fold_N = ~rows.is_support_N, fold_of(rows.task_T, 0)[rows.episode_N]
+
+    def squared(item_prior: float, task_prior: float) -> float:
+        model = BiasModel("softmax", ITEM, item_prior, task_prior)
+        level_N = model.without_task(sums, rows.ids_of(ITEM), fold_N)
+        left_N = (rows.label_N - model.output_N(level_N, rows))[query_N]
+        return float(np.square(left_N).mean())
+
+    best = min(itertools.product(PRIORS, PRIORS), key=lambda priors: squared(*priors))
+    assert (chosen.item_prior, chosen.task_prior) == best
+    by_rating = choose_bias("mse", sums, [rows], ITEM, 0)
+    assert (by_rating.item_prior, by_rating.task_prior) != best
 
 
 def test_groups_that_judge_count_alike() -> None:

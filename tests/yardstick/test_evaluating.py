@@ -222,6 +222,25 @@ def test_a_handful_of_tasks_chooses_nothing(runs: Path, tmp_path: Path) -> None:
     assert halves in told
 
 
+def test_splits_that_made_a_run_are_told(runs: Path, tmp_path: Path) -> None:
+    splits = ("--split", "train", "--split", "valid", "--split", "cold", "--no-trees", "--out")
+    rest = "on rows of it, so its figures there flatter and say little of unseen tasks"
+    told = [f"train: maml was trained {rest}", f"valid: maml was chosen {rest}"]
+    for options in ((), ("--on", runs / "data")):  # by whichever name the data goes
+        found = evaluated(runs / "maml", *options, *splits, tmp_path / "out")
+        assert [one for one in found["notes"] if rest in one] == told
+        groups = {group["name"]: group["results"] for group in found["groups"]}
+        simple = {
+            name: "bias model" in [one["run"] for one in of_group]
+            for name, of_group in groups.items()
+        }
+        assert simple == {"train": False, "valid": True, "cold": True}
+    # Of other data it has seen nothing.
+    other = write_data(tmp_path / "other", "mse", poisoned=True)
+    found = evaluated(runs / "maml", "--on", other, *splits, tmp_path / "out")
+    assert not [one for one in found["notes"] if rest in one]
+
+
 def test_candidates_are_refused_where_runs_know_other_items(runs: Path, tmp_path: Path) -> None:
     other, run = write_data(tmp_path / "other", "mse", poisoned=True), tmp_path / "run"
     done = gmeta(
@@ -263,6 +282,14 @@ def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) 
             "algorithm.adapt_layers, algorithm.adapt_embeddings, evaluation.metrics, "
             "evaluation.positive_rating, evaluation.candidates, evaluation.unit, "
             "evaluation.tuning_tasks. Train another run instead",
+        ),
+        (
+            ("algorithm.iner_lr=0.1",),
+            "'algorithm.iner_lr=0.1' cannot be changed for the evaluation of {run}, trained with "
+            "maml: allowed are algorithm.inner_lr, algorithm.inner_steps, algorithm.support_prior, "
+            "algorithm.adapt_layers, algorithm.adapt_embeddings, evaluation.metrics, "
+            "evaluation.positive_rating, evaluation.candidates, evaluation.unit, "
+            "evaluation.tuning_tasks. Did you mean algorithm.inner_lr?",
         ),
         (
             ("algorithm.inner_steps=none",),

@@ -11,8 +11,8 @@ from gmeta.errors import UserError
 from gmeta.losses.config import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.measure import Yardsticks, measure
-from metaio import open_dataset
-from tests.yardstick.sample import write_data
+from metaio import Provenance, open_dataset, write_dataset
+from tests.yardstick.sample import FEATURES, raw_rows, write_data
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +92,24 @@ def test_trees_can_be_left_out(tmp_path: Path) -> None:
 def test_the_training_split_has_no_yardstick(tmp_path: Path) -> None:
     found = measured(write_data(tmp_path / "data", "mse"), "mse", "train")
     assert found == Yardsticks((), ("no yardstick: it is made from train, which is scored",))
+
+
+def test_what_holds_training_rows_by_another_name_has_no_yardstick(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    with write_dataset(str(path), FEATURES, Provenance("user", "label")) as writer:
+        for split in ("train", "fit", "valid-cold", "cold"):
+            writer.split(split).write(raw_rows(30, "mse"))
+    found = measured(path, "mse", "fit", "valid-cold")
+    assert found == Yardsticks((), ("no yardstick: it is made from train, which is scored",))
+    found = measured(path, "mse", "valid-cold", "cold", with_trees=False)
+    assert set(found.models[0].predictions["split"].to_pylist()) == {"cold"}
+
+
+def test_data_that_is_named_again_has_no_yardstick_of_its_training_rows(tmp_path: Path) -> None:
+    path = write_data(tmp_path / "data", "mse")
+    again = open_dataset(str(path))
+    found = measured(path, "mse", "train", "cold", with_trees=False, on=again)
+    assert set(found.models[0].predictions["split"].to_pylist()) == {"cold"}
 
 
 def test_the_item_column_is_told_and_an_unknown_one_refused(tmp_path: Path) -> None:

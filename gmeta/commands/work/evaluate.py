@@ -18,6 +18,7 @@ from gmeta.evaluate import (
     evaluate_run,
     judged_by,
     splits_to_score,
+    told_seen,
 )
 from gmeta.feeds.increment import data_of, open_data, open_named
 from gmeta.metrics.catalogue import Scoring
@@ -25,7 +26,7 @@ from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
 from gmeta.report.console import console_table
 from gmeta.report.files import write
-from gmeta.report.runs import EvaluatedRun, split_names
+from gmeta.report.runs import EvaluatedRun
 from gmeta.runs.adapting import ADAPTING_FILE, write_adapting
 from gmeta.runs.folder import RunFolder
 from gmeta.yardstick.candidates import Candidates, candidates_of
@@ -61,26 +62,30 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
         label = _label(dataset, asked.label) or config.labels.judged
-        for root in roots:
-            own = RunFolder(root).read_config()
-            judged_by(label, own, open_data(own.data))
+        configs = {root: RunFolder(root).read_config() for root in roots}
+        own_data = {root: open_data(own.data) for root, own in configs.items()}
+        for root, own in configs.items():
+            judged_by(label, own, own_data[root])
         chosen = judged_by(label, overridden(config, asked.overrides), dataset)
         if chosen.evaluation.candidates:
-            _check_same_items(roots, dataset, chosen.evaluation.candidates)
+            _check_same_items(own_data, chosen.evaluation.candidates)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
         on = translated(open_named(asked.on), dataset) if asked.on else None
         shown, note = drawn_once(wanted, on or dataset)
         notes = [one for one in (lacking(on or dataset), note) if one]
+        scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
+        splits = splits_to_score(scored, on or dataset, asked.splits)
+        names = {root: root.name if short else str(root) for root in roots}
+        for root, name in names.items():
+            notes += told_seen(name, RunFolder(root), own_data[root], on or own_data[root], splits)
         if ranks.rank == 0:
             for one in notes:
                 screen(stderr=True).print(one)
-        scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
-        candidates = _candidates(scored, on or dataset, asked, ranks)
+        candidates = _candidates(scored, on or dataset, splits, asked.item_column, ranks)
         overrides_adapting = any(each.startswith("algorithm.") for each in asked.overrides)
         runs = []
-        for root in roots:
-            name = root.name if short else str(root)
+        for root, name in names.items():
             with first_progress(f"scoring {name:.16}", ranks.rank) as advance:
                 runs.append(
                     evaluate_run(
@@ -101,7 +106,6 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             evaluated = [each for each in runs if each is not None]
             console = screen()
             screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
-            splits = split_names(evaluated[0].predictions)
             yardsticks = [
                 measure(
                     chosen,
@@ -164,25 +168,25 @@ def _label(dataset: Dataset, label: str) -> str:
     return label
 
 
-def _check_same_items(roots: list[Path], dataset: Dataset, candidates: int) -> None:
+def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
     """Refuse sampled candidates of runs whose ids stand for other items.
 
     Raises:
-        UserError: a run was not trained on `dataset`, that of the first.
+        UserError: a run was not trained on the dataset of the first.
     """
-    for root in roots[1:]:
-        other = open_data(RunFolder(root).read_config().data)
+    (first, dataset), *others = own_data.items()
+    for root, other in others:
         if other.fingerprint != dataset.fingerprint:
             raise UserError(
                 f"evaluation.candidates = {candidates}, but run {root} was trained on {other.url} "
-                f"({other.fingerprint[:12]}), {roots[0]} on {dataset.url} "
+                f"({other.fingerprint[:12]}), {first} on {dataset.url} "
                 f"({dataset.fingerprint[:12]}): the ids of one are other items to the other. "
                 "Evaluate each run alone, or without candidates"
             )
 
 
 def _candidates(
-    config: TrainConfig, dataset: Dataset, asked: Asked, ranks: Ranks
+    config: TrainConfig, dataset: Dataset, splits: list[str], item_column: str, ranks: Ranks
 ) -> Candidates | None:
     """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
     Collective."""
@@ -192,14 +196,13 @@ def _candidates(
 
     def sample() -> None:
         scoring = Scoring(config.loss_of(), config.evaluation)
-        splits = splits_to_score(config, dataset, asked.splits)
         (judged,) = (one for one in scored_labels(config, dataset) if one.is_judged)
         made = candidates_of(
             dataset,
             splits,
             config.evaluation.candidates,
             scoring.threshold,
-            asked.item_column,
+            item_column,
             judged,
         )
         found.append(made)

@@ -1,7 +1,6 @@
 """A trial of `gmeta tune` as a process: trains one config, or says in a line why it did not."""
 
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -43,8 +42,6 @@ def _train(config: TrainConfig) -> None:
 def _as_trial(
     config: dict[str, Any], log: str, failures: Connection, work: Callable[[TrainConfig], None]
 ) -> None:
-    # Ctrl-C goes to all processes of a terminal: `gmeta tune` hears it and ends its trials.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _leave_with_tune()
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number in (1, 2):
