@@ -133,13 +133,10 @@ def accumulated_loss(
     The gradient is worked out now and only scaled in backward, so it cannot be differentiated
     again.
     """
-
-    def loss_of(rows: Tensor, part: Episodes) -> Tensor:
-        loss: Tensor = learner(rows, part, weight)
-        return loss
-
     layers = [parameter for parameter in learner.parameters() if parameter.requires_grad]
-    total: Tensor = _Accumulated.apply(loss_of, micro_batches.parts, rows_UD, *layers)
+    total: Tensor = _Accumulated.apply(
+        lambda rows, part: learner(rows, part, weight), micro_batches.parts, rows_UD, *layers
+    )
     return total
 
 
