@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from tests.deploy.check import manifest_problems, overlay_problems
@@ -283,6 +284,16 @@ def test_a_trainjob_with_an_unknown_field_is_refused() -> None:
     problems = manifest_problems(manifests)
     assert "TrainJob/gmeta-train: spec.trainer.numNode is unknown" in problems
     assert any("'backoffLimits' was unexpected" in problem for problem in problems)
+
+
+@needs_kubectl
+def test_an_operators_pod_is_let_in_and_let_out() -> None:
+    pod = yaml.safe_load((ROOT / "deploy/k8s/operator.yaml").read_text())
+    manifests = render(ROOT / "deploy/k8s/overlays/local-cpu")
+    assert manifest_problems([*manifests, pod]) == []
+    policy = one(manifests, "NetworkPolicy", "gmeta-shard-service")
+    let_in = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
+    assert pod["metadata"]["labels"] in let_in
 
 
 @needs_kubectl
