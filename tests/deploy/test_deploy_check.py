@@ -286,6 +286,14 @@ def test_a_trainjob_with_an_unknown_field_is_refused() -> None:
     assert any("'backoffLimits' was unexpected" in problem for problem in problems)
 
 
+@pytest.mark.parametrize("folder", ["base", "overlays/team-job"])
+def test_what_a_cluster_trains_is_the_demo(folder: str) -> None:
+    demo = tomllib.loads((ROOT / "examples/demo.toml").read_text())
+    demo["data"] |= {"path": "/data/demo", "source": "service"}
+    demo["run"] |= {"dir": "/runs/demo", "checkpoint_every_steps": 50}
+    assert tomllib.loads((ROOT / f"deploy/k8s/{folder}/train.toml").read_text()) == demo
+
+
 @needs_kubectl
 def test_an_operators_pod_is_let_in_and_let_out() -> None:
     pod = yaml.safe_load((ROOT / "deploy/k8s/operator.yaml").read_text())
