@@ -113,6 +113,11 @@ def call(method: str, path: str, body: object = None) -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+    except OSError as error:
+        sys.exit(
+            f"error: the API server at {server} does not answer: {error}. "
+            "Is port 443 or 6443 open to it?"
+        )
 
 
 def store_as_secrets(folder: Path, namespace: str, prefix: str) -> None:

@@ -23,10 +23,7 @@ from gmeta.commands.telling import let_others_tell, told, told_errors, write_err
 COMMANDS = {
     "init": "Write a first schema and config, with comments, from looking at a log's first rows.",
     "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
-    "inspect": (
-        "Show what a dataset holds: tasks, rows, support and query sizes, ids in use and "
-        "their skew."
-    ),
+    "inspect": "Show what a dataset, stream, run, checkpoint, exported model or channel holds.",
     "train": "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
     "plan": (
         "Show where training would put tables on GPUs that are not here, and what a step "

@@ -22,8 +22,10 @@ MAX_WORKERS = 4096
 
 
 def antdt_sim(
-    workers: Annotated[int, typer.Option(min=2, max=MAX_WORKERS, help="of the cluster")] = 1000,
-    steps: Annotated[int, typer.Option(min=1, help="of the job, a second each")] = 3600,
+    workers: Annotated[
+        int, typer.Option(min=2, max=MAX_WORKERS, help="workers of the cluster")
+    ] = 1000,
+    steps: Annotated[int, typer.Option(min=1, help="steps of the job, a second each")] = 3600,
     scenario: Annotated[
         list[str] | None,
         typer.Option(help="transient, persistent, deterministic, mixed, busy; default: all"),
@@ -33,12 +35,13 @@ def antdt_sim(
         typer.Option(help="a method's name, or FILE.py:FUNCTION with a policy; default: all"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="recorded stragglers: CSV with time_s,worker,slowdown")
+        Path | None,
+        typer.Option(help="recorded stragglers: decision log, or CSV with time_s,worker,slowdown"),
     ] = None,
     restart_stops_job: Annotated[
         bool, typer.Option("--restart-stops-job", help="as torchrun: one restart stops all ranks")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="of stragglers and noise")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of stragglers and noise")] = 0,
     config: Annotated[
         Path | None, typer.Option(help="TOML with \\[monitor] and \\[controller]")
     ] = None,

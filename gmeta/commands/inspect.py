@@ -39,12 +39,12 @@ def inspect(
         Path | None, typer.Option(help="dataset: write a PNG of episode sizes and id skew")
     ] = None,
 ) -> None:
-    """Show what a dataset holds: tasks, rows, support and query sizes, ids in use and their skew.
+    """Show what a dataset, stream, run, checkpoint, exported model or channel holds.
 
-    Of a run or a checkpoint: which step, who wrote it, tables, layers, and whether all of it is
-    there. Of an exported model: which columns it reads, and what they hold. Of a stream: its
-    increments, how its tables grow, alarms, and what was refused. Of a channel: its versions, which
-    one is served, and what was decided.
+    Dataset: tasks, rows, support and query sizes, ids in use and their skew. Stream: its
+    increments, how its tables grow, alarms, what was refused. Run or checkpoint: steps, tables,
+    layers, and whether all of it is there. Exported model: which columns it reads, and what they
+    hold. Channel: its versions, which one is served, what was decided.
 
     gmeta inspect data/ml --picture data/ml.png
 

@@ -21,7 +21,9 @@ _RUNS = Path("runs")
 def runs(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FOLDER]...", help="runs, or folders with runs below; runs"),
+        typer.Argument(
+            metavar="[FOLDER]...", help="runs, or folders with runs below; default: runs/"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for scripts")] = False,
 ) -> None:

@@ -55,7 +55,7 @@ Drain: TypeAlias = Annotated[
 ]
 DrainDelay: TypeAlias = Annotated[
     float,
-    typer.Option(min=0, max=600, help="seconds from SIGTERM, not ready, to the last request"),
+    typer.Option(min=0, max=600, help="seconds after SIGTERM in which it still answers, not ready"),
 ]
 Verify: TypeAlias = Annotated[
     bool, typer.Option(help="check the model's checksums before use, which reads all of it")

@@ -47,7 +47,7 @@ def shard_service(
         ),
     ] = 30.0,
     metrics_listen: Annotated[
-        str, typer.Option(help="HOST:PORT of Prometheus /metrics; empty for none")
+        str, typer.Option(help="HOST:PORT of the live page and /metrics; empty for none")
     ] = "",
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,

@@ -98,7 +98,7 @@ def list_shards(
         str,
         typer.Option(help="only todo, doing, done_open, done_committed, skipped or quarantined"),
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="show at most so many")] = 100,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,

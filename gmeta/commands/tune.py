@@ -94,7 +94,7 @@ def tune(
             "--with-plain", help="tune plain training too, by as many runs, none cut short"
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="of what is tried")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of what is tried")] = 0,
 ) -> None:
     """Choose settings by short runs that are scored on the validation split.
 

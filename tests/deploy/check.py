@@ -7,6 +7,8 @@ from pathlib import Path
 from tests.deploy.images import COMPOSE_FILE, DOCKERFILES, compose_problems, dockerfile_problems
 from tests.deploy.monitoring import DASHBOARDS, dashboard_problems, monitoring_problems
 from tests.deploy.policy import (
+    caller_problems,
+    end_problems,
     exposure_problems,
     pod_problems,
     reference_problems,
@@ -40,7 +42,8 @@ def manifest_problems(manifests: list[Manifest]) -> list[str]:
         return problems
     problems = [found for each in manifests for found in pod_problems(each)]
     problems += reference_problems(manifests) + exposure_problems(manifests)
-    return problems + size_problems(manifests) + rbac_problems(manifests)
+    problems += size_problems(manifests) + end_problems(manifests) + caller_problems(manifests)
+    return problems + rbac_problems(manifests)
 
 
 def main() -> int:

@@ -60,6 +60,10 @@ def pod_problems(manifest: Manifest) -> list[str]:
                 volume.keys() <= _VOLUMES for volume in spec.get("volumes", [])
             ),
             "it has no priority": "priorityClassName" in spec,
+            "each start changes the owner of every file of a volume: set fsGroupChangePolicy": (
+                context.get("fsGroupChangePolicy") == "OnRootMismatch"
+                or not any("persistentVolumeClaim" in each for each in spec.get("volumes", []))
+            ),
             f"account {account} gets a token": not automount or account.endswith(MAY_HAVE_A_TOKEN),
         }
         problems += [rule for rule, kept in rules.items() if not kept]
@@ -91,6 +95,11 @@ def _container_problems(container: dict[str, Any], volumes: set[str]) -> list[st
             ),
         }.items()
         if not kept
+    ]
+    problems += [
+        f"its {name} has a second, which a slow volume takes longer than: set timeoutSeconds"
+        for name, probe in container.items()
+        if name.endswith("Probe") and "exec" in probe and probe.get("timeoutSeconds", 1) < 5
     ]
     found = image_problem(container.get("image", ""))
     problems += [found] if found else []
@@ -125,6 +134,78 @@ def made_secrets(manifests: list[Manifest]) -> set[str]:
         if variable["name"] == "PREFIX"
         for holder in HOLDERS
     }
+
+
+def end_problems(manifests: list[Manifest]) -> list[str]:
+    """Jobs end and are removed by themselves, and a pod that is not ready holds up no drain."""
+    problems = []
+    for manifest in manifests:
+        kind, spec = manifest["kind"], manifest.get("spec", {})
+        if kind == "Job":
+            problems += [
+                f"{name_of(manifest)}: it has no {key}"
+                for key in ("activeDeadlineSeconds", "ttlSecondsAfterFinished")
+                if key not in spec
+            ]
+        if (
+            kind == "PodDisruptionBudget"
+            and spec.get("unhealthyPodEvictionPolicy") != "AlwaysAllow"
+        ):
+            problems.append(
+                f"{name_of(manifest)}: pods that are not ready hold up drains: "
+                "set unhealthyPodEvictionPolicy"
+            )
+    return problems
+
+
+def _chooses(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a selector's labels, and its expressions (`In` alone), fit."""
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
+    )
+
+
+def caller_problems(manifests: list[Manifest]) -> list[str]:
+    """Pods that one policy lets in, but that another lets out nowhere near."""
+    policies = [m for m in manifests if m["kind"] == "NetworkPolicy"]
+    pods = [pod for m in manifests for pod in pod_specs(m)]
+    problems = []
+    for policy in policies:
+        target = policy["spec"]["podSelector"]
+        numbers = {
+            port.get("name", port["containerPort"]): port["containerPort"]
+            for labels, spec in pods
+            if _chooses(target, labels)
+            for container in spec["containers"]
+            for port in container.get("ports", [])
+        }
+        for rule in policy["spec"].get("ingress", []):
+            ports = {numbers.get(port["port"], port["port"]) for port in rule.get("ports", [])}
+            callers = [
+                peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer
+            ]
+            for caller in callers:
+                out = [
+                    each
+                    for other in policies
+                    if _chooses(other["spec"]["podSelector"], caller)
+                    for each in other["spec"].get("egress", [])
+                    if any(
+                        _chooses(
+                            peer.get("podSelector", {"matchLabels": {"": ""}}),
+                            target["matchLabels"],
+                        )
+                        for peer in each.get("to", [])
+                    )
+                ]
+                let_out = {port["port"] for each in out for port in each.get("ports", [])}
+                if not any("ports" not in each for each in out) and not (
+                    ports and ports <= let_out
+                ):
+                    problems.append(
+                        f"{name_of(policy)}: lets in {caller}, which no policy lets out to it"
+                    )
+    return problems
 
 
 def size_problems(manifests: list[Manifest]) -> list[str]:

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -191,3 +192,16 @@ def test_half_of_the_secrets_or_no_right_to_make_them_is_an_error(
     assert half.returncode == 1
     assert "all or none must be there, for they belong together" in half.stderr
     assert set(api.secrets) == {"gmeta-worker"}
+
+
+def test_an_api_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("right")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        done = run("--kubernetes", "gmeta", KUBERNETES_API=url, KUBERNETES_ACCOUNT=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: the API server at {url} does not answer: <urlopen error [Errno 111] Connection "
+        "refused>. Is port 443 or 6443 open to it?\n"
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from tests.deploy.check import manifest_problems, overlay_problems
@@ -212,6 +213,34 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda m: one(m, "Role", "gmeta-credentials").update(kind="ClusterRole"),
         "rights beyond the namespace",
     ),
+    "a volume whose files change their owner at each start": (
+        lambda m: train(m)["securityContext"].pop("fsGroupChangePolicy"),
+        "each start changes the owner of every file of a volume: set fsGroupChangePolicy",
+    ),
+    "a probe of a second over a shared volume": (
+        lambda m: train(m)["containers"][0]["startupProbe"].pop("timeoutSeconds"),
+        "its startupProbe has a second, which a slow volume takes longer than: set timeoutSeconds",
+    ),
+    "a job without an end": (
+        lambda m: one(m, "Job", "gmeta-prepare")["spec"].pop("activeDeadlineSeconds"),
+        "Job/gmeta-prepare: it has no activeDeadlineSeconds",
+    ),
+    "a job that stays for ever": (
+        lambda m: one(m, "Job", "gmeta-prepare")["spec"].pop("ttlSecondsAfterFinished"),
+        "Job/gmeta-prepare: it has no ttlSecondsAfterFinished",
+    ),
+    "a drain that waits for pods that are not ready": (
+        lambda m: one(m, "PodDisruptionBudget", "gmeta-train")["spec"].pop(
+            "unhealthyPodEvictionPolicy"
+        ),
+        "PodDisruptionBudget/gmeta-train: pods that are not ready hold up drains",
+    ),
+    "an operator's pod that reaches nothing": (
+        lambda m: one(m, "NetworkPolicy", "gmeta-shard-service-callers")["spec"]["podSelector"][
+            "matchExpressions"
+        ][0]["values"].remove("operator"),
+        "component': 'operator', 'app.kubernetes.io/part-of': 'gmeta'}, which no policy lets out",
+    ),
     "pods that no policy closes": (
         lambda m: one(m, "NetworkPolicy", "gmeta-default-deny")["spec"].update(
             policyTypes=["Ingress"]
@@ -255,6 +284,50 @@ def test_a_trainjob_with_an_unknown_field_is_refused() -> None:
     problems = manifest_problems(manifests)
     assert "TrainJob/gmeta-train: spec.trainer.numNode is unknown" in problems
     assert any("'backoffLimits' was unexpected" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("folder", ["base", "overlays/team-job"])
+def test_what_a_cluster_trains_is_the_demo(folder: str) -> None:
+    demo = tomllib.loads((ROOT / "examples/demo.toml").read_text())
+    demo["data"] |= {"path": "/data/demo", "source": "service"}
+    demo["run"] |= {"dir": "/runs/demo", "checkpoint_every_steps": 50}
+    assert tomllib.loads((ROOT / f"deploy/k8s/{folder}/train.toml").read_text()) == demo
+
+
+@needs_kubectl
+def test_an_operators_pod_is_let_in_and_let_out() -> None:
+    pod = yaml.safe_load((ROOT / "deploy/k8s/operator.yaml").read_text())
+    manifests = render(ROOT / "deploy/k8s/overlays/local-cpu")
+    assert manifest_problems([*manifests, pod]) == []
+    policy = one(manifests, "NetworkPolicy", "gmeta-shard-service")
+    let_in = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
+    assert pod["metadata"]["labels"] in let_in
+
+
+@needs_kubectl
+def test_a_trainjob_trains_in_the_pods_that_the_job_would_have(rendered: list[Manifest]) -> None:
+    manifests = render(ROOT / "deploy/k8s/overlays/gpu-multi-node-kubeflow")
+    (runtime,) = [m for m in manifests if m["kind"] == "TrainingRuntime"]
+    ours, theirs = copy.deepcopy(train(rendered)), pod_specs(runtime)[0][1]
+    del ours["subdomain"]  # the operator's own Service names the pods
+    (container,), (node,) = ours.pop("containers"), theirs.pop("containers")
+    for spec in (ours, theirs):
+        spec["volumes"].sort(key=lambda volume: volume["name"])
+    assert theirs == ours
+    rendezvous = {"NNODES", "TRAIN", "RDZV_ENDPOINT", "RDZV_ID"}  # told by the operator
+    container["env"] = [each for each in container["env"] if each["name"] not in rendezvous]
+    for each in (container, node):
+        each["env"].sort(key=lambda variable: variable["name"])
+    for name in ("name", "command", "args", "ports"):
+        container.pop(name), node.pop(name, None)
+    assert node == container
+
+
+def test_both_trainer_images_serve() -> None:
+    """An overlay with GPUs runs its servers on the image of its training nodes."""
+    for name, hardware in (("trainer-cpu", "cpu"), ("trainer-cuda", "cuda")):
+        text = (ROOT / f"deploy/docker/{name}.Dockerfile").read_text()
+        assert f"dependencies.py {hardware} s3 serve >" in text
 
 
 @pytest.mark.parametrize(

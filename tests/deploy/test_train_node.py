@@ -45,3 +45,22 @@ def test_a_node_that_gets_sigterm_leaves_a_checkpoint_of_its_last_step(
     last = metrics(run)[-1]["step"]
     assert f"stopped by SIGTERM behind step {last}, and nothing of it is lost" in said
     assert [c.name for c in list_checkpoints(run / "checkpoints")] == [f"step-{last:08d}"]
+
+
+def test_a_mistake_in_the_config_is_told_once_and_starts_no_rank(
+    tmp_path: Path, click_logs: Path
+) -> None:
+    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
+    node = subprocess.run(
+        [
+            *(ROOT / "deploy/docker/train-node", "train", config, *SMALL_MODEL),
+            *("outer.dense_lrr=0.1", "--resume"),
+        ],
+        env={**environment(), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert node.returncode == 2
+    assert node.stderr == "error: outer.dense_lrr is unknown; did you mean outer.dense_lr?\n"
+    assert not (tmp_path / "run").exists()
