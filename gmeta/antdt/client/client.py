@@ -171,7 +171,7 @@ class ShardClient:
     def completed(self, token: int) -> bool:
         """Return whether a result counts that an earlier process of this worker left behind,
         killed between `complete` and putting it into effect. The service remembers the last
-        16,384 shards."""
+        16,384 shards, also those that a restore has taken back since."""
         return bool(self._complete([token])[0] != Outcome.FENCED)
 
     def _complete(self, tokens: list[int]) -> Sequence[int]:
