@@ -149,3 +149,17 @@ def test_parts_of_a_speculative_shard_are_not_reported(
     lease.advance(1)
     workers[0].flush()  # the whole shard is
     assert workers[0].held == []
+
+
+def test_a_speculative_shard_that_nobody_completed_goes_back_when_its_worker_leaves(
+    server: ShardServer,
+) -> None:
+    """Its result may not be ready: it would be missing for ever."""
+    with ShardClient(server.address, "a") as client:
+        client.register_dataset(DatasetSpec("e", 8, 4, speculative=True))
+        through, failing = client.lease("e", 0, 2)  # type: ignore[misc]
+        through.advance(4)
+        failing.advance(4)
+        client.fail(failing, "full-disk", "no room for its result")
+    (dataset,) = server.edge.read_status().datasets
+    assert (dataset.todo, dataset.done_open) == (2, 0)

@@ -39,11 +39,6 @@ def read_file(path: Path) -> bytes:
         ) from error
 
 
-def read_token(path: Path) -> str:
-    """Return the first token in a file. Raise CredentialError."""
-    return read_tokens(path)[0]
-
-
 def read_tokens(path: Path) -> list[str]:
     """Return the tokens in a file, one a line: several while an old one is being replaced. Raise
     CredentialError."""
@@ -266,7 +261,7 @@ class Bearer:
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raise CredentialError."""
-        self._token = Reread([path], lambda: read_token(path), "token_not_rotated")
+        self._token = Reread([path], lambda: read_tokens(path)[0], "token_not_rotated")
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return what the next call carries. While the file cannot be read the old token stays."""

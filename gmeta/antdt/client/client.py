@@ -171,7 +171,7 @@ class ShardClient:
     def completed(self, token: int) -> bool:
         """Return whether a result counts that an earlier process of this worker left behind,
         killed between `complete` and putting it into effect. The service remembers the last
-        16,384 shards."""
+        16,384 shards, also those that a restore has taken back since."""
         return bool(self._complete([token])[0] != Outcome.FENCED)
 
     def _complete(self, tokens: list[int]) -> Sequence[int]:
@@ -186,24 +186,28 @@ class ShardClient:
         rank calls this before the checkpoint is prepared. May run in one thread while another
         one advances leases: what was noted before the call is sent, later notes wait.
         """
-        with self._flushing:
-            self._flush()
+        self._flush(also_speculative=True)
 
-    def _flush(self) -> None:
-        noted = self._leases.noted()
-        partial = [
-            (x, done)
-            for x, done in noted
-            if x.units_reported < done < x.num_units and not x.speculative
-        ]
-        whole = [(x, done) for x, done in noted if done == x.num_units]
-        if partial:
-            items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
-            outcomes = self._session.call("Progress", items=items).outcomes
-            self._leases.settle(partial, outcomes, drop=False)
-        if whole:
-            outcomes = self._complete([lease.token for lease, _ in whole])
-            self._leases.settle(whole, outcomes, drop=True)
+    def _flush(self, also_speculative: bool) -> None:
+        with self._flushing:
+            noted = self._leases.noted()
+            partial = [
+                (x, done)
+                for x, done in noted
+                if x.units_reported < done < x.num_units and not x.speculative
+            ]
+            whole = [
+                (x, done)
+                for x, done in noted
+                if done == x.num_units and (also_speculative or not x.speculative)
+            ]
+            if partial:
+                items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
+                outcomes = self._session.call("Progress", items=items).outcomes
+                self._leases.settle(partial, outcomes, drop=False)
+            if whole:
+                outcomes = self._complete([lease.token for lease, _ in whole])
+                self._leases.settle(whole, outcomes, drop=True)
 
     def release(self, leases: Iterable[Lease]) -> None:
         """Give shards back with what was flushed of them; others continue there. Lost leases are no
@@ -216,7 +220,7 @@ class ShardClient:
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
         """Report that the shard cannot be processed; return True when it is quarantined now. What
         of it is in the model is flushed first. Raise LeaseLostError."""
-        self.flush()
+        self._flush(also_speculative=False)
         response = self._session.call_numbered(
             "Fail", token=lease.token, failure_class=failure_class, message=message
         )
@@ -286,8 +290,10 @@ class ShardClient:
         self._heartbeat.join()
         try:
             if not session.is_fenced:
-                with suppress(LeaseLostError):  # the others go back all the same
-                    self.flush()
+                # The others go back all the same. A speculative shard that is through counts once
+                # its result is ready, which `complete` says.
+                with suppress(LeaseLostError):
+                    self._flush(also_speculative=False)
                 self.release(self.held)
         except AntdtError as error:
             _log.warning("leases were not given back and will expire: %s", error)

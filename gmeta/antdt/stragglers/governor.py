@@ -247,16 +247,8 @@ class Governor:
         self._held_back = held_back
 
     def _speak(self, ruling: Ruling) -> None:
-        decision, allowed, note = ruling
-        said = Spoken(
-            time.time(),
-            self.step,
-            decision.kind,
-            decision.worker_id,
-            decision.reason,
-            allowed,
-            note,
-        )
+        (kind, worker_id, _, reason), allowed, note = ruling
+        said = Spoken(time.time(), self.step, kind, worker_id, reason, allowed, note)
         self.spoken.append(said)
         fields = said._asdict()
         del fields["wall_s"]  # the log has a time of its own
