@@ -330,14 +330,22 @@ def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
     return data
 
 
-def read_column(dataset: Dataset, path: str, entry: FileEntry, name: str) -> pa.Array:
-    """Return a column of a whole small Parquet file, held against the manifest.
+def read_column(
+    dataset: Dataset, path: str, entry: FileEntry, name: str, kind: pa.DataType | None = None
+) -> pa.Array:
+    """Return a column of a whole small Parquet file, held against the manifest; of a `kind`
+    without nulls.
 
     Raises:
         FormatError: the file is missing or altered, or has no such column.
     """
     content = verify_file(dataset, path, entry)
     try:
-        return pq.read_table(pa.BufferReader(content))[name].combine_chunks()
+        column = pq.read_table(pa.BufferReader(content))[name].combine_chunks()
+        if kind is not None:
+            column = column.cast(kind)
+            if column.null_count:
+                raise pa.ArrowInvalid(f"{column.null_count} values are missing")
+        return column
     except (pa.ArrowException, OSError, KeyError) as error:
         raise faulty(f"{dataset.url}/{path} has no column {name} to read: {error}") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 
 from metaio.errors import FormatError, NoDatasetError
 from metaio.format.checked_json import checked
@@ -221,6 +221,6 @@ def reset_rows(dataset: Dataset) -> dict[str, Int64]:
     """
     place, found = dataset.manifest.stream, {}
     for table, entry in (place.resets if place else {}).items():
-        rows = read_column(dataset, f"{RESET_FOLDER}/{table}.parquet", entry, "row")
-        found[table] = rows.to_numpy().astype(np.int64)
+        path = f"{RESET_FOLDER}/{table}.parquet"
+        found[table] = read_column(dataset, path, entry, "row", pa.int64()).to_numpy()
     return found

@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -209,6 +208,20 @@ class ShardClient:
                 outcomes = self._complete([lease.token for lease, _ in whole])
                 self._leases.settle(whole, outcomes, drop=True)
 
+    def _flush_what_is_held(self) -> LeaseLostError | None:
+        """Flush the leases that are not lost, and return the first loss that is met. A speculative
+        shard that is through counts once its result is ready, which `complete` says."""
+        first: LeaseLostError | None = None
+        # Each try takes a loss out of the way: one from before, one of Progress, one of Complete.
+        for _ in range(4):
+            try:
+                self._flush(also_speculative=False)
+            except LeaseLostError as error:
+                first = first or error
+            else:
+                break
+        return first
+
     def release(self, leases: Iterable[Lease]) -> None:
         """Give shards back with what was flushed of them; others continue there. Lost leases are no
         error."""
@@ -219,12 +232,15 @@ class ShardClient:
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
         """Report that the shard cannot be processed; return True when it is quarantined now. What
-        of it is in the model is flushed first. Raise LeaseLostError."""
-        self._flush(also_speculative=False)
+        of it is in the model is flushed first. Raise LeaseLostError, also for another lease, when
+        this failure has been counted."""
+        lost = self._flush_what_is_held()
         response = self._session.call_numbered(
             "Fail", token=lease.token, failure_class=failure_class, message=message
         )
         self._leases.settle([(lease, lease.units_done)], [response.outcome], drop=True)
+        if lost is not None:
+            raise lost
         return bool(response.quarantined)
 
     def prepare_checkpoint(self, checkpoint_id: str, step: int) -> ShardManifest:
@@ -290,10 +306,8 @@ class ShardClient:
         self._heartbeat.join()
         try:
             if not session.is_fenced:
-                # The others go back all the same. A speculative shard that is through counts once
-                # its result is ready, which `complete` says.
-                with suppress(LeaseLostError):
-                    self._flush(also_speculative=False)
+                if lost := self._flush_what_is_held():
+                    _log.warning("units were trained that another worker trains, too: %s", lost)
                 self.release(self.held)
         except AntdtError as error:
             _log.warning("leases were not given back and will expire: %s", error)

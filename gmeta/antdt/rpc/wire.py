@@ -5,6 +5,7 @@ Raises RefusedError for a value that is out of bounds; nothing else in the servi
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -33,11 +34,12 @@ from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 MAX_REPORTED_MS = 1e15  # 30,000 years
 # Also those of ISO 6429 in one character each, and what Unicode ends lines with.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_SPEC_FIELDS = [field.name for field in fields(DatasetSpec)]  # the proto calls them the same
 
 
 def spec_from(message: Any) -> DatasetSpec:
     """Return the spec of a proto. Raise RefusedError where it is out of bounds."""
-    given = {name: getattr(message, name) for name in DatasetSpec.__dataclass_fields__}
+    given = {name: getattr(message, name) for name in _SPEC_FIELDS}
     return DatasetSpec(**{**given, "max_attempts": message.max_attempts or DEFAULT_MAX_ATTEMPTS})
 
 

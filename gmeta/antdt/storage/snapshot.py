@@ -139,9 +139,16 @@ def _digest(table: ShardTable) -> str:
     return hashlib.sha256(table.states).hexdigest()
 
 
-def _worker_document(w: Worker) -> list[Any]:
-    calls = [ev.encode(event).decode() for event in w.last_call]
-    return [w.worker_id, w.incarnation, w.generation, w.retired, w.last_seq, calls, w.draining]
+def _worker_document(worker: Worker) -> list[Any]:
+    return [
+        worker.worker_id,
+        worker.incarnation,
+        worker.generation,
+        worker.retired,
+        worker.last_seq,
+        [ev.encode(event).decode() for event in worker.last_call],
+        worker.draining,
+    ]
 
 
 def _load_worker(item: list[Any]) -> Worker:

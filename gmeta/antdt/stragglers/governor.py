@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.log import event
+from gmeta.antdt.log import LOGGER_NAME, event
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
 from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
@@ -178,6 +178,7 @@ class Governor:
     def _run(self) -> None:
         # Twice within the shortest window, so that none is cut much later than it may be.
         tick_s = min(MAX_TICK_S, CUT_AFTER * self.config.monitor.window_s / 2)
+        told = ""
         while not self._stopping.wait(tick_s):
             try:
                 # Whatever it is: a thread that ended would leave stragglers alone in silence.
@@ -186,7 +187,9 @@ class Governor:
             except RefusedError as error:  # recovering, or shutting down
                 event(logging.DEBUG, "governor_waits", message=str(error))
             except AntdtError as error:
-                event(logging.ERROR, "governor_failed", message=str(error))
+                if str(error) != told:  # else it fails so at each tick
+                    logging.getLogger(LOGGER_NAME).error("governor_failed", exc_info=error)
+                told = str(error)
 
     def _start_over(self, reading: Reading) -> None:
         """Give the ranks of a restarted job equal shares and an empty history."""
@@ -194,6 +197,7 @@ class Governor:
         self.monitor = Monitor(self.config.monitor, self._clock())
         self.controller.start_over()
         self._unposted = {}
+        self._held_back = set()
         self.speeds = {}
         self.step = self._tasks_per_step = 0
         self._tasks_seen = None

@@ -458,10 +458,27 @@ def test_beside_a_lost_lease_the_others_go_back_all_the_same(
     address: str, client: ShardClient
 ) -> None:
     with ShardClient(address, "b") as other:
-        lost, _ = other.lease("d", 0, 2)
+        lost, kept = other.lease("d", 0, 2)
         lost.advance(1)
+        kept.advance(1)
         other._session.renewed(time.monotonic(), {lost.token}, {lost.token})
-    assert len(client.lease("d", 0, 3)) == 2
+    # The lost one runs out at the service; the other goes on where it stood.
+    found = client.lease("d", 0, 3)
+    assert [lease.units_done for lease in found if lease.shard_index == kept.shard_index] == [1]
+    assert len(found) == 2
+
+
+def test_a_failure_counts_though_another_lease_is_lost(address: str, client: ShardClient) -> None:
+    lost, poison = client.lease("d", 0, 2)
+    lost.advance(1)
+    poison.advance(1)
+    client._session.renewed(time.monotonic(), {lost.token}, {lost.token})
+    with pytest.raises(LeaseLostError):
+        client.fail(poison, "READ", "no such file")
+    assert client.held == []
+    with ShardClient(address, "c") as third:
+        again = [one for one in third.lease("d", 0, 3) if one.shard_index == poison.shard_index]
+    assert [one.units_done for one in again] == [1]
 
 
 def test_a_client_that_is_left_waits_for_no_service_to_register_with(

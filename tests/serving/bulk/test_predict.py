@@ -139,7 +139,9 @@ def test_lists_are_refused_for_csv(
     )
     assert not (tmp_path / "out.csv").exists()
     # Arrow writes no views; it would be told behind hours of predictions.
-    with pytest.raises(UserError, match="^column name has type string_view, which CSV cannot hold"):
+    with pytest.raises(
+        UserError, match=r"^column name has type string_view, which CSV cannot hold"
+    ):
         check_fits(pa.schema([("name", pa.string_view())]), tmp_path / "out.csv")
 
 
