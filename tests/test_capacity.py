@@ -188,6 +188,28 @@ def test_the_command_needs_no_data_for_a_billion_rows(tmp_path: Path, gpus: int)
     assert "Tables" in done.stderr
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_checkpoints_copy_is_part_of_the_hosts_memory(
+    tmp_path: Path, in_background: bool
+) -> None:
+    config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
+    more = "--host-memory", "400GB", f"run.checkpoint_in_background={str(in_background).lower()}"
+    done = gmeta("plan", config, *HUGE, *more, "model.embedding_dim=64", "--json")
+    assert done.returncode == 0, done.stderr
+    copied = json.loads(done.stdout)["checkpoint_copy_bytes_per_gpu"]
+    # Weights, and a number a row of rowwise Adagrad; layers are small.
+    by_hand = (10**9 + 3 * 10**8 + 64_000) * (64 * 4 + 4) / 8
+    assert copied == pytest.approx([by_hand] * 8, rel=0.01)
+    told = (
+        "memory of the host for a GPU: up to 42.3 GB of 50.0 GB\n"
+        "  42.3 GB for a checkpoint's copy of them\n"
+    )
+    assert (told in done.stderr) == in_background
+    done = gmeta("plan", config, *HUGE, "model.embedding_dim=64", "--host-memory", "300GB", more[2])
+    too_much = "copy of them; too much: set run.checkpoint_in_background = false\n"
+    assert (too_much in done.stdout) == in_background
+
+
 def test_a_table_is_on_the_gpus_that_hold_a_row_of_it(tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
     options = "--gpus", "64", "--rows", "item=1e6", "--rows", "city=7", "--rows-per-task", "40"

@@ -199,6 +199,10 @@ def test_a_file_where_a_folder_belongs_is_named(config: Path, tmp_path: Path) ->
     assert refused(2, "train", config, f"run.dir={file}") == (
         f"error: run.dir = '{file}' is a file: a folder is needed. Choose another run.dir"
     )
+    assert refused(2, "train", config, f"run.dir={file}/a/b") == (
+        f"error: run.dir = '{file}/a/b' lies below '{file}', which is a file: a folder is needed. "
+        "Choose another run.dir"
+    )
     described = {"run": {"dir": str(tmp_path / "a")}}
     create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
     with pytest.raises(UserError) as caught:

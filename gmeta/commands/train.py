@@ -50,9 +50,11 @@ def train(
             )
     resolved = load_config(config, overrides or [])
     root = Path(resolved.run.dir)
-    if root.exists() and not root.is_dir():
+    nearest = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        what = "is" if nearest == root else f"lies below {str(nearest)!r}, which is"
         raise UserError(
-            f"run.dir = {str(root)!r} is a file: a folder is needed. Choose another run.dir"
+            f"run.dir = {str(root)!r} {what} a file: a folder is needed. Choose another run.dir"
         )
     is_new = not (resume or _was_restarted())
     if is_new:

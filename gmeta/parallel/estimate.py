@@ -54,6 +54,7 @@ class Estimate:
     tables: dict[str, dict[str, Any]]
     device_bytes_W: Values
     host_bytes_W: Values
+    copied_bytes_W: Values  # that a checkpoint in the background takes of the host's beside them
     fixed_bytes: float  # of the device's, what no table is
     parts: dict[str, tuple[float, float]]
 
@@ -77,7 +78,7 @@ def estimate(
     """
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
-    device_W, host_W, asked_W, sent_W, from_host_W = (np.zeros(num_ranks) for _ in range(5))
+    device_W, host_W, copied_W, asked_W, sent_W, from_host_W = np.zeros((6, num_ranks))
     tables = {}
     copied_values = 0
     held = {name: _held(table, *sizes[name], num_ranks) for name, table in plan["tables"].items()}
@@ -89,6 +90,7 @@ def estimate(
         on_device_W, on_host_W = table_bytes(table["placement"], rows_W, columns_W, outer)
         device_W += on_device_W
         host_W += on_host_W
+        copied_W += table_bytes("device", rows_W, columns_W, outer)[0]
         ids = step.ids[name]
         given_W = ids * rows_W / num_rows * columns_W  # values that a rank gives each that asks
         if table["kind"] == "data_parallel":
@@ -130,6 +132,7 @@ def estimate(
         tables,
         device_W + layers + in_flight,
         host_W,
+        copied_W + layers,
         layers + in_flight,
         {
             "layers, forward and backward": (0.0, step.flops / speeds.flops),

@@ -17,7 +17,7 @@ def show_plan(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speed
     found = capacity(config, asked, cluster, speeds)
     _result(found, cluster)
     _tables(found)
-    _memory(found, cluster)
+    _memory(found, cluster, config.run.checkpoint_in_background)
     _step(found, config, cluster)
 
 
@@ -31,6 +31,7 @@ def _result(found: Capacity, cluster: Cluster) -> None:
             "tables": estimate.tables,
             "gpu_bytes": estimate.device_bytes_W.tolist(),
             "host_bytes_per_gpu": estimate.host_bytes_W.tolist(),
+            "checkpoint_copy_bytes_per_gpu": estimate.copied_bytes_W.tolist(),
             "step": {
                 "tasks_per_gpu": step.tasks,
                 "rows_per_gpu": step.rows,
@@ -80,16 +81,21 @@ def span_of(ranks: list[int]) -> str:
     return ", ".join(told) if len(told) <= 3 else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
-def _memory(found: Capacity, cluster: Cluster) -> None:
+def _memory(found: Capacity, cluster: Cluster, in_background: bool) -> None:
     estimate = found.estimate
-    device_W, host_W = estimate.device_bytes_W, estimate.host_bytes_W
+    device_W, copied_W = estimate.device_bytes_W, estimate.copied_bytes_W * in_background
+    host_W = estimate.host_bytes_W + copied_W
     lines = [
         f"memory of a GPU: {_bytes(device_W.min())} to {_bytes(device_W.max())} of "
         f"{_bytes(cluster.device_bytes)}",
         f"  tables, optimizers, layers and the rows of a step; {RESERVED:.0%} are kept free",
     ]
     if host_W.any():
-        lines.append(f"memory of the host for a GPU: up to {_bytes(host_W.max())}")
+        most, there = float(host_W.max()), cluster.host_bytes
+        lines.append(f"memory of the host for a GPU: up to {_bytes(most)} of {_bytes(there)}")
+        if in_background:
+            too_much = "; too much: set run.checkpoint_in_background = false" * (most > there)
+            lines.append(f"  {_bytes(copied_W.max())} for a checkpoint's copy of them{too_much}")
     screen().print("\n".join(lines))
 
 
