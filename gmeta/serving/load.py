@@ -112,7 +112,7 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
     if schema is None:
         return IdColumns(config.columns, config.features)
     tables = {column.table_name for column in schema.sparse if column.vocabulary is not None}
-    vocabularies = {table: _vocabulary(folder / vocabulary_file(table)) for table in tables}
+    vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
     sizes = {table: len(values) for table, values in vocabularies.items()}
     if schema.stream is not None:
         # Tables have room for what later increments bring.
@@ -126,7 +126,12 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
     return RawColumns(config.columns, schema, vocabularies)
 
 
-def _vocabulary(file: Path) -> pa.Array:
+def read_vocabulary(file: Path) -> pa.Array:
+    """Return the values of a vocabulary by row; null where a row was freed.
+
+    Raises:
+        GMetaError: the file is damaged.
+    """
     try:
         # One column: other threads could not help, and requests need the cores.
         with pq.ParquetFile(file) as vocabulary:
