@@ -100,8 +100,8 @@ class Service:
         """
         began_s, status, num_rows, told = time.perf_counter(), 500, 0, ""
         try:
+            check()
             with self.tracing.span(protocol, carrier) as tell:
-                check()
                 self.check_model(model, version)
                 with self._batcher.reading(), failing_as(failed, RequestError, CallerLeftError):
                     request = await read()
