@@ -32,11 +32,11 @@ from gmeta.serving.folder import (
     DELTA_FILE,
     ExportedConfig,
     read_config,
+    read_vocabulary,
     table_file,
     vocabulary_file,
     write_config,
 )
-from gmeta.serving.load import read_vocabulary
 from metaio.format.checked_json import write_checked
 
 _VOCABULARY = "vocabulary/"

@@ -18,8 +18,7 @@ from torch import Tensor
 from gmeta.batches.labels import labels_checked
 from gmeta.errors import UserError
 from gmeta.metrics.terms import Array
-from gmeta.serving.folder import ExportedConfig, vocabulary_file
-from gmeta.serving.load import read_vocabulary
+from gmeta.serving.folder import ExportedConfig, read_vocabulary, vocabulary_file
 from gmeta.serving.model import ServedModel
 from metaio.format.dataset import Dataset, verify_file
 from metaio.prepare.schema_file import parse_schema

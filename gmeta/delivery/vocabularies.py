@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from gmeta.errors import GMetaError
-from gmeta.serving.folder import REMEDY
-from gmeta.serving.load import read_vocabulary
+from gmeta.serving.folder import REMEDY, read_vocabulary
 
 _LENGTH = b"num_values"  # of the vocabulary that a delta leads to
 

@@ -3,8 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from gmeta.serving.folder import (
     check_files,
     checksum_in,
     read_config,
+    read_vocabulary,
     table_file,
     vocabulary_file,
 )
@@ -124,19 +123,3 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
             "The files come from different exports: export the run again"
         )
     return RawColumns(config.columns, schema, vocabularies)
-
-
-def read_vocabulary(file: Path) -> pa.Array:
-    """Return the values of a vocabulary by row; null where a row was freed.
-
-    Raises:
-        GMetaError: the file is damaged.
-    """
-    try:
-        # One column: other threads could not help, and requests need the cores.
-        with pq.ParquetFile(file) as vocabulary:
-            return vocabulary.read(use_threads=False)["value"].combine_chunks()
-    except (pa.ArrowException, KeyError, OSError) as error:
-        raise GMetaError(
-            f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Export the run again"
-        ) from error
