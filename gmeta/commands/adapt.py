@@ -41,14 +41,12 @@ def adapt(
     hidden folder beside OUT.
     """
     check_local("--out", out)
-    if out.is_dir():
-        raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
+    check_replaces(out, [("a file of SUPPORT", url) for url in support], overwrite)
     if out.suffix not in (".parquet", ".pq"):
         raise UserError(
             f"--out = {str(out)!r} ends with {out.suffix or 'nothing'}: what is written is "
             "Parquet. Name a file that ends with .parquet"
         )
-    check_replaces(out, [("a file of SUPPORT", url) for url in support], overwrite)
     # Loading torch takes seconds: not before the options are known to be right.
     from gmeta.commands.work.adapt import adapt_and_tell
 

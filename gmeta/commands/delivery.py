@@ -59,7 +59,7 @@ def promote(
 def rollback(
     channel: ChannelAt,
     to: Annotated[
-        int | None, typer.Option(min=1, help="version to serve; default: the one before")
+        int | None, typer.Option(min=1, help="version to serve; default: what served before")
     ] = None,
 ) -> None:
     """Let a channel serve an earlier version again.

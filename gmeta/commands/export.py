@@ -114,14 +114,12 @@ def predict(
     beside OUT, encoded.
     """
     check_local("--out", out)
-    if out.is_dir():
-        raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
+    check_replaces(out, [("SUPPORT", support), ("QUERY", query)], overwrite)
     if out.suffix not in ("", ".parquet", ".pq", ".csv"):
         raise UserError(
             f"--out = {str(out)!r} ends with {out.suffix}: .parquet, .pq and .csv can be written. "
             "Name a file that ends with one of them"
         )
-    check_replaces(out, [("SUPPORT", support), ("QUERY", query)], overwrite)
     # As above.
     from gmeta.commands.work.predict import predict_rows
 

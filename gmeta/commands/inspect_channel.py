@@ -5,6 +5,7 @@ from typing import Any
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.versions import check_version
+from gmeta.errors import GMetaError
 from gmeta.files.local import is_url
 from metaio.counted import counted
 
@@ -34,8 +35,13 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
     heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
     table = table_of("Versions", *heads, text=("version", "kind", "promoted", "verdict"))
     verdicts = {entry.get("number"): entry for entry in told if entry.get("action") == "promoted"}
+    broken = []
     for number in numbers[-_SHOWN:]:
-        version, entry = channel.version(number), verdicts.get(number, {})
+        try:
+            version, entry = channel.version(number), verdicts.get(number, {})
+        except GMetaError as error:
+            broken.append(str(error))  # the one that serves may be whole
+            continue
         touched = version.delta.touched.values() if version.delta else ()
         table.add_row(
             ("* " if current and current.number == number else "  ") + version.name,
@@ -48,6 +54,8 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
             _scores(entry.get("verdict")),
         )
     show_table(console, table)
+    for line in broken:
+        console.print(f"damaged: {line}")
     for entry in [one for one in told if one.get("action") == "refused"][-_SHOWN:]:
         verdict = entry.get("verdict") or {}
         console.print(

@@ -21,7 +21,6 @@ from gmeta.delivery.versions import (
 )
 from gmeta.delivery.vocabularies import (
     checksum_of,
-    read_values,
     whole_values,
     write_changed_values,
     write_values,
@@ -33,6 +32,7 @@ from gmeta.serving.folder import (
     DELTA_FILE,
     ExportedConfig,
     read_config,
+    read_vocabulary,
     table_file,
     vocabulary_file,
     write_config,
@@ -62,9 +62,9 @@ def write_delta(old: Path, parent: Parent, new: Path, out: Path) -> DeltaConfig:
         touched[table.name] = Touched(num_changed, table.num_rows)
     vocabularies = {}
     for name in _vocabularies(after):
-        values = read_values(new / vocabulary_file(name))
+        values = read_vocabulary(new / vocabulary_file(name))
         known = old / vocabulary_file(name)
-        was = read_values(known) if known.is_file() else None
+        was = read_vocabulary(known) if known.is_file() else None
         write_changed_values(was, values, out / vocabulary_file(name))
         vocabularies[name] = checksum_of(values)
     # Layers change at every step: whole, they are a few hundred kilobytes.

@@ -48,7 +48,11 @@ def load_current(place: str | Path, verify: bool = True, cache: Path | None = No
 
 @final
 class Follower:
-    """A channel's model, kept new by a thread. A context manager; `close` ends the thread.
+    """The model that a channel serves, always a whole version, kept new by a thread; the channel is
+    a path, or a URL that `gmeta publish` writes. A context manager; `close` ends the thread.
+
+    Versions of a URL are held, and deltas made whole, in `cache` (default: GMETA_CACHE, or gmeta's
+    folder in the user's cache), once a machine.
 
     What predicts takes `model` once a request: it stays whole and the same however often newer
     versions come meanwhile. A newer version that is damaged or cannot be loaded now is not served:
@@ -163,20 +167,4 @@ class Follower:
                 self.check()
 
 
-def follow(
-    channel: str | Path,
-    every_s: float = 2.0,
-    verify: bool = True,
-    cache: str | Path | None = None,
-) -> Follower:
-    """Return an object whose `model` is the one that a channel serves, always a whole version; the
-    channel is a path, or a URL that `gmeta publish` writes.
-
-    Versions of a URL are held, and deltas made whole, in `cache` (default: GMETA_CACHE, or gmeta's
-    folder in the user's cache), once a machine.
-
-    Raises:
-        UserError: the channel has no version yet.
-        GMetaError: its version is damaged.
-    """
-    return Follower(channel, every_s, verify, cache)
+follow = Follower

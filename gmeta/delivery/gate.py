@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from gmeta.batches.labels import labels_checked
-from gmeta.delivery.vocabularies import read_values
 from gmeta.errors import UserError
 from gmeta.metrics.terms import Array
-from gmeta.serving.folder import ExportedConfig, vocabulary_file
+from gmeta.serving.folder import ExportedConfig, read_vocabulary, vocabulary_file
 from gmeta.serving.model import ServedModel
 from metaio.format.dataset import Dataset, verify_file
 from metaio.prepare.schema_file import parse_schema
@@ -110,7 +109,7 @@ def _rows_of_table(folder: Path, dataset: Dataset, name: str, num_rows: int) -> 
         return None if size <= num_rows else torch.from_numpy(row_R)
     file = vocabulary_file(name)
     values = pq.read_table(BytesIO(verify_file(dataset, file, entry)))["value"].combine_chunks()
-    known = read_values(folder / file)
+    known = read_vocabulary(folder / file)
     if known.equals(values):
         return None
     row_R[:] = 0

@@ -5,7 +5,7 @@ Rows are compared as they are stored, byte by byte: what a server fetches is wha
 Shape suffixes: R rows of a table, C changed rows, D embedding width.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +108,8 @@ def _gaps_C(ids_C: Int64) -> npt.NDArray[np.unsignedinteger]:
 def _alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
     """Return whether rows of both are stored the same way."""
 
-    def rows(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
-        return ((name, each.dtype, each.shape[1:]) for name, each in sorted(tensors.items()))
-
-    return list(rows(before)) == list(rows(after))
+    was, now = (
+        {name: (each.dtype, each.shape[1:]) for name, each in one.items()}
+        for one in (before, after)
+    )
+    return was == now

@@ -13,18 +13,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from gmeta.errors import GMetaError
-from gmeta.serving.folder import REMEDY
+from gmeta.serving.folder import REMEDY, read_vocabulary
 
 _LENGTH = b"num_values"  # of the vocabulary that a delta leads to
-
-
-def read_values(file: Path) -> pa.Array:
-    """Return the values of a vocabulary by row; null where a row was freed.
-
-    Raises:
-        GMetaError: the file is damaged.
-    """
-    return _read(file)["value"].combine_chunks()
 
 
 def write_values(values: pa.Array, file: Path) -> None:
@@ -74,7 +65,7 @@ def whole_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
     Raises:
         GMetaError: the files do not fit each other.
     """
-    values = None if base is None else read_values(base)
+    values = None if base is None else read_vocabulary(base)
     for change in changes:
         table = _read(change)
         try:

@@ -32,12 +32,14 @@ def check_local(what: str, place: str | Path) -> None:
 
 
 def check_replaces(out: Path, inputs: Iterable[tuple[str, str]], overwrite: bool) -> None:
-    """Check that --out replaces no file, or one that it may: none of the `inputs` (what each is,
-    its path or URL), which would lose its rows.
+    """Check that --out is no folder, and replaces no file, or one that it may: none of the `inputs`
+    (what each is, its path or URL), which would lose its rows.
 
     Raises:
-        UserError: it would.
+        UserError: it is, or would.
     """
+    if out.is_dir():
+        raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
     for what, url in inputs:
         if out.exists() and Path(url).exists() and out.samefile(url):
             raise UserError(

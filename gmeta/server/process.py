@@ -72,7 +72,8 @@ def _folder_in_memory() -> Iterator[Path]:
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     with (folder / "new").open("w") as lock:  # which the workers hold, too
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # where there are no locks, nothing of others goes
+            fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "new").rename(folder / _LOCK)
         for left in folder.parent.glob(f"{_PREFIX}*"):
             # Another user's, one that is just made, or one whose server lives.

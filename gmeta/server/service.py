@@ -100,8 +100,8 @@ class Service:
         """
         began_s, status, num_rows, told = time.perf_counter(), 500, 0, ""
         try:
-            with self.tracing.span(protocol, carrier) as span:
-                check()
+            check()
+            with self.tracing.span(protocol, carrier) as tell:
                 self.check_model(model, version)
                 with self._batcher.reading(), failing_as(failed, RequestError, CallerLeftError):
                     request = await read()
@@ -111,7 +111,7 @@ class Service:
                 # A newer one may have come while the request waited.
                 if version and version != answer.version:
                     self.check_model(model, version)
-                span.set(rows=num_rows, version=answer.version, cache=answer.cache)
+                tell(rows=num_rows, version=answer.version, cache=answer.cache)
                 status = 200
                 return request, answer
         except RequestError as error:

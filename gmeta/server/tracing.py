@@ -4,7 +4,7 @@ exporter; nothing otherwise."""
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, final
@@ -17,20 +17,6 @@ _OTLP = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
-
-
-@final
-class Span:
-    """What is being done for one request; `set` says more of it."""
-
-    def __init__(self, span: Any = None) -> None:
-        self._span = span
-
-    def set(self, **attributes: str | int) -> None:
-        """Add attributes, such as the number of rows."""
-        if self._span is not None:
-            for name, value in attributes.items():
-                self._span.set_attribute(f"gmeta.{name}", value)
 
 
 @final
@@ -49,15 +35,16 @@ class Tracing:
             last.join(_LAST_SPANS_S)
 
     @contextmanager
-    def span(self, protocol: str, carrier: dict[str, str]) -> Iterator[Span]:
-        """Trace a request inside; `carrier` holds the caller's headers, which name its own span."""
+    def span(self, protocol: str, carrier: dict[str, str]) -> Iterator[Callable[..., None]]:
+        """Trace a request inside; `carrier` holds the caller's headers, which name its own span.
+        Yield what adds attributes to it, such as the number of rows."""
         if self._tracer is None:
-            yield Span()
+            yield lambda **attributes: None
             return
         propagate: Any = importlib.import_module("opentelemetry.propagate")
         context = propagate.extract(carrier)
         with self._tracer.start_as_current_span(f"infer {protocol}", context=context) as span:
-            yield Span(span)
+            yield lambda **told: span.set_attributes({f"gmeta.{name}": told[name] for name in told})
 
 
 def tracing_from_environment(exporter: Any = None) -> Tracing:

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config import config_from_dict
@@ -99,6 +102,22 @@ def vocabulary_file(table: str) -> str:
             f"table {table!r:.80} cannot have a vocabulary: it would lie elsewhere. {REMEDY}"
         )
     return f"vocabulary/{table}.parquet"
+
+
+def read_vocabulary(file: Path) -> pa.Array:
+    """Return the values of a vocabulary by row; null where a row was freed.
+
+    Raises:
+        GMetaError: the file is damaged.
+    """
+    try:
+        # One column: other threads could not help, and requests need the cores.
+        with pq.ParquetFile(file) as vocabulary:
+            return vocabulary.read(use_threads=False)["value"].combine_chunks()
+    except (pa.ArrowException, KeyError, OSError) as error:
+        raise GMetaError(
+            f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Export the run again"
+        ) from error
 
 
 def write_config(folder: Path, config: ExportedConfig) -> None:

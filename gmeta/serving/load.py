@@ -3,8 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from gmeta.serving.folder import (
     check_files,
     checksum_in,
     read_config,
+    read_vocabulary,
     table_file,
     vocabulary_file,
 )
@@ -112,7 +111,7 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
     if schema is None:
         return IdColumns(config.columns, config.features)
     tables = {column.table_name for column in schema.sparse if column.vocabulary is not None}
-    vocabularies = {table: _vocabulary(folder / vocabulary_file(table)) for table in tables}
+    vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
     sizes = {table: len(values) for table, values in vocabularies.items()}
     if schema.stream is not None:
         # Tables have room for what later increments bring.
@@ -124,14 +123,3 @@ def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
             "The files come from different exports: export the run again"
         )
     return RawColumns(config.columns, schema, vocabularies)
-
-
-def _vocabulary(file: Path) -> pa.Array:
-    try:
-        # One column: other threads could not help, and requests need the cores.
-        with pq.ParquetFile(file) as vocabulary:
-            return vocabulary.read(use_threads=False)["value"].combine_chunks()
-    except (pa.ArrowException, KeyError, OSError) as error:
-        raise GMetaError(
-            f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}. Export the run again"
-        ) from error

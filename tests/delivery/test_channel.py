@@ -415,6 +415,13 @@ def test_inspect_shows_versions_verdicts_and_what_serves(tmp_path: Path) -> None
     assert f"* {name}" in done.stdout
     assert ": it is worse" in done.stdout
     assert "the chain of version 2 is complete: version 1 and 1 delta, " in done.stdout
+    # One that does not serve may be damaged: what does is looked at all the same.
+    (channel.folder_of(3) / "delta.json").write_text("{")
+    done = gmeta("inspect", channel.root, "--verify")
+    assert done.returncode == 0, done.stderr
+    told = f"damaged: {channel.folder_of(3)}/delta.json is not JSON: it was cut short or edited."
+    assert told in done.stdout
+    assert "the chain of version 2 is complete" in done.stdout
     table = channel.folder_of(2) / "table-00000.safetensors"
     table.write_bytes(table.read_bytes()[:-1])
     done = gmeta("inspect", channel.root, "--verify")

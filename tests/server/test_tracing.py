@@ -91,8 +91,8 @@ def test_a_server_sends_its_last_spans_to_a_collector(
 def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
     found = tracing_from_environment()
-    with found.span("http", {}) as span:
-        span.set(rows=1)
+    with found.span("http", {}) as tell:
+        tell(rows=1)
     assert found._tracer is Tracing()._tracer is None
 
 

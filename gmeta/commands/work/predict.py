@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gmeta.commands.screen import first_progress, print_result, screen
 from gmeta.errors import UserError
+from gmeta.files.local import check_replaces
 from gmeta.serving.bulk.files import RowFiles, check_fits
 from gmeta.serving.bulk.predict import predict_files, schema_of
 from gmeta.serving.load import load
@@ -17,11 +18,8 @@ def predict_rows(
     """Predict the rows of `query`, write them to `out` and print how many there were."""
     served = load(model, verify)
     support_rows, query_rows = RowFiles(support), RowFiles(query)
-    for what, names in (("SUPPORT", support_rows.names), ("QUERY", query_rows.names)):
-        if out.exists() and any(Path(name).exists() and out.samefile(name) for name in names):
-            raise UserError(
-                f"--out = {str(out)!r} is {what}, whose rows would be replaced. Name another file"
-            )
+    sides = (("SUPPORT", support_rows.names), ("QUERY", query_rows.names))
+    check_replaces(out, [(what, name) for what, names in sides for name in names], True)
     for name in schema_of(outputs_of(served.config)).names:
         if name in query_rows.schema.names:
             raise UserError(
