@@ -1,6 +1,6 @@
 """A plain run that is fine-tuned stays the model that it was trained as."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import gmeta.evaluate
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build
+from gmeta.checkpoints.lineage import TrainedIncrement
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.fine_tuning import adapt_with
 from gmeta.learner import MetaLearner
@@ -90,3 +92,26 @@ def test_what_is_learned_beside_the_model_stays_on_its_device(click_logs: Path, 
     held = SimpleNamespace(module=SimpleNamespace(learner=learner.to("meta")))
     adapt_with(replace(config.algorithm, inner_lr=0.3), cast("Any", held))
     assert {each.device.type for each in held.module.learner.parameters()} == {"meta"}
+
+
+def test_an_increment_that_a_run_was_trained_on_before_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = [TrainedIncrement("s", number, f"print {number}", 5) for number in (1, 2)]
+    about = {"lineage": [asdict(one) for one in trained]}
+    monkeypatch.setattr(gmeta.evaluate, "checkpoint_of", lambda folder: Path())
+    monkeypatch.setattr(gmeta.evaluate, "read_about", lambda path: about)
+    config = config_from_dict({"data": {"path": "s", "valid_split": "gate"}})
+    folder: Any = SimpleNamespace(read_config=lambda: config)
+    splits = ("train", "gate", "rest")
+
+    def told(number: int) -> list[str]:
+        own, scored = (
+            SimpleNamespace(fingerprint=f"print {one}", splits=dict.fromkeys(splits))
+            for one in (2, number)
+        )
+        return gmeta.evaluate.told_seen("day-2", folder, own, scored, splits)  # type: ignore[arg-type]
+
+    rest = "on rows of it, so its figures there flatter and say little of unseen tasks"
+    seen = [f"train: day-2 was trained {rest}", f"gate: day-2 was chosen {rest}"]
+    assert [told(number) for number in (1, 2, 3)] == [seen, seen, []]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -132,24 +133,18 @@ def tune(
             with held_alone(place):
                 _check_on_data(plan.base, place, context)
                 opened = Study(place, plan, decides)
-                runner = TrialRunner(opened, place, decides.metric, _train_trial, context)
+                runner = TrialRunner(opened, place, decides.metric, partial(_trial, False), context)
                 _try(opened, runner, plan.space, decides, trials, at_a_time)
                 found[side] = _conclude(opened, runner, place, plan, decides)
     first = found.pop("")
     print_result({**first, **found})
 
 
-def _train_trial(config: dict[str, Any], log: str, failures: Connection) -> None:
+def _trial(is_check: bool, config: dict[str, Any], log: str, failures: Connection) -> None:
     # In the trial's process: this one stays without torch.
-    from gmeta.commands.work.tune import train_trial
+    from gmeta.commands.work.tune import be_trial
 
-    train_trial(config, log, failures)
-
-
-def _check_trial(config: dict[str, Any], log: str, failures: Connection) -> None:
-    from gmeta.commands.work.tune import check_trial
-
-    check_trial(config, log, failures)
+    be_trial(is_check, config, log, failures)
 
 
 def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
@@ -240,7 +235,7 @@ def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext
         GMetaError: it does not fit its dataset; with the line of `gmeta train`.
     """
     log, checked = folder / CHECK_LOG, trial_config(config, folder / "check")
-    process, failures = started(context, _check_trial, checked, log)
+    process, failures = started(context, partial(_trial, True), checked, log)
     if line := failure_of(process, failures):
         raise UserError(line)
     if process.exitcode:

@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -17,31 +16,11 @@ from gmeta.runs.alike import settings_of_all
 from gmeta.train import train
 
 
-def train_trial(config: dict[str, Any], log: str, failures: Connection) -> None:
-    """Train the config of a trial, as JSON, in this process, which ends with it; what is printed
-    goes to the file `log`, the line of an error to `failures` too.
+def be_trial(is_check: bool, config: dict[str, Any], log: str, failures: Connection) -> None:
+    """Train the config of a trial, as JSON, in this process, which ends with it, or check it and
+    its dataset as `gmeta train` does before it starts ranks; what is printed goes to the file
+    `log`, the line of an error to `failures` too.
     """
-    _as_trial(config, log, failures, _train)
-
-
-def check_trial(config: dict[str, Any], log: str, failures: Connection) -> None:
-    """Check a config and its dataset as `gmeta train` does before it starts ranks; as train_trial
-    otherwise.
-    """
-    _as_trial(config, log, failures, check_on_data)
-
-
-def _train(config: TrainConfig) -> None:
-    def work(ranks: Ranks) -> None:
-        train(config, ranks)
-
-    run = config.run
-    be_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
-
-
-def _as_trial(
-    config: dict[str, Any], log: str, failures: Connection, work: Callable[[TrainConfig], None]
-) -> None:
     _leave_with_tune()
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number in (1, 2):
@@ -49,7 +28,7 @@ def _as_trial(
     os.close(opened)
     code = 0
     try:
-        work(config_from_dict(config))
+        (check_on_data if is_check else _train)(config_from_dict(config))
     except told_errors() as error:
         line, code = told(error)
         sys.stderr.write(f"error: {line}\n")
@@ -60,6 +39,14 @@ def _as_trial(
     sys.stderr.flush()
     # As gmeta.cli does: native threads of the libraries may abort an interpreter on its way out.
     os._exit(code)
+
+
+def _train(config: TrainConfig) -> None:
+    def work(ranks: Ranks) -> None:
+        train(config, ranks)
+
+    run = config.run
+    be_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
 
 
 def _leave_with_tune() -> None:
