@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, final
 
-from gmeta.errors import GMetaError
-from gmeta_keys.boundary import failing_as, kind_and_text
-from metaio.errors import MetaIOError
+from gmeta.files.places import failing_at
+from gmeta_keys.boundary import failing_as
 from metaio.format.storage import file_system, is_local
 from metaio.prepare.inputs import is_marker
 from metaio.stream.chain import increment_numbers, open_stream
@@ -43,14 +42,8 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
 
 
 def _reached(place: str) -> failing_as:
-    # Each client of an object store has errors of its own.
-    def told(error: Exception) -> GMetaError:
-        return GMetaError(
-            f"follow.inputs: {place} cannot be read: {kind_and_text(error)}. Look at the place, "
-            "the network and the credentials"
-        )
-
-    return failing_as(told, GMetaError, MetaIOError)
+    remedy = "Look at the place, the network and the credentials"
+    return failing_at(f"follow.inputs: {place} cannot be read", remedy)
 
 
 def _closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:

@@ -45,16 +45,10 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
     Raises:
         DataError: `out` exists already, another process writes it, or the disk is full.
     """
-    fs, root = file_system(out)
-    exists = fs.exists(f"{root}/{MANIFEST_NAME}")
-    if exists and not overwrite:
-        raise DataError(
-            f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
-            "it"
-        )
+    fs, root = free_place(out, overwrite)
     local = is_local(fs)
     if local:
-        _check_target(Path(root), exists)
+        Path(root).parent.mkdir(parents=True, exist_ok=True)
     with folder_of_one_writer(_partial(out), root if local else out) as folder:
         yield folder, local
         if local:
@@ -110,12 +104,26 @@ def _lock_file(partial: Path) -> Path:
     return partial.with_suffix(".lock")
 
 
-def _check_target(target: Path, exists: bool) -> None:
-    if target.exists() and not exists and (not target.is_dir() or any(target.iterdir())):
+def free_place(out: str, overwrite: bool) -> tuple[Any, str]:
+    """Return the file system and the path of a dataset that may be written.
+
+    Raises:
+        DataError: `out` exists already.
+    """
+    fs, root = file_system(out)
+    exists = fs.exists(f"{root}/{MANIFEST_NAME}")
+    if exists and not overwrite:
+        raise DataError(
+            f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
+            "it"
+        )
+    target = Path(root)
+    is_other = is_local(fs) and not exists and target.exists()
+    if is_other and (not target.is_dir() or any(target.iterdir())):
         raise DataError(
             f"{target} exists and is not a dataset. Choose a place that is empty or does not exist"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
+    return fs, root
 
 
 @contextmanager
