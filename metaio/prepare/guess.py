@@ -190,8 +190,7 @@ def _check_given(columns: Iterable[Column], given: Mapping[Role, str]) -> None:
         if name not in by_name:
             raise DataError(
                 f"there is no column {name!r} for the {role}: the log has "
-                f"{shown(', '.join(by_name))}. "
-                "Name one of them"
+                f"{shown(', '.join(by_name))}. Name one of them"
             )
         column = by_name[name]
         if role == "label" and not column.is_number:

@@ -137,8 +137,7 @@ def _check_columns(
         check_objects(files.names[0], names)
     mark = next((mark for mark in DELIMITERS if mark in names[0]), "")
     if files.kind == "text" and len(names) == 1 and mark:
-        own = _csv(encoding)
-        table = strict_csv(files.names[0], own, mark, fields_of(names[0], mark))
+        table = strict_csv(files.names[0], _csv(encoding), mark, fields_of(names[0], mark))
         connection.sql(f"SELECT count(*) FROM {table}").fetchall()
 
 

@@ -92,11 +92,9 @@ def read_ratings(folder: Path) -> Ratings:
 def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
     """Return gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
     path = folder / "users.dat"
-    lines = read_fields(path, "::", 5, "ml-1m")
-    users = [whole_number(line[0], path, "user") for line in lines]
     return {
-        user: (gender, age, job, code[:5])
-        for user, (_, gender, age, job, code) in zip(users, lines, strict=True)
+        whole_number(user, path, "user"): (gender, age, job, code[:5])
+        for user, gender, age, job, code in read_fields(path, "::", 5, "ml-1m")
     }
 
 
