@@ -1,6 +1,7 @@
 """`gmeta init`."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,18 +75,20 @@ def init(
             f"{dealt.num_tasks:,} tasks are few to learn from, and to tell settings apart: "
             "look at the intervals of an evaluation before anything else"
         )
-    data, runs = out / "data", out / "runs"
+    schema, config, data, runs = (
+        shlex.quote(str(out / name)) for name in (SCHEMA_FILE, CONFIG_FILE, "data", "runs")
+    )
     console.print(
         f"\nRead and correct {paths[0]} and {paths[1]}, then:\n"
-        f"  gmeta prepare --schema {paths[0]} {' '.join(map(_shell, inputs))} {data}\n"
+        f"  gmeta prepare --schema {schema} {shlex.join(inputs)} {data}\n"
         f"  gmeta inspect {data}\n"
-        f"  gmeta train {paths[1]}\n"
-        f"  gmeta train {paths[1]} algorithm.name=none run.dir={runs / 'maml-plain'}\n"
-        f"  gmeta evaluate {runs / 'maml'} --against {runs / 'maml-plain'}\n"
+        f"  gmeta train {config}\n"
+        f"  gmeta train {config} algorithm.name=none run.dir={runs}/maml-plain\n"
+        f"  gmeta evaluate {runs}/maml --against {runs}/maml-plain\n"
         f"or, for settings of both that suit the log, in place of the two trainings:\n"
-        f"  gmeta tune {paths[1]} --with-plain\n"
-        f"  gmeta train {runs / 'maml-tune' / 'best.toml'}\n"
-        f"  gmeta train {runs / 'maml-tune-plain' / 'best.toml'}"
+        f"  gmeta tune {config} --with-plain\n"
+        f"  gmeta train {runs}/maml-tune/best.toml\n"
+        f"  gmeta train {runs}/maml-tune-plain/best.toml"
     )
 
 
@@ -169,7 +172,3 @@ def _header(found: Guess) -> str:
         "gmeta tune chooses them on the validation split (docs/tuning.md). The keys that are not "
         "here\nhave their defaults: gmeta config lists them."
     )
-
-
-def _shell(text: str) -> str:
-    return f"'{text}'" if any(mark in text for mark in "*?[ ") else text

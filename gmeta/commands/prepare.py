@@ -285,8 +285,9 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if found is None or float(found.group(1)) <= 0:
         raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it")
-    # The letter's place is the power of 1,024.
-    return int(float(found.group(1)) * 1024 ** " KMGT".index(found.group(2).upper() or " "))
+    # The letter's place is the power of 1,024; more than an exabyte is no more.
+    power = " KMGT".index(found.group(2).upper() or " ")
+    return int(min(float(found.group(1)) * 1024**power, 2.0**60))
 
 
 def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:

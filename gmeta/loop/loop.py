@@ -9,6 +9,7 @@ What is remembered beside that never changes on the disk.
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Loop:
         self._files, self._noted = TakenFiles(self._stream), NotedFiles()
         self._verdicts: dict[int, dict[str, Any]] = {}
         self._promoted: tuple[object, dict[str, int]] = (None, {})
+        # As the last step found it, if it left nothing to do.
+        self.idle: Standing | None = None
         self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
 
     def step(self) -> Done | None:
@@ -99,6 +102,7 @@ class Loop:
         return done
 
     def _step(self) -> Done | None:
+        self.idle = None
         current = self.channel.current()
         if self.config.follow.mirror and current is not None and current.at != self._published:
             return self._publish(current)  # what a person promoted or rolled back, too
@@ -110,7 +114,10 @@ class Loop:
             if log.waiting:
                 return self._prepare(log.waiting[0], log.held)
             unscored = self._unscored()
-            return None if unscored is None else self._score(*unscored)
+            if unscored is not None:
+                return self._score(*unscored)
+            self.idle = log
+            return None
         refused = self.refused_before(number)
         if len(refused) >= self.config.judge.max_refused:
             raise self._too_many(refused)
@@ -358,6 +365,9 @@ class Loop:
         if code not in allowed:
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")
+            if code < 0:  # what stands last in its log may be of an earlier try
+                why = signal.Signals(-code).name
+                why += ", as where memory runs out" if code == -signal.SIGKILL else ""
             what = what or f"increment {number}"
             raise kind(f"{stage} of {what} ended with {code}: {why} (see {log})")
         return code, time.monotonic() - began_s

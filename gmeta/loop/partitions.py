@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, final
 
-from gmeta.errors import GMetaError
-from gmeta_keys.boundary import failing_as, kind_and_text
-from metaio.errors import MetaIOError
+from gmeta.files.places import failing_at
+from gmeta_keys.boundary import failing_as
 from metaio.format.storage import file_system, is_local
 from metaio.prepare.inputs import is_marker
 from metaio.stream.chain import increment_numbers, open_stream
@@ -38,41 +37,33 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     Raises:
         GMetaError: the place cannot be listed.
     """
+    found = []
     with _reached(pattern):
-        return _closed_partitions(pattern, closed_after_s)
+        fs, root = file_system(pattern)
+        fs.invalidate_cache()
+        for path in sorted(map(str, fs.glob(root))):
+            if is_marker(path, root):
+                continue
+            inner = fs.find(path, detail=True).items()
+            # A link to a file is one, too.
+            entries = {str(p): one for p, one in inner if one["type"] == "file" or fs.isfile(p)}
+            files = sorted(name for name in entries if not is_marker(name, path))
+            is_folder = list(entries) != [path]
+            is_closed = f"{path}/{SUCCESS}" in entries or (not is_folder and not closed_after_s)
+            if not is_closed and closed_after_s and files:
+                newest_s = max(map(_written_s, entries.values()))
+                is_closed = time.time() - newest_s >= closed_after_s
+            if files and is_closed:
+                full = tuple(
+                    name if is_local(fs) else str(fs.unstrip_protocol(name)) for name in files
+                )
+                found.append(Partition(path, full))
+    return found
 
 
 def _reached(place: str) -> failing_as:
-    # Each client of an object store has errors of its own.
-    def told(error: Exception) -> GMetaError:
-        return GMetaError(
-            f"follow.inputs: {place} cannot be read: {kind_and_text(error)}. Look at the place, "
-            "the network and the credentials"
-        )
-
-    return failing_as(told, GMetaError, MetaIOError)
-
-
-def _closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
-    fs, root = file_system(pattern)
-    fs.invalidate_cache()
-    found = []
-    for path in sorted(map(str, fs.glob(root))):
-        if is_marker(path, root):
-            continue
-        inner = fs.find(path, detail=True).items()
-        # A link to a file is one, too.
-        entries = {str(p): one for p, one in inner if one["type"] == "file" or fs.isfile(p)}
-        files = sorted(name for name in entries if not is_marker(name, path))
-        is_folder = list(entries) != [path]
-        is_closed = f"{path}/{SUCCESS}" in entries or (not is_folder and not closed_after_s)
-        if not is_closed and closed_after_s and files:
-            newest_s = max(map(_written_s, entries.values()))
-            is_closed = time.time() - newest_s >= closed_after_s
-        if files and is_closed:
-            full = tuple(name if is_local(fs) else str(fs.unstrip_protocol(name)) for name in files)
-            found.append(Partition(path, full))
-    return found
+    remedy = "Look at the place, the network and the credentials"
+    return failing_at(f"follow.inputs: {place} cannot be read", remedy)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def status_of(loop: Loop) -> Status:
     follow = loop.config.follow
     numbers = increment_numbers(follow.stream)
     current = loop.channel.current()
-    log = loop.standing()
+    log = loop.idle or loop.standing()
     shared: dict[str, Any] = {
         "current": current,
         "waiting": len(log.waiting),

@@ -51,14 +51,7 @@ def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
         Path(root).parent.mkdir(parents=True, exist_ok=True)
     with folder_of_one_writer(_partial(out), root if local else out) as folder:
         # Behind the lock: another writer of the same place may have ended just before.
-        exists = fs.exists(f"{root}/{MANIFEST_NAME}")
-        if exists and not overwrite:
-            raise DataError(
-                f"{out} holds a dataset already. Choose another place, or pass --overwrite to "
-                "replace it"
-            )
-        if local and not exists:
-            _check_target(Path(root))
+        free_place(out, overwrite)
         yield folder, local
         if local:
             replace_folder(folder, Path(root))
@@ -109,11 +102,26 @@ def _lock_file(partial: Path) -> Path:
     return partial.with_suffix(".lock")
 
 
-def _check_target(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+def free_place(out: str, overwrite: bool) -> tuple[Any, str]:
+    """Return the file system and the path of a dataset that may be written.
+
+    Raises:
+        DataError: `out` exists already.
+    """
+    fs, root = file_system(out)
+    exists = fs.exists(f"{root}/{MANIFEST_NAME}")
+    if exists and not overwrite:
+        raise DataError(
+            f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
+            "it"
+        )
+    target = Path(root)
+    is_other = is_local(fs) and not exists and target.exists()
+    if is_other and (not target.is_dir() or any(target.iterdir())):
         raise DataError(
             f"{target} exists and is not a dataset. Choose a place that is empty or does not exist"
         )
+    return fs, root
 
 
 @contextmanager

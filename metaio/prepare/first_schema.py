@@ -1,11 +1,13 @@
 """A first schema as commented TOML, to read and correct: of what a log's columns were taken for."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from metaio.errors import shown
 from metaio.format.names import is_name
 from metaio.prepare.guess import MOST_DISTINCT_SHARE, Guess
 from metaio.prepare.log_look import Column
@@ -56,8 +58,8 @@ def episodes_of(found: Guess) -> Episodes:
 def schema_toml(found: Guess, urls: Sequence[str]) -> str:
     """Return the schema."""
     lines = [
-        f"# From the first {found.num_rows:,} rows of {' '.join(urls)}: a guess at what each",
-        "# column is for. Read it, correct it, then prepare. docs/format.md has every key.",
+        f"# From the first {found.num_rows:,} rows of {shown(' '.join(urls))}: a guess at what",
+        "# each column is for. Read it, correct it, then prepare. docs/format.md has every key.",
     ]
     (task,) = found.of("task")
     lines += ["", f"[task]  # what the model adapts to; {_told(task)}", _column(task)]
@@ -78,7 +80,8 @@ def schema_toml(found: Guess, urls: Sequence[str]) -> str:
     if left_out:
         lines += ["", "# Left out:"]
         lines += [
-            f"#   {column.name}: {found.why[column.name]} ({_told(column)})" for column in left_out
+            f"#   {shown(column.name)}: {found.why[column.name]} ({_told(column)})"
+            for column in left_out
         ]
     return "\n".join(lines + _dealt(found)) + "\n"
 
@@ -181,5 +184,4 @@ def _column(column: Column) -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return json.dumps(text, ensure_ascii=False)  # TOML has the same escapes

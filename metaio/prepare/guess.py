@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from metaio.errors import DataError
+from metaio.errors import DataError, shown
 from metaio.prepare.log_look import Column, Log, described, is_list
 
 # A vocabulary is kept in memory and copied into every export; beyond it ids are hashed.
@@ -140,7 +140,7 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
         if name:
             roles[name] = role
         elif role != "time":
-            names = ", ".join(column.name for column in columns)
+            names = shown(", ".join(column.name for column in columns))
             hint = ""
             if role == "label":
                 hint = ", or add a column of ones to a log of positives alone (docs/datasets.md)"
@@ -189,8 +189,8 @@ def _check_given(columns: Iterable[Column], given: Mapping[Role, str]) -> None:
     for role, name in given.items():
         if name not in by_name:
             raise DataError(
-                f"there is no column {name!r} for the {role}: the log has {', '.join(by_name)}. "
-                "Name one of them"
+                f"there is no column {name!r} for the {role}: the log has "
+                f"{shown(', '.join(by_name))}. Name one of them"
             )
         column = by_name[name]
         if role == "label" and not column.is_number:

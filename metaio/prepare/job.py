@@ -147,9 +147,7 @@ class Job:
             rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_N[:, None])
         return split_by_bucket(self.plan, rows)
 
-    def write_shard(
-        self, folder: Path, bucket: int, rows: EncodedRows, use: "TableUse | ShardUse"
-    ) -> WrittenShard:
+    def write_shard(self, folder: Path, bucket: int, rows: EncodedRows, use: "Use") -> WrittenShard:
         """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`.
 
         Safe to call from several threads, for different buckets.
@@ -302,3 +300,6 @@ class TableUse:
                 "values_sharing_a_row_estimated": round(max(values - used, 0.0)),
             }
         return found
+
+
+Use = TableUse | ShardUse

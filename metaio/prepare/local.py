@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from metaio.format.destination import free_place
 from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import Encoder
 from metaio.prepare.encoded_rows import EncodedRows
@@ -39,6 +40,7 @@ def prepare(
             full.
     """
     options = options or PrepareOptions()
+    free_place(out, options.overwrite)  # before hours of reading
     tell = progress or (lambda phase, done, total: None)
     memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
     with DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads) as source:

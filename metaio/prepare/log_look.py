@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -17,8 +18,8 @@ import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.prepare.inputs import Inputs, expand
-from metaio.prepare.sql import column_name, connected, scan
-from metaio.prepare.text_faults import shortened
+from metaio.prepare.sql import column_name, connected, scan, strict_csv
+from metaio.prepare.text_faults import DELIMITERS, check_objects, fault_of, fields_of, shortened
 
 LOOKED_ROWS = 1_000_000
 FEWEST_IDS_APART = 0.3  # of the rows of a text column hold a separator: a list
@@ -35,6 +36,7 @@ TIME_FORMATS = tuple(
     for hour in ("", " %H:%M", " %H:%M:%S")
 )
 TIMES_TRIED = 200
+_UTF_16 = b"\xff\xfe"  # how such a file begins
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,9 @@ def first_rows(urls: Sequence[str]) -> Log:
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    encoding = "utf-8"
     with _opened(urls) as (connection, files), _telling(files):
+        with fsspec.open(files.names[0], "rb", compression="infer") as file:
+            encoding = "utf-16" if file.read(2) == _UTF_16 else "utf-8"
         try:
             found = _fetched(connection, files, encoding)
         except duckdb.InvalidInputException as error:
@@ -114,6 +117,7 @@ def first_rows(urls: Sequence[str]) -> Log:
                 raise
             encoding = "latin-1"
             found = _fetched(connection, files, encoding)
+        _check_columns(connection, files, found.column_names, encoding)
     if not found.num_rows:
         raise DataError(f"input {files.names[0]} has 0 rows. Give a log with some")
     rows = found.slice(0, LOOKED_ROWS)
@@ -123,6 +127,18 @@ def first_rows(urls: Sequence[str]) -> Log:
 def _fetched(connection: duckdb.DuckDBPyConnection, files: Inputs, encoding: str) -> pa.Table:
     query = f"FROM {_scan(files, encoding)} LIMIT {LOOKED_ROWS + 1}"
     return connection.sql(query).to_arrow_table()
+
+
+def _check_columns(
+    connection: duckdb.DuckDBPyConnection, files: Inputs, names: list[str], encoding: str
+) -> None:
+    """Raise what is wrong with a file of which each line was taken for one value."""
+    if files.kind == "JSON":
+        check_objects(files.names[0], names)
+    mark = next((mark for mark in DELIMITERS if mark in names[0]), "")
+    if files.kind == "text" and len(names) == 1 and mark:
+        table = strict_csv(files.names[0], _csv(encoding), mark, fields_of(names[0], mark))
+        connection.sql(f"SELECT count(*) FROM {table}").fetchall()
 
 
 @contextmanager
@@ -138,16 +154,18 @@ def _telling(files: Inputs) -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"input {files.names[0]} cannot be read: {shortened(str(error))}. "
-            "Write a schema by hand (docs/format.md)"
-        ) from error
+        fault = fault_of(str(error), lambda name: ("", []))
+        told = f"input {files.names[0]} cannot be read: {shortened(str(error))}. Write a schema by "
+        raise DataError(fault or f"{told}hand (docs/format.md)") from error
 
 
 def _scan(files: Inputs, encoding: str) -> str:
+    return scan(files, files.names, _csv(encoding))
+
+
+def _csv(encoding: str) -> str:
     # As prepare reads it: without a comment DuckDB would look for one.
-    csv = f"comment = '', encoding = '{encoding}', nullstr = ['']"
-    return scan(files, files.names, csv)
+    return f"comment = '', encoding = '{encoding}', nullstr = ['']"
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -24,8 +24,25 @@ from metaio.prepare.encode import refuse_nulls
 from metaio.prepare.inputs import expand, no_rows
 from metaio.prepare.schema import Schema, TextRule
 from metaio.prepare.sides import side_of_file, with_side
-from metaio.prepare.sql import column_name, connected, listed, literal, paths, quoted, scan, struct
-from metaio.prepare.text_faults import bad_bytes, fault_of, fields_of, shortened
+from metaio.prepare.sql import (
+    column_name,
+    connected,
+    listed,
+    literal,
+    paths,
+    quoted,
+    scan,
+    strict_csv,
+    struct,
+)
+from metaio.prepare.text_faults import (
+    DELIMITERS,
+    bad_bytes,
+    check_objects,
+    fault_of,
+    fields_of,
+    shortened,
+)
 from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
 from metaio.prepare.transform import transformed
 
@@ -157,7 +174,7 @@ class DuckSource:
         line = (rows[0][0] if rows else "") or ""
         if self._text.encoding == "utf-8":
             line = line.encode("latin-1").decode("utf-8-sig", errors="replace")
-        for delimiter in ",;\t|":
+        for delimiter in DELIMITERS:
             fields = fields_of(line, delimiter)
             if set(self._schema.columns) <= set(fields):
                 return delimiter, fields
@@ -177,6 +194,7 @@ class DuckSource:
             raise self._refusal(error, name) from error
         types = {row[0]: row[1] for row in rows}
         if self._files.kind == "JSON":
+            check_objects(name, list(types))
             said = declared_types(self._schema).items()
             is_list = {column for column, kind in types.items() if kind.endswith("[]")}
             types |= {c: kind for c, kind in said if c in types and c not in is_list}
@@ -231,19 +249,11 @@ class DuckSource:
                 )
 
     def _look_for_ragged_rows(self, name: str) -> None:
-        """Raise DataError for the row that kept DuckDB from finding the columns, if there is one.
-
-        Of a short file it takes each line for one column where the rows differ in length.
-        """
+        """Raise DataError for the row that kept DuckDB from finding the columns, if any did."""
         delimiter, fields = self._header(name) if self._files.kind == "text" else ("", [])
         if fields:
-            columns = struct(dict.fromkeys(fields, "VARCHAR"))
-            self._fetch(
-                f"SELECT count(*) FROM read_csv({paths([name])}, {self._options}, "
-                f"auto_detect = false, delim = '{delimiter}', quote = '\"', escape = '\"', "
-                f"header = true, columns = {columns})",
-                name,
-            )
+            table = strict_csv(name, self._options, delimiter, fields)
+            self._fetch(f"SELECT count(*) FROM {table}", name)
 
     def _agrees(self, name: str, first: str) -> bool:
         """Tell whether a file has the types of the first, where that matters; without a row it need

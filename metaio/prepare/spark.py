@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import AccessError, DataError
-from metaio.format.destination import flush_to_disk
+from metaio.format.destination import flush_to_disk, free_place
 from metaio.format.layout import MANIFEST_NAME
 from metaio.format.storage import file_system, is_local
 from metaio.format.writer import DatasetWriter
@@ -80,6 +80,7 @@ def prepare_with_spark(
         DataError: the rows do not fit the schema, or `out` exists.
     """
     options = options or PrepareOptions()
+    free_place(out, options.overwrite)  # before hours of reading
     _check_frame(frame, schema)
     column = schema.splits.column
     # As on one machine, names come first: a row's split is an index into them.

@@ -39,6 +39,17 @@ def scan(inputs: Inputs, names: Iterable[str], csv: str, json: str = "") -> str:
     return f"read_csv({paths(names)}, {csv})"
 
 
+def strict_csv(name: str, options: str, delimiter: str, fields: Iterable[str]) -> str:
+    """Return the table function that reads a file as text of these fields, and no line of others:
+    where rows differ in length DuckDB itself may take each line for one field.
+    """
+    return (
+        f"read_csv({paths([name])}, {options}, auto_detect = false, delim = '{delimiter}', "
+        f"quote = '\"', escape = '\"', header = true, "
+        f"columns = {struct(dict.fromkeys(fields, 'VARCHAR'))})"
+    )
+
+
 def quoted(text: str) -> str:
     """Return a text as a literal."""
     return "'" + text.replace("'", "''") + "'"

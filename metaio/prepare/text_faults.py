@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import fsspec
 
-from metaio.errors import shown
+from metaio.errors import DataError, shown
 
+DELIMITERS = ",;\t|"
 _ENCODING = (
     'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
     "convert it to UTF-8"
@@ -44,6 +45,12 @@ def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) ->
     if json:
         # DuckDB counts the lines from 2.
         return f"input {json[1]}, line {int(json[2]) - 1}: it is no JSON. Correct it"
+    # Without the advice behind it, which is for users of DuckDB. In lists it counts otherwise.
+    json = re.search(
+        r"transform error in file \"(.*?)\", in line (\d+): (.*?)( Try |\n|$)", message
+    )
+    if json:
+        return f"input {json[1]}, near line {json[2]}: {shortened(json[3])}. {_FIT}"
     date = re.search(r"parse string (\".*\") according to format specifier (\".*\")", message)
     if date:
         return f"[time] holds {date[1]}, which is not of its format {date[2]}. Correct one of them"
@@ -63,6 +70,15 @@ def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) ->
             text, remedy = shortened(fault.format(*found.groups())), known_remedy
             break
     return f"input {file}, line {line[1]}: {text}. {remedy}"
+
+
+def check_objects(name: str, columns: Sequence[str]) -> None:
+    """Raise DataError for a file whose lines are JSON, but no rows."""
+    if list(columns) == ["json"]:  # so DuckDB calls it
+        raise DataError(
+            f"input {name} has no JSON object in each line: it is one array, or holds values. "
+            "Write a row in each line, as jq -c '.[]' does"
+        )
 
 
 def shortened(text: str) -> str:

@@ -16,7 +16,7 @@ import pyarrow.csv as pa_csv
 
 from metaio.errors import DataError
 from metaio.ragged import Int64
-from metaio.recipes.by_schema import read_fields
+from metaio.recipes.by_schema import read_fields, whole_number
 
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")
@@ -91,8 +91,11 @@ def read_ratings(folder: Path) -> Ratings:
 
 def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
     """Return gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
-    lines = read_fields(folder / "users.dat", "::", 5, "ml-1m")
-    return {int(user): (gender, age, job, code[:5]) for user, gender, age, job, code in lines}
+    path = folder / "users.dat"
+    return {
+        whole_number(user, path, "user"): (gender, age, job, code[:5])
+        for user, gender, age, job, code in read_fields(path, "::", 5, "ml-1m")
+    }
 
 
 def read_movies(folder: Path) -> Movies:
@@ -104,8 +107,8 @@ def read_movies(folder: Path) -> Movies:
         return _plain_movies(folder)
     movies = Movies({}, {}, {}, {}, {})
     for fields in read_fields(path, "::", 11, "ml-1m"):
-        movie = int(fields[0])
-        movies.year[movie] = int(fields[2])
+        movie = whole_number(fields[0], path, "movie")
+        movies.year[movie] = whole_number(fields[2], path, "year")
         movies.rate[movie] = fields[3]
         movies.genre[movie] = _names(fields[5])
         # "John Lasseter (co-director)" is the person of that name, as in MeLU.
@@ -123,24 +126,24 @@ def _names(field: str) -> list[str]:
 def _plain_movies(folder: Path) -> Movies:
     movies = Movies({}, {}, {}, {}, {})
     path = folder / "movies.dat"
-    for number, (movie, title, genres) in enumerate(read_fields(path, "::", 3, "ml-1m"), start=1):
+    for line, (movie, title, genres) in enumerate(read_fields(path, "::", 3, "ml-1m"), start=1):
         year = _YEAR.search(title)
         if year is None:
             raise DataError(
-                f"{path}, line {number}: title {title!r} does not end in '(year)'. Download it "
-                "again"
+                f"{path}, line {line}: title {title!r} does not end in '(year)'. Download it again"
             )
-        movies.year[int(movie)] = int(year.group(1))
-        movies.genre[int(movie)] = genres.split("|")
+        number = whole_number(movie, path, "movie")
+        movies.year[number] = int(year.group(1))
+        movies.genre[number] = genres.split("|")
     return movies
 
 
 def read_titles(folder: Path) -> dict[int, tuple[str, str, list[str]]]:
     """Return title, year and genres by movie id, from movies.dat."""
-    found = {}
-    for movie, title, genres in read_fields(folder / "movies.dat", "::", 3, "ml-1m"):
+    found, path = {}, folder / "movies.dat"
+    for movie, title, genres in read_fields(path, "::", 3, "ml-1m"):
         year = _YEAR.search(title)
-        found[int(movie)] = (
+        found[whole_number(movie, path, "movie")] = (
             _YEAR.sub("", title).strip(),
             year.group(1) if year else "",
             genres.split("|"),

@@ -34,6 +34,7 @@ from metaio.recipes.synthetic import (
 )
 
 FIRST_DAY = datetime(2026, 1, 1, tzinfo=UTC)
+DAYS_FILE = "days.json"
 _NEW_ITEMS, _NEW_USERS = 10, 5  # one in so many of a day's
 _FASHION_STEP = 0.2
 _SECONDS = 86_400
@@ -128,6 +129,11 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
     target = Path(place)
     if target.exists() and not overwrite:
         raise DataError(f"{out} exists. Choose another place, or pass --overwrite to replace it")
+    if target.exists() and not (target / DAYS_FILE).is_file():
+        raise DataError(
+            f"{out} exists and has no {DAYS_FILE}: it is not what this recipe makes. Choose a "
+            "place that does not exist"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     world, fashion_DG = _world(config)
     with folder_of_one_writer(target.parent / f".{target.name}.partial", out) as folder:
@@ -143,7 +149,7 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
             users, items = (len(table[name].unique()) for name in ("user", "item"))
             told.append({"day": name, "rows": len(table), "users": users, "items": items})
             told[-1]["auc_of_p_click"] = best
-        (folder / "days.json").write_text(json.dumps(told, indent=1))
+        (folder / DAYS_FILE).write_text(json.dumps(told, indent=1))
         singles = "".join(f'[[single]]\ncolumn = "{name}"\nvocabulary = 1\n\n' for name in SINGLES)
         (folder / "schema.toml").write_text(SCHEMA.format(singles=singles))
         replace_folder(folder, target)

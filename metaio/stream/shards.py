@@ -11,7 +11,7 @@ from metaio.format.writer import DatasetWriter
 from metaio.prepare.encoded_rows import EncodedRows, joined, take_rows
 from metaio.prepare.episodes import Dropped, check_some
 from metaio.prepare.in_order import Progress
-from metaio.prepare.job import Job, TableUse, WrittenShard
+from metaio.prepare.job import Job, TableUse, Use, WrittenShard
 from metaio.prepare.sides import SUPPORT
 from metaio.ragged import Int64
 from metaio.stream.state import rows_file, task_rows
@@ -66,7 +66,7 @@ class Written:
 
 
 def write_bucket(
-    window: Window, folder: Path, bucket: int, rows: EncodedRows, old_rows: TaskRows, use: TableUse
+    window: Window, folder: Path, bucket: int, rows: EncodedRows, old_rows: TaskRows, use: Use
 ) -> Bucket:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`.
 

@@ -24,7 +24,7 @@ from metaio.format.writer import DatasetWriter
 from metaio.prepare.encode import Encoder
 from metaio.prepare.encoded_rows import EncodedRows, joined
 from metaio.prepare.in_order import Progress
-from metaio.prepare.job import PrepareOptions, TableUse
+from metaio.prepare.job import PrepareOptions, ShardUse, TableUse
 from metaio.prepare.schema import Schema
 from metaio.prepare.source import DuckSource, refuse_counts
 from metaio.prepare.spark_payloads import (
@@ -141,8 +141,7 @@ class _Spark:
             for bucket in buckets:
                 rows_file, used_file = _files(parts, bucket)
                 with np.load(used_file) as used:
-                    for own, rows_used in zip(use.used.values(), used.values(), strict=True):
-                        own[rows_used] = True
+                    use.add_distinct(used.values())
                 newest = TaskRows(rows_file, job.schema).of_bucket(0, 1)
                 yield written[bucket]._replace(newest=newest)
                 rows_file.unlink()
@@ -259,7 +258,7 @@ def _bucket_writer(window: Window, dataset: Path, parts: Path) -> Callable[[_Bat
 
 
 def _written(window: Window, dataset: Path, parts: Path, bucket: int, rows: EncodedRows) -> Bucket:
-    job, use = window.job, TableUse(window.job)
+    job, use = window.job, ShardUse(window.job)
     split = job.fitted.splits.names[job.plan.split_of(bucket)]
     # Files get their names once they are whole: Spark may run a task twice, or kill it.
     with tempfile.TemporaryDirectory(dir=parts) as made:
@@ -269,7 +268,7 @@ def _written(window: Window, dataset: Path, parts: Path, bucket: int, rows: Enco
         rows_file, used_file = _files(folder, bucket)
         with TaskRowsWriter(rows_file, job.schema) as kept:
             kept.append(found.newest)
-        np.savez(used_file, *map(np.flatnonzero, use.used.values()))
+        np.savez(used_file, *use.distinct())
         places |= dict(zip((rows_file, used_file), _files(parts, bucket), strict=True))
         flush_to_disk(places)
         for path, place in places.items():

@@ -382,8 +382,8 @@ def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
         with pytest.raises(GMetaError) as caught:
             looks()
         assert str(caught.value) == (
-            f"follow.inputs: {tmp_path}/logs/day=* cannot be read: RuntimeError: no route to the "
-            "store. Look at the place, the network and the credentials"
+            f"follow.inputs: {tmp_path}/logs/day=* cannot be read: no route to the store. "
+            "Look at the place, the network and the credentials"
         )
     metrics = LoopMetrics(loop)
     take_stages(loop, metrics, ended, False, None, None)
@@ -407,6 +407,37 @@ def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"prepare of {tmp_path}/logs/day=000 ended with 2: it is full (see {log})"
     )
+
+
+def test_a_killed_stage_says_by_what(tmp_path: Path) -> None:
+    """Its log may end with what an earlier try said."""
+    write_day(tmp_path / "logs", 0)
+    log = tmp_path / "runs" / "logs" / "prepare-day=000.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("error: it is full\n")
+    told = f"prepare of {tmp_path}/logs/day=000 ended with"
+    for code, why in ((-9, "SIGKILL, as where memory runs out"), (-11, "SIGSEGV")):
+        loop = loop_of(write_loop(tmp_path), lambda arguments, log, code=code: code)
+        with pytest.raises(GMetaError) as caught:
+            loop.step()
+        assert str(caught.value) == f"{told} {code}: {why} (see {log})"
+
+
+def test_an_idle_turn_lists_the_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a store with ten thousand folders."""
+    loop, listed = loop_of(write_loop(tmp_path)), []
+    glob = LocalFileSystem.glob
+
+    def counted(self: LocalFileSystem, path: str, **how: object) -> object:
+        listed.append(path)
+        return glob(self, path, **how)
+
+    monkeypatch.setattr(LocalFileSystem, "glob", counted)
+    for _ in range(2):
+        listed.clear()
+        assert loop.step() is None
+        LoopMetrics(loop).look()
+        assert listed == [f"{tmp_path}/logs/day=*"]
 
 
 def test_a_pattern_that_finds_nothing_is_told(tmp_path: Path) -> None:

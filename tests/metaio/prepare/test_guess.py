@@ -154,6 +154,37 @@ def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "log.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="cannot be read"):
         first_rows([str(tmp_path / "log.parquet")])
+    rows = [f"{n % 9},{n},{n % 2}" for n in range(ROWS)]
+    for name, text, told in (
+        (
+            "ragged.csv",
+            "\n".join(["user,item,click", *rows[:50], "1,2", *rows[50:]]),
+            "ragged.csv, line 52: it has 2 fields, the header has 3. Correct that row; a line that "
+            "is no row needs comment under [text] in the schema",
+        ),
+        (
+            "array.json",
+            '[{"user": 1, "click": 0}, {"user": 1, "click": 1}]',
+            "array.json has no JSON object in each line: it is one array, or holds values. Write a "
+            "row in each line, as jq -c '.[]' does",
+        ),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError) as caught:
+            first_rows([str(tmp_path / name)])
+        assert str(caught.value) == f"input {tmp_path}/{told}"
+
+
+def test_commands_for_unusual_places_are_those_of_a_shell(tmp_path: Path) -> None:
+    (tmp_path / "my logs").mkdir()
+    pq.write_table(log(), tmp_path / "my logs" / "$1.parquet")
+    made = gmeta("init", "my logs/$1.parquet", "--out", "my logs/made", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert (
+        "gmeta prepare --schema 'my logs/made/schema.toml' 'my logs/$1.parquet' "
+        "'my logs/made/data'\n"
+    ) in made.stdout
+    assert "gmeta evaluate 'my logs/made/runs'/maml --against " in made.stdout
 
 
 def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> None:
@@ -277,7 +308,7 @@ def test_of_many_tasks_a_tenth_is_held_back() -> None:
     assert shares == {"train": 0.8, "valid": 0.1, "user-cold": 0.1}
 
 
-@pytest.mark.parametrize("name", ["numbers", "times", "latin"])
+@pytest.mark.parametrize("name", ["numbers", "times", "latin", "utf-16", "names"])
 def test_unusual_logs_prepare_as_pasted(tmp_path: Path, name: str) -> None:
     rng = np.random.default_rng(2)
     users = rng.integers(1, 81, ROWS)
@@ -292,9 +323,14 @@ def test_unusual_logs_prepare_as_pasted(tmp_path: Path, name: str) -> None:
             ],
         ),
         "latin": ("uid,café,y", [f"{users[n]},thé{n % 50},{n % 2}" for n in rows]),
+        "utf-16": ("uid,café,y", [f"{users[n]},thé{n % 50},{n % 2}" for n in rows]),
+        "names": (
+            'uid,"a\n""b""","\\x",y,"why\nnot"',
+            [f"{users[n]},{n % 50},{x_N[n]:.3f},{n % 2},1" for n in rows],
+        ),
     }[name]
     text = "\n".join((header, *lines)) + "\n"
-    (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
+    (tmp_path / "log.csv").write_bytes(text.encode("utf-16" if name == "utf-16" else "latin-1"))
     made = gmeta("init", "log.csv", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     prepared = gmeta("prepare", "--schema", "schema.toml", "log.csv", "data", cwd=tmp_path)
@@ -305,8 +341,11 @@ def test_unusual_logs_prepare_as_pasted(tmp_path: Path, name: str) -> None:
     if name == "times":
         assert schema["time"] == {"column": "Datum_time", "format": "%d.%m.%Y %H:%M"}
         assert schema["single"][0]["table"] == "item-token"
-    if name == "latin":
-        assert schema["text"] == {"encoding": "latin-1"}
+    if name in ("latin", "utf-16"):
+        assert schema["text"] == {"encoding": {"latin": "latin-1"}.get(name, name)}
+    if name == "names":
+        assert [one["column"] for one in schema["single"]] == ['a\n"b"']
+        assert [one["column"] for one in schema["dense"]] == ["\\x"]
     checked = gmeta("config", "train.toml", "--check", cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
 

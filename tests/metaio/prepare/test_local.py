@@ -433,6 +433,18 @@ def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_place_that_is_taken_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    raw, out = tmp_path / "raw.parquet", str(tmp_path / "out")
+    pq.write_table(raw_table(200), raw)
+    prepare([str(raw)], out, changed())
+    raw.unlink()
+    with pytest.raises(DataError) as caught:
+        prepare([str(raw)], out, changed())
+    assert str(caught.value) == (
+        f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace it"
+    )
+
+
 def test_too_little_memory_says_what_to_raise(tmp_path: Path) -> None:
     pq.write_table(raw_table(40), tmp_path / "raw.parquet")
     options = PrepareOptions(threads=1, memory_bytes=1 << 20)

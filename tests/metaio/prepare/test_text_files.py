@@ -175,6 +175,21 @@ def test_a_json_line_that_is_none_is_told_with_its_line(tmp_path: Path) -> None:
     )
 
 
+def test_json_that_is_no_row_in_each_line_is_told_how_to_mend(tmp_path: Path) -> None:
+    assert refused(tmp_path, {"a.json": '[{"user": 1, "item": 2, "y": 1}]'}) == (
+        "input a.json has no JSON object in each line: it is one array, or holds values. Write a "
+        "row in each line, as jq -c '.[]' does"
+    )
+
+
+def test_json_that_is_no_number_is_told_without_advice_on_duckdb(tmp_path: Path) -> None:
+    lines = "".join(f'{{"user": {user}, "item": 2, "y": 1}}\n' for user in (5, -5, 2**63))
+    assert refused(tmp_path, {"a.json": lines}) == (
+        "input a.json, near line 3: Failed to cast value to numerical: 9223372036854775808. "
+        "Correct that row, or declare the column's type in the schema"
+    )
+
+
 def test_a_json_column_of_text_and_numbers_is_refused(tmp_path: Path) -> None:
     lines = '{"user": 1, "item": 2, "y": 1}\n{"user": 1, "item": "x", "y": 0}\n'
     assert refused(tmp_path, {"a.jsonl": lines}) == (

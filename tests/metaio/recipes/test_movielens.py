@@ -172,6 +172,16 @@ def test_a_history_holds_the_liked_support_rows_and_never_the_row_itself(tmp_pat
             "{path}, line 1: 3 fields, 5 separated by '::' are expected. Download the file again",
         ),
         (
+            "users.dat",
+            "x::F::25::3::12345\n",
+            "{path} holds user 'x'; a whole number is needed. Correct that line",
+        ),
+        (
+            "movies.dat",
+            "x::Film (1990)::Drama\n",
+            "{path} holds movie 'x'; a whole number is needed. Correct that line",
+        ),
+        (
             "movies.dat",
             "1::Film::Drama\n",
             "{path}, line 1: title 'Film' does not end in '(year)'. Download it again",

@@ -69,3 +69,15 @@ def test_a_stream_reads_the_logs_by_their_schema_and_never_the_probability(
 def test_logs_are_not_overwritten_unasked(logs: Path) -> None:
     with pytest.raises(DataError, match=r"exists\. Choose another place"):
         write_days(str(logs), CONFIG)
+
+
+def test_nothing_but_such_logs_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "work.txt").write_text("years of it")
+    with pytest.raises(DataError) as caught:
+        write_days(str(tmp_path / "mine"), CONFIG, overwrite=True)
+    assert str(caught.value) == (
+        f"{tmp_path}/mine exists and has no days.json: it is not what this recipe makes. Choose a "
+        "place that does not exist"
+    )
+    assert (tmp_path / "mine" / "work.txt").read_text() == "years of it"
