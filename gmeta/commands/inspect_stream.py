@@ -27,12 +27,12 @@ def inspect_stream(path: str, verify: bool) -> None:
     stream, console = open_stream(path), screen()
     if verify:
         found = _problems(stream)
-        num = "" if found else counted(len(stream.records), "increment")
         for line in found:
             console.print(line)
         print_result({"kind": "stream", "path": path, "problems": found})
         if found:
             raise typer.Exit(1)
+        num = counted(len(stream.records), "increment")
         console.print(f"{path} is intact: {num}, every checksum matches.")
         return
     records = stream.records

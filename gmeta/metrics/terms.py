@@ -36,7 +36,7 @@ class Terms:
     """One metric as sums over tasks: value = num_T.sum() / den_T.sum(), its root if `is_root`.
 
     A task with den_T = 0 does not count (for GAUC, one that holds a single class). Of a metric of
-    two classes of all rows `most_tasks` hold the rarer class: no more tell anything of it.
+    two classes of all rows `rarer_tasks` hold the rarer class: no more tell anything of it.
     """
 
     value: float
@@ -44,13 +44,13 @@ class Terms:
     den_T: Floats
     is_root: bool = False
     reason: str = ""
-    most_tasks: int | None = None
+    rarer_tasks: int | None = None
 
     @property
     def num_tasks(self) -> int:
         """Return the number of tasks that count."""
         counted = int(np.count_nonzero(self.den_T))
-        return counted if self.most_tasks is None else min(counted, self.most_tasks)
+        return counted if self.rarer_tasks is None else min(counted, self.rarer_tasks)
 
 
 def undefined(num_tasks: int, reason: str) -> Terms:
@@ -73,7 +73,7 @@ def mean_over_rows(row_N: Floats, code_N: Ints, num_tasks: int, is_root: bool = 
     return Terms(float(np.sqrt(mean)) if is_root else mean, num_T, den_T, is_root)
 
 
-def with_influence(value: float, influence_T: Floats, most_tasks: int | None = None) -> Terms:
+def with_influence(value: float, influence_T: Floats, rarer_tasks: int | None = None) -> Terms:
     """Return the terms of a metric that is no ratio of sums over tasks, to first order: the value
     and the derivative of it by each task's weight.
 
@@ -81,7 +81,7 @@ def with_influence(value: float, influence_T: Floats, most_tasks: int | None = N
     """
     num_tasks = influence_T.size
     terms_T = value + num_tasks * influence_T
-    return Terms(value, terms_T, np.ones(num_tasks), most_tasks=most_tasks)
+    return Terms(value, terms_T, np.ones(num_tasks), rarer_tasks=rarer_tasks)
 
 
 def sum_T(row_N: Array, code_N: Ints, num_tasks: int) -> Floats:

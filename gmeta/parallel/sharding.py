@@ -143,11 +143,13 @@ class ShardedLearner(nn.Module):
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
         # As a served model predicts: a model of somebody's own may have dropout.
+        training = [part for part in self.learner.modules() if part.training]
         self.learner.eval()
         try:
             return self.learner.predict_along(rows_UD, episodes, steps)
         finally:
-            self.learner.train()
+            for part in training:  # a part that its owner put in eval mode stays so
+                part.training = True
 
 
 def shard_learner(

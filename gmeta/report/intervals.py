@@ -69,7 +69,7 @@ def percentile_interval(values_B: Floats, num_tasks: int) -> Interval:
     draws."""
     if num_tasks < MIN_TASKS:
         few = counted(num_tasks, "task")
-        return Interval(np.nan, np.nan, f"only {few} to count: too few to resample")
+        return Interval(np.nan, np.nan, f"rests on only {few}: too few to resample")
     num_undefined = int(np.count_nonzero(~np.isfinite(values_B)))
     if num_undefined > 0.01 * values_B.size:
         return Interval(

@@ -345,9 +345,9 @@ def _share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:
         np.float64
     )
     # Of a bin without a positive row every resample is 0, and the truth is not.
-    most_tasks = min(int(np.count_nonzero(of_T)) for of_T in (positives_T, rows_T - positives_T))
+    rarer_tasks = min(int(np.count_nonzero(of_T)) for of_T in (positives_T, rows_T - positives_T))
     value = float(positives_T.sum() / rows_T.sum())
-    return Terms(value, positives_T, rows_T, most_tasks=most_tasks)
+    return Terms(value, positives_T, rows_T, rarer_tasks=rarer_tasks)
 
 
 def _between(sizes: Array, low: int, high: int) -> Array:

@@ -168,10 +168,12 @@ def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
     with tempfile.TemporaryDirectory(prefix="gmeta-tune-") as folder:
         tempfile.tempdir = folder
         # Ctrl-C goes to all processes of a terminal: `gmeta tune` hears it and ends its trials,
-        # which ignore it from their first moment on.
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        forkserver.ensure_running()
-        signal.signal(signal.SIGINT, on_interrupt)
+        # whose mask, that of the process they are forked from, keeps it out.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             yield context
         finally:

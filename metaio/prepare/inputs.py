@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -106,13 +107,21 @@ def _kind(name: str) -> FileKind:
 
 def is_marker(path: str, given: str) -> bool:
     """Tell whether an engine left what `given`, a folder or glob, led to beside its data: names
-    that begin with _ or a dot, such as _SUCCESS, and what is in folders of such names.
+    that begin with _ or a dot, such as _SUCCESS, and what is in folders of such names, unless
+    `given` spells them so.
 
-    >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_logs/a", "/_logs/*")
+    >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
     (True, False)
     """
-    found = set(path.split("/")) - set(given.split("/"))
-    return any(part.startswith(("_", ".")) for part in found)
+    spelled = [part for part in given.split("/") if _is_hidden(part)]
+    return any(
+        _is_hidden(part) and not any(part == one or fnmatchcase(part, one) for one in spelled)
+        for part in path.split("/")
+    )
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(("_", "."))
 
 
 def _files(url: str) -> Iterator[tuple[Any, str]]:

@@ -24,6 +24,7 @@ class Dropping(nn.Module):
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.5)
+        self.frozen = nn.Dropout(0.5).eval()  # as a part that is no longer trained
         self.output = nn.Linear(sizes.side_by_side(config.embedding_dim), 1)
 
     def forward(self, inputs: RowInputs) -> Tensor:
@@ -51,7 +52,8 @@ def twice_on_rank(ranks: Ranks) -> dict[str, list[Any]]:
 
     scores = [predicted() for _ in range(2)]
     losses = [float(sharded(learner.arrange(batch), 1.0)) for _ in range(2)]
-    return {"scores": [*scores, predicted()], "losses": losses}
+    modes = [learner.model.dropout.training, learner.model.frozen.training]
+    return {"scores": [*scores, predicted()], "losses": losses, "modes": modes}
 
 
 @pytest.mark.distributed
@@ -60,3 +62,4 @@ def test_dropout_is_off_where_a_model_is_scored_and_on_where_it_learns() -> None
     first, *others = found["scores"]
     assert others == [first, first]
     assert found["losses"][0] != found["losses"][1]
+    assert found["modes"] == [True, False]

@@ -104,7 +104,7 @@ def test_the_json_is_the_documented_schema_without_nan(tmp_path: Path) -> None:
     estimate = value["groups"][0]["results"][1]["metrics"]["mae"]
     assert list(estimate) == ["value", "low", "high", "num_tasks", "reason"]
     assert estimate["low"] is None
-    assert estimate["reason"] == "only 5 tasks to count: too few to resample"
+    assert estimate["reason"] == "rests on only 5 tasks: too few to resample"
 
 
 def test_json_numbers_are_those_of_the_evaluation(

@@ -94,7 +94,7 @@ def test_a_class_of_few_tasks_has_no_interval(name: str) -> None:
             assert terms.num_tasks == positives
             assert math.isfinite(interval.low) == has_one
             tasks = f"{positives} task{'s' * (positives > 1)}"
-            told = "" if has_one else f"only {tasks} to count: too few to resample"
+            told = "" if has_one else f"rests on only {tasks}: too few to resample"
             assert interval.reason == told
 
 
@@ -131,9 +131,9 @@ def test_models_resampled_in_separate_calls_still_see_the_same_draws() -> None:
 def test_few_tasks_give_no_interval() -> None:
     interval = percentile_interval(np.ones(100), 9)
     assert math.isnan(interval.low)
-    assert interval.reason == "only 9 tasks to count: too few to resample"
+    assert interval.reason == "rests on only 9 tasks: too few to resample"
     assert (
-        percentile_interval(np.ones(100), 1).reason == "only 1 task to count: too few to resample"
+        percentile_interval(np.ones(100), 1).reason == "rests on only 1 task: too few to resample"
     )
 
 

@@ -171,7 +171,7 @@ def test_missing_facts_are_said_to_be_missing() -> None:
 
 def test_reasons_stand_where_a_number_is_missing() -> None:
     text = text_of(undrawn(run_of("mse", num_tasks=5)))
-    assert "only 5 tasks to count: too few to resample" in text
+    assert "rests on only 5 tasks: too few to resample" in text
 
 
 def test_names_with_markup_are_shown_as_text() -> None:

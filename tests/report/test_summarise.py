@@ -141,7 +141,7 @@ def test_few_tasks_have_values_but_neither_interval_nor_verdict() -> None:
     estimate = result.metrics["mae"]
     assert math.isfinite(estimate.value)
     assert math.isnan(estimate.low)
-    assert estimate.reason == "only 5 tasks to count: too few to resample"
+    assert estimate.reason == "rests on only 5 tasks: too few to resample"
     assert adaptation_of(group).metrics["mae"].verdict == "unknown"
 
 
@@ -234,7 +234,7 @@ def test_a_bin_without_a_positive_row_is_not_known_to_have_none() -> None:
         share = bin_.positive_share
         assert share.value in (0, 1)
         assert math.isnan(share.low)
-        assert share.reason == "only 0 tasks to count: too few to resample"
+        assert share.reason == "rests on only 0 tasks: too few to resample"
 
 
 def test_ratings_have_no_calibration() -> None:

@@ -70,6 +70,7 @@ def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:
     assert expand([f"{logs}/**/*.csv"], tmp_path).names == wanted
     own = f"{logs}/_temporary/0/*.csv"  # whoever spells it means it
     assert expand([own], tmp_path).names == [str(logs / "_temporary/0/a.csv")]
+    assert expand([f"{tmp_path}/_lo*/*.csv"], tmp_path).names == [str(logs / "a.csv")]
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
