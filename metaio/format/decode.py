@@ -175,7 +175,7 @@ def _contradictions(
     rows_T, row_offsets_T1 = np.diff(decoded.row_offsets_T1), decoded.row_offsets_T1
     if decoded.num_episodes != num_episodes:
         yield "num_episodes"
-    if not decoded.num_rows == num_rows == row_offsets_T1[-1] or rows_T.min(initial=0) < 0:
+    if not decoded.num_rows == num_rows == row_offsets_T1[-1] or rows_T.min(initial=1) < 1:
         yield "num_rows"
     if decoded.multi_lengths_NM.min(initial=0) < 0:
         yield "length"

@@ -204,6 +204,8 @@ def _check_rows(features: Features, rows: Rows) -> None:
     """Refuse what no reader could use: ids outside their table, support longer than its episode."""
     if (rows.support_lengths_T > rows.row_lengths_T).any() or (rows.support_lengths_T < 0).any():
         raise DataError("an episode has more support rows than rows. This is a fault of the recipe")
+    if (rows.row_lengths_T < 1).any():
+        raise DataError("an episode has no rows. This is a fault of the recipe")
     if len(rows.row_id_N) != (len(rows.label_N) if features.row_id else 0):
         raise DataError(
             f"{len(rows.row_id_N):,} row ids for {len(rows.label_N):,} rows, and the features name "

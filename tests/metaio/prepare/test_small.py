@@ -96,6 +96,15 @@ def test_a_rank_that_there_is_not_is_refused(write: WriteFn, rank: int, world_si
     )
 
 
+def test_an_episode_without_rows_is_refused(write: WriteFn) -> None:
+    """A step of such alone is none, and an epoch that counts its steps would never end."""
+    lengths = {"row_lengths_T": np.array([0, 1]), "support_lengths_T": np.array([0, 0])}
+    rows: Rows = replace(ONE_ROW, task_T=np.array([1, 2]), **lengths)
+    with pytest.raises(DataError) as caught:
+        write({"train": rows})
+    assert str(caught.value) == "an episode has no rows. This is a fault of the recipe"
+
+
 @pytest.mark.parametrize("support", [-1, 2])
 def test_more_support_than_rows_is_refused(write: WriteFn, support: int) -> None:
     rows: Rows = replace(ONE_ROW, support_lengths_T=np.array([support]))
