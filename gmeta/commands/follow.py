@@ -1,7 +1,6 @@
 """`gmeta follow`: from a log that goes on to a model that is served, for as long as it runs."""
 
 import signal
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from gmeta.loop.live import LivePage, PageFile
 
 _DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
+_LOOK_EVERY_S = 0.2  # whether a signal has come
 
 
 def follow(
@@ -64,7 +64,9 @@ def follow(
     # This process stays without torch: each stage runs in one of its own, which has it
     # (loop/stages.py).
     loop = Loop(settings, run_stage, last_line)
-    measured, ended = LoopMetrics(loop), threading.Event()
+    measured = LoopMetrics(loop)
+    # No event: a handler that sets one hangs where it interrupts the wait for it.
+    asked: list[int] = []
     live, file = None, None
     if listen or page is not None:
         # Drawing loads matplotlib, half a second: for those who look.
@@ -74,12 +76,12 @@ def follow(
         file = None if page is None else PageFile(page, loop, measured)
     if not once:
 
-        def end(*_: object) -> None:
-            ended.set()
+        def end(number: int, _: object) -> None:
+            asked.append(number)
             end_stage()
 
         signal.signal(signal.SIGTERM, end)
-    _run(loop, measured, ended, once, file, live)
+    _run(loop, measured, asked, once, file, live)
 
 
 def _check_listen(address: str, is_secured: bool) -> None:
@@ -94,16 +96,16 @@ def _check_listen(address: str, is_secured: bool) -> None:
 def _run(
     loop: Loop,
     measured: LoopMetrics,
-    ended: threading.Event,
+    asked: list[int],
     once: bool,
     page: "PageFile | None",
     live: "LivePage | None",
 ) -> None:
-    """Take stage after stage until `ended`, or `once` nothing is left to do."""
+    """Take stage after stage until a signal has `asked` to end, or `once` nothing is left to do."""
     console, told, drawn_s = screen(), "", 0.0
     every_s = loop.config.follow.every_s
     is_drawn = False
-    while not ended.is_set():
+    while not asked:
         try:
             done = loop.step()
             if done is not None:
@@ -123,7 +125,7 @@ def _run(
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
                 raise
-            if ended.is_set() and str(error) != told:
+            if asked and str(error) != told:
                 console.print(f"stopped: {error}")
                 return
             measured.failed(str(error))
@@ -133,7 +135,7 @@ def _run(
                 if page is not None:
                     with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
                         page.draw()
-            ended.wait(every_s)
+            _pause(asked, every_s)
             continue
         if done is None:
             if lacking and lacking != told:
@@ -141,4 +143,11 @@ def _run(
                 told = lacking
             if once:
                 return
-            ended.wait(every_s)
+            _pause(asked, every_s)
+
+
+def _pause(asked: list[int], pause_s: float) -> None:
+    """Wait that long, or until a signal has `asked` to end."""
+    until_s = time.monotonic() + pause_s
+    while not asked and (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, _LOOK_EVERY_S))

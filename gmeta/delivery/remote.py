@@ -115,20 +115,23 @@ def publish(channel: Channel, url: str) -> list[int]:
                 f"{channel.root} has no version yet: there is nothing to publish. "
                 f"Run: gmeta promote RUN {channel.root}"
             )
-        fs.invalidate_cache()
-        # What no pointer names may be anybody's: it is replaced.
-        is_own, there = _is_own(channel, url), _sizes(fs, f"{root}/{VERSIONS}")
-        copied = []
 
         def remove(name: str) -> None:
             last = DELTA_FILE if DELTA_FILE in there[name] else CONFIG_FILE
             remove_folder(fs, f"{root}/{VERSIONS}/{name}", last)
 
+        fs.invalidate_cache()
+        # What no pointer names may be anybody's: it is replaced.
+        is_own, there = _is_own(channel, url), _sizes(fs, f"{root}/{VERSIONS}")
+        copied = []
         for number in channel.numbers():
             folder = channel.folder_of(number)
-            if not is_own or there.get(folder.name) != _sizes_here(folder):
-                if folder.name in there:
-                    remove(folder.name)  # a delta.json beside a config.json would be read for it
+            sizes, found = _sizes_here(folder), there.get(folder.name, {})
+            if not is_own or found != sizes:
+                # What would stay beside the new files: a delta.json would be read for config.json.
+                # On a disk the whole folder is swapped.
+                if not is_local(fs) and not found.keys() <= sizes.keys():
+                    remove(folder.name)
                 put_folder(fs, folder, f"{root}/{VERSIONS}/{folder.name}", description_of(folder))
                 copied.append(number)
         put_file(fs, channel.root / PROMOTIONS, f"{root}/{PROMOTIONS}")
@@ -136,8 +139,9 @@ def publish(channel: Channel, url: str) -> list[int]:
             write_whole(Path(root) / POINTER, (channel.root / POINTER).read_bytes())
         else:
             fs.put_file(str(channel.root / POINTER), f"{root}/{POINTER}")
-        for name in set(there) - {channel.folder_of(number).name for number in channel.numbers()}:
-            if is_own:
+        if is_own:
+            kept = {channel.folder_of(number).name for number in channel.numbers()}
+            for name in set(there) - kept:
                 remove(name)
     return copied
 

@@ -75,7 +75,8 @@ class _Process:
 
 _waiting: list[_Process] = []  # at most one, for the next stage
 _under_way: list[BaseProcess] = []  # at most one
-_ending = threading.Event()  # no stage is begun any more
+# Not empty: no stage is begun any more. No event: a handler that sets one may wait for its lock.
+_ending: list[bool] = []
 
 
 def run_stage(arguments: Sequence[str], log: Path) -> int:
@@ -85,7 +86,7 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
     process = stage.process
     _under_way.append(process)
     try:
-        if _ending.is_set():  # before there was a stage to be ended
+        if _ending:  # before there was a stage to be ended
             process.terminate()
         # That of the next stage comes up while this one works: 25 ms that nobody waits for.
         _waiting.append(_Process.started())
@@ -102,7 +103,7 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
 def end_stage() -> None:
     """Send SIGTERM to the stage under way, or else to the next as it begins: training writes a
     checkpoint, from which it goes on the next time."""
-    _ending.set()
+    _ending.append(True)
     for process in _under_way:
         process.terminate()
 

@@ -195,14 +195,17 @@ class Batcher:
             self._look_later()
 
     def _outcomes(self, requests: Sequence[Inference]) -> list[Outcome]:
+        half = len(requests) // 2  # 0 where there is nothing to halve
         try:
-            # One batch must not end the server, nor one request fail the others.
-            with failing_as(failed):
+            # One batch must not end the server, nor one request fail the others; the log tells a
+            # defect with the request that meets it alone.
+            with failing_as(_failed_together if half else failed):
                 return self._run(requests)
         except RequestError as error:
-            if len(requests) == 1:
+            if not half:
                 return [error]
-            return [self._outcomes([request])[0] for request in requests]
+        # Behind the block: within it, each traceback would drag those of the larger batches along.
+        return self._outcomes(requests[:half]) + self._outcomes(requests[half:])
 
     def _next_batch(self) -> list[_Ticket]:
         """Return what waits, as much as one batch may hold."""
@@ -217,3 +220,7 @@ class Batcher:
                 batch.append(ticket)
             self._waiting.popleft()
         return batch
+
+
+def _failed_together(_: Exception) -> RequestError:
+    return RequestError(500, "the server failed on the requests of a batch")

@@ -16,6 +16,9 @@ from gmeta.antdt.log import event
 
 HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 10.0
+# Longer than nginx and the clouds' balancers keep an idle connection (60 s): who closes first must
+# not be the server, under a request that is on its way.
+KEEP_ALIVE_S = 75
 CERTIFICATE = "gmeta.certificate"  # in the scope's extensions
 
 _LOOK_EVERY_S = 1.0  # at the files of the certificate
@@ -97,6 +100,7 @@ def http_server(
         server_header=False,
         limit_concurrency=max_connections + 1,  # uvicorn refuses from so many on
         timeout_graceful_shutdown=int(drain_s) + 1,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     config.load()
     if tls is not None:

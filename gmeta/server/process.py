@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -76,10 +77,15 @@ def _folder_in_memory() -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "new").rename(folder / _LOCK)
         for left in folder.parent.glob(f"{_PREFIX}*"):
-            # Another user's, one that is just made, or one whose server lives.
-            with suppress(OSError), (left / _LOCK).open() as other:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):
+                # Of a stranger not even the lock is opened: it may be a pipe, which would block.
+                of_left = left.lstat()
+                if of_left.st_uid != os.getuid() or not stat.S_ISDIR(of_left.st_mode):
+                    continue
+                # One that is just made has none, and that of a server that lives is taken.
+                with (left / _LOCK).open() as other:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
         try:
             yield folder
         finally:
@@ -103,7 +109,8 @@ class _Workers:
         self._run_worker = run_worker
         # Forked: they share what is imported. This process has one thread, now and later.
         self._context = mp.get_context("fork")
-        self._ended = threading.Event()
+        # No event: a handler that sets one hangs where it interrupts the wait for it.
+        self._asked: list[int] = []
         # Nothing is ever sent: its end tells the workers that this process has died.
         self._workers_side, self._own_side = self._context.Pipe(duplex=False)
 
@@ -111,28 +118,33 @@ class _Workers:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
         is that of a worker that could not start the first time."""
         for number in _ENDING:
-            signal.signal(number, lambda *_: self._ended.set())
+            signal.signal(number, lambda number, _: self._asked.append(number))
         workers = [self._start() for _ in range(self._config.workers)]
         code = 0
-        while not self._ended.wait(_LOOK_EVERY_S):
-            for place, worker in enumerate(workers):
-                if not worker.serves and worker.sign.poll():
-                    with suppress(EOFError):  # it has ended without having served
-                        worker.serves = worker.sign.recv()
-                if worker.process.is_alive():
-                    continue
-                # It counts no more in gauges of what is now.
-                mark_process_dead(worker.process.pid or 0)
-                # One that served may have died with its disk, which comes back; others serve on.
-                if not worker.serves and not worker.is_again:
-                    code = worker.process.exitcode or 1
-                    self._ended.set()
-                    break
-                event(logging.ERROR, "worker_died", code=worker.process.exitcode)
-                time.sleep(_RESTART_AFTER_S)
-                workers[place] = self._start(is_again=True)
+        while not self._asked and not code:
+            code = self._look_after(workers)
+            time.sleep(_LOOK_EVERY_S)
         self._stop(workers)
         return code
+
+    def _look_after(self, workers: list[_Worker]) -> int:
+        """Start again each worker that has died; return the exit code of one that could not start
+        the first time, else 0."""
+        for place, worker in enumerate(workers):
+            if not worker.serves and worker.sign.poll():
+                with suppress(EOFError):  # it has ended without having served
+                    worker.serves = worker.sign.recv()
+            if worker.process.is_alive():
+                continue
+            # It counts no more in gauges of what is now.
+            mark_process_dead(worker.process.pid or 0)
+            # One that served may have died with its disk, which comes back; others serve on.
+            if not worker.serves and not worker.is_again:
+                return worker.process.exitcode or 1
+            event(logging.ERROR, "worker_died", code=worker.process.exitcode)
+            time.sleep(_RESTART_AFTER_S)
+            workers[place] = self._start(is_again=True)
+        return 0
 
     def _start(self, is_again: bool = False) -> _Worker:
         sign, its_sign = self._context.Pipe(duplex=False)

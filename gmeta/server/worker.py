@@ -52,7 +52,7 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
     tls, tokens = config.opened()
     certificates = tls is not None and tls.client_ca is not None
     # The addresses first: one that is taken must end the start before a large model is read.
-    sockets = [listening_socket("--listen", config.listen, config.workers > 1)]
+    sockets = [bound_socket("--listen", config.listen, config.workers > 1)]
     shared = None
     if config.shared_file is not None:
         shared = SharedSupport(config.shared_file, config.cache_bytes)
@@ -73,6 +73,14 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
     if tls is not None and server.config.ssl is not None:
         beside.append(rotate(server.config.ssl, tls))
     tasks = [asyncio.create_task(each) for each in beside]
+    # One of several workers listens only now, and the kernel may refuse it.
+    while not server.started and not tasks[0].done():
+        await asyncio.sleep(0.01)
+    if tasks[0].done():
+        try:
+            tasks[0].result()
+        except OSError as error:
+            raise _not_here("--listen", config.listen, error) from error
     grpc_server, grpc_health, grpc_port = None, None, 0
     if config.grpc_listen:
         grpc_server, grpc_health, grpc_port = await _grpc_server(config, service, tls)
@@ -114,10 +122,10 @@ def _until_signal() -> asyncio.Event:
     return ended
 
 
-def listening_socket(option: str, address: str, shared: bool) -> socket.socket:
-    """Return a socket that has HOST:PORT, and listens there; one `shared` with other processes of
-    this user, among which the kernel divides the connections, is to listen once it is served.
-    Raise AddressError."""
+def bound_socket(option: str, address: str, shared: bool) -> socket.socket:
+    """Return a socket that is bound to HOST:PORT. It listens, unless it is `shared` with other
+    processes of this user, among which the kernel divides the connections: then it listens once a
+    server takes it. Raise AddressError."""
     host, port = split_address(option, address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -136,12 +144,16 @@ def listening_socket(option: str, address: str, shared: bool) -> socket.socket:
             opened.close()
             raise
     except OSError as error:
-        raise AddressError(
-            f"cannot serve at {option} {address}: {(error.strerror or str(error)).lower()}. Stop "
-            "what has it, or name another address of this machine"
-        ) from error
+        raise _not_here(option, address, error) from error
     opened.setblocking(False)
     return opened
+
+
+def _not_here(option: str, address: str, error: OSError) -> AddressError:
+    return AddressError(
+        f"cannot serve at {option} {address}: {(error.strerror or str(error)).lower()}. Stop "
+        "what has it, or name another address of this machine"
+    )
 
 
 async def _grpc_server(

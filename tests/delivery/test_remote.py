@@ -342,6 +342,32 @@ def test_versions_of_another_channel_without_a_pointer_are_replaced(
     assert served_model(url, tmp_path / "third") == content(tmp_path / "second")
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_version_is_removed_before_the_new_one_only_where_files_would_stay(
+    channel: Channel, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    """Nobody can read it from then until the new one is whole."""
+    publish(channel, url)
+    fs, root = store_of(url)
+    damaged = f"{root}/versions/00000003/layers.safetensors"
+    fs.pipe_file(damaged, fs.cat_file(damaged)[:-1])
+    if stays:
+        fs.pipe_file(f"{root}/versions/00000003/table-00099.safetensors", b"x")
+    removed: list[str] = []
+    remove = remote.remove_folder
+
+    def recorded(fs: Any, there: str, last: str) -> None:
+        removed.append(there)
+        remove(fs, there, last)
+
+    monkeypatch.setattr(remote, "remove_folder", recorded)
+    assert publish(channel, url) == [3]
+    is_swapped = url.startswith("file")  # a folder on a disk
+    assert removed == ([f"{root}/versions/00000003"] if stays and not is_swapped else [])
+    assert publish(channel, url) == []
+    assert served_model(url, tmp_path / "own") == served_model(channel.root, tmp_path / "here")
+
+
 def test_the_command_publishes_and_refuses_what_is_no_channel(
     channel: Channel, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -368,13 +367,14 @@ def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -
 def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop, ended, left = loop_of(write_loop(tmp_path)), threading.Event(), 9
+    loop, left = loop_of(write_loop(tmp_path)), 9
+    asked: list[int] = []
 
     def fails(self: object, path: str, **_: object) -> None:
         nonlocal left
         left -= 1
         if not left:
-            ended.set()
+            asked.append(signal.SIGTERM)
         raise RuntimeError("no route to the store")
 
     monkeypatch.setattr(LocalFileSystem, "glob", fails)
@@ -386,7 +386,7 @@ def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
             "Look at the place, the network and the credentials"
         )
     metrics = LoopMetrics(loop)
-    take_stages(loop, metrics, ended, False, None, None)
+    take_stages(loop, metrics, asked, False, None, None)
     assert "".join(capsys.readouterr().out.split()) == "".join(f"waiting: {caught.value}".split())
     assert metrics.registry.get_sample_value("gmeta_follow_failing") == 1
 

@@ -1,6 +1,7 @@
 """`gmeta serve` as a process: published clients, several workers, TLS, newer versions, the end."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -8,10 +9,14 @@ import shutil
 import signal
 import socket
 import ssl
+import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -26,10 +31,13 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.delivery.whole import CACHE_VARIABLE
+from gmeta.errors import UserError
+from gmeta.server import process
 from gmeta.server.config import ServeConfig
-from gmeta.server.process import _Workers
+from gmeta.server.http_edge import HttpServer
+from gmeta.server.process import _folder_in_memory, _Workers
 from gmeta.server.versions import version_in
-from gmeta.server.worker import listening_socket
+from gmeta.server.worker import _serve, bound_socket
 from gmeta.serving.model import ServedModel
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
@@ -38,6 +46,7 @@ from tests.antdt.pki import Authority
 from tests.commands import gmeta as run_gmeta
 from tests.delivery.models import Model
 from tests.exported import random_rows, write_random_model
+from tests.forked import Forked
 from tests.server.serving import (
     INFER,
     RunningServer,
@@ -174,23 +183,124 @@ def test_a_worker_that_reads_its_model_takes_no_connection() -> None:
     """The kernel would give it its share of them, which waited for the model, or were reset."""
     port = free_port()
     with (
-        listening_socket("--listen", f"127.0.0.1:{port}", shared=True),
+        bound_socket("--listen", f"127.0.0.1:{port}", shared=True),
         socket.socket() as caller,
         pytest.raises(ConnectionRefusedError),
     ):
         caller.connect(("127.0.0.1", port))
 
 
-def test_workers_end_with_the_process_that_started_them(exported: Path) -> None:
-    with running_server(exported, workers=2) as server:
+def test_a_worker_says_that_it_serves_once_it_listens(exported: Path) -> None:
+    port, told = free_port(), []
+
+    def tell() -> None:
+        with socket.create_connection(("127.0.0.1", port)):
+            told.append(True)
+        signal.raise_signal(signal.SIGTERM)
+
+    asyncio.run(_serve(shared_config(exported, port), tell))
+    assert told == [True]
+
+
+def test_a_worker_that_may_not_listen_does_not_end_as_if_it_had_served(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def startup(self: HttpServer, sockets: Any) -> None:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(HttpServer, "startup", startup)
+    port, told = free_port(), []
+    with pytest.raises(UserError) as caught:
+        asyncio.run(_serve(shared_config(exported, port), lambda: told.append(True)))
+    assert str(caught.value) == (
+        f"cannot serve at --listen 127.0.0.1:{port}: address already in use. Stop what has it, or "
+        "name another address of this machine"
+    )
+    assert told == []
+
+
+def shared_config(folder: Path, port: int) -> ServeConfig:
+    """As one of two workers has it."""
+    address = f"127.0.0.1:{port}"
+    return ServeConfig(folder, "model", address, workers=2, insecure=True, reload_every_s=0.0)
+
+
+def test_what_a_stranger_left_in_memory_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock may be a pipe, whose opening would wait for a writer for ever."""
+    monkeypatch.setattr(process, "_IN_MEMORY", tmp_path)
+    own, strangers, link = (tmp_path / f"gmeta-serve-{name}" for name in ("own", "its", "link"))
+    for left in (own, strangers):
+        left.mkdir()
+    (own / "lock").touch()
+    os.mkfifo(strangers / "lock")
+    link.symlink_to(strangers)
+    lstat = Path.lstat
+
+    def of_whom(path: Path) -> os.stat_result:
+        found = lstat(path)
+        if path != strangers:
+            return found
+        values = list(found)
+        values[stat.ST_UID] += 1
+        return os.stat_result(values)
+
+    monkeypatch.setattr(Path, "lstat", of_whom)
+    # A writer, so that whoever opens it all the same is seen and does not wait.
+    writer = os.open(strangers / "lock", os.O_RDWR)
+    try:
+        with _folder_in_memory() as folder:
+            assert set(tmp_path.iterdir()) == {folder, strangers, link}
+            assert (strangers / "lock").exists()
+    finally:
+        os.close(writer)
+
+
+def test_a_signal_in_the_middle_of_a_wait_ends_the_workers_too(tmp_path: Path) -> None:
+    """A handler that takes the lock of the wait that it interrupts would hang for ever."""
+    forked = Forked(run_interrupted, tmp_path)
+    try:
+        assert forked.wait(PATIENCE_S) == 0
+    finally:
+        if forked.poll() is None:
+            os.kill(forked.pid, signal.SIGKILL)
+
+
+def run_interrupted(folder: Path) -> None:
+    workers = _Workers(ServeConfig(folder, "model", workers=0), lambda *_: None)
+    waits = (threading.Event.wait.__code__, _Workers._look_after.__code__)
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code in waits and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == 2:  # an event would hold its lock now
+                signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    sys.settrace(trace)
+    code = workers.run()
+    sys.settrace(None)
+    os._exit(code if len(lines) > 1 else 9)
+
+
+def test_workers_end_with_the_process_that_started_them(exported: Path, tmp_path: Path) -> None:
+    # Servers of other tests would take away what this one leaves.
+    first = partial(keep_in, tmp_path)
+    with running_server(exported, workers=2, first=first) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         workers, metrics = children.read_text().split(), metrics_of(server)
         os.kill(server.process.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers' end")
     # What it kept in memory, rows of tasks among it, goes with the next server's start.
     assert metrics.exists()
-    with running_server(exported, workers=2):
+    with running_server(exported, workers=2, first=first):
         assert not metrics.exists()
+
+
+def keep_in(place: Path) -> None:
+    process._IN_MEMORY = place
 
 
 def is_running(pid: str) -> bool:
@@ -438,12 +548,12 @@ def test_a_worker_that_is_told_to_end_as_it_starts_does(
 
     def told_at_once(self: _Workers, sign: Any) -> None:
         # Before it has a handler of its own: the signal waits, or comes to that of its parent.
-        wait_until(lambda: signal.sigpending() or self._ended.is_set(), "the signal")
+        wait_until(lambda: signal.sigpending() or self._asked, "the signal")
         work(self, sign)
 
     monkeypatch.setattr(_Workers, "_work", told_at_once)
     workers = _Workers(ServeConfig(tmp_path, "model"), serve_on)
-    before = signal.signal(signal.SIGTERM, lambda *_: workers._ended.set())
+    before = signal.signal(signal.SIGTERM, lambda number, _: workers._asked.append(number))
     try:
         worker = workers._start()
         worker.process.terminate()
