@@ -34,7 +34,7 @@ from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import UserError
 from gmeta.server import process
 from gmeta.server.config import ServeConfig
-from gmeta.server.http_edge import HttpServer
+from gmeta.server.http_edge import HttpServer, http_server
 from gmeta.server.process import _folder_in_memory, _Workers
 from gmeta.server.versions import version_in
 from gmeta.server.worker import _serve, bound_socket
@@ -217,6 +217,12 @@ def test_a_worker_that_may_not_listen_does_not_end_as_if_it_had_served(
         "name another address of this machine"
     )
     assert told == []
+
+
+def test_a_proxy_closes_an_idle_connection_before_the_server_does() -> None:
+    """Else it sends a request on one that is just closed: nginx waits for 60 s, others as long."""
+    config = http_server(None, max_connections=1, drain_s=1.0, tls=None).config
+    assert config.timeout_keep_alive > 60
 
 
 def shared_config(folder: Path, port: int) -> ServeConfig:
