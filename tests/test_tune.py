@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,13 @@ def test_an_interrupted_study_says_one_line_whatever_its_trials_are_at(
 ) -> None:
     command = [sys.executable, "-m", "gmeta", "tune", str(config), "--parallel", "1"]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+        # What a shell starts in the background ignores it, as the suite may.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     # The processes of trials import what they need: nothing of them is ready yet.
     wait_until((tmp_path / "run-tune").exists, "the study's folder")

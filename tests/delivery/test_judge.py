@@ -67,7 +67,7 @@ def test_a_better_model_is_promoted_by_the_difference_of_its_tasks() -> None:
 
 def test_too_few_tasks_are_no_proof() -> None:
     few = verdict(predicted(5, 2), predicted(5, 1))
-    assert few.reasons[-1].startswith("logloss cannot be compared: only 5 tasks to count")
+    assert few.reasons[-1].startswith("logloss cannot be compared: rests on only 5 tasks")
 
 
 def test_scores_of_a_ranking_loss_are_judged_by_it_and_have_no_calibration() -> None:

@@ -170,7 +170,7 @@ def test_training_whose_data_cannot_be_prepared_has_no_pods(tmp_path: Path) -> N
             start = cluster.pod("gmeta-train-start-0")
             with pytest.raises(WorkloadFailedError, match="gmeta-prepare-0"):
                 cluster.run_until(lambda: False, "a failure", PATIENCE_S)
-            wait_until(lambda: "waiting" in start.log(), "the start's wait")
+            wait_until(lambda: start.log().endswith("\n"), "the start's wait")
             assert cluster.workloads["gmeta-train"].pods == []
             assert cluster.workloads["gmeta-train"].suspended
             assert start.log() == "waiting for /data/demo/manifest.json\n"
