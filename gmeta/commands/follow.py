@@ -19,13 +19,13 @@ from gmeta.loop.config import load_follow_config
 from gmeta.loop.loop import Loop
 from gmeta.loop.metrics import LoopMetrics
 from gmeta.loop.stages import end_stage, last_line, run_stage
+from gmeta_keys.asked import Asked
 from metaio.errors import MetaIOError
 
 if TYPE_CHECKING:
     from gmeta.loop.live import LivePage, PageFile
 
 _DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
-_LOOK_EVERY_S = 0.2  # whether a signal has come
 
 
 def follow(
@@ -64,9 +64,7 @@ def follow(
     # This process stays without torch: each stage runs in one of its own, which has it
     # (loop/stages.py).
     loop = Loop(settings, run_stage, last_line)
-    measured = LoopMetrics(loop)
-    # No event: a handler that sets one hangs where it interrupts the wait for it.
-    asked: list[int] = []
+    measured, asked = LoopMetrics(loop), Asked()
     live, file = None, None
     if listen or page is not None:
         # Drawing loads matplotlib, half a second: for those who look.
@@ -76,8 +74,8 @@ def follow(
         file = None if page is None else PageFile(page, loop, measured)
     if not once:
 
-        def end(number: int, _: object) -> None:
-            asked.append(number)
+        def end(*_: object) -> None:
+            asked.ask()
             end_stage()
 
         signal.signal(signal.SIGTERM, end)
@@ -96,7 +94,7 @@ def _check_listen(address: str, is_secured: bool) -> None:
 def _run(
     loop: Loop,
     measured: LoopMetrics,
-    asked: list[int],
+    asked: Asked,
     once: bool,
     page: "PageFile | None",
     live: "LivePage | None",
@@ -135,7 +133,7 @@ def _run(
                 if page is not None:
                     with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
                         page.draw()
-            _pause(asked, every_s)
+            asked.wait(every_s)
             continue
         if done is None:
             if lacking and lacking != told:
@@ -143,11 +141,4 @@ def _run(
                 told = lacking
             if once:
                 return
-            _pause(asked, every_s)
-
-
-def _pause(asked: list[int], pause_s: float) -> None:
-    """Wait that long, or until a signal has `asked` to end."""
-    until_s = time.monotonic() + pause_s
-    while not asked and (left_s := until_s - time.monotonic()) > 0:
-        time.sleep(min(left_s, _LOOK_EVERY_S))
+            asked.wait(every_s)

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from gmeta_keys.asked import Asked
+
 # Imported once, not by every stage: seconds of the commands, and tenths of a second of what they
 # import only once they need it. A name that a later release of a package lacks is passed over.
 _PRELOADED = [
@@ -75,8 +77,7 @@ class _Process:
 
 _waiting: list[_Process] = []  # at most one, for the next stage
 _under_way: list[BaseProcess] = []  # at most one
-# Not empty: no stage is begun any more. No event: a handler that sets one may wait for its lock.
-_ending: list[bool] = []
+_ending = Asked()  # no stage is begun any more
 
 
 def run_stage(arguments: Sequence[str], log: Path) -> int:
@@ -103,7 +104,7 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
 def end_stage() -> None:
     """Send SIGTERM to the stage under way, or else to the next as it begins: training writes a
     checkpoint, from which it goes on the next time."""
-    _ending.append(True)
+    _ending.ask()
     for process in _under_way:
         process.terminate()
 

@@ -115,7 +115,7 @@ async def rotate(context: ssl.SSLContext, tls: ServerTls) -> None:
     and keep the old ones."""
 
     def load() -> None:
-        tls.check()
+        tls.context()  # for its error alone
         context.load_cert_chain(tls.cert, tls.key)
         if tls.client_ca is not None:
             context.load_verify_locations(tls.client_ca)

@@ -29,6 +29,7 @@ from gmeta.errors import GMetaError
 from gmeta.server.config import ServeConfig
 from gmeta.server.loading import model_folder
 from gmeta.server.metrics import MULTIPROCESS_DIR
+from gmeta_keys.asked import Asked
 
 _LOOK_EVERY_S = 0.2
 _RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
@@ -109,8 +110,7 @@ class _Workers:
         self._run_worker = run_worker
         # Forked: they share what is imported. This process has one thread, now and later.
         self._context = mp.get_context("fork")
-        # No event: a handler that sets one hangs where it interrupts the wait for it.
-        self._asked: list[int] = []
+        self._asked = Asked()
         # Nothing is ever sent: its end tells the workers that this process has died.
         self._workers_side, self._own_side = self._context.Pipe(duplex=False)
 
@@ -118,12 +118,11 @@ class _Workers:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
         is that of a worker that could not start the first time."""
         for number in _ENDING:
-            signal.signal(number, lambda number, _: self._asked.append(number))
+            signal.signal(number, self._asked.ask)
         workers = [self._start() for _ in range(self._config.workers)]
         code = 0
-        while not self._asked and not code:
+        while not code and not self._asked.wait(_LOOK_EVERY_S):
             code = self._look_after(workers)
-            time.sleep(_LOOK_EVERY_S)
         self._stop(workers)
         return code
 

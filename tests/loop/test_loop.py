@@ -24,6 +24,7 @@ from gmeta.loop.metrics import LoopMetrics
 from gmeta.loop.page import stream_page
 from gmeta.loop.status import status_of
 from gmeta.runs.folder import RunFolder, list_checkpoints
+from gmeta_keys.asked import Asked
 from metaio.stream.chain import open_stream
 from tests.commands import environment
 from tests.commands import gmeta as run_gmeta
@@ -367,14 +368,13 @@ def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -
 def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop, left = loop_of(write_loop(tmp_path)), 9
-    asked: list[int] = []
+    loop, left, asked = loop_of(write_loop(tmp_path)), 9, Asked()
 
     def fails(self: object, path: str, **_: object) -> None:
         nonlocal left
         left -= 1
         if not left:
-            asked.append(signal.SIGTERM)
+            asked.ask()
         raise RuntimeError("no route to the store")
 
     monkeypatch.setattr(LocalFileSystem, "glob", fails)

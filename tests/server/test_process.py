@@ -12,11 +12,9 @@ import ssl
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import grpc
@@ -46,7 +44,7 @@ from tests.antdt.pki import Authority
 from tests.commands import gmeta as run_gmeta
 from tests.delivery.models import Model
 from tests.exported import random_rows, write_random_model
-from tests.forked import Forked
+from tests.interrupted import exit_code_of, interrupted
 from tests.server.serving import (
     INFER,
     RunningServer,
@@ -264,31 +262,12 @@ def test_what_a_stranger_left_in_memory_is_not_opened(
 
 
 def test_a_signal_in_the_middle_of_a_wait_ends_the_workers_too(tmp_path: Path) -> None:
-    """A handler that takes the lock of the wait that it interrupts would hang for ever."""
-    forked = Forked(run_interrupted, tmp_path)
-    try:
-        assert forked.wait(PATIENCE_S) == 0
-    finally:
-        if forked.poll() is None:
-            os.kill(forked.pid, signal.SIGKILL)
+    assert exit_code_of(run_interrupted, tmp_path) == 0
 
 
-def run_interrupted(folder: Path) -> None:
+def run_interrupted(folder: Path) -> int:
     workers = _Workers(ServeConfig(folder, "model", workers=0), lambda *_: None)
-    waits = (threading.Event.wait.__code__, _Workers._look_after.__code__)
-    lines: list[int] = []
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code in waits and event == "line":
-            lines.append(frame.f_lineno)
-            if len(lines) == 2:  # an event would hold its lock now
-                signal.raise_signal(signal.SIGTERM)
-        return trace
-
-    sys.settrace(trace)
-    code = workers.run()
-    sys.settrace(None)
-    os._exit(code if len(lines) > 1 else 9)
+    return interrupted(workers.run, _Workers.run.__code__)
 
 
 def test_workers_end_with_the_process_that_started_them(exported: Path, tmp_path: Path) -> None:
@@ -559,7 +538,7 @@ def test_a_worker_that_is_told_to_end_as_it_starts_does(
 
     monkeypatch.setattr(_Workers, "_work", told_at_once)
     workers = _Workers(ServeConfig(tmp_path, "model"), serve_on)
-    before = signal.signal(signal.SIGTERM, lambda number, _: workers._asked.append(number))
+    before = signal.signal(signal.SIGTERM, workers._asked.ask)
     try:
         worker = workers._start()
         worker.process.terminate()

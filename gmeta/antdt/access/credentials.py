@@ -206,8 +206,6 @@ class ServerTls:
             ) from error
         return context
 
-    check = context  # for who needs its error alone
-
 
 def take_port(server: Any, address: str, tls: ServerTls | None) -> int:
     """Have a gRPC server listen at an address, and return its port. New connections get replaced
@@ -217,7 +215,7 @@ def take_port(server: Any, address: str, tls: ServerTls | None) -> int:
         return int(server.add_insecure_port(address))
 
     def read() -> Any:
-        tls.check()
+        tls.context()  # for its error alone
         pair = (read_file(tls.key), read_file(tls.cert))
         roots = read_file(tls.client_ca) if tls.client_ca else None
         return grpc.ssl_server_certificate_configuration([pair], roots)

@@ -39,6 +39,7 @@ from gmeta.antdt.storage.writer import GroupStats, Writer
 from gmeta.antdt.stragglers.governor import Governor
 from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.errors import UserError
+from gmeta_keys.asked import Asked
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
@@ -242,10 +243,9 @@ def serve_until_signal(config: ServiceConfig) -> int:
     """Run a service until SIGTERM or SIGINT, then return 0; return 1 when another one takes the
     store."""
     _raise_descriptor_limit()
-    # No event: a handler that sets one hangs where it interrupts the wait for it.
-    asked: list[int] = []
+    asked = Asked()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: asked.append(number))
+        signal.signal(number, asked.ask)
     if config.ends_with_stdin:
         threading.Thread(target=_wait_for_end_of_stdin, args=(asked,), daemon=True).start()
     server = ShardServer(config)
@@ -299,12 +299,12 @@ def _decision_log(path: Path | None) -> DecisionLog | None:
         ) from error
 
 
-def _wait_for_end_of_stdin(asked: list[int]) -> None:
-    """Add to `asked` when standard input ends. The parent holds the other end of the pipe: however
+def _wait_for_end_of_stdin(asked: Asked) -> None:
+    """Ask for the end when standard input ends. The parent holds the other end of the pipe: however
     it dies, the kernel closes it."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    asked.append(signal.SIGHUP)
+    asked.ask()
 
 
 async def _drained(server: grpc.aio.Server, drain_s: float) -> None:

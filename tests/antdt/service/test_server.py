@@ -536,20 +536,11 @@ def test_the_command_serves_logs_json_and_exits_zero_on_sigterm(tmp_path: Path) 
 
 
 def test_a_signal_in_the_middle_of_a_wait_ends_the_service_too() -> None:
-    """A handler that takes the lock of the wait that it interrupts would hang for ever."""
     code = (
-        "import signal, sys, threading\n"
-        "from gmeta.antdt.service.server import ServiceConfig, serve_until_signal\n"
-        "seen = []\n"
-        "def trace(frame, event, _):\n"
-        "    if frame.f_code is threading.Event.wait.__code__ and event == 'line':\n"
-        "        if frame.f_back.f_code is serve_until_signal.__code__:\n"
-        "            seen.append(frame.f_lineno)\n"
-        "            if len(seen) == 2:  # the lock is held now\n"
-        "                signal.raise_signal(signal.SIGTERM)\n"
-        "    return trace\n"
-        "sys.settrace(trace)\n"
-        "code = serve_until_signal(ServiceConfig('127.0.0.1:0'))\n"
-        "sys.exit(code if len(seen) > 1 else 9)\n"
+        "import sys\n"
+        "from gmeta.antdt.service.server import ServiceConfig, serve_until_signal as serve\n"
+        "from tests.interrupted import interrupted\n"
+        "config = ServiceConfig('127.0.0.1:0')\n"
+        "sys.exit(interrupted(lambda: serve(config), serve.__code__))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

@@ -1,0 +1,29 @@
+"""Whether a process was asked to end, as the handlers of its signals note it."""
+
+import time
+from typing import final
+
+_LOOK_EVERY_S = 0.2
+
+
+@final
+class Asked:
+    """True once somebody has asked. No event: a handler that sets one hangs for ever where it
+    interrupts the wait for it, whose lock it needs."""
+
+    def __init__(self) -> None:
+        self._is_asked = False
+
+    def __bool__(self) -> bool:
+        return self._is_asked
+
+    def ask(self, *_: object) -> None:
+        """Note it, as a handler of signals or from another thread."""
+        self._is_asked = True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait that long, or until somebody asks; return whether somebody has."""
+        until_s = time.monotonic() + seconds
+        while not self._is_asked and (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _LOOK_EVERY_S))
+        return self._is_asked
