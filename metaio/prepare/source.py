@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,6 +52,8 @@ from metaio.prepare.transform import transformed
 _BATCH_ROWS = 16_384
 # Makes each line one field: it stands in no text, or the line would be no text.
 _NO_DELIMITER = "\x01"
+# As many rows as DuckDB itself looks at before it decides on types.
+_SNIFFED_LINES = 20_480
 
 
 def _names_zone(kind: str) -> bool:
@@ -152,13 +155,12 @@ class DuckSource:
 
     def _lines(self, names: list[str], columns: str) -> str:
         """Return a query over the lines of text files, each as the text `line`."""
-        # As Latin-1 all bytes are text, also those of columns that nobody reads.
-        encoding = "utf-16" if self._text.encoding == "utf-16" else "latin-1"
+        # Left out are lines with bytes that are no text, in a column that nobody reads.
         return (
             f"SELECT {columns} FROM read_csv({paths(names)}, auto_detect = false, "
             f"header = false, delim = '{_NO_DELIMITER}', quote = '', escape = '', comment = '', "
-            f"columns = {{'line': 'VARCHAR'}}, strict_mode = false, "
-            f"encoding = '{encoding}', max_line_size = {self._text.max_line_bytes})"
+            f"columns = {{'line': 'VARCHAR'}}, strict_mode = false, ignore_errors = true, "
+            f"encoding = '{self._text.encoding}', max_line_size = {self._text.max_line_bytes})"
         )
 
     def _header(self, name: str) -> tuple[str, list[str]]:
@@ -171,9 +173,7 @@ class DuckSource:
             rows = self._connection.sql(query).fetchall()
         except duckdb.Error:
             return "", []
-        line = (rows[0][0] if rows else "") or ""
-        if self._text.encoding == "utf-8":
-            line = line.encode("latin-1").decode("utf-8-sig", errors="replace")
+        line = ((rows[0][0] if rows else "") or "").removeprefix("\ufeff")
         for delimiter in DELIMITERS:
             fields = fields_of(line, delimiter)
             if set(self._schema.columns) <= set(fields):
@@ -223,9 +223,12 @@ class DuckSource:
         same = all(self._header(other) == header for other in self._files.names)
         if not column or column in self._schema.columns or not same:
             raise self._refusal(error, name) from error
-        options = self._options.replace("'utf-8'", "'latin-1'")
+        first = Path(self._folder.name, ".first-lines.csv")
+        with fsspec.open(name, "rb", compression="infer") as file, first.open("wb") as out:
+            for line in islice(file, _SNIFFED_LINES):
+                out.write(line.decode(errors="replace").encode())
         *_, columns, _, _, _, call = self._fetch(
-            f"SELECT * FROM sniff_csv({quoted(literal(name))}, {options})", name
+            f"SELECT * FROM sniff_csv({quoted(literal(str(first)))}, {self._options})", name
         )[0]
         found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
         if found:

@@ -15,6 +15,10 @@ _ENCODING = (
     'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
     "convert it to UTF-8"
 )
+_NOT_LATIN = (
+    "an input holds the bytes 80 to 9f, which are no letters of Latin-1; Windows' cp1252 has quotes "
+    "there. Convert it: iconv -f cp1252 -t utf-8"
+)
 _FIT = "Correct that row, or declare the column's type in the schema"
 # What DuckDB says, the same in one line, and what to do.
 _FAULTS = (
@@ -54,6 +58,8 @@ def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) ->
     date = re.search(r"parse string (\".*\") according to format specifier (\".*\")", message)
     if date:
         return f"[time] holds {date[1]}, which is not of its format {date[2]}. Correct one of them"
+    if "not latin-1 encoded" in message:
+        return _NOT_LATIN
     line = re.search(r"CSV Error on Line: (\d+)", message)
     if line is None:
         return None

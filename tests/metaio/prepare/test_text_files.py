@@ -78,7 +78,7 @@ def test_a_line_that_does_not_fit_is_told_with_file_and_line(
     assert refused(tmp_path, files) == told
 
 
-LATIN = "6,café,7,1\n".encode("latin-1")
+LATIN = b"6,caf\xe9 \x93,7,1\n"
 
 
 @pytest.mark.parametrize("rows", ["6,caf,7,1\n" * 5, "6,caf,7,1\n" * 30_000])
@@ -102,6 +102,17 @@ def test_bytes_that_are_not_utf8_in_a_column_that_nobody_reads_do_no_harm(
     assert dataset.split("train").num_rows == 2 * (2 * rows.count("\n") + 1)
 
 
+def test_letters_of_any_language_are_read(tmp_path: Path) -> None:
+    # Their bytes in UTF-8, such as c9 89 of the first, are no letters of Latin-1.
+    cities = ["École", "Łódź", "Москва", "東京", "🦄"]
+    text = "\ufeffuser,größe 東,item,y\n" + "".join(f"1,{c},{c},1\n\n" for c in cities)
+    single = [{"column": "item", "vocabulary": 1}]
+    dataset = prepared(tmp_path, {"a.csv": text}, single=single)
+    values = pq.read_table(f"{dataset.url}/vocabulary/item.parquet")["value"].to_pylist()
+    assert values == sorted(cities)
+    assert dataset.manifest.report["dropped"]["blank_lines"] == len(cities)
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_an_encoding_is_read_as_it_is_named(tmp_path: Path, encoding: str) -> None:
     text = "user,item,y\n" + "".join(f"1,{city},1\n1,{city},0\n" for city in ("café", "Ölper"))
@@ -110,6 +121,16 @@ def test_an_encoding_is_read_as_it_is_named(tmp_path: Path, encoding: str) -> No
     dataset = prepared(tmp_path, {"a.csv": text.encode(encoding)}, text=text_rule, **options)
     values = pq.read_table(f"{dataset.url}/vocabulary/item.parquet")["value"].to_pylist()
     assert values == ["café", "Ölper"]
+
+
+def test_what_windows_writes_is_no_latin_1(tmp_path: Path) -> None:
+    files: dict[str, str | bytes] = {"a.csv": (HEAD + ROWS).encode() + b"1,\x93two\x94,1\n"}
+    single = [{"column": "item", "vocabulary": 1, "type": "text"}]
+    told = refused(tmp_path, files, single=single, text={"encoding": "latin-1"})
+    assert told == (
+        "an input holds the bytes 80 to 9f, which are no letters of Latin-1; Windows' cp1252 has "
+        "quotes there. Convert it: iconv -f cp1252 -t utf-8"
+    )
 
 
 def test_a_wrong_encoding_is_one_line(tmp_path: Path) -> None:
