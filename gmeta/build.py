@@ -42,7 +42,7 @@ from gmeta_keys.plugins import Registry, package_told
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
 from gmeta_models.gated import head_layers
 from gmeta_models.passing import start_as_sum
-from gmeta_models.registry import NAMED_MODELS, build_model
+from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
 from gmeta_models.table_projections import TableProjections
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
@@ -296,6 +296,7 @@ def build_learner(
             f"model.name = {model.name!r} has {num_outputs} outputs and the dataset "
             f"{sizes.outputs} labels: one each is needed. Give its last layer sizes.outputs"
         )
+    check_outputs(built, model, sizes)
     width_of = {
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }

@@ -8,7 +8,7 @@ from torch import nn
 
 from gmeta_keys.plugins import Registry
 from gmeta_models import InputSizes, ModelConfig, build_model
-from gmeta_models.registry import MODELS, NAMED_MODELS
+from gmeta_models.registry import MODELS, NAMED_MODELS, check_outputs
 
 SIZES = InputSizes(2, 0, 0)
 
@@ -60,6 +60,39 @@ def test_each_mistake_gets_a_line_of_its_own(package: Path) -> None:
         told = refusal(name)
         assert told.startswith(f"model.name = {name!r}")
         assert told.endswith(end)
+
+
+def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(package: Path) -> None:
+    (package / "models.py").write_text(
+        "from torch import nn\n"
+        "class Deep(nn.Linear):\n"
+        "    def __init__(self, config, sizes):\n        super().__init__(4, 1)\n"
+        "    def forward(self, inputs):\n"
+        "        assert not self.training\n"
+        "        return self.made(super().forward(inputs.features_NFD('mean').sum(dim=1)))\n"
+        "class Right(Deep):\n    def made(self, output):\n        return output[:, 0]\n"
+        "class Columns(Deep):\n    def made(self, output):\n        return output\n"
+        "class Several(Deep):\n    def made(self, output):\n        return output, output\n"
+        "class Failing(Deep):\n    def made(self, output):\n        return output.nothing\n"
+    )
+
+    def checked(name: str) -> nn.Module:
+        config = ModelConfig(name=f"mine_1.models:{name}", embedding_dim=4)
+        check_outputs(model := build_model(config, SIZES), config, SIZES)
+        return model
+
+    assert checked("Right").training
+    for name, told in {
+        "Columns": "makes [3, 1] of 3 rows; a tensor of [3] is needed. Correct what its forward "
+        "returns",
+        "Several": "makes tuple of 3 rows; a tensor of [3] is needed. Correct what its forward "
+        "returns",
+        "Failing": "cannot score rows: AttributeError: 'Tensor' object has no attribute 'nothing'. "
+        "Mend its forward; --verbose shows where",
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            checked(name)
+        assert str(caught.value) == f"model.name = 'mine_1.models:{name}' {told}"
 
 
 def test_options_are_those_of_the_model(package: Path) -> None:

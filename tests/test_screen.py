@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from gmeta.commands.screen import first_progress, print_result, screen, show_table
+from gmeta.commands.screen import first_progress, print_result, screen, show_table, table_of
 from gmeta.verbosity import JSON_VARIABLE, QUIET, VARIABLE
 
 LONG = "a long line of words, " * 8
@@ -42,6 +42,20 @@ def test_a_narrow_terminal_folds_cells_but_no_lines(
     assert max(map(len, lines)) <= 60
     console.print(LONG)
     assert capsys.readouterr().out == f"{LONG}\n"
+
+
+@pytest.mark.parametrize("columns", ["20", "50"])
+def test_a_table_wider_than_the_terminal_loses_no_digit_and_no_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    table = table_of("", "run", "algorithm", "steps", "best auc", text=("run", "algorithm"))
+    table.add_row("runs/a-long-name/trials/0004", "maml", "1,234,567,890", "0.123456")
+    show_table(console := screen(), table)
+    name, *others = (lines := capsys.readouterr().out.splitlines())[3].split()
+    assert others == ["maml", "1,234,567,890", "0.123456"]
+    assert name + lines[4].strip() == "runs/a-long-name/trials/0004"
+    assert console.width == int(columns)
 
 
 def test_words_are_shown_as_they_are_on_the_stream_that_was_asked_for(

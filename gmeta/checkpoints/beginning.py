@@ -42,6 +42,8 @@ class Beginning:
         """Return what is said of it on the screen."""
         if self.how == "weights":
             return [f"begins with the weights of {self.checkpoint}"]
+        if self.how == "resumed":
+            return [f"goes on from {self.checkpoint}"]
         if self.how == "continued":
             num_reset = sum(rows.size for rows in self.reset_rows.values())
             reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""

@@ -12,6 +12,7 @@ from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.files.whole import write_whole
 from gmeta.tuning.written import config_toml
+from metaio.counted import counted
 from metaio.prepare.first_schema import NEGATIVES, episodes_of, schema_toml
 from metaio.prepare.guess import Guess, Role, guess
 from metaio.prepare.log_look import first_rows
@@ -68,7 +69,7 @@ def init(
     dropped = 1 - dealt.num_tasks / len(found.task_sizes)
     console.print(
         f"{dealt.num_tasks:,} tasks of at least {dealt.min_rows} rows ({dropped:.0%} have fewer); "
-        f"the last {dealt.query_rows} of each are to be predicted"
+        f"the last {counted(dealt.query_rows, 'row')} of each to be predicted"
     )
     if dealt.num_tasks < FEW_TASKS:
         console.print(

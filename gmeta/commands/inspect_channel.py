@@ -33,7 +33,7 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
         held += f" of what it serves, copied to {channel.root}"
     console.print(f"channel {place}: {held}; {served}")
     heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
-    table = table_of("Versions", *heads, text=("version", "kind", "promoted", "verdict"))
+    table = table_of("Versions", *heads, text=("version", "verdict"))
     verdicts = {entry.get("number"): entry for entry in told if entry.get("action") == "promoted"}
     broken = []
     for number in numbers[-_SHOWN:]:
@@ -50,7 +50,7 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
             size_text(version.num_bytes),
             f"{version.num_bytes / max(version.full_bytes, 1):.1%}",
             f"{sum(one.rows for one in touched):,}" if version.delta else "all",
-            str(entry.get("at", "not promoted"))[:19],
+            str(entry.get("at", "never"))[:16].replace("T", " "),
             _scores(entry.get("verdict")),
         )
     show_table(console, table)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -26,6 +27,8 @@ from gmeta.verbosity import is_json, is_quiet, result_stream
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
 # neither be read nor found by a script.
 COLUMNS_OF_A_FILE = 250
+# Columns of text are folded to so many characters, not to one letter a line.
+FOLDED_WIDTH = 16
 
 
 def screen(*, stderr: bool = False) -> Console:
@@ -64,8 +67,28 @@ def _plain(value: Any) -> Any:
 
 
 def show_table(console: Console, table: RenderableType) -> None:
-    """Print a table, or a group of them; cells are folded where a terminal is too narrow."""
-    console.print(table, soft_wrap=False)
+    """Print a table, or a group of them; text is folded where a terminal is too narrow. Lines are
+    longer than the terminal rather than that a number loses digits or a column disappears.
+    """
+    terminal = console.width
+    for part in table.renderables if isinstance(table, Group) else [table]:
+        if isinstance(part, Table):
+            console.width = max(terminal, _least_width(console, part))
+        console.print(part, soft_wrap=False)
+        console.width = terminal
+
+
+def _least_width(console: Console, table: Table) -> int:
+    """Return the width that shows a table's numbers whole, and enough of its text."""
+    wide = console.options.update_width(COLUMNS_OF_A_FILE)
+    for column in table.columns:
+        shown = (Measurement.get(console, wide, one) for one in (column.header, *column.cells))
+        widest = max(one.maximum for one in shown)
+        column.overflow = "fold"
+        column.min_width = column.width or (
+            widest if column.no_wrap else min(widest, FOLDED_WIDTH)
+        )
+    return sum(column.min_width or 0 for column in table.columns) + 3 * len(table.columns) + 1
 
 
 def table_of(title: str, *heads: str, text: Collection[str]) -> Table:

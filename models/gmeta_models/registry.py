@@ -15,6 +15,7 @@ from gmeta_models.deepfm import DeepFM
 from gmeta_models.din import DIN
 from gmeta_models.dlrm import DLRM
 from gmeta_models.gated import head_layers, row_layers
+from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE
 from gmeta_models.ple import PLE
@@ -77,6 +78,42 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
                     "bias. Give it one, or leave output_bias at 0"
                 )
     return model
+
+
+def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:
+    """Try a model of somebody's own on a few rows.
+
+    Raises:
+        ValueError: it fails, or returns something else than an output for each row.
+    """
+    if config.name in MODELS:
+        return
+    rows, width = 3, config.embedding_dim
+    inputs = RowInputs(
+        single_NFD=torch.zeros(rows, sizes.num_single, width),
+        bag_values_VD=torch.zeros(rows * sizes.num_multi, width),
+        bag_index_V=torch.arange(rows * sizes.num_multi),
+        num_multi=sizes.num_multi,
+        dense_NK=torch.zeros(rows, sizes.num_dense),
+    )
+    wanted, said = [rows] + [sizes.outputs] * (sizes.outputs > 1), f"model.name = {config.name!r}"
+    try:
+        with torch.no_grad():
+            output = model.eval()(inputs)
+    except Exception as error:
+        told = str(error).splitlines() or [""]
+        raise ValueError(
+            f"{said} cannot score rows: {type(error).__name__}: {told[0]}. Mend its forward; "
+            "--verbose shows where"
+        ) from error
+    finally:
+        model.train()
+    shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    if shape != wanted:
+        raise ValueError(
+            f"{said} makes {shape} of {rows} rows; a tensor of {wanted} is needed. Correct what "
+            "its forward returns"
+        )
 
 
 def _options(config: ModelConfig, make: Any) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from gmeta.report.page import page
 from gmeta.report.runs import EvaluatedRun
 from gmeta.report.summarise import summarise
 from gmeta.report.wording import line_of, number, signed
+from tests.browser import needs_browser, open_browser
 from tests.report.sample import baseline_of, run_of, yardstick_of
 
 VOID = {"meta", "link", "br"}
@@ -197,3 +199,15 @@ def test_the_page_shows_the_yardstick_how_it_was_chosen_and_what_must_not_be_mis
     for caution in evaluation.cautions:
         assert caution.text in text
     assert len(evaluation.cautions) == 4
+
+
+@needs_browser
+def test_a_laptop_shows_the_verdict_on_each_baseline(tmp_path: Path) -> None:
+    run, path = run_of("bce"), tmp_path / "report.html"
+    rivals = [yardstick_of("bce"), yardstick_of("bce", "boosted trees", "trees")]
+    path.write_text(_drawn(summarise([run, baseline_of("bce")], rivals), run))
+    with open_browser() as browser:
+        browser.open(path.as_uri())
+        script = "const e = document.querySelector('.scroll'); return [e.scrollWidth, e.clientWidth]"
+        needed, shown = browser.driver.execute_script(script)
+    assert needed <= shown
