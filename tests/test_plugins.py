@@ -73,6 +73,8 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "class Right(Deep):\n    def made(self, output):\n        return output[:, 0]\n"
         "class Columns(Deep):\n    def made(self, output):\n        return output\n"
         "class Several(Deep):\n    def made(self, output):\n        return output, output\n"
+        "class Unmade(Deep):\n"
+        "    def __init__(self, config, sizes):\n        self.linear = nn.Linear(4, 1)\n"
         "class Failing(Deep):\n    def made(self, output):\n        return output.nothing\n"
     )
 
@@ -88,7 +90,9 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "Several": "makes tuple of 3 rows; a tensor of [3] is needed. Correct what its forward "
         "returns",
         "Failing": "cannot score rows: AttributeError: 'Tensor' object has no attribute 'nothing'. "
-        "Mend its forward; --verbose shows where",
+        "Mend its forward; --verbose shows the line",
+        "Unmade": "cannot be made: AttributeError: cannot assign module before Module.__init__() "
+        "call. Mend its __init__; --verbose shows the line",
     }.items():
         with pytest.raises(ValueError) as caught:
             checked(name)

@@ -85,9 +85,7 @@ def _least_width(console: Console, table: Table) -> int:
         shown = (Measurement.get(console, wide, one) for one in (column.header, *column.cells))
         widest = max(one.maximum for one in shown)
         column.overflow = "fold"
-        column.min_width = column.width or (
-            widest if column.no_wrap else min(widest, FOLDED_WIDTH)
-        )
+        column.min_width = column.width or (widest if column.no_wrap else min(widest, FOLDED_WIDTH))
     return sum(column.min_width or 0 for column in table.columns) + 3 * len(table.columns) + 1
 
 

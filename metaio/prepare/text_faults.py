@@ -16,8 +16,8 @@ _ENCODING = (
     "convert it to UTF-8"
 )
 _NOT_LATIN = (
-    "an input holds the bytes 80 to 9f, which are no letters of Latin-1; Windows' cp1252 has quotes "
-    "there. Convert it: iconv -f cp1252 -t utf-8"
+    "an input holds the bytes 80 to 9f, which are no letters of Latin-1; Windows' cp1252 has "
+    "quotes there. Convert it: iconv -f cp1252 -t utf-8"
 )
 _FIT = "Correct that row, or declare the column's type in the schema"
 # What DuckDB says, the same in one line, and what to do.

@@ -1,6 +1,7 @@
 """The models by name; a package of your own adds one by an entry point or its import path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
             "the dataset has 0 sparse columns: a model needs at least one. "
             "Add a [[single]] or [[multi]] column to the schema and prepare again"
         )
-    model = make(config, sizes, *_options(config, make))
+    options = _options(config, make)
+    with _told(config, "be made", "__init__"):
+        model = make(config, sizes, *options)
     if not row_layers(model):
         raise ValueError(
             f"model.name = {config.name!r} has 0 linear layers that work on rows: at least one is "
@@ -80,6 +83,21 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
     return model
 
 
+@contextmanager
+def _told(config: ModelConfig, what: str, where: str) -> Iterator[None]:
+    """Raise ValueError for an error in a model of somebody's own, which may raise one itself."""
+    try:
+        yield
+    except Exception as error:
+        if config.name in MODELS or isinstance(error, ValueError):
+            raise
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"model.name = {config.name!r} cannot {what}: {told}. Mend its {where}; --verbose "
+            "shows the line"
+        ) from error
+
+
 def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:
     """Try a model of somebody's own on a few rows.
 
@@ -96,23 +114,15 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
         num_multi=sizes.num_multi,
         dense_NK=torch.zeros(rows, sizes.num_dense),
     )
-    wanted, said = [rows] + [sizes.outputs] * (sizes.outputs > 1), f"model.name = {config.name!r}"
-    try:
-        with torch.no_grad():
-            output = model.eval()(inputs)
-    except Exception as error:
-        told = str(error).splitlines() or [""]
-        raise ValueError(
-            f"{said} cannot score rows: {type(error).__name__}: {told[0]}. Mend its forward; "
-            "--verbose shows where"
-        ) from error
-    finally:
-        model.train()
+    wanted = [rows] + [sizes.outputs] * (sizes.outputs > 1)
+    with _told(config, "score rows", "forward"), torch.no_grad():
+        output = model.eval()(inputs)
+    model.train()
     shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if shape != wanted:
         raise ValueError(
-            f"{said} makes {shape} of {rows} rows; a tensor of {wanted} is needed. Correct what "
-            "its forward returns"
+            f"model.name = {config.name!r} makes {shape} of {rows} rows; a tensor of {wanted} is "
+            "needed. Correct what its forward returns"
         )
 
 

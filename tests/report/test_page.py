@@ -208,6 +208,8 @@ def test_a_laptop_shows_the_verdict_on_each_baseline(tmp_path: Path) -> None:
     path.write_text(_drawn(summarise([run, baseline_of("bce")], rivals), run))
     with open_browser() as browser:
         browser.open(path.as_uri())
-        script = "const e = document.querySelector('.scroll'); return [e.scrollWidth, e.clientWidth]"
+        script = (
+            "const e = document.querySelector('.scroll'); return [e.scrollWidth, e.clientWidth]"
+        )
         needed, shown = browser.driver.execute_script(script)
     assert needed <= shown
