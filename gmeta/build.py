@@ -44,6 +44,7 @@ from gmeta_models.gated import head_layers
 from gmeta_models.passing import start_as_sum
 from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
 from gmeta_models.table_projections import TableProjections
+from metaio.counted import counted
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features
 
@@ -293,8 +294,9 @@ def build_learner(
     num_outputs = sum(head.out_features for head in head_layers(built).values())
     if num_outputs != sizes.outputs:
         raise ValueError(
-            f"model.name = {model.name!r} has {num_outputs} outputs and the dataset "
-            f"{sizes.outputs} labels: one each is needed. Give its last layer sizes.outputs"
+            f"model.name = {model.name!r}: the linear layer that it defines last, its head, has "
+            f"{counted(num_outputs, 'output')} and the dataset {counted(sizes.outputs, 'label')}: "
+            "one each is needed. Define the head last, with sizes.outputs outputs"
         )
     check_outputs(built, model, sizes)
     width_of = {
