@@ -226,8 +226,8 @@ def _told_trees(
         f"{counted(model.num_trees, 'tree')} of {setting.leaves} leaves of "
         f"{setting.leaf_rows} rows or more at rate {setting.rate:g} on top of the bias model, from "
         f"{model.num_statistics} statistics of support and columns, grown on "
-        f"{counted(model.num_rows, 'row')}; the best of {counted(model.num_tried, 'setting')} on "
-        f"{chosen_on}"
+        f"{counted(model.num_rows, 'query row')} drawn of training tasks; the best of "
+        f"{counted(model.num_tried, 'setting')} on {chosen_on}"
     )
     chosen: dict[str, str | float] = {
         "num_trees": model.num_trees,
