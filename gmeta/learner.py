@@ -30,6 +30,7 @@ from gmeta.batches.graphs import Capture, Graphs
 from gmeta.batches.groups import GROUP_WORK, least_gain
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.errors import ConfigError
 from gmeta.losses.objectives import Objectives
 from gmeta.rows.ragged import RowLayout
 from gmeta.rows.rectangles import PaddedTasks, kind_of_device
@@ -227,6 +228,13 @@ class MetaLearner(nn.Module):
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
         terms = [self._algorithm.loss_sum(self.general_loop, rows, sides) for sides in groups]
+        for term in terms:
+            if term.dim():  # all of it would be added up, without a word
+                raise ConfigError(
+                    f"algorithm.name = {self._config.name!r} makes a loss of shape "
+                    f"{list(term.shape)}; a scalar is needed, the sum over the tasks. Correct its "
+                    "loss_sum"
+                )
         loss_sum = torch.stack(terms).sum()
         if all(sides.support.layout.num_rows == 0 for sides in groups):
             # No inner step: what only those use must still join every collective.

@@ -87,6 +87,22 @@ def test_reptiles_loss_with_rates_that_differ_is_refused(monkeypatch: pytest.Mon
     )
 
 
+def test_a_loss_of_each_task_is_not_added_up_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def repeated(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
+        adapted = inner_loop.adapt(rows, tasks, second_order=True)
+        return inner_loop.query_loss_sum(adapted, tasks).expand(len(TASKS))
+
+    learner = learner_of(Algorithm(repeated), monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        step(learner)
+    assert str(caught.value) == (
+        "algorithm.name = 'own' makes a loss of shape [3]; a scalar is needed, the sum over the "
+        "tasks. Correct its loss_sum"
+    )
+
+
 RATES = {"decision.0": 0.2, "decision.2": 0.3, "decision.4": 0.1}
 
 
