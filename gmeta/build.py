@@ -33,7 +33,7 @@ from gmeta.losses.config import LabelsConfig
 from gmeta.losses.objectives import objectives_of
 from gmeta.losses.row_losses import labels_taken_N
 from gmeta.metrics.catalogue import label_of, not_ours, predicted_by
-from gmeta.metrics.own import NAMED_METRICS
+from gmeta.metrics.own import NAMED_METRICS, try_out
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.names import module_name
 from gmeta.tables.sharding import check_sharding
@@ -160,9 +160,17 @@ def check_hooks(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
+        GMetaError: a metric fails, which would else be found by the first validation.
     """
     early_stop_of(config)
+    for name in _own_metrics(config):
+        try_out(name)
     find_hooks(config.run)
+
+
+def _own_metrics(config: TrainConfig) -> list[str]:
+    metrics = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
+    return not_ours(metrics)
 
 
 def check_registered(
@@ -192,9 +200,8 @@ def plugins_of(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict
 def all_plugins_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     """Return the same of all that a run needs: its metrics, loggers and callbacks too."""
     run = config.run
-    metrics = [*config.evaluation.metrics, label_of(run.early_stop_metric)[0]]
     named: list[tuple[Registry[Any], str]] = [
-        *((NAMED_METRICS, name) for name in not_ours(metrics)),
+        *((NAMED_METRICS, name) for name in _own_metrics(config)),
         *((NAMED_LOGGERS, name) for name in run.loggers),
         *((NAMED_CALLBACKS, name) for name in run.callbacks),
     ]

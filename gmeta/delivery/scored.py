@@ -39,7 +39,7 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
         rows = predict_gate(served, model, dataset, split)
         values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
         found[split] = {
-            "num_tasks": dataset.splits[split].num_episodes,
+            "num_tasks": len(np.unique(rows.task_N)),
             "scores": {
                 name: float(one.value) if np.isfinite(one.value) else None
                 for name, one in values.items()

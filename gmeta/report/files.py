@@ -1,7 +1,7 @@
 """Writing a report: every file whole or not at all, the same bytes for the same runs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ CHART_NAMES = (
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """The files of a report, and the evaluation that they show (for console_table)."""
+    """The files of a report, and the evaluation that they show."""
 
     evaluation_json: Path
     html: Path
@@ -42,15 +42,18 @@ def write(
     runs: Sequence[EvaluatedRun],
     yardsticks: Sequence[EvaluatedYardstick] = (),
     notes: Sequence[str] = (),
+    tell: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> ReportPaths:
     """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
-    the one reported, `notes` tell of yardsticks that are not there.
+    the one reported, `notes` tell of yardsticks that are not there. `tell` shows what is found
+    before anything is written: a full disk must not take an hour of scoring along.
 
     Raises:
         UserError: the runs cannot be reported or compared; see check_runs. Nothing is written then.
         OSError: the folder cannot be written; a file that stood there before is left as it was.
     """
     evaluation = summarise(runs, yardsticks, notes)
+    tell(evaluation)
     charts = charts_of(
         evaluation,
         curves_of(runs[0].history, runs[0].scoring, runs[0].label_logged, len(runs[0].labels)),

@@ -1,13 +1,14 @@
 """The models by name; a package of your own adds one by an entry point or its import path."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from gmeta_keys import Wording, parse
+from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_keys.plugins import Registry
 from gmeta_models.cbml import CBML
 from gmeta_models.config import InputSizes, ModelConfig
@@ -83,19 +84,15 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
     return model
 
 
-@contextmanager
-def _told(config: ModelConfig, what: str, where: str) -> Iterator[None]:
-    """Raise ValueError for an error in a model of somebody's own, which may raise one itself."""
-    try:
-        yield
-    except Exception as error:
-        if config.name in MODELS or isinstance(error, ValueError):
-            raise
-        told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"model.name = {config.name!r} cannot {what}: {told}. Mend its {where}; --verbose "
-            "shows the line"
-        ) from error
+def _told(config: ModelConfig, what: str, where: str) -> AbstractContextManager[None]:
+    """Return a context that raises ValueError for an error of a model of somebody's own."""
+    if config.name in MODELS:
+        return nullcontext()
+    said = f"model.name = {config.name!r} cannot {what}"
+    advice = f"Mend its {where}; --verbose shows the line"
+    return failing_as(
+        lambda error: ValueError(f"{said}: {kind_and_text(error)}. {advice}"), ValueError
+    )
 
 
 def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:

@@ -1,14 +1,17 @@
 """gmeta score: what an exported model is worth on a dataset, by the scores of its predictions."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import gmeta
+from gmeta.delivery import scored
 from gmeta.delivery.channel import Channel
-from gmeta.delivery.gate import predict_gate
+from gmeta.delivery.gate import Predicted, predict_gate
 from gmeta.delivery.packing import pack
 from gmeta.delivery.scored import score_model
 from gmeta.errors import UserError
@@ -41,6 +44,21 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
     expected = float((pairs + 1).mean() / 2)
     assert found["splits"]["gate"]["scores"]["auc"] == pytest.approx(expected, abs=1e-12)
     assert f"{expected:.4f}" in done.stdout
+
+
+def test_a_task_of_several_episodes_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_increments(tmp_path / "s", (60,), num_tasks=40)[0]
+    model = Model.of(SIZES).write(tmp_path / "model", stream="shop")
+
+    def of_two(*asked: Any) -> Predicted:
+        rows = predict_gate(*asked)
+        return replace(rows, task_N=rows.task_N % 2)
+
+    monkeypatch.setattr(scored, "predict_gate", of_two)
+    found = score_model(model, open_dataset(str(path)), ["gate"])
+    assert found["splits"]["gate"]["num_tasks"] == 2
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gmeta.build import check_hooks
+from gmeta.config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.metrics import own
 from gmeta.metrics.catalogue import Scoring, is_metric, label_of, not_ours
@@ -116,6 +118,26 @@ def test_what_is_no_number_has_a_reason_and_what_fails_a_line() -> None:
         f"evaluation.metrics = '{HERE}:FAILING' failed on {label_N.size} rows: IndexError: no "
         "rows. Mend it, or leave it out"
     )
+
+
+def test_a_metric_that_fails_is_found_before_the_first_step() -> None:
+    """At the first validation the steps before it, without a checkpoint yet, would be lost."""
+
+    def checked(metrics: list[str], **run: str) -> None:
+        table = {"data": {"path": "d"}, "run": {"dir": "r"} | run}
+        check_hooks(config_from_dict(table | {"evaluation": {"metrics": metrics}}))
+
+    checked(["auc", f"{HERE}:MEAN_ERROR", f"{HERE}:UNDEFINED"])
+    for metrics, run in (
+        (["auc", f"{HERE}:FAILING"], {}),
+        (["auc"], {"early_stop_metric": f"{HERE}:FAILING"}),
+    ):
+        with pytest.raises(GMetaError) as caught:
+            checked(metrics, **run)
+        assert str(caught.value) == (
+            f"evaluation.metrics = '{HERE}:FAILING' failed on 200 rows: IndexError: no rows. Mend "
+            "it, or leave it out"
+        )
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,14 @@ def test_refused_runs_write_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         files.write(tmp_path / "run", [run_of("mse"), baseline_of("bce")])
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_found_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    told = []
+
+    def tell(evaluation: Evaluation) -> None:
+        assert not (tmp_path / "out").exists()
+        told.append(evaluation)
+
+    paths = files.write(tmp_path / "out", [run_of("bce")], tell=tell)
+    assert told == [paths.evaluation]

@@ -122,10 +122,15 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             ]
             models = [model for found in yardsticks for model in found.models]
             told = dict.fromkeys(note for found in yardsticks for note in found.notes)
-            paths = write(out, evaluated, models, [*told, *notes])
+            paths = write(
+                out,
+                evaluated,
+                models,
+                [*told, *notes],
+                lambda found: show_table(console, console_table(found)),
+            )
             for root, each in zip(roots, evaluated, strict=True):
                 _keep_chosen(root, each)
-            show_table(console, console_table(paths.evaluation))
             evaluation = json.loads(Path(paths.evaluation_json).read_text())
             print_result({"report": paths.html, "evaluation": evaluation})
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
