@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from gmeta.commands.extend import extend_stream
-from gmeta.commands.screen import phases, print_result, screen, show_table
+from gmeta.commands.screen import phases, print_result, screen, show_table, table_of
 from gmeta.commands.spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
 from metaio.counted import counted
@@ -336,16 +336,8 @@ def _report(out: str) -> None:
 
 
 def _counts(dataset: Dataset) -> Table:
-    table = Table(
-        "split",
-        "episodes",
-        "rows",
-        "shards",
-        "blocks",
-        title=f"fingerprint {dataset.fingerprint[:16]}",
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    heads = ("split", "episodes", "rows", "shards", "blocks")
+    table = table_of(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
     for name, split in dataset.splits.items():
         counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
         table.add_row(name, *(f"{count:,}" for count in counts))

@@ -48,7 +48,7 @@ def curves_of(
         curves.append(
             Curve(
                 "Training loss",
-                f"query loss ({LOSS_NAMES[scoring.loss] if num_labels == 1 else 'of all labels'})",
+                f"loss ({LOSS_NAMES[scoring.loss] if num_labels == 1 else 'of all labels'})",
                 "series-0",
                 steps,
                 values,

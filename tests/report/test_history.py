@@ -19,7 +19,7 @@ def losses(values: list[float]) -> list[dict[str, Any]]:
 
 def test_training_loss_and_the_headline_metric_are_drawn() -> None:
     loss, valid = curves_of(history("mse"), Scoring("mse"))
-    assert (loss.title, loss.axis_label) == ("Training loss", "query loss (squared error)")
+    assert (loss.title, loss.axis_label) == ("Training loss", "loss (squared error)")
     assert loss.values.tolist() == [2.0 / (index + 1) for index in range(100)]
     assert (valid.title, valid.axis_label) == ("Validation MAE", "MAE")
     assert valid.steps.tolist() == [100.0 * (index + 1) for index in range(10)]
