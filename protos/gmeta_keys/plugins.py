@@ -26,6 +26,7 @@ from gmeta_keys.boundary import failing_as, kind_and_text
 Part = TypeVar("Part")
 
 GROUPS = "gmeta."  # of entry points: gmeta.models, gmeta.algorithms, ...
+NOT_INSTALLED = "not installed"  # in place of a version
 TRUSTED = "GMETA_PLUGINS"
 
 
@@ -98,7 +99,7 @@ class Registry(Generic[Part]):
         try:
             return {"package": owners[0], "version": version(owners[0])}
         except PackageNotFoundError:  # a folder on the path
-            return {"package": owners[0], "version": "not installed"}
+            return {"package": owners[0], "version": NOT_INSTALLED}
 
     def _entries(self) -> dict[str, str]:
         entries = _entry_points(tuple(sys.path)).select(group=self.group)
@@ -126,6 +127,7 @@ def package_told(made_on: Mapping[str, Any], key: str) -> str:
     if not isinstance(package, dict):
         return ""
     told = f"{package.get('package')} {package.get('version')}"
+    told = told.replace(f" {NOT_INSTALLED}", ", which was only on the path")
     return f" It was made with {told:.80}." if told.isprintable() else ""
 
 

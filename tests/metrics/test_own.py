@@ -15,6 +15,7 @@ from gmeta.metrics.own import NUM_GROUPS, Metric, check_trusted
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Floats, Ints
 from gmeta.report.intervals import bootstrap_values, percentile_interval
+from gmeta_keys.plugins import NOT_INSTALLED
 
 # N rows
 
@@ -185,5 +186,9 @@ def test_a_strangers_run_imports_no_metric(tmp_path: Path, monkeypatch: pytest.M
         "which is not installed as a plug-in here"
     )
     assert str(caught.value).endswith("It was made with mine 2.")
+    made_on = {"plugins": {f"{own.KEY}: mine:M": {"package": "mine", "version": NOT_INSTALLED}}}
+    with pytest.raises(GMetaError) as caught:
+        check_trusted(tmp_path, ["mine:M"], made_on)
+    assert str(caught.value).endswith(" It was made with mine, which was only on the path.")
     monkeypatch.setenv("GMETA_PLUGINS", "mine")
     check_trusted(tmp_path, ["mine:M"], made_on)
