@@ -108,6 +108,17 @@ def test_a_checkpoint_that_was_late_arrives_with_the_next(
     assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
 
 
+def test_a_checkpoint_that_was_late_arrives_with_the_next_of_another_process(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = run_at(tmp_path / "run", 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "glob", away)
+        put(root)
+    run_at(root, 20)
+    assert put(root).checkpoints() == ["step-00000010", "step-00000020"]
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", "tables", PROGRESS_FILE])
 def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(
     store: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
