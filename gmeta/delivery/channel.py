@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -286,7 +286,7 @@ class Channel:
                 current = None
             # A promotion that was killed behind its pointer is not in the log yet.
             if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
-                self._log(_told(current))
+                self._log(asdict(current))
             yield current
 
     def _place_of(self, offered: Version, current: Current | None, named: Path) -> int:
@@ -347,17 +347,12 @@ class Channel:
         body = {"number": version.number, "checksum_of": version.checksum, "action": action}
         body |= {"at": current.at, "verdict": kept}
         write_checked(self.root / POINTER, POINTER_FORMAT, body)
-        self._log(_told(current))
+        self._log(asdict(current))
         return current
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         lines = [json.dumps(one) + "\n" for one in [*self.promotions(), entry]]
         write_whole(self.root / PROMOTIONS, "".join(lines).encode())
-
-
-def _told(current: Current) -> dict[str, Any]:
-    found = {"action": current.action, "at": current.at, "number": current.number}
-    return {**found, "checksum": current.checksum, "verdict": current.verdict}
 
 
 def entries_of(content: bytes) -> list[dict[str, Any]]:

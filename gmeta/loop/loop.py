@@ -234,13 +234,11 @@ class Loop:
     def _unscored(self) -> tuple[int, Version] | None:
         """Return the first increment on which the frozen model was not scored yet, and that
         model."""
-        frozen = self.frozen() if self.config.follow.frozen else None
-        if frozen is None:
-            return None
-        later = (one for one in increment_numbers(self._stream) if one > frozen[0])
-        found = (one for one in later if not (self.folder(one) / FROZEN_FILE).exists())
-        number = next(found, None)
-        return None if number is None else (number, frozen[1])
+        if self.config.follow.frozen and (frozen := self.frozen()):
+            for number in increment_numbers(self._stream):
+                if number > frozen[0] and not (self.folder(number) / FROZEN_FILE).exists():
+                    return number, frozen[1]
+        return None
 
     def _prepare(self, partition: Partition, held: Sequence[str]) -> Done:
         arguments = ["prepare", "--extend", self._stream, *partition.files]

@@ -72,7 +72,7 @@ def test_the_mirror_keeps_what_the_run_keeps(store: Any, tmp_path: Path) -> None
     shutil.rmtree(root / "checkpoints" / "step-00000010")
     run_at(root, 20, 30)
     mirror = put(root)
-    assert mirror.checkpoints() == ["step-00000030"]
+    assert mirror.checkpoints() == ["step-00000020", "step-00000030"]
     assert not store.exists("/bucket/run/checkpoints/step-00000010")
 
 
@@ -156,8 +156,8 @@ def test_a_full_disk_of_the_mirror_keeps_nothing_half(tmp_path: Path) -> None:
     for killed in (".step-00000020.partial", ".step-00000010.1.old"):
         (there / killed).mkdir()
     mirror = put(root, url)
-    assert mirror.checkpoints() == ["step-00000010", "step-00000030"]
-    assert len(list(there.iterdir())) == 2
+    assert mirror.checkpoints() == ["step-00000010", "step-00000020", "step-00000030"]
+    assert len(list(there.iterdir())) == 3
 
 
 class ClientError(Exception):

@@ -208,6 +208,7 @@ def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(
     """A person goes back behind the champion that it was compared with."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     root = shutil.copytree(followed, tmp_path / "copy")
+    shutil.rmtree(root / "logs")  # what was taken has other names
     write_day(root / "logs", 2)
     asked: list[str] = []
 
