@@ -53,8 +53,8 @@ def _forecasts(days: Sequence[Day]) -> list[Panel | None]:
     panels = []
     for info, name in _infos(name for day in days for name in day.forecast):
         lines: list[Line] = [
-            ("continued", lambda day, name=name: day.forecast.get(name), _GOES_ON),
-            ("frozen", lambda day, name=name: day.frozen.get(name), _FROZEN),
+            ("continued", partial(_forecast, name), _GOES_ON),
+            ("frozen", partial(_frozen, name), _FROZEN),
         ]
         if name == "auc":
             lines.append(("best possible", lambda day: day.best_auc, _BEST))
@@ -188,6 +188,14 @@ def _infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
                 info = replace(info, label=f"{info.label} of {label}")
             found.append((info, name))
     return found
+
+
+def _forecast(name: str, day: Day) -> float | None:
+    return day.forecast.get(name)
+
+
+def _frozen(name: str, day: Day) -> float | None:
+    return day.frozen.get(name)
 
 
 def _judged(who: str, name: str, day: Day) -> float | None:
