@@ -91,6 +91,16 @@ def _check_listen(address: str, is_secured: bool) -> None:
         )
 
 
+def _tell(line: str) -> None:
+    """Print a line; where the disk of the log is full, it is left out: no reason to end."""
+    try:
+        screen().print(line)
+    except BrokenPipeError:  # nobody looks any more
+        raise
+    except OSError:
+        return
+
+
 def _run(
     loop: Loop,
     measured: LoopMetrics,
@@ -100,7 +110,7 @@ def _run(
     live: "LivePage | None",
 ) -> None:
     """Take stage after stage until a signal has `asked` to end, or `once` nothing is left to do."""
-    console, told, drawn_s = screen(), "", 0.0
+    told, drawn_s = "", 0.0
     every_s = loop.config.follow.every_s
     is_drawn = False
     while not asked:
@@ -110,7 +120,7 @@ def _run(
                 told, is_drawn = "", False
                 measured.done(done)
                 number, took = done.increment or "-", f"{done.took_s:7.1f} s"
-                console.print(f"increment {number}  {done.stage:<8}{took}  {done.told}")
+                _tell(f"increment {number}  {done.stage:<8}{took}  {done.told}")
             measured.look()
             if done is not None and live is not None:
                 live.redraw()
@@ -124,12 +134,12 @@ def _run(
             if once:
                 raise
             if asked and str(error) != told:
-                console.print(f"stopped: {error}")
+                _tell(f"stopped: {error}")
                 return
             measured.failed(str(error))
             if str(error) != told:  # not every few seconds
                 told = str(error)
-                console.print(f"waiting: {told}")
+                _tell(f"waiting: {told}")
                 if page is not None:
                     with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
                         page.draw()
@@ -137,7 +147,7 @@ def _run(
             continue
         if done is None:
             if lacking and lacking != told:
-                console.print(lacking if once else f"waiting: {lacking}")
+                _tell(lacking if once else f"waiting: {lacking}")
                 told = lacking
             if once:
                 return

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,8 @@ class Channel:
     ) -> Current:
         """Make the model in a folder that `gmeta export` wrote the one that is served, and return
         what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
-        files never change, is linked. Once it serves, nothing happens. Errors speak of it as
-        `named`: what the caller was given.
+        files never change, is linked. Of one that serves already the verdict alone is kept. Errors
+        speak of it as `named`: what the caller was given.
 
         Raises:
             UserError: the folder holds no model, a delta over another version than is served, or a
@@ -190,7 +190,9 @@ class Channel:
         offered = read_version(candidate)
         with self.changing() as current:
             if current is not None and self.serves(offered):
-                return current
+                if verdict is None or verdict == current.verdict:
+                    return current
+                return self._point(self.version(current.number), PROMOTED, verdict)
             number = self._place_of(offered, current, named or candidate)
             if offered.delta is not None:
                 self.chain(offered.delta.parent.number)
@@ -284,7 +286,7 @@ class Channel:
                 current = None
             # A promotion that was killed behind its pointer is not in the log yet.
             if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
-                self._log(_told(current))
+                self._log(asdict(current))
             yield current
 
     def _place_of(self, offered: Version, current: Current | None, named: Path) -> int:
@@ -293,7 +295,7 @@ class Channel:
         told = {entry.get("number") for entry in self.promotions()}
         offered_checksum = model_checksum(offered.folder)
         for number in numbers:
-            if self._model_checksum(number) == offered_checksum:
+            if self.model_of(number) == offered_checksum:
                 # A promotion that was killed before its pointer is taken up where it was.
                 if number == numbers[-1] and number not in told:
                     return number
@@ -321,7 +323,7 @@ class Channel:
         # A version that was lost leaves its number: copies of the channel may have it.
         return max((*numbers, *(one for one in told if isinstance(one, int))), default=0) + 1
 
-    def _model_checksum(self, number: int) -> str:
+    def model_of(self, number: int) -> str:
         """Return the checksum of the model that a version leads to; "" of one that is missing."""
         try:
             return model_checksum(self.folder_of(number))
@@ -345,17 +347,12 @@ class Channel:
         body = {"number": version.number, "checksum_of": version.checksum, "action": action}
         body |= {"at": current.at, "verdict": kept}
         write_checked(self.root / POINTER, POINTER_FORMAT, body)
-        self._log(_told(current))
+        self._log(asdict(current))
         return current
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         lines = [json.dumps(one) + "\n" for one in [*self.promotions(), entry]]
         write_whole(self.root / PROMOTIONS, "".join(lines).encode())
-
-
-def _told(current: Current) -> dict[str, Any]:
-    found = {"action": current.action, "at": current.at, "number": current.number}
-    return {**found, "checksum": current.checksum, "verdict": current.verdict}
 
 
 def entries_of(content: bytes) -> list[dict[str, Any]]:

@@ -218,11 +218,12 @@ def _calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure,
     (values_B,) = bootstrap_values([Terms(value, prediction_T, label_T)])
     interval = percentile_interval(values_B, num_tasks)
     low, high = (value, value) if interval.reason else (interval.low, interval.high)
+    ends = f"it {interval.reason}" if interval.reason else f"95 % {low:.3g} to {high:.3g}"
     told = []
     if high < CALIBRATION[0] or low > CALIBRATION[1]:
         told = [
-            f"predictions are {value:.3g} of the labels on average (95 % {low:.3g} to {high:.3g}), "
-            f"allowed are {CALIBRATION[0]} to {CALIBRATION[1]}"
+            f"predictions are {value:.3g} of the labels on average ({ends}), allowed are "
+            f"{CALIBRATION[0]} to {CALIBRATION[1]}"
         ]
     return _measure(value, interval), told
 

@@ -84,6 +84,8 @@ class Loop:
         # As the last step found it, if it left nothing to do.
         self.idle: Standing | None = None
         self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
+        self.unpublished = ""  # why the mirror lacks what serves, once a try has failed
+        self._is_put_off = False  # its next try: the mirror may be away for hours
 
     def step(self) -> Done | None:
         """Take the next stage there is and return what came of it; None where there is none.
@@ -104,8 +106,15 @@ class Loop:
     def _step(self) -> Done | None:
         self.idle = None
         current = self.channel.current()
-        if self.config.follow.mirror and current is not None and current.at != self._published:
-            return self._publish(current)  # what a person promoted or rolled back, too
+        if current is None or not self.config.follow.mirror or current.at == self._published:
+            return self._next(current)
+        # What a person promoted or rolled back, too.
+        is_put_off, self._is_put_off = self._is_put_off, False
+        done = self._next(current) if is_put_off else None
+        return done or self._publish(current)
+
+    def _next(self, current: Current | None) -> Done | None:
+        """Take the next stage there is but that of publishing."""
         # What comes next is read from what is there, never remembered: a kill between two stages
         # costs nothing.
         number = self.unfinished()
@@ -125,7 +134,7 @@ class Loop:
         if not (root / "trained.json").exists():
             return self._train(number)
         # An export appears whole or not at all: one that was killed is made anew.
-        if not (root / "verdict.json").exists():
+        if not (root / "verdict.json").exists() or self._is_outdated(number, current):
             if not (root / "model" / CONFIG_FILE).exists():
                 return self._export(number)
             return self._judge(number, root / "model")
@@ -164,18 +173,24 @@ class Loop:
 
     def verdict(self, number: int) -> dict[str, Any] | None:
         """Return the verdict on an increment's candidate; None where there is none yet."""
-        if number in self._verdicts:
-            return self._verdicts[number]  # it never changes: a step must not read all of them
-        path = self.folder(number) / "verdict.json"
+        path, found = self.folder(number) / "verdict.json", self._verdicts.get(number)
         try:
-            self._verdicts[number] = read_json(path)
-            return self._verdicts[number]
+            # Remembered: a step must not read all of them.
+            found = self._verdicts[number] = found or read_json(path)
+            return found
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise GMetaError(
                 f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
             ) from error
+
+    def _is_outdated(self, number: int, current: Current | None) -> bool:
+        """Return whether a person has promoted or rolled back since a candidate was judged: against
+        another champion than serves now."""
+        verdict, serves = self.verdict(number) or {}, current.number if current else None
+        is_it = bool(current and (current.verdict or {}).get("model") == verdict.get("model"))
+        return not is_it and bool(verdict.get("champion_version", serves) != serves)
 
     def promoted(self, number: int) -> int | None:
         """Return the version of the channel that an increment's candidate became."""
@@ -219,13 +234,11 @@ class Loop:
     def _unscored(self) -> tuple[int, Version] | None:
         """Return the first increment on which the frozen model was not scored yet, and that
         model."""
-        frozen = self.frozen() if self.config.follow.frozen else None
-        if frozen is None:
-            return None
-        later = (one for one in increment_numbers(self._stream) if one > frozen[0])
-        found = (one for one in later if not (self.folder(one) / FROZEN_FILE).exists())
-        number = next(found, None)
-        return None if number is None else (number, frozen[1])
+        if self.config.follow.frozen and (frozen := self.frozen()):
+            for number in increment_numbers(self._stream):
+                if number > frozen[0] and not (self.folder(number) / FROZEN_FILE).exists():
+                    return number, frozen[1]
+        return None
 
     def _prepare(self, partition: Partition, held: Sequence[str]) -> Done:
         arguments = ["prepare", "--extend", self._stream, *partition.files]
@@ -286,6 +299,7 @@ class Loop:
         arguments += ["--margin", str(judge.margin)] if judge.margin else []
         arguments += ["--out", str(root / "verdict.json")]
         _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
+        self._verdicts.pop(number, None)
         verdict = self.verdict(number) or {}
         return Done("judge", number, took_s, _told_verdict(verdict))
 
@@ -301,8 +315,12 @@ class Loop:
         mirror, name = self.config.follow.mirror, f"{current.number}-{current.checksum[:12]}"
         log = self._runs / "logs" / "publish.log"
         arguments = ["publish", str(self.channel.root), mirror]
-        _, took_s = self._run(0, arguments, f"version {name}", log)
-        self._published = current.at
+        try:
+            _, took_s = self._run(0, arguments, f"version {name}", log)
+        except GMetaError as error:
+            self.unpublished, self._is_put_off = str(error), True
+            raise
+        self._published, self.unpublished = current.at, ""
         return Done("publish", 0, took_s, f"version {name} is at {mirror}")
 
     def _removed(self) -> str:
@@ -332,9 +350,12 @@ class Loop:
         if stamp != self._promoted[0]:
             found = {}
             for entry in self.channel.promotions():
-                model = (entry.get("verdict") or {}).get("model")
-                if model and entry.get("action") == PROMOTED:
-                    found[str(model)] = int(entry["number"])
+                if entry.get("action") == PROMOTED:
+                    number = int(entry["number"])
+                    # A person may promote without the verdict.
+                    told = (entry.get("verdict") or {}).get("model")
+                    found[str(told or self.channel.model_of(number))] = number
+            found.pop("", None)  # of a version that is gone
             self._promoted = stamp, found
         return self._promoted[1]
 
@@ -376,11 +397,14 @@ class Loop:
         last = refused[-1]
         reasons = "; ".join((self.verdict(last) or {}).get("reasons", []))
         root, channel = self.folder(last), self.channel.root
+        serves = (
+            "The version before them serves on" if self.channel.current() else "None serves yet"
+        )
         return GMetaError(
             f"increments {', '.join(map(str, refused))} are set aside: {len(refused)} candidates "
-            f"were refused in a row, the last because {reasons}. The version before them serves "
-            f"on. Raise judge.max_refused, or promote by hand: gmeta promote {root / 'model'} "
-            f"{channel} --verdict {root / 'verdict.json'}"
+            f"were refused in a row, the last because {reasons}. {serves}. Raise "
+            f"judge.max_refused, or promote by hand: gmeta promote {root / 'model'} {channel} "
+            f"--verdict {root / 'verdict.json'}"
         )
 
     def folder(self, number: int) -> Path:

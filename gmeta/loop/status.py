@@ -63,7 +63,7 @@ class Status:
 
 
 def status_of(loop: Loop) -> Status:
-    """Return how it stands with a loop whose last stage did not fail."""
+    """Return how it stands with a loop, as far as its last stage did not fail."""
     follow = loop.config.follow
     numbers = increment_numbers(follow.stream)
     current = loop.channel.current()
@@ -74,6 +74,7 @@ def status_of(loop: Loop) -> Status:
         "held": len(log.held),
         "refused_files": log.refused,
         "fresh_s": follow.fresh_s,
+        "failure": loop.unpublished,
     }
     if not numbers:
         return Status(**shared)

@@ -86,11 +86,11 @@ class TaskCache:
             return entry
         return Entry(found.support, None, "", found.stamp, found.expires_s)
 
-    def put(self, key: str, support: pa.Table, state: TaskState, version: str) -> None:
-        """Keep a task that a caller sent the support rows of."""
+    def put(self, key: str, support: pa.Table, state: TaskState, version: str) -> bool:
+        """Keep a task that a caller sent the support rows of; return whether it has room."""
         expires_s = self._clock() + self._ttl_s
         stamp = self._shared.put(key, support, expires_s) if self._shared is not None else ""
-        self._keep(key, Entry(support, state, version, stamp, expires_s))
+        return self._keep(key, Entry(support, state, version, stamp, expires_s)) or bool(stamp)
 
     def restore(self, key: str, entry: Entry, state: TaskState, version: str) -> None:
         """Keep the state that a newer version, or this process, made of an entry's support rows."""
@@ -106,16 +106,17 @@ class TaskCache:
                     self.num_bytes -= entry.state.num_bytes
                     self._entries[key] = replace(entry, state=None)
 
-    def _keep(self, key: str, entry: Entry) -> None:
+    def _keep(self, key: str, entry: Entry) -> bool:
         with self._lock:
             self._drop(key)
             if entry.num_bytes > self._max_bytes:
-                return
+                return False
             self._entries[key] = entry
             self.num_bytes += entry.num_bytes
             # What was just put is the last one, so it stays.
             while self.num_bytes > self._max_bytes:
                 self._drop(next(iter(self._entries)))
+            return True
 
     def _drop(self, key: str) -> None:
         entry = self._entries.pop(key, None)

@@ -80,7 +80,6 @@ def _find_state(share: _Share, model: ServedModel, version: str, cache: TaskCach
     request = share.request
     if request.support is not None:
         share.support = request.support
-        share.cache = "stored" if request.task_key is not None else ""
     elif request.task_key is None:
         share.state = model.unadapted
         return
@@ -151,7 +150,8 @@ def _adapt_and_predict(
             if key is not None and share.entry is not None:
                 cache.restore(key, share.entry, state, version)
             elif key is not None and share.support is not None:
-                cache.put(key, share.support, state, version)
+                is_kept = cache.put(key, share.support, state, version)
+                share.cache = "stored" if is_kept else "too_large"
     adapted_s = time.perf_counter()
     observe("adapt", adapted_s - began_s)
     _predict(shares, PREDICTION, model, tasks)

@@ -49,7 +49,7 @@ class ServerMetrics:
         )
         self.cache = Counter(
             "gmeta_serve_cache",
-            "Requests with a task key: hit, stored, restored from its rows, or miss.",
+            "Requests with a task key: hit, stored, restored from its rows, too_large or miss.",
             ["result"],
             registry=registry,
         )

@@ -59,8 +59,8 @@ class Inference:
 @dataclass(frozen=True)
 class Answer:
     """What was computed for a request, by name, each [N], of several labels [N, labels]; `version`
-    is that of the model that computed all of it, `cache` says hit, stored or restored where a task
-    key was given."""
+    is that of the model that computed all of it, `cache` says hit, stored, restored or too_large
+    where a task key was given."""
 
     version: str
     outputs: Mapping[str, npt.NDArray[np.float32]]

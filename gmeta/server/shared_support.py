@@ -58,8 +58,9 @@ class SharedSupport:
         self._db.execute("create index if not exists by_use on tasks (used)")
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
-        """Keep a task's rows for all processes and return the stamp of this put; "" where the file
-        does not take it, as on a place that is full: this is told once, and tried with each put.
+        """Keep a task's rows for all processes and return the stamp of this put; "" of rows larger
+        than the room for all, and where the file does not take them, as on a place that is full:
+        this is told once, and tried with each put.
         """
         rows, stamp = _to_bytes(support), uuid.uuid4().hex
         with self._lock:
@@ -78,7 +79,7 @@ class SharedSupport:
                 self._failed(error)
                 return ""
             self._is_failing = False
-        return stamp
+        return stamp if len(rows) <= self._max_bytes else ""
 
     def get(self, key: str, stamp: str, now_s: float) -> Found | None:
         """Return the task's rows, without them where their stamp is this one; None if there are

@@ -72,7 +72,7 @@ def test_the_mirror_keeps_what_the_run_keeps(store: Any, tmp_path: Path) -> None
     shutil.rmtree(root / "checkpoints" / "step-00000010")
     run_at(root, 20, 30)
     mirror = put(root)
-    assert mirror.checkpoints() == ["step-00000030"]
+    assert mirror.checkpoints() == ["step-00000020", "step-00000030"]
     assert not store.exists("/bucket/run/checkpoints/step-00000010")
 
 
@@ -106,6 +106,17 @@ def test_a_checkpoint_that_was_late_arrives_with_the_next(
     run_at(root, 20)
     mirror.put(root / "checkpoints" / "step-00000020")
     assert mirror.checkpoints() == ["step-00000010", "step-00000020"]
+
+
+def test_a_checkpoint_that_was_late_arrives_with_the_next_of_another_process(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = run_at(tmp_path / "run", 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "glob", away)
+        put(root)
+    run_at(root, 20)
+    assert put(root).checkpoints() == ["step-00000010", "step-00000020"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "tables", PROGRESS_FILE])
@@ -145,8 +156,8 @@ def test_a_full_disk_of_the_mirror_keeps_nothing_half(tmp_path: Path) -> None:
     for killed in (".step-00000020.partial", ".step-00000010.1.old"):
         (there / killed).mkdir()
     mirror = put(root, url)
-    assert mirror.checkpoints() == ["step-00000010", "step-00000030"]
-    assert len(list(there.iterdir())) == 2
+    assert mirror.checkpoints() == ["step-00000010", "step-00000020", "step-00000030"]
+    assert len(list(there.iterdir())) == 3
 
 
 class ClientError(Exception):

@@ -364,6 +364,14 @@ def test_a_model_that_was_exported_again_is_served_already(tmp_path: Path) -> No
     write_config(again, replace(config, source={**config.source, "exported_at": "later"}))
     before = channel.served()
     assert channel.promote(again) == before
+    # What was promoted without its verdict is told once that is there.
+    told = channel.promote(again, {"model": "of a run"})
+    assert (told.number, told.verdict) == (1, {"model": "of a run"})
+    assert (
+        channel.promote(again, told.verdict) == channel.promote(again) == channel.served() == told
+    )
+    moves = [(one["number"], one["verdict"]) for one in channel.promotions()]
+    assert moves == [(1, before.verdict), (1, told.verdict)]
     write_config(again, replace(config, source={**config.source, "step": 7}))
     assert channel.promote(again).number == 2
 

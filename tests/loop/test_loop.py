@@ -1,5 +1,7 @@
 """The loop: every closed partition is trained once and served in its turn, whatever is killed."""
 
+import errno
+import io
 import json
 import os
 import random
@@ -196,8 +198,52 @@ def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
         loop.step()
     assert str(caught.value).startswith(
         "increments 1, 2 are set aside: 2 candidates were refused in a row, the last because "
-        "worse. The version before them serves on. Raise judge.max_refused, or promote by hand: "
+        "worse. None serves yet. Raise judge.max_refused, or promote by hand: "
     )
+
+
+def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(
+    followed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person goes back behind the champion that it was compared with."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    root = shutil.copytree(followed, tmp_path / "copy")
+    shutil.rmtree(root / "logs")  # what was taken has other names
+    write_day(root / "logs", 2)
+    asked: list[str] = []
+
+    def stage(arguments: list[str], log: Path) -> int:
+        asked.append(arguments[0])
+        return run_stage(arguments, log)
+
+    loop = loop_of(write_loop(root, margin=9), stage)
+    while "judge" not in asked:
+        loop.step()
+    loop.channel.rollback(1)
+    assert [loop.step().stage for _ in range(2)] == ["judge", "promote"]  # type: ignore[union-attr]
+    served = loop.channel.served()
+    assert served.verdict is not None
+    assert (served.number, served.verdict["champion_version"]) == (3, 1)
+    # Killed before the log was written, it is promoted, and not judged against itself.
+    log = root / "channel" / "promotions.jsonl"
+    told = log.read_text()
+    log.write_text("".join(told.splitlines(keepends=True)[:-1]))
+    assert [loop.step().stage for _ in range(2)] == ["promote", "score"]  # type: ignore[union-attr]
+    assert log.read_text() == told
+
+
+def test_a_model_that_a_person_promotes_without_its_verdict_is_known(
+    followed: Path, tmp_path: Path
+) -> None:
+    """It was refused, or would be promoted next: the loop must not wait, or promote it for ever."""
+    root = shutil.copytree(followed, tmp_path / "copy")
+    shutil.rmtree(root / "channel")
+    loop = loop_of(write_loop(root, margin=9))
+    for number in (1, 2):
+        assert loop.unfinished() == number
+        loop.channel.promote(root / f"runs/00000{number}/model")
+        assert loop.promoted(number) == number
+    assert loop.unfinished() is None
 
 
 @pytest.mark.distributed
@@ -389,6 +435,19 @@ def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
     take_stages(loop, metrics, asked, False, None, None)
     assert "".join(capsys.readouterr().out.split()) == "".join(f"waiting: {caught.value}".split())
     assert metrics.registry.get_sample_value("gmeta_follow_failing") == 1
+
+
+def test_a_full_disk_of_the_log_ends_no_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    loop, asked = loop_of(write_loop(tmp_path)), Asked()
+    monkeypatch.setattr(loop, "without_input", lambda: asked.ask() or "no input yet")
+    monkeypatch.setattr("sys.stdout", Full())
+    take_stages(loop, LoopMetrics(loop), asked, False, None, None)
 
 
 def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:

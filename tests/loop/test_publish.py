@@ -1,5 +1,6 @@
 """follow.mirror: what is promoted, or rolled back by hand, is at the URL before anything else."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from gmeta.delivery.channel import Channel
 from gmeta.delivery.remote import served_at
 from gmeta.errors import GMetaError
 from gmeta.loop.config import load_follow_config
+from gmeta.loop.metrics import LoopMetrics
 from metaio.errors import UrlError
 from tests.delivery.models import Model
-from tests.loop.days import write_loop
-from tests.loop.following import loop_of, stages_of
+from tests.loop.days import write_day, write_loop
+from tests.loop.following import loop_of, run_stage, stages_of
 
 
 @pytest.fixture
@@ -50,6 +52,33 @@ def test_a_place_that_cannot_be_written_is_told_and_tried_again(
         loop.step()
     (tmp_path / "store").unlink()
     assert stages_of(loop) == [("publish", 0)]
+
+
+def test_while_a_place_is_away_the_rest_goes_on_in_turns(channel: Channel, tmp_path: Path) -> None:
+    """An increment waits to be prepared: no hours of an outage may hold its training up."""
+    (tmp_path / "store").write_text("a file")
+    write_day(tmp_path / "logs", 0)
+    asked: list[str] = []
+
+    def stage(arguments: list[str], log: Path) -> int:
+        asked.append(arguments[0])
+        return run_stage(arguments, log) if arguments[0] in ("publish", "prepare") else 1
+
+    loop = loop_of(config_with(tmp_path, f"file://{tmp_path}/store/clicks"), stage)
+    measured = LoopMetrics(loop)
+    for _ in range(5):
+        with suppress(GMetaError):
+            loop.step()
+        measured.look()
+        assert "publish of version" in measured.status.failure
+    assert asked == ["publish", "prepare", "publish", "train", "publish"]
+    (tmp_path / "store").unlink()
+    with suppress(GMetaError):
+        loop.step()  # another stage fails meanwhile
+    assert loop.step() is not None
+    measured.look()
+    assert measured.status.failure == ""
+    assert asked[5:] == ["train", "publish"]
 
 
 def test_a_url_that_nothing_reads_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -47,10 +47,20 @@ def test_the_least_recently_used_goes_first() -> None:
 
 def test_what_is_larger_than_the_cache_is_not_kept() -> None:
     cache = TaskCache(2 * size_of_one(), 10.0)
-    cache.put("a", ROWS, state(), "v1")
-    cache.put("a", ROWS, state(100_000), "v1")
+    assert cache.put("a", ROWS, state(), "v1")
+    assert not cache.put("a", ROWS, state(100_000), "v1")
     assert cache.get("a") is None
     assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+def test_a_cache_without_room_says_so_wherever_tasks_are_shared(tmp_path: Path) -> None:
+    cache = TaskCache(0, 10.0, SharedSupport(tmp_path / "db", 0))
+    assert not cache.put("a", ROWS, state(), "v1")
+    assert cache.get("a") is None
+    # Whose rows others can adapt by is kept, though this process holds no state of it.
+    cache = TaskCache(0, 10.0, SharedSupport(tmp_path / "db", 1 << 20))
+    assert cache.put("a", ROWS, state(), "v1")
+    assert cache.get("a") is not None
 
 
 def test_the_time_of_a_task_begins_with_its_rows() -> None:

@@ -92,6 +92,13 @@ def test_a_task_is_kept_by_its_key(service: Service, model: ServedModel) -> None
     )
 
 
+def test_a_task_that_has_no_room_is_not_told_as_stored(exported: Path) -> None:
+    with service_of(exported, cache_bytes=0) as service:
+        answer = post(service, request_of(QUERY, SUPPORT, key="user 7"))
+        assert answer.json()["parameters"] == {"support_rows": 9, "task_cache": "too_large"}
+        assert post(service, request_of(QUERY, key="user 7")).status_code == 404
+
+
 def test_requests_that_wait_are_answered_together_each_by_its_own_rows(
     service: Service, model: ServedModel
 ) -> None:
