@@ -4,6 +4,7 @@ pyarrow.
 """
 
 import difflib
+import itertools
 import re
 import tempfile
 from collections.abc import Iterator
@@ -42,15 +43,22 @@ from metaio.prepare.text_faults import (
     fault_of,
     fields_of,
     shortened,
+    text_lines,
 )
-from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
+from metaio.prepare.text_types import (
+    OF_NO_VALUE,
+    asked_types,
+    declared_types,
+    loss_refusal,
+    revealing_types,
+    type_of_nulls,
+)
 from metaio.prepare.transform import transformed
 
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
-# Makes each line one field: it stands in no text, or the line would be no text.
-_NO_DELIMITER = "\x01"
+_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
 
 
 def _names_zone(kind: str) -> bool:
@@ -104,10 +112,12 @@ class DuckSource:
             )
             first = self._files.names[0]
         self._types = self._column_types(first)
+        others = [name for name in self._files.names if name != first]
+        if self._files.kind == "JSON":
+            self._learn_types(others)
         self._check_columns(first)
         if of_rows is None and schema.transform is None:
             raise no_rows(self.names, self.given)
-        others = [name for name in self._files.names if name != first]
         left_out = {name for name in others if not self._agrees(name, first)}
         self.names = [name for name in self.names if name not in left_out]
         kept = [name for name in self._files.names if name not in left_out]
@@ -150,28 +160,15 @@ class DuckSource:
         asked = f", {option} = {struct(typed)}" if typed else ""
         return scan(self._files, names, f"{self._options}{asked}", columns)
 
-    def _lines(self, names: list[str], columns: str) -> str:
-        """Return a query over the lines of text files, each as the text `line`."""
-        # As Latin-1 all bytes are text, also those of columns that nobody reads.
-        encoding = "utf-16" if self._text.encoding == "utf-16" else "latin-1"
-        return (
-            f"SELECT {columns} FROM read_csv({paths(names)}, auto_detect = false, "
-            f"header = false, delim = '{_NO_DELIMITER}', quote = '', escape = '', comment = '', "
-            f"columns = {{'line': 'VARCHAR'}}, strict_mode = false, "
-            f"encoding = '{encoding}', max_line_size = {self._text.max_line_bytes})"
-        )
-
     def _header(self, name: str) -> tuple[str, list[str]]:
         """Return the delimiter and the fields of a text file's first line, if it names all columns
         that are read, and nothing if not.
         """
-        # With one thread, or it could be another line.
-        query = self._lines([name], "line").removesuffix(")") + ", parallel = false) LIMIT 1"
         try:
-            rows = self._connection.sql(query).fetchall()
-        except duckdb.Error:
+            with text_lines(name, self._text.encoding) as file:
+                line = file.readline(self._text.max_line_bytes).rstrip("\r\n")
+        except (OSError, pa.ArrowException, UnicodeError):
             return "", []
-        line = (rows[0][0] if rows else "") or ""
         if self._text.encoding == "utf-8":
             line = line.encode("latin-1").decode("utf-8-sig", errors="replace")
         for delimiter in DELIMITERS:
@@ -223,14 +220,30 @@ class DuckSource:
         same = all(self._header(other) == header for other in self._files.names)
         if not column or column in self._schema.columns or not same:
             raise self._refusal(error, name) from error
-        options = self._options.replace("'utf-8'", "'latin-1'")
+        sample = Path(self._folder.name, "sample.csv")
+        with text_lines(name, "utf-8") as lines, sample.open("wb") as file:
+            for line in itertools.islice(lines, _SAMPLE_LINES):
+                file.write(line.encode("latin-1").decode(errors="replace").encode())
+        options = f"{self._options}, ignore_errors = true"  # it may end within a quote
         *_, columns, _, _, _, call = self._fetch(
-            f"SELECT * FROM sniff_csv({quoted(literal(name))}, {options})", name
+            f"SELECT * FROM sniff_csv({quoted(literal(str(sample)))}, {options})", name
         )[0]
         found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
         if found:
             self._options += f", {found[0]}"
             self._spelled = {part["name"]: part["type"] for part in columns}
+
+    def _learn_types(self, others: list[str]) -> None:
+        """Take the types of columns in which the first file has no value from files that have one:
+        loggers leave out what is null.
+        """
+        unknown = {c for c in self._schema.columns if self._types.get(c) in OF_NO_VALUE}
+        for name in others if unknown else ():
+            types = self._column_types(name)
+            self._types |= {c: types[c] for c in unknown & types.keys()}
+            unknown = {c for c in unknown if self._types.get(c) in OF_NO_VALUE}
+        for column in unknown & self._types.keys():
+            self._types[column] = type_of_nulls(self._schema, column)
 
     def _check_columns(self, name: str) -> None:
         numbers = {*self._schema.label_columns, *(column.column for column in self._schema.dense)}
@@ -262,6 +275,8 @@ class DuckSource:
         types, agrees = self._column_types(name), True
         for column, kind in wanted.items():
             if column not in types:
+                if self._files.kind == "JSON":
+                    continue  # null in all of its rows
                 self._look_for_ragged_rows(name)
                 raise DataError(
                     f"input {name} has no column {column}, but {first} has. Make the files agree"
@@ -338,13 +353,18 @@ class DuckSource:
     def _count_lines(self, num_rows: int) -> None:
         """Note how many lines are no rows: DuckDB leaves out blank ones without a word."""
         mark = self._text.comment
-        comments = f"count(*) FILTER (starts_with(line, {quoted(mark)}))" if mark else "0"
-        query = self._lines(self._files.names, f"count(*), count(line), {comments}")
-        num_lines, num_filled, num_comments = self._fetch(query)[0]
+        num_lines = num_blank = num_comments = 0
+        for name in self._files.names:
+            with self._refused(name), text_lines(name, self._text.encoding) as file:
+                for line in file:
+                    num_lines += 1
+                    num_blank += not line.strip("\r\n")
+                    num_comments += bool(mark) and line.startswith(mark)
         # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
-        is_exact = num_filled - num_comments == num_rows + len(self._files.names)
+        num_filled = num_lines - num_blank - num_comments
+        is_exact = num_filled == num_rows + len(self._files.names)
         blank = "blank_lines" if is_exact else "blank_lines_at_most"
-        self.left_out |= {"comment_lines": num_comments, blank: num_lines - num_filled}
+        self.left_out |= {"comment_lines": num_comments, blank: num_blank}
 
     def distinct(self, column: str) -> list[str]:
         """Return the sorted distinct values of a column, as text."""

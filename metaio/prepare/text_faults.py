@@ -3,10 +3,15 @@ advise settings of DuckDB.
 """
 
 import csv
+import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
 
 import fsspec
+import pyarrow as pa
 
 from metaio.errors import DataError, shown
 
@@ -92,19 +97,36 @@ def fields_of(line: str, delimiter: str) -> list[str]:
     return next(csv.reader([line], delimiter=delimiter), [])
 
 
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+
+@contextmanager
+def text_lines(name: str, encoding: str) -> Iterator[io.TextIOWrapper]:
+    """Return a text file that yields its lines with their ends: of UTF-8 one character for each
+    byte, so that bytes that are none, in columns that nobody reads, do no harm.
+    """
+    with fsspec.open(name, "rb") as file:
+        codec = _CODECS.get(PurePath(name).suffix.lower())
+        plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
+        own = "utf-16" if encoding == "utf-16" else "latin-1"
+        with io.TextIOWrapper(plain, encoding=own, errors="replace", newline="") as lines:
+            yield lines
+
+
 def bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
     """Return the first line of a file that is not UTF-8, and its column; "" where that is not
     known.
     """
-    with fsspec.open(name, "rb", compression="infer") as file:
-        for number, line in enumerate(file, start=1):
+    with text_lines(name, "utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            own = line.encode("latin-1")
             try:
-                line.decode()
+                own.decode()
             except UnicodeDecodeError:
                 # Each byte that is no text becomes a surrogate, which UTF-8 cannot hold.
-                text = line.decode(errors="surrogateescape")
+                text = own.decode(errors="surrogateescape")
                 fields = zip(header, fields_of(text, delimiter), strict=False) if header else ()
-                return number, next((column for column, own in fields if _is_bad(own)), "")
+                return number, next((column for column, value in fields if _is_bad(value)), "")
     return 0, ""
 
 
