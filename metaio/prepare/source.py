@@ -4,7 +4,6 @@ pyarrow.
 """
 
 import difflib
-import itertools
 import re
 import tempfile
 from collections.abc import Iterator
@@ -40,10 +39,12 @@ from metaio.prepare.text_faults import (
     DELIMITERS,
     bad_bytes,
     check_objects,
+    counted_lines,
     fault_of,
     fields_of,
     shortened,
     text_lines,
+    write_sample,
 )
 from metaio.prepare.text_types import (
     OF_NO_VALUE,
@@ -58,7 +59,6 @@ from metaio.prepare.transform import transformed
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
-_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
 
 
 def _names_zone(kind: str) -> bool:
@@ -90,7 +90,7 @@ class DuckSource:
         """Find the files, their columns and types, and refuse what does not fit the schema."""
         schema = self._schema
         self._files = expand(inputs, Path(self._folder.name))
-        self._connection = connected(self._files)
+        self._connection = connected(self._files, self._folder.name)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
         # Keeping the order costs memory: only where a row is known by its place alone.
@@ -101,6 +101,8 @@ class DuckSource:
         self.names, self.given = self._files.names, self._files.given
         self.members = self._files.members
         self._options = self._text_options()
+        self._folders: bool | None = None  # whether their names are columns; None: as they look
+        self._by_name = ""  # where columns stand in another order in another file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
         of_rows = self._first_with_rows()
@@ -111,7 +113,13 @@ class DuckSource:
                 self._files, schema.transform, schema.columns, self._raw_batches, own
             )
             first = self._files.names[0]
+        # What a file holds counts more than what its folder, such as day=1, is called.
+        self._folders = False
         self._types = self._column_types(first)
+        lacking = [c for c in schema.columns if c not in self._types and f"/{c}=" in f"/{first}"]
+        if lacking:
+            self._folders = True
+            self._types = self._column_types(first)
         others = [name for name in self._files.names if name != first]
         if self._files.kind == "JSON":
             self._learn_types(others)
@@ -158,7 +166,8 @@ class DuckSource:
         typed = self._spelled | declared_types(self._schema) | (types or {})
         option = "columns" if self._spelled else "types"
         asked = f", {option} = {struct(typed)}" if typed else ""
-        return scan(self._files, names, f"{self._options}{asked}", columns)
+        options = f"{self._options}{asked}{self._by_name}"
+        return scan(self._files, names, options, columns, self._folders)
 
     def _header(self, name: str) -> tuple[str, list[str]]:
         """Return the delimiter and the fields of a text file's first line, if it names all columns
@@ -221,9 +230,7 @@ class DuckSource:
         if not column or column in self._schema.columns or not same:
             raise self._refusal(error, name) from error
         sample = Path(self._folder.name, "sample.csv")
-        with text_lines(name, "utf-8") as lines, sample.open("wb") as file:
-            for line in itertools.islice(lines, _SAMPLE_LINES):
-                file.write(line.encode("latin-1").decode(errors="replace").encode())
+        write_sample(name, sample)
         options = f"{self._options}, ignore_errors = true"  # it may end within a quote
         *_, columns, _, _, _, call = self._fetch(
             f"SELECT * FROM sniff_csv({quoted(literal(str(sample)))}, {options})", name
@@ -273,6 +280,8 @@ class DuckSource:
         not. Raise DataError where it has rows, or lacks a column."""
         wanted = {column: self._types[column] for column in self._schema.columns}
         types, agrees = self._column_types(name), True
+        if self._files.kind == "text" and [*types] != [*self._types]:
+            self._by_name = ", union_by_name = true"
         for column, kind in wanted.items():
             if column not in types:
                 if self._files.kind == "JSON":
@@ -352,15 +361,10 @@ class DuckSource:
 
     def _count_lines(self, num_rows: int) -> None:
         """Note how many lines are no rows: DuckDB leaves out blank ones without a word."""
-        mark = self._text.comment
-        num_lines = num_blank = num_comments = 0
-        for name in self._files.names:
-            with self._refused(name), text_lines(name, self._text.encoding) as file:
-                for line in file:
-                    num_lines += 1
-                    num_blank += not line.strip("\r\n")
-                    num_comments += bool(mark) and line.startswith(mark)
-        # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
+        with self._refused(""):
+            num_lines, num_blank, num_comments = counted_lines(
+                self._files.names, self._text.encoding, self._text.comment
+            )
         num_filled = num_lines - num_blank - num_comments
         is_exact = num_filled == num_rows + len(self._files.names)
         blank = "blank_lines" if is_exact else "blank_lines_at_most"
@@ -414,7 +418,8 @@ class DuckSource:
 
     @cached_property
     def _arrow_gives_the_same(self) -> bool:
-        if self._files.kind != "Parquet" or (self._schema.time and self._schema.time.format):
+        of_format = self._schema.time is not None and self._schema.time.format is not None
+        if self._files.kind != "Parquet" or of_format or self._folders:
             return False
         types = self.arrow_types(self._schema.columns)
         return all(parquet_files.holds(name, types) for name in self._files.names)

@@ -4,10 +4,11 @@ advise settings of DuckDB.
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import fsspec
@@ -97,6 +98,7 @@ def fields_of(line: str, delimiter: str) -> list[str]:
     return next(csv.reader([line], delimiter=delimiter), [])
 
 
+_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -111,6 +113,25 @@ def text_lines(name: str, encoding: str) -> Iterator[io.TextIOWrapper]:
         own = "utf-16" if encoding == "utf-16" else "latin-1"
         with io.TextIOWrapper(plain, encoding=own, errors="replace", newline="") as lines:
             yield lines
+
+
+def counted_lines(names: Sequence[str], encoding: str, mark: str) -> tuple[int, int, int]:
+    """Return how many lines files have, and how many of them are blank, or begin with a mark."""
+    num_lines = num_blank = num_comments = 0
+    for name in names:
+        with text_lines(name, encoding) as lines:
+            for line in lines:
+                num_lines += 1
+                num_blank += not line.strip("\r\n")
+                num_comments += bool(mark) and line.startswith(mark)
+    return num_lines, num_blank, num_comments
+
+
+def write_sample(name: str, sample: Path) -> None:
+    """Write the first lines of a file in UTF-8, with a mark for each byte that is none."""
+    with text_lines(name, "utf-8") as lines, sample.open("wb") as file:
+        for line in itertools.islice(lines, _SAMPLE_LINES):
+            file.write(line.encode("latin-1").decode(errors="replace").encode())
 
 
 def bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
