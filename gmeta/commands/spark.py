@@ -26,7 +26,7 @@ def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: Prepa
         UserError: there is no Spark, or an input is none that it reads as one machine would.
     """
     with spark_session(inputs, out) as session:
-        prepare_with_spark(_read(session, inputs), out, schema, options)
+        prepare_with_spark(_read(session, inputs, schema), out, schema, options)
 
 
 def refuse_transform(path: Path, schema: Schema) -> None:
@@ -75,13 +75,16 @@ def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
 
 
 @failures_told()
-def _read(session: "SparkSession", inputs: list[str]) -> Any:
+def _read(session: "SparkSession", inputs: list[str], schema: Schema) -> Any:
     from pyspark.errors import AnalysisException
 
     # Hadoop knows S3 by this name only; the dataset is written by fsspec, which knows both.
     paths = [f"s3a{path[2:]}" if path.startswith("s3://") else path for path in inputs]
     try:
-        return session.read.parquet(*paths)
+        # Without columns of folders such as day=1, whose values would replace those of the files.
+        frame = session.read.option("recursiveFileLookup", "true").parquet(*paths)
+        lacks = set(schema.columns) - set(frame.columns)
+        return session.read.parquet(*paths) if lacks else frame
     except AnalysisException as error:
         raise UserError(
             f"Spark cannot read {', '.join(paths)}: {str(error).splitlines()[0]} Correct the path; "

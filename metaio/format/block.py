@@ -256,9 +256,10 @@ def bundles_of(num_tasks: int, lengths_GB: Int64) -> Bundles:
 def bundled(block: Block, num_tasks: int) -> Block:
     """Return the block with ids of their own for every `num_tasks` episodes; as it is for 0.
 
-    What each row holds stays the same. An id stands once for each bundle that uses it.
+    What each row holds stays the same. An id stands once for each bundle that uses it. Without
+    tables there are none.
     """
-    if not num_tasks:
+    if not num_tasks or len(block.unique_offsets_B1) == 1:
         return block
     bounds_G1 = bundle_bounds(block.num_episodes, num_tasks)
     rows_G = _stretches(block.row_offsets_T1[bounds_G1])

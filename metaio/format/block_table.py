@@ -96,7 +96,7 @@ def _bundles(
     Raises:
         FormatError: they contradict each other, or the counts of their block.
     """
-    if "bundle_tasks" not in flat or not num_blocks:
+    if "bundle_tasks" not in flat or not num_blocks or not num_tables:
         return 0, ()
     tasks_X, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]
     num_tasks = int(tasks_X[0])

@@ -149,7 +149,9 @@ class SplitWriter:
     def finish(self) -> tuple[SplitEntry, pa.Table]:
         """Write the rest and the block table. Returns the manifest's entry and the block table."""
         self.end_shard()
-        table = pa.concat_tables(self._tables or [block_table_schema().empty_table()])
+        # A shard whose tasks were all dropped has no block that tells of bundles.
+        tables = [table for table in self._tables if table.num_rows]
+        table = pa.concat_tables(tables or [block_table_schema().empty_table()])
         path = self._folder / self._split / BLOCK_TABLE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, path, write_statistics=False, store_schema=False)

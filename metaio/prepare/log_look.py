@@ -145,7 +145,7 @@ def _check_columns(
 def _opened(urls: Sequence[str]) -> Iterator[tuple[duckdb.DuckDBPyConnection, Inputs]]:
     with tempfile.TemporaryDirectory(prefix="metaio-") as folder:
         files = expand(list(urls), Path(folder))
-        with connected(files) as connection:
+        with connected(files, folder) as connection:
             yield connection, files
 
 

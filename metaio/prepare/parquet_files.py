@@ -14,8 +14,7 @@ _BUFFER_BYTES = 1 << 20
 
 def holds(name: str, types: dict[str, pa.DataType]) -> bool:
     """Tell whether a file is local and has these columns, of these types."""
-    # Elsewhere it would need a file system of its own; a folder like `day=1` is a column to DuckDB.
-    if "://" in name or any(f"/{column}=" in f"/{name}" for column in types):
+    if "://" in name:  # it would need a file system of its own
         return False
     try:
         schema = pq.read_schema(name)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,20 +39,26 @@ from metaio.prepare.text_faults import (
     DELIMITERS,
     bad_bytes,
     check_objects,
+    counted_lines,
     fault_of,
     fields_of,
     shortened,
+    text_lines,
+    write_sample,
 )
-from metaio.prepare.text_types import asked_types, declared_types, loss_refusal, revealing_types
+from metaio.prepare.text_types import (
+    OF_NO_VALUE,
+    asked_types,
+    declared_types,
+    loss_refusal,
+    revealing_types,
+    type_of_nulls,
+)
 from metaio.prepare.transform import transformed
 
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
-# Makes each line one field: it stands in no text, or the line would be no text.
-_NO_DELIMITER = "\x01"
-# As many rows as DuckDB itself looks at before it decides on types.
-_SNIFFED_LINES = 20_480
 
 
 def _names_zone(kind: str) -> bool:
@@ -85,7 +90,7 @@ class DuckSource:
         """Find the files, their columns and types, and refuse what does not fit the schema."""
         schema = self._schema
         self._files = expand(inputs, Path(self._folder.name))
-        self._connection = connected(self._files)
+        self._connection = connected(self._files, self._folder.name)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
         # Keeping the order costs memory: only where a row is known by its place alone.
@@ -96,6 +101,8 @@ class DuckSource:
         self.names, self.given = self._files.names, self._files.given
         self.members = self._files.members
         self._options = self._text_options()
+        self._folders: bool | None = None  # whether their names are columns; None: as they look
+        self._by_name = ""  # where columns stand in another order in another file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
         of_rows = self._first_with_rows()
@@ -106,11 +113,19 @@ class DuckSource:
                 self._files, schema.transform, schema.columns, self._raw_batches, own
             )
             first = self._files.names[0]
+        # What a file holds counts more than what its folder, such as day=1, is called.
+        self._folders = False
         self._types = self._column_types(first)
+        lacking = [c for c in schema.columns if c not in self._types and f"/{c}=" in f"/{first}"]
+        if lacking:
+            self._folders = True
+            self._types = self._column_types(first)
+        others = [name for name in self._files.names if name != first]
+        if self._files.kind == "JSON":
+            self._learn_types(others)
         self._check_columns(first)
         if of_rows is None and schema.transform is None:
             raise no_rows(self.names, self.given)
-        others = [name for name in self._files.names if name != first]
         left_out = {name for name in others if not self._agrees(name, first)}
         self.names = [name for name in self.names if name not in left_out]
         kept = [name for name in self._files.names if name not in left_out]
@@ -151,29 +166,20 @@ class DuckSource:
         typed = self._spelled | declared_types(self._schema) | (types or {})
         option = "columns" if self._spelled else "types"
         asked = f", {option} = {struct(typed)}" if typed else ""
-        return scan(self._files, names, f"{self._options}{asked}", columns)
-
-    def _lines(self, names: list[str], columns: str) -> str:
-        """Return a query over the lines of text files, each as the text `line`."""
-        # Left out are lines with bytes that are no text, in a column that nobody reads.
-        return (
-            f"SELECT {columns} FROM read_csv({paths(names)}, auto_detect = false, "
-            f"header = false, delim = '{_NO_DELIMITER}', quote = '', escape = '', comment = '', "
-            f"columns = {{'line': 'VARCHAR'}}, strict_mode = false, ignore_errors = true, "
-            f"encoding = '{self._text.encoding}', max_line_size = {self._text.max_line_bytes})"
-        )
+        options = f"{self._options}{asked}{self._by_name}"
+        return scan(self._files, names, options, columns, self._folders)
 
     def _header(self, name: str) -> tuple[str, list[str]]:
         """Return the delimiter and the fields of a text file's first line, if it names all columns
         that are read, and nothing if not.
         """
-        # With one thread, or it could be another line.
-        query = self._lines([name], "line").removesuffix(")") + ", parallel = false) LIMIT 1"
         try:
-            rows = self._connection.sql(query).fetchall()
-        except duckdb.Error:
+            with text_lines(name, self._text.encoding) as file:
+                line = file.readline(self._text.max_line_bytes).rstrip("\r\n")
+        except (OSError, pa.ArrowException, UnicodeError):
             return "", []
-        line = ((rows[0][0] if rows else "") or "").removeprefix("\ufeff")
+        if self._text.encoding == "utf-8":
+            line = line.encode("latin-1").decode("utf-8-sig", errors="replace")
         for delimiter in DELIMITERS:
             fields = fields_of(line, delimiter)
             if set(self._schema.columns) <= set(fields):
@@ -223,17 +229,28 @@ class DuckSource:
         same = all(self._header(other) == header for other in self._files.names)
         if not column or column in self._schema.columns or not same:
             raise self._refusal(error, name) from error
-        first = Path(self._folder.name, ".first-lines.csv")
-        with fsspec.open(name, "rb", compression="infer") as file, first.open("wb") as out:
-            for line in islice(file, _SNIFFED_LINES):
-                out.write(line.decode(errors="replace").encode())
+        sample = Path(self._folder.name, "sample.csv")
+        write_sample(name, sample)
+        options = f"{self._options}, ignore_errors = true"  # it may end within a quote
         *_, columns, _, _, _, call = self._fetch(
-            f"SELECT * FROM sniff_csv({quoted(literal(str(first)))}, {self._options})", name
+            f"SELECT * FROM sniff_csv({quoted(literal(str(sample)))}, {options})", name
         )[0]
         found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
         if found:
             self._options += f", {found[0]}"
             self._spelled = {part["name"]: part["type"] for part in columns}
+
+    def _learn_types(self, others: list[str]) -> None:
+        """Take the types of columns in which the first file has no value from files that have one:
+        loggers leave out what is null.
+        """
+        unknown = {c for c in self._schema.columns if self._types.get(c) in OF_NO_VALUE}
+        for name in others if unknown else ():
+            types = self._column_types(name)
+            self._types |= {c: types[c] for c in unknown & types.keys()}
+            unknown = {c for c in unknown if self._types.get(c) in OF_NO_VALUE}
+        for column in unknown & self._types.keys():
+            self._types[column] = type_of_nulls(self._schema, column)
 
     def _check_columns(self, name: str) -> None:
         numbers = {*self._schema.label_columns, *(column.column for column in self._schema.dense)}
@@ -263,8 +280,12 @@ class DuckSource:
         not. Raise DataError where it has rows, or lacks a column."""
         wanted = {column: self._types[column] for column in self._schema.columns}
         types, agrees = self._column_types(name), True
+        if self._files.kind == "text" and [*types] != [*self._types]:
+            self._by_name = ", union_by_name = true"
         for column, kind in wanted.items():
             if column not in types:
+                if self._files.kind == "JSON":
+                    continue  # null in all of its rows
                 self._look_for_ragged_rows(name)
                 raise DataError(
                     f"input {name} has no column {column}, but {first} has. Make the files agree"
@@ -340,14 +361,14 @@ class DuckSource:
 
     def _count_lines(self, num_rows: int) -> None:
         """Note how many lines are no rows: DuckDB leaves out blank ones without a word."""
-        mark = self._text.comment
-        comments = f"count(*) FILTER (starts_with(line, {quoted(mark)}))" if mark else "0"
-        query = self._lines(self._files.names, f"count(*), count(line), {comments}")
-        num_lines, num_filled, num_comments = self._fetch(query)[0]
-        # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
-        is_exact = num_filled - num_comments == num_rows + len(self._files.names)
+        with self._refused(""):
+            num_lines, num_blank, num_comments = counted_lines(
+                self._files.names, self._text.encoding, self._text.comment
+            )
+        num_filled = num_lines - num_blank - num_comments
+        is_exact = num_filled == num_rows + len(self._files.names)
         blank = "blank_lines" if is_exact else "blank_lines_at_most"
-        self.left_out |= {"comment_lines": num_comments, blank: num_lines - num_filled}
+        self.left_out |= {"comment_lines": num_comments, blank: num_blank}
 
     def distinct(self, column: str) -> list[str]:
         """Return the sorted distinct values of a column, as text."""
@@ -397,7 +418,8 @@ class DuckSource:
 
     @cached_property
     def _arrow_gives_the_same(self) -> bool:
-        if self._files.kind != "Parquet" or (self._schema.time and self._schema.time.format):
+        of_format = self._schema.time is not None and self._schema.time.format is not None
+        if self._files.kind != "Parquet" or of_format or self._folders:
             return False
         types = self.arrow_types(self._schema.columns)
         return all(parquet_files.holds(name, types) for name in self._files.names)

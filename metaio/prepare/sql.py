@@ -13,8 +13,8 @@ from metaio.prepare.inputs import Inputs
 _MARKS, _MARKS_OF_WEB = re.compile(r"[*?[]"), re.compile(r"[*[]")
 
 
-def connected(inputs: Inputs) -> duckdb.DuckDBPyConnection:
-    """Return a connection that reads these files."""
+def connected(inputs: Inputs, folder: str) -> duckdb.DuckDBPyConnection:
+    """Return a connection that reads these files; what does not fit in memory lies in `folder`."""
     connection = duckdb.connect()
     for fs in inputs.file_systems:
         if "http" in fs.protocol:
@@ -25,18 +25,23 @@ def connected(inputs: Inputs) -> duckdb.DuckDBPyConnection:
     connection.execute("SET TimeZone = 'UTC'")
     # gmeta has its own.
     connection.execute("SET enable_progress_bar = false")
+    # Without it: .tmp in the working folder, which may be read-only, and stays after a kill.
+    connection.execute(f"SET temp_directory = {quoted(folder)}")
     return connection
 
 
-def scan(inputs: Inputs, names: Iterable[str], csv: str, json: str = "") -> str:
+def scan(
+    inputs: Inputs, names: Iterable[str], csv: str, json: str = "", folders: bool | None = None
+) -> str:
     """Return the table function that reads some of the files; `csv` and `json` are options of files
-    of these kinds.
+    of these kinds. `folders` tells whether those such as day=1 are columns; None: if all have them.
     """
+    hive = "" if folders is None else f", hive_partitioning = {str(folders).lower()}"
     if inputs.kind == "Parquet":
-        return f"read_parquet({paths(names)})"
+        return f"read_parquet({paths(names)}{hive})"
     if inputs.kind == "JSON":
-        return f"read_json({paths(names)}, format = 'newline_delimited'{json})"
-    return f"read_csv({paths(names)}, {csv})"
+        return f"read_json({paths(names)}, format = 'newline_delimited'{json}{hive})"
+    return f"read_csv({paths(names)}, {csv}{hive})"
 
 
 def strict_csv(name: str, options: str, delimiter: str, fields: Iterable[str]) -> str:

@@ -3,10 +3,16 @@ advise settings of DuckDB.
 """
 
 import csv
+import io
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
 
 import fsspec
+import pyarrow as pa
 
 from metaio.errors import DataError, shown
 
@@ -98,19 +104,56 @@ def fields_of(line: str, delimiter: str) -> list[str]:
     return next(csv.reader([line], delimiter=delimiter), [])
 
 
+_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+
+@contextmanager
+def text_lines(name: str, encoding: str) -> Iterator[io.TextIOWrapper]:
+    """Return a text file that yields its lines with their ends: of UTF-8 one character for each
+    byte, so that bytes that are none, in columns that nobody reads, do no harm.
+    """
+    with fsspec.open(name, "rb") as file:
+        codec = _CODECS.get(PurePath(name).suffix.lower())
+        plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
+        own = "utf-16" if encoding == "utf-16" else "latin-1"
+        with io.TextIOWrapper(plain, encoding=own, errors="replace", newline="") as lines:
+            yield lines
+
+
+def counted_lines(names: Sequence[str], encoding: str, mark: str) -> tuple[int, int, int]:
+    """Return how many lines files have, and how many of them are blank, or begin with a mark."""
+    num_lines = num_blank = num_comments = 0
+    for name in names:
+        with text_lines(name, encoding) as lines:
+            for line in lines:
+                num_lines += 1
+                num_blank += not line.strip("\r\n")
+                num_comments += bool(mark) and line.startswith(mark)
+    return num_lines, num_blank, num_comments
+
+
+def write_sample(name: str, sample: Path) -> None:
+    """Write the first lines of a file in UTF-8, with a mark for each byte that is none."""
+    with text_lines(name, "utf-8") as lines, sample.open("wb") as file:
+        for line in itertools.islice(lines, _SAMPLE_LINES):
+            file.write(line.encode("latin-1").decode(errors="replace").encode())
+
+
 def bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
     """Return the first line of a file that is not UTF-8, and its column; "" where that is not
     known.
     """
-    with fsspec.open(name, "rb", compression="infer") as file:
-        for number, line in enumerate(file, start=1):
+    with text_lines(name, "utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            own = line.encode("latin-1")
             try:
-                line.decode()
+                own.decode()
             except UnicodeDecodeError:
                 # Each byte that is no text becomes a surrogate, which UTF-8 cannot hold.
-                text = line.decode(errors="surrogateescape")
+                text = own.decode(errors="surrogateescape")
                 fields = zip(header, fields_of(text, delimiter), strict=False) if header else ()
-                return number, next((column for column, own in fields if _is_bad(own)), "")
+                return number, next((column for column, value in fields if _is_bad(value)), "")
     return 0, ""
 
 

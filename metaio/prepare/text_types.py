@@ -11,6 +11,8 @@ from metaio.prepare.sql import column_name
 _WHOLE = ("BIGINT", "HUGEINT", "UBIGINT")
 _ZONED = "TIMESTAMP WITH TIME ZONE"
 _NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
+# What DuckDB calls columns of JSON without a value, or of empty lists; None: that are not there.
+OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
 _ALIKE = "Write all of its times alike"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
@@ -25,6 +27,13 @@ def declared_types(schema: Schema) -> dict[str, str]:
     return said | {c.column: "VARCHAR" for c in schema.multi if c.separator is not None}
 
 
+def type_of_nulls(schema: Schema, column: str) -> str:
+    """Return the SQL type of a column of JSON that has no value in the first rows of any file."""
+    if column in {c.column for c in schema.vector}:
+        return "DOUBLE[]"
+    return "VARCHAR[]" if column in {c.column for c in schema.multi} else "VARCHAR"
+
+
 def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     """Return the guessed types, but for labels and dense columns, which may have decimals later,
     and integers beyond 64 bits, which survey() looks at.
@@ -35,8 +44,12 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     numbers = {*schema.label_columns, *(c.column for c in schema.dense)}
     vectors = {c.column for c in schema.vector}
     time = None if schema.time is None else schema.time.column
+    # Text in the first rows of these may mean that they have no value there.
+    may_be_null = {c.column for c in schema.dense if c.fill is not None}
+    may_be_null |= {label.column for label in schema.labels if not label.is_always_known}
     for column, kind in asked.items():
-        if column in numbers - ids - {time} and kind in (*_WHOLE, "JSON"):
+        unknown = "VARCHAR" if column in may_be_null else "JSON"
+        if column in numbers - ids - {time} and kind in (*_WHOLE, "JSON", unknown):
             asked[column] = "DOUBLE"
         elif column in vectors and kind in {f"{whole}[]" for whole in _WHOLE}:
             asked[column] = "DOUBLE[]"

@@ -1,5 +1,6 @@
 """Where inputs are read from: a web server, and files whose names hold the marks of globs."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +8,16 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
 import pytest
 
-from metaio import DataError
+from metaio import DataError, open_dataset
 from metaio.prepare.inputs import expand
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
+from metaio.prepare.schema_file import parse_schema
 from tests.metaio.prepare.test_local import changed, raw_table
 
 
@@ -80,3 +84,45 @@ def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         expand([f"{tmp_path}/*.csv", str(path)], tmp_path)
     assert str(caught.value) == f"input {path} is given 2 times. Give it once"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("has_day", [True, False])
+def test_what_a_file_holds_counts_more_than_the_name_of_its_folder(
+    tmp_path: Path, kind: str, has_day: bool
+) -> None:
+    """DuckDB, and Spark, put the value of the folder in its place."""
+    for day in (8, 9):
+        table = pa.table({"user": [1, 1], "day": [day * 10, day * 10 + 1], "clicked": [0, 1]})
+        table = table if has_day else table.drop_columns(["day"])
+        path = tmp_path / "logs" / f"day={day}" / f"a.{kind}"
+        path.parent.mkdir(parents=True)
+        if kind == "parquet":
+            pq.write_table(table, path)
+        elif kind == "csv":
+            pa_csv.write_csv(table, path)
+        else:
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+    body = {
+        "task": {"column": "user"},
+        "label": {"column": "clicked"},
+        "single": [{"column": "day", "vocabulary": 1}],
+        "episodes": {"query_rows": 1},
+    }
+    prepare([str(tmp_path / "logs")], str(tmp_path / "out"), parse_schema(body))
+    values = pq.read_table(tmp_path / "out/vocabulary/day.parquet")["value"].to_pylist()
+    assert values == ([80, 81, 90, 91] if has_day else [8, 9])
+
+
+def test_columns_of_csv_files_are_read_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("extra,user,word,clicked\n1,1,a,0\n1,1,b,1\n")
+    (tmp_path / "b.csv").write_text("word,clicked,user\nc,0,2\nd,1,2\n")
+    body = {
+        "task": {"column": "user"},
+        "label": {"column": "clicked"},
+        "single": [{"column": "word", "vocabulary": 1}],
+        "episodes": {"query_rows": 1},
+    }
+    prepare([str(tmp_path / "*.csv")], str(tmp_path / "out"), parse_schema(body))
+    assert pq.read_table(tmp_path / "out/vocabulary/word.parquet")["value"].to_pylist() == [*"abcd"]
+    assert open_dataset(str(tmp_path / "out")).split("train").num_episodes == 2

@@ -165,6 +165,25 @@ def test_a_large_train_split_stands_in_bundles(
         assert whole_split(large, split) == whole_split(small, split)
 
 
+def test_bundles_beside_a_shard_without_an_episode(tmp_path: Path) -> None:
+    """One task in two shards of eight blocks of four rows."""
+    table = raw_table(60)
+    table = table.set_column(0, "user", pa.array([1] * 60))
+    plain, bundles = (
+        prepared(tmp_path, table, changed(), block_rows=4, bundle_tasks=num) for num in (0, 2)
+    )
+    assert min(shard.num_rows for shard in bundles.split("train").shards) == 0
+    assert bundles.split("train").blocks.bundle_tasks == 2
+    assert whole_split(bundles, "train") == whole_split(plain, "train")
+
+
+def test_what_has_no_ids_stands_in_no_bundles(tmp_path: Path) -> None:
+    table, schema = raw_table(), changed(single=[], multi=[])
+    plain, asked = (prepared(tmp_path, table, schema, bundle_tasks=num) for num in (0, 3))
+    assert asked.split("train").blocks.bundle_tasks == 0
+    assert whole_split(asked, "train") == whole_split(plain, "train")
+
+
 def test_every_folder_that_a_glob_matches_is_read(tmp_path: Path) -> None:
     """What Spark calls day-1.parquet is a folder; its _SUCCESS holds no rows."""
     table = raw_table()

@@ -91,12 +91,6 @@ def test_files_that_only_duckdb_can_read_are_left_to_it(tmp_path: Path) -> None:
     assert not parquet_files.holds(name, {"user": pa.int32()})
     assert not parquet_files.holds(name, {"absent": pa.int64()})
     assert not parquet_files.holds(str(tmp_path / "absent.parquet"), types)
-    # The folder's name is a column to DuckDB, whatever the file holds under that name.
-    (tmp_path / "day=7").mkdir()
-    pq.write_table(table, tmp_path / "day=7" / "raw.parquet")
-    name = str(tmp_path / "day=7" / "raw.parquet")
-    assert parquet_files.holds(name, types)
-    assert not parquet_files.holds(name, {"day": pa.int64()})
 
 
 def test_what_is_no_schema_of_arrow_tells_of_no_durations() -> None:

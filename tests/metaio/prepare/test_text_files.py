@@ -336,3 +336,83 @@ def test_a_column_name_that_stands_twice_is_refused(tmp_path: Path) -> None:
 def test_an_odd_name_beside_another_is_two_columns(tmp_path: Path) -> None:
     text = "user,item,y,item_1\n1,7,1,8\n1,8,0,7\n"
     assert whole_split(prepared(tmp_path, {"a.csv": text}), "train")
+
+
+BEYOND_LATIN = "Ä日本🙂€"  # with bytes that no character of Latin-1 has
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("note", ["x", "caf\xe9 \x80"])
+def test_utf8_of_any_script_is_read_and_its_lines_counted(
+    tmp_path: Path, note: str, end: bytes
+) -> None:
+    lines = [f"{i % 3},{BEYOND_LATIN}{i % 5},{i % 2},{note}\n".encode() for i in range(12)]
+    if note != "x":  # of a column that nobody reads
+        lines = [line.replace(note.encode(), note.encode("latin-1")) for line in lines]
+    content = b"user,item,y,note\n\n" + b"".join(lines) + b"\n"
+    content = content.replace(b"\n", end)
+    single = [{"column": "item", "vocabulary": 1}]
+    dataset = prepared(
+        tmp_path, {"a.csv": content, "b.csv.gz": gzip.compress(content)}, single=single
+    )
+    values = pq.read_table(f"{dataset.url}/vocabulary/item.parquet")["value"].to_pylist()
+    assert values == [f"{BEYOND_LATIN}{i}" for i in range(5)]
+    assert dataset.manifest.report["dropped"]["blank_lines"] == 4
+
+
+JSON_ROWS: list[dict[str, Any]] = [{"user": i % 2, "y": i % 2} for i in range(6)]
+
+
+def _json(**values: Any) -> str:
+    return "".join(f"{json.dumps(row | values)}\n" for row in JSON_ROWS)
+
+
+@pytest.mark.parametrize("first", [{}, {"m": None}, {"m": []}, {"m": [None]}])
+@pytest.mark.parametrize(("own", "values"), [(["x", "y"], ["x", "y"]), ([7, 8], [7, 8])])
+def test_json_lists_without_a_value_in_the_first_file_are_read_as_the_others(
+    tmp_path: Path, first: dict[str, Any], own: list[Any], values: list[Any]
+) -> None:
+    multi = [{"column": "m", "vocabulary": 1, "null": "unknown"}]
+    files: dict[str, str | bytes] = {"a.jsonl": _json(**first), "b.jsonl": _json(m=own)}
+    dataset = prepared(tmp_path, files, single=[], multi=multi)
+    assert pq.read_table(f"{dataset.url}/vocabulary/m.parquet")["value"].to_pylist() == values
+
+
+@pytest.mark.parametrize("first", [{}, {"d": None, "item": None, "side": None}])
+def test_json_that_leaves_out_nulls_is_read_as_json_that_writes_them(
+    tmp_path: Path, first: dict[str, Any]
+) -> None:
+    files: dict[str, str | bytes] = {
+        "a.jsonl": _json(**first),
+        "b.jsonl": _json(d=0.5, item=4).replace('"user": ', '"side": "query", "user": 1'),
+        "c.jsonl": _json(**first),
+    }
+    dataset = prepared(
+        tmp_path,
+        files,
+        single=[{"column": "item", "vocabulary": 1, "null": "unknown"}],
+        dense=[{"column": "d", "fill": 0.0}],
+        membership={"column": "side"},
+    )
+    assert dataset.manifest.recipe["kinds"] == {"item": "integer"}
+    block = dataset.read_block("train", 0)
+    assert sorted(block.dense_NK[:, 0]) == [0.0] * 12 + [0.5] * 6
+    # Two tasks by [episodes], two of query rows alone.
+    assert sorted(block.support_lengths_T) == [0, 0, 5, 5]
+
+
+@pytest.mark.parametrize("value", ["4.5", "abc"])
+def test_a_dense_column_may_be_empty_in_the_first_file(tmp_path: Path, value: str) -> None:
+    files: dict[str, str | bytes] = {
+        "a.csv": "user,y,d\n1,1,\n1,0,\n",
+        "b.csv": f"user,y,d\n1,1,{value}\n",
+    }
+    columns: dict[str, Any] = {"single": [], "dense": [{"column": "d", "fill": 0.0}]}
+    if value == "abc":
+        message = (
+            'input b.csv, line 2: column d holds "abc", which is no DOUBLE. Correct that row, '
+        )
+        assert refused(tmp_path, files, **columns) == f"{message}{SEEN} [text]"
+    else:
+        block = prepared(tmp_path, files, **columns).read_block("train", 0)
+        assert sorted(block.dense_NK[:, 0]) == [0.0, 0.0, 4.5]
