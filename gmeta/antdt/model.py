@@ -19,9 +19,10 @@ MAX_COUNTED_ATTEMPTS = (1 << 32) - 1  # of a shard: what the wire can carry
 MAX_NAME_CHARS = 128
 MAX_NOTE_CHARS = 1024
 MAX_SHARDS_PER_LEASE_CALL = 256
-MAX_ITEMS_PER_CALL = 4096
+MAX_ITEMS_PER_CALL = 65_536
 MAX_OPERATOR_SHARDS = 1000
-MAX_LEASES_PER_WORKER = 4096  # so that one heartbeat can name all of them
+# So that one heartbeat can name all of them. A rank holds those of the batches made ahead, too.
+MAX_LEASES_PER_WORKER = MAX_ITEMS_PER_CALL
 MAX_WORKERS = 65_536
 MAX_DATASETS = 1024
 MAX_ACTIONS = 1024

@@ -115,3 +115,15 @@ def test_more_units_than_were_taken_cannot_have_been_trained(stream: UnitStream)
     with pytest.raises(ValueError) as beyond:
         stream.trained(5)
     assert str(beyond.value) == ("1 more units were trained than were taken. Count each unit once.")
+
+
+def test_a_rank_may_hold_the_small_shards_of_many_large_batches(client: ShardClient) -> None:
+    client.register_dataset(DatasetSpec("small", 6_000, 1))
+    stream = UnitStream(client, "small", 0, prefetch_shards=256)
+    for _ in range(3):  # one that trains, and those made ahead
+        assert sum(number for _, number in stream.take(2_000)) == 2_000
+    assert len(client.held) == 6_000
+    stream.trained(6_000)
+    stream.flush()
+    assert client.held == []
+    stream.close()
