@@ -35,13 +35,18 @@ _NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")
 
 
 class ShardState(IntEnum):
-    """One byte per shard; READY (to the outside: todo) is zero: a fresh epoch needs no page."""
+    """One byte per shard; READY is zero: a fresh epoch needs no page."""
 
     READY = 0
     DOING = 1
     DONE = 2
     SKIPPED = 3
     QUARANTINED = 4
+
+    @property
+    def shown(self) -> str:
+        """Return the word that `gmeta shards ls` has for it."""
+        return "todo" if self is ShardState.READY else self.name.lower()
 
 
 class Outcome(IntEnum):

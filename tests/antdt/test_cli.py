@@ -11,6 +11,7 @@ from gmeta.antdt import DatasetSpec, ShardClient
 from gmeta.antdt.errors import AntdtError, ManifestError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.rpc import views
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.commands.shards import shards
 
@@ -81,6 +82,15 @@ def test_a_quarantined_shard_is_requeued_or_skipped_with_a_reason(
     status = json.loads(run(server, "status", "--json"))
     assert (status["job"], status["datasets"][0]["skipped"]) == ("movies", "1")
     assert "movies: serving" in run(server, "status")
+
+
+def test_status_says_of_how_many_workers_it_shows_the_first(
+    server: ShardServer, client: ShardClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "workers;" not in run(server, "status")
+    monkeypatch.setattr(views, "MAX_WORKERS_SHOWN", 1)
+    with ShardClient(server.address, "rank1"):
+        assert "2 workers; these are the first 1 by name" in run(server, "status")
 
 
 def test_drain_and_undo(server: ShardServer, client: ShardClient) -> None:

@@ -53,7 +53,7 @@ def refused(scene: Scene, call: Call) -> tuple[str, str, str]:
             lambda service, worker: service.call(cmd.Requeue("o", "d", (1, 0))),
             "FAILED_PRECONDITION",
             "WRONG_STATE",
-            "shard 1 of dataset 'd' is READY; allowed is QUARANTINED, SKIPPED. Nothing was "
+            "shard 1 of dataset 'd' is todo; allowed is quarantined, skipped. Nothing was "
             "changed. List shards with 'gmeta shards ls'.",
         ),
         (
