@@ -7,6 +7,7 @@ import pytest
 
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
 from gmeta.antdt.client.stream import UnitStream
+from tests.antdt.trained import trained_ranges
 from tests.waiting import wait_until
 
 
@@ -31,7 +32,7 @@ def units(taken: list[tuple[int, int]]) -> list[int]:
 def in_model(client: ShardClient) -> int:
     """Units that the service knows to be in the model."""
     (entry,) = client.prepare_checkpoint(f"at-{time.monotonic()}", 0).datasets
-    return sum(end - start for start, end in entry.trained_ranges())
+    return sum(end - start for start, end in trained_ranges(entry))
 
 
 def test_steps_of_any_size_take_each_unit_once_and_then_the_epoch_ends(

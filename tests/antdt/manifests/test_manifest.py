@@ -21,6 +21,7 @@ from gmeta.antdt.manifests.manifest import (
     restore_table,
 )
 from gmeta.antdt.model import DatasetSpec, ShardState
+from tests.antdt.trained import trained_ranges
 
 SPEC = DatasetSpec("d", num_units=22, units_per_shard=4, seed=3, num_epochs=2)
 TOUCHED = Exceptional(0, 0, 0, "", "")
@@ -31,7 +32,7 @@ def manifest(*datasets: DatasetManifest) -> ShardManifest:
 
 
 def units(entry: DatasetManifest) -> list[int]:
-    return [unit for start, end in entry.trained_ranges() for unit in range(start, end)]
+    return [unit for start, end in trained_ranges(entry) for unit in range(start, end)]
 
 
 def random_table(seed: int) -> tuple[ShardTable, set[int]]:
