@@ -19,9 +19,10 @@ MAX_COUNTED_ATTEMPTS = (1 << 32) - 1  # of a shard: what the wire can carry
 MAX_NAME_CHARS = 128
 MAX_NOTE_CHARS = 1024
 MAX_SHARDS_PER_LEASE_CALL = 256
-MAX_ITEMS_PER_CALL = 4096
+MAX_ITEMS_PER_CALL = 65_536
 MAX_OPERATOR_SHARDS = 1000
-MAX_LEASES_PER_WORKER = 4096  # so that one heartbeat can name all of them
+# So that one heartbeat can name all of them. A rank holds those of the batches made ahead, too.
+MAX_LEASES_PER_WORKER = MAX_ITEMS_PER_CALL
 MAX_WORKERS = 65_536
 MAX_DATASETS = 1024
 MAX_ACTIONS = 1024
@@ -34,13 +35,18 @@ _NAME = re.compile(r"[A-Za-z0-9_.:@/-]{1,128}")
 
 
 class ShardState(IntEnum):
-    """One byte per shard; READY (to the outside: todo) is zero: a fresh epoch needs no page."""
+    """One byte per shard; READY is zero: a fresh epoch needs no page."""
 
     READY = 0
     DOING = 1
     DONE = 2
     SKIPPED = 3
     QUARANTINED = 4
+
+    @property
+    def shown(self) -> str:
+        """Return the word that `gmeta shards ls` has for it."""
+        return "todo" if self is ShardState.READY else self.name.lower()
 
 
 class Outcome(IntEnum):

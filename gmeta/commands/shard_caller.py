@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from gmeta.antdt.client.connection import Connection, ConnectionConfig
+from gmeta.antdt.errors import ServiceUnavailableError
 
 OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
 
@@ -54,6 +55,14 @@ def caller_of(
         connection = Connection(config)
         try:
             return connection.call(rpc, lambda: request)
+        except ServiceUnavailableError as error:
+            if getattr(error.__cause__, "reason", ""):
+                raise  # it answered, and said why it cannot
+            raise ServiceUnavailableError(
+                f"no shard service answered at {address}: {error.__cause__}. Start it, or name "
+                "another by --service HOST:PORT or GMETA_SHARD_SERVICE; a job's own stands in "
+                "RUN/shards/address."
+            ) from error
         finally:
             connection.close()
 

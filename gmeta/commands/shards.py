@@ -83,6 +83,8 @@ def status(
     _print_table(console, names, rows)
     workers = [(w.worker_id, w.num_leases, _silence(w), w.draining or "") for w in answer.workers]
     _print_table(console, ("worker", "leases", "last call", "draining"), workers)
+    if answer.num_workers > len(workers):
+        console.print(f"{answer.num_workers} workers; these are the first {len(workers)} by name")
     saved = [
         (c.checkpoint_id, c.step, "yes" if c.committed else "prepared") for c in answer.checkpoints
     ]

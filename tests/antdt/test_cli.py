@@ -8,11 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from gmeta.antdt import DatasetSpec, ShardClient
-from gmeta.antdt.errors import AntdtError, ManifestError
+from gmeta.antdt.errors import AntdtError, ManifestError, ServiceUnavailableError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.rpc import views
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.commands import shard_caller
 from gmeta.commands.shards import shards
+from tests.antdt.faults.service_process import free_port
 
 
 @pytest.fixture
@@ -81,6 +84,30 @@ def test_a_quarantined_shard_is_requeued_or_skipped_with_a_reason(
     status = json.loads(run(server, "status", "--json"))
     assert (status["job"], status["datasets"][0]["skipped"]) == ("movies", "1")
     assert "movies: serving" in run(server, "status")
+
+
+def test_status_says_of_how_many_workers_it_shows_the_first(
+    server: ShardServer, client: ShardClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "workers;" not in run(server, "status")
+    monkeypatch.setattr(views, "MAX_WORKERS_SHOWN", 1)
+    with ShardClient(server.address, "rank1"):
+        assert "2 workers; these are the first 1 by name" in run(server, "status")
+
+
+def test_where_no_service_is_the_operator_is_told_how_to_name_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shard_caller, "OPERATOR_BUDGET_S", 0.1)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ServiceUnavailableError) as raised:
+        CliRunner().invoke(shards, ["status", "--service", address], catch_exceptions=False)
+    told = str(raised.value)
+    assert told.startswith(f"no shard service answered at {address}: ")
+    assert told.endswith(
+        ". Start it, or name another by --service HOST:PORT or GMETA_SHARD_SERVICE; a job's own "
+        "stands in RUN/shards/address."
+    )
 
 
 def test_drain_and_undo(server: ShardServer, client: ShardClient) -> None:

@@ -18,6 +18,7 @@ from gmeta_models.config import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.antdt.faults.counting import COUNTS_FILE, count_tasks
 from tests.antdt.faults.test_training_job import check_lineage, checkpoints
+from tests.antdt.trained import trained_ranges
 from tests.distributed.harness import on_ranks
 
 NUM_TASKS = 200
@@ -62,7 +63,7 @@ def test_a_run_that_stops_inside_an_epoch_goes_on_with_twice_the_ranks(tmp_path:
     assert on_ranks(2, train_on_rank, config(1, 5)) == [2, 2]
     (entry,) = load_manifest(checkpoints(run)[-1]).datasets
     assert entry.spec.units_per_shard == TASKS_PER_BLOCK
-    assert 0 < sum(end - start for start, end in entry.trained_ranges()) < NUM_TASKS
+    assert 0 < sum(end - start for start, end in trained_ranges(entry)) < NUM_TASKS
     assert on_ranks(4, train_on_rank, config(2, 0)) == [4] * 4
     server.stop(0.0)
     assert check_lineage(run) == 2

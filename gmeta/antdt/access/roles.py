@@ -14,26 +14,12 @@ class Role(enum.Enum):
     VIEWER = "viewer"
 
 
+_TRAIN = {"RegisterDataset", "Register", "Lease", "Heartbeat", "Progress", "Complete", "Release"}
+_TRAIN |= {"Fail", "AckAction"}
+_SAVE = {"PrepareCheckpoint", "CommitCheckpoint", "Restore"}
 _READ = {"Status", "ListShards", "Audit", "Watch"}
 ALLOWED: Mapping[Role, frozenset[str]] = {
-    Role.WORKER: frozenset(
-        {
-            "RegisterDataset",
-            "Register",
-            "Lease",
-            "Heartbeat",
-            "Progress",
-            "Complete",
-            "Release",
-            "Fail",
-            "PrepareCheckpoint",
-            "CommitCheckpoint",
-            "Restore",
-            "AckAction",
-            "Stream",
-            "Status",
-        }
-    ),
+    Role.WORKER: frozenset(_TRAIN | _SAVE | {"Stream", "Status"}),
     Role.OPERATOR: frozenset(_READ | {"Requeue", "Skip", "Drain"}),
     Role.VIEWER: frozenset(_READ),
 }

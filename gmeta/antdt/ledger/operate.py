@@ -46,8 +46,8 @@ def _position(table: ShardTable, index: int, allowed: tuple[ShardState, ...]) ->
         raise RefusedError(
             "FAILED_PRECONDITION",
             "WRONG_STATE",
-            f"shard {index} of dataset {table.spec.name!r} is {state.name}; allowed is "
-            f"{', '.join(s.name for s in allowed)}. Nothing was changed. List shards with 'gmeta "
+            f"shard {index} of dataset {table.spec.name!r} is {state.shown}; allowed is "
+            f"{', '.join(s.shown for s in allowed)}. Nothing was changed. List shards with 'gmeta "
             "shards ls'.",
         )
     return position

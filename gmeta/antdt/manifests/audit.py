@@ -104,9 +104,13 @@ def _account(entry: DatasetManifest) -> list[str]:
     if entry.epoch:
         before = "epoch 1" if entry.epoch == 1 else f"epochs 1 to {entry.epoch}"
         lines.append(f"  {before} finished before")
-    lines += [f"  skipped by an operator: position {x.position}: {x.note}" for x in entry.skipped]
+    # By the number that `gmeta shards requeue` and `skip` take.
     lines += [
-        f"  quarantined after {x.attempts} attempts: position {x.position}: {x.note}"
+        f"  skipped by an operator: shard {order.index_of(x.position)}: {x.note}"
+        for x in entry.skipped
+    ]
+    lines += [
+        f"  quarantined after {x.attempts} attempts: shard {order.index_of(x.position)}: {x.note}"
         for x in entry.quarantined
     ]
     finished = entry.num_done + len(entry.skipped) == spec.num_shards

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,19 +69,6 @@ class DatasetManifest:
     def num_done(self) -> int:
         """Return how many shards are in the model as a whole."""
         return sum(end - start for start, end in self.done)
-
-    def trained_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the [start, end) unit ranges of this epoch that are in the model, one for each
-        shard touched."""
-        order = ShardOrder(self.spec.num_shards, self.spec.seed, self.epoch, self.spec.shuffle)
-        for start, end in self.done:
-            for index in map(order.index_of, range(start, end)):
-                first = self.spec.start_of(index)
-                yield first, first + self.spec.length_of(index)
-        for item in self.exceptions:
-            if item.units_done:
-                first = self.spec.start_of(order.index_of(item.position))
-                yield first, first + item.units_done
 
 
 @dataclass(frozen=True)

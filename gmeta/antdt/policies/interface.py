@@ -23,7 +23,7 @@ class ControllerConfig:
     synchronous: bool = key(
         True, "all ranks take every step together (torchrun); false: each by itself"
     )
-    min_tasks: int = key(1, "smallest share of a worker in a step", min=0)
+    min_tasks: int = key(1, "smallest share of a worker in a step", min=1)
     max_micro_batch: int = key(0, "dd: tasks that fit a worker's memory; 0: any", min=0)
     min_gain: float = key(0.05, "change batches only for a step shorter by this part", min=0.0)
     hold_windows: int = key(

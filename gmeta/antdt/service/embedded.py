@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import final
 
@@ -127,7 +128,7 @@ class EmbeddedService:
         return self._log.stat().st_size if self._log.exists() else 0
 
     def _logged_since(self, before: int) -> bytes:
-        with self._log.open("rb") as log:
+        with self._log.open("a+b") as log:  # made anew where somebody removed it
             log.seek(before)
             return log.read()
 
@@ -153,5 +154,7 @@ class EmbeddedService:
             if self._closing.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
-            # Nobody waits until it listens: its clients try again by themselves.
-            self._process = self._spawn()
+            # Nobody waits until it listens: its clients try again by themselves. Where there is no
+            # memory or descriptor for it now, the next round tries again.
+            with suppress(OSError):
+                self._process = self._spawn()

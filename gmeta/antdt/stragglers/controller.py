@@ -139,8 +139,9 @@ def _refused_shares(
     unknown = sorted(set(shares) - set(workers))
     if unknown:
         return f"worker {unknown[0]!r} is unknown"
-    if any(n < 0 or n != int(n) for n in decision.parameters.values()):
-        return "shares and micro-batches are whole numbers from 0"
+    # Without a task it would keep the shards that it holds, and the epoch could not end.
+    if any(n < 1 or n != int(n) for n in decision.parameters.values()):
+        return "shares and micro-batches are whole numbers from 1"
     total = int(sum(shares.values()))
     if total != snapshot.tasks_per_step:
         return f"the shares add up to {total}, a step has {snapshot.tasks_per_step} tasks"

@@ -7,6 +7,7 @@ import pytest
 
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
 from gmeta.antdt.client.stream import UnitStream
+from tests.antdt.trained import trained_ranges
 from tests.waiting import wait_until
 
 
@@ -31,7 +32,7 @@ def units(taken: list[tuple[int, int]]) -> list[int]:
 def in_model(client: ShardClient) -> int:
     """Units that the service knows to be in the model."""
     (entry,) = client.prepare_checkpoint(f"at-{time.monotonic()}", 0).datasets
-    return sum(end - start for start, end in entry.trained_ranges())
+    return sum(end - start for start, end in trained_ranges(entry))
 
 
 def test_steps_of_any_size_take_each_unit_once_and_then_the_epoch_ends(
@@ -115,3 +116,15 @@ def test_more_units_than_were_taken_cannot_have_been_trained(stream: UnitStream)
     with pytest.raises(ValueError) as beyond:
         stream.trained(5)
     assert str(beyond.value) == ("1 more units were trained than were taken. Count each unit once.")
+
+
+def test_a_rank_may_hold_the_small_shards_of_many_large_batches(client: ShardClient) -> None:
+    client.register_dataset(DatasetSpec("small", 6_000, 1))
+    stream = UnitStream(client, "small", 0, prefetch_shards=256)
+    for _ in range(3):  # one that trains, and those made ahead
+        assert sum(number for _, number in stream.take(2_000)) == 2_000
+    assert len(client.held) == 6_000
+    stream.trained(6_000)
+    stream.flush()
+    assert client.held == []
+    stream.close()

@@ -20,6 +20,7 @@ from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
 from tests.antdt.faults.service_process import ServiceProcess, free_port, running
 from tests.antdt.faults.toy_job import __file__ as TOY_JOB
+from tests.antdt.trained import trained_ranges
 from tests.waiting import PATIENCE_S, wait_until
 
 torch = pytest.importorskip("torch", reason="the toy job needs torch")
@@ -104,7 +105,7 @@ def test_killed_ranks_and_services_train_each_unit_once_in_the_lineage_of_the_ch
         manifest = load_manifest(folder_of_step)
         (entry,) = manifest.datasets
         counted = torch.zeros(NUM_UNITS)
-        for start, end in entry.trained_ranges():
+        for start, end in trained_ranges(entry):
             counted[start:end] += 1
         assert torch.equal(torch.load(folder_of_step / "weights.pt"), counted), folder_of_step
     ordered = [load_manifest(each) for each in sorted(folder.glob("step-*"))]

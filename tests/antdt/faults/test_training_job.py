@@ -19,6 +19,7 @@ import pytest
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
 from tests.antdt.faults.counting import count_tasks
+from tests.antdt.trained import trained_ranges
 from tests.commands import SMALL_MODEL, environment, write_config
 from tests.forked import ForkedProcess, Task, forked
 from tests.waiting import PATIENCE_S, wait_until
@@ -97,7 +98,7 @@ def check_lineage(run: Path) -> int:
         (entry,) = manifest.datasets
         assert audit_manifest(manifest).ok
         counts = json.loads((folder / "counts.json").read_text())
-        in_epoch = sum(end - start for start, end in entry.trained_ranges())
+        in_epoch = sum(end - start for start, end in trained_ranges(entry))
         assert set(counts.values()) <= {entry.epoch, entry.epoch + 1}, folder
         assert sum(counts.values()) == entry.epoch * NUM_TASKS + in_epoch, folder
         manifests.append(manifest)

@@ -10,6 +10,7 @@ from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Outcome
 from gmeta.antdt.storage.stored import Batch
 from tests.antdt.driver import TTL_S, Process, Service, counts, drain_epoch
+from tests.antdt.trained import trained_ranges
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ def test_a_manifest_rebuilds_an_empty_service_exactly(service: Service) -> None:
     assert {g.shard_index: g.units_done for g in left if g.units_done} == {part.shard_index: 2}
     assert {g.shard_index for g in left} == {0, 1, 2, 3, 4} - {done.shard_index}
     entry = parse_manifest(manifest.manifest_json).datasets[0]
-    units = [unit for start, end in entry.trained_ranges() for unit in range(start, end)]
+    units = [unit for start, end in trained_ranges(entry) for unit in range(start, end)]
     assert len(units) == len(set(units)) == done.num_units + 2
 
 

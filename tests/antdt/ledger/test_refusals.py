@@ -53,7 +53,7 @@ def refused(scene: Scene, call: Call) -> tuple[str, str, str]:
             lambda service, worker: service.call(cmd.Requeue("o", "d", (1, 0))),
             "FAILED_PRECONDITION",
             "WRONG_STATE",
-            "shard 1 of dataset 'd' is READY; allowed is QUARANTINED, SKIPPED. Nothing was "
+            "shard 1 of dataset 'd' is todo; allowed is quarantined, skipped. Nothing was "
             "changed. List shards with 'gmeta shards ls'.",
         ),
         (
@@ -231,7 +231,7 @@ def test_a_store_of_another_job_is_not_served(scene: Scene) -> None:
             (offers, "MAX_LEASES_PER_WORKER"),
             lambda service, worker: worker.grant(),
             "worker 'a' holds 1 leases and asks for 1 more; at most 1 are allowed. Complete or "
-            "release some first.",
+            "release some first, or cut the dataset into larger shards (data.tasks_per_shard).",
         ),
         (
             (offers, "TOKEN_COUNTER_MASK"),

@@ -16,6 +16,7 @@ from gmeta.antdt.manifests.manifest import (
 )
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.order import ShardOrder
+from tests.antdt.trained import trained_ranges
 
 HUGE = DatasetSpec("d", 10**9 - 7, 10, seed=5, num_epochs=3)  # 10**8 shards, the last one short
 
@@ -50,7 +51,7 @@ def test_an_audit_counts_what_counting_unit_by_unit_gives(seed: int) -> None:
             lists[name].append(item)
             num_skipped += length - item.units_done if name == "skipped" else 0
     entry = DatasetManifest(spec, 0, tuple(done), *map(tuple, lists.values()))
-    units = [unit for start, end in entry.trained_ranges() for unit in range(start, end)]
+    units = [unit for start, end in trained_ranges(entry) for unit in range(start, end)]
     assert len(units) == len(set(units))
     left = spec.num_units - len(units) - num_skipped
     finished = len(done) + len(lists["skipped"]) == spec.num_shards

@@ -21,6 +21,7 @@ from gmeta.antdt.manifests.manifest import (
     restore_table,
 )
 from gmeta.antdt.model import DatasetSpec, ShardState
+from tests.antdt.trained import trained_ranges
 
 SPEC = DatasetSpec("d", num_units=22, units_per_shard=4, seed=3, num_epochs=2)
 TOUCHED = Exceptional(0, 0, 0, "", "")
@@ -31,7 +32,7 @@ def manifest(*datasets: DatasetManifest) -> ShardManifest:
 
 
 def units(entry: DatasetManifest) -> list[int]:
-    return [unit for start, end in entry.trained_ranges() for unit in range(start, end)]
+    return [unit for start, end in trained_ranges(entry) for unit in range(start, end)]
 
 
 def random_table(seed: int) -> tuple[ShardTable, set[int]]:
@@ -134,11 +135,12 @@ def test_an_audit_of_no_dataset_and_of_an_untouched_one_is_ok() -> None:
 def test_an_audit_counts_the_front_of_a_skipped_shard_as_trained() -> None:
     skipped = Exceptional(0, 3, 0, "corrupt", "")
     report = audit_manifest(manifest(DatasetManifest(SPEC, 1, done=((1, 6),), skipped=(skipped,))))
-    in_shard = SPEC.length_of(ShardTable(SPEC, epoch=1).order.index_of(0))
+    shard = ShardTable(SPEC, epoch=1).order.index_of(0)
+    in_shard = SPEC.length_of(shard)
     assert report.lines[4:] == (
         f"  {22 - in_shard + 3} units in the model exactly once (5 whole shards, 0 in part)",
         "  epoch 1 finished before",
-        "  skipped by an operator: position 0: corrupt",
+        f"  skipped by an operator: shard {shard}: corrupt",
         "  epoch finished",
         "OK: no unit is in the model twice",
     )

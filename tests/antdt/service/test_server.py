@@ -112,11 +112,11 @@ def test_malformed_and_foreign_tokens_are_fenced_one_by_one(stub: Any) -> None:
 
 def test_lists_are_bounded(stub: Any) -> None:
     who = caller(stub)
-    request = pb.CompleteRequest(caller=who, seq=1, tokens=range(5000))
+    request = pb.CompleteRequest(caller=who, seq=1, tokens=range(70_000))
     assert refused(lambda: stub.Complete(request)) == (
         "INVALID_ARGUMENT",
         "BAD_ARGUMENT",
-        "tokens has 5000 entries; allowed are 0 to 4096. Split the call.",
+        "tokens has 70000 entries; allowed are 0 to 65536. Split the call.",
     )
     lease = pb.LeaseRequest(caller=who, seq=1, dataset="d", max_shards=257)
     assert refused(lambda: stub.Lease(lease))[2] == (
