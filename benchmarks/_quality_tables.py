@@ -206,17 +206,6 @@ def counts(rows: Sequence[Row], baseline: str) -> dict[str, int]:
     return {verdict: verdicts.count(verdict) for verdict in ("better", "noise", "worse")}
 
 
-def not_ahead(rows: Sequence[Row]) -> list[str]:
-    """A line for each comparison in which adapted is not better."""
-    return [
-        f"{row.split}, {row.label} against {each.baseline}: {_signed(each.low)} to "
-        f"{_signed(each.high)}, {each.verdict}"
-        for row in rows
-        for each in row.leads
-        if each.verdict != "better"
-    ]
-
-
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """The rows as JSON values."""
     return {
