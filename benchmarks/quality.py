@@ -134,13 +134,13 @@ def prepare_job(protocol: Protocol, raw: Path, out: Path, *, quick: bool) -> Job
 
 
 def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: bool) -> Job:
-    """A run of one seed, `name` of protocol.configs or of protocol.others."""
+    """A run of one seed, `name` of protocol.configs or of protocol.others, anew of other data."""
     config = protocol.configs.get(name, protocol.configs["adapted"])
     out = place / f"seed-{seed}" / name
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
-    return Job(("train", str(config), *overrides), out, (config,))
+    return Job(("train", str(config), *overrides), out, (config, place / "data.done"))
 
 
 def evaluate_job(

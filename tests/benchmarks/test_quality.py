@@ -23,6 +23,7 @@ from _quality_tables import (
     rows_of,
     text_lines,
 )
+from quality import evaluate_job, train_job
 
 from gmeta.config import load_config
 from tests.processes import with_imports_ready
@@ -267,6 +268,28 @@ def test_a_command_is_repeated_only_when_what_it_reads_changed(
     monkeypatch.setattr(_quality_jobs, "_code", lambda: "a later version")
     run_jobs([other], 1, context)
     assert (out / "manifest.json").stat().st_mtime_ns != remade
+
+
+def test_a_run_is_made_anew_from_other_data_and_an_evaluation_from_other_runs(
+    tmp_path: Path,
+) -> None:
+    trainings = [
+        train_job(PROTOCOLS[0], name, 0, tmp_path, quick=True) for name in ("adapted", "plain")
+    ]
+    evaluation = evaluate_job(PROTOCOLS[0], 0, 1, tmp_path, trainings, quick=True)
+    (tmp_path / "seed-0").mkdir()
+    places = [
+        tmp_path / "data.done",
+        *(job.out.with_name(f"{job.out.name}.done") for job in trainings),
+    ]
+    for place in places:
+        place.write_text("first")
+    before = [job.stamp for job in (*trainings, evaluation)]
+    for place, stamps_that_change in zip(places, ([0, 1], [2], [2]), strict=True):
+        place.write_text("second")
+        now = [job.stamp for job in (*trainings, evaluation)]
+        place.write_text("first")
+        assert [at for at in range(3) if now[at] != before[at]] == stamps_that_change
 
 
 def test_a_command_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
