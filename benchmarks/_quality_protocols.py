@@ -181,9 +181,9 @@ PROTOCOLS = (
         draws=False,
         about=(
             "Clicks on made-up items by users with hidden tastes, which only their own clicks "
-            "tell: data that meta-learning is made for. Both models have the rates of the demo: none "
-            "of the trials for plain training is better on `valid` with the rate and steps that an "
-            "evaluation chooses."
+            "tell: data that meta-learning is made for. Both models have the rates of the demo: with "
+            "the rate and steps that an evaluation chooses, no trial for plain training is better "
+            "on `valid`."
         ),
         tuned=(0, 12),
         by_hand=(2, 0),
