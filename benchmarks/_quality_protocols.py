@@ -181,7 +181,7 @@ PROTOCOLS = (
         draws=False,
         about=(
             "Clicks on made-up items by users with hidden tastes, which only their own clicks "
-            "tell: data that meta-learning is made for. Both models have the rates of the demo: with "
+            "tell: data that meta-learning is made for. Both models have the demo's rates: with "
             "the rate and steps that an evaluation chooses, no trial for plain training is better "
             "on `valid`."
         ),
