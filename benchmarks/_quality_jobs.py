@@ -93,7 +93,7 @@ def _run(job: Job, context: ForkServerContext) -> Ran:
     process.start()
     process.join()
     told = environment()
-    where = f"{told['date']}, {told['commit'][:8]}, torch {told['torch']}"
+    where = f"{told['date']}, {told['commit']}, torch {told['torch']}"
     ran = Ran(time.perf_counter() - began, where)
     if process.exitcode:
         last = (log.read_text().strip().splitlines() or ["nothing was printed"])[-1]
