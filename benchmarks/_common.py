@@ -69,7 +69,7 @@ def interleaved(measures: Mapping[str, Callable[[], float]], rounds: int) -> dic
     """
     values: dict[str, list[float]] = {name: [] for name in measures}
     for round_number in range(rounds):
-        names = list(measures) if round_number % 2 == 0 else list(reversed(measures))
+        names = list(measures) if round_number % 2 == 0 else list(measures)[::-1]
         for name in names:
             values[name].append(measures[name]())
     return values

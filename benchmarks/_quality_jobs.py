@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from _common import REPOSITORY
+from _common import REPOSITORY, environment
 from socket_paths import keep_socket_paths_short
 
 # Imported once, by the process that all commands are forked from.
@@ -39,6 +39,14 @@ class Job:
         return hashlib.sha256(json.dumps([self.arguments, read, _code()]).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Ran:
+    """How many seconds a command took when it ran, and `where`: date, commit and torch."""
+
+    seconds: float
+    where: str
+
+
 class JobError(RuntimeError):
     """A command failed: its line and where the rest is."""
 
@@ -59,9 +67,8 @@ def gmeta_processes() -> ForkServerContext:
     return context
 
 
-def run_jobs(jobs: Sequence[Job], at_a_time: int, context: ForkServerContext) -> list[float]:
-    """Run the jobs, `at_a_time` together; the seconds that each took, those of an earlier run where
-    its folder was kept.
+def run_jobs(jobs: Sequence[Job], at_a_time: int, context: ForkServerContext) -> list[Ran]:
+    """Run the jobs, `at_a_time` together; an earlier run is told where its folder was kept.
 
     Raises:
         JobError: a command failed.
@@ -70,12 +77,12 @@ def run_jobs(jobs: Sequence[Job], at_a_time: int, context: ForkServerContext) ->
         return list(pool.map(lambda job: _run(job, context), jobs))
 
 
-def _run(job: Job, context: ForkServerContext) -> float:
+def _run(job: Job, context: ForkServerContext) -> Ran:
     done = job.out.with_name(f"{job.out.name}.done")
     if done.exists() and job.out.exists():
         kept = json.loads(done.read_text())
         if kept["stamp"] == job.stamp:
-            return float(kept["seconds"])
+            return Ran(kept["seconds"], kept["where"])
     print(f"gmeta {' '.join(job.arguments)}", file=sys.stderr, flush=True)
     done.unlink(missing_ok=True)
     shutil.rmtree(job.out, ignore_errors=True)  # what an interrupted command left is refused
@@ -85,14 +92,16 @@ def _run(job: Job, context: ForkServerContext) -> float:
     process = context.Process(target=_command, args=(job.arguments, str(log)))
     process.start()
     process.join()
-    seconds = time.perf_counter() - began
+    told = environment()
+    where = f"{told['date']}, {told['commit']}, torch {told['torch']}"
+    ran = Ran(time.perf_counter() - began, where)
     if process.exitcode:
         last = (log.read_text().strip().splitlines() or ["nothing was printed"])[-1]
         raise JobError(f"gmeta {' '.join(job.arguments)}: {last} (all of it: {log})")
     temporary = done.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"stamp": job.stamp, "seconds": seconds}))
+    temporary.write_text(json.dumps({"stamp": job.stamp, **asdict(ran)}))
     temporary.replace(done)  # whole or not at all
-    return seconds
+    return ran
 
 
 def _command(arguments: Sequence[str], log: str) -> None:

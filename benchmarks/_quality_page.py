@@ -1,66 +1,64 @@
 """docs/results.md, made of what benchmarks/quality.py measured."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from _quality_protocols import Protocol
-from _quality_tables import Row, counts, markdown, not_ahead
+from _quality_protocols import PROTOCOLS, Protocol
+from _quality_tables import Row, counts, markdown
+
+TEMPLATE = Path(__file__).with_name("_results_page.md")
+COUNTED = ("plain", "plain, fine-tuned", "bias model", "boosted trees")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a data set, and in how many seconds."""
+    """What was measured of a data set: in how many seconds, with how many seeds, and where."""
 
     protocol: Protocol
     rows: tuple[Row, ...]
     seconds: float
-    evaluations: tuple[Path, ...]
+    seeds: int
+    where: str
 
 
-TEMPLATE = Path(__file__).with_name("_results_page.md")
-
-
-def page(
-    measured: Sequence[Measured],
-    draws: int,
-    command: str,
-    where: Mapping[str, Any],
-) -> str:
-    """The whole page as Markdown."""
-    minutes = sum(one.seconds for one in measured) / 60
-    drawn = any(one.protocol.draws for one in measured) and draws > 1
+def page(measured: Sequence[Measured], draws: int, command: str, before: str = "") -> str:
+    """The whole page as Markdown; data sets that were not measured stand as in the page before."""
+    parts = _parts(before)
+    for one in measured:
+        parts[one.protocol.title] = _summary(one), _section(one, draws)
+    shown = [parts[protocol.title] for protocol in PROTOCOLS if protocol.title in parts]
     return TEMPLATE.read_text().format(
-        draws_told="of the support and query rows where they can be drawn anew, " if drawn else "",
-        budget="\n".join(map(_budget, measured)),
+        budget="\n".join(map(_budget, PROTOCOLS)),
         command=command,
-        minutes=max(minutes, 1),
-        cores=where["cores"],
-        processor=where["processor"],
-        load=where["load_1min"],
-        torch=where["torch"],
-        date=where["date"],
-        summary="\n".join(map(_summary, measured)),
-        sections="\n".join(line for one in measured for line in _section(one, draws)),
+        summary="\n".join(summary for summary, _ in shown),
+        sections="\n".join(section for _, section in shown),
     )
+
+
+def _parts(text: str) -> dict[str, tuple[str, str]]:
+    """Of each data set of a page its row of the counts and its section."""
+    sections = {part.partition("\n")[0]: part for part in re.split(r"^## ", text, flags=re.M)}
+    rows = re.finditer(r"^\| \[(.+)\]\(#.+$", text, flags=re.M)
+    return {row[1]: (row[0], f"## {sections[row[1]].rstrip()}\n") for row in rows}
 
 
 def _summary(one: Measured) -> str:
     cells = []
-    for head in ("plain", "plain, fine-tuned", "bias model", "boosted trees"):
+    for head in COUNTED:
         told = counts(one.rows, head)
         cells += [
             str(told[verdict]) if any(told.values()) else "-" for verdict in ("better", "worse")
         ]
-    anchor = _anchor(one.protocol.title)
-    name = f"[{one.protocol.title}](#{anchor})"
-    return f"| {name} | {one.seconds / 60:.1f} | {len(one.rows)} | {' | '.join(cells)} |"
+    title = one.protocol.title
+    name = f"[{title}](#{_anchor(title)})"
+    return f"| {name} | {one.where} | {len(one.rows)} | {' | '.join(cells)} |"
 
 
-def _budget(one: Measured) -> str:
-    cells = *one.protocol.tuned, *one.protocol.by_hand, one.protocol.judged_by
-    return f"| {one.protocol.title} | {' | '.join(map(str, cells))} |"
+def _budget(protocol: Protocol) -> str:
+    cells = *protocol.tuned, *protocol.by_hand, protocol.judged_by
+    return f"| {protocol.title} | {' | '.join(map(str, cells))} |"
 
 
 def _anchor(title: str) -> str:
@@ -68,28 +66,21 @@ def _anchor(title: str) -> str:
     return kept.strip().replace(" ", "-")
 
 
-def _section(one: Measured, draws: int) -> list[str]:
+def _section(one: Measured, draws: int) -> str:
     protocol = one.protocol
-    seeds = len(one.evaluations)
-    told = [f"Means over {seeds} seeds" if seeds > 1 else "One seed"]
-    if protocol.draws and draws > 1:
-        told += [f"and {draws} draws of support and query rows"]
-    elif not protocol.draws:
-        told += ["of the one draw that the protocol gives"]
-    lines = [f"## {protocol.title}", "", f"{protocol.about} {' '.join(told)}.", ""]
-    lines += [*markdown(one.rows), ""]
-    config = protocol.configs["adapted"].name
-    lines += [f"Configs: `examples/{config}`, `examples/plain/{config}`.", ""]
-    behind = not_ahead(one.rows)
-    if behind:
-        lines += [
-            "Not ahead:",
-            "",
-            *(f"- {line}" for line in behind),
-            "",
-            f"Why: {protocol.why}",
-            "",
-        ]
-    else:
-        lines += ["Ahead of every baseline in every row.", ""]
-    return lines
+    told = f"Means over {one.seeds} seeds" if one.seeds > 1 else "One seed"
+    if not protocol.draws:
+        told += " of the one draw that the protocol gives"
+    elif draws > 1:
+        told += f" and {draws} draws of support and query rows"
+    ahead = all(lead.verdict == "better" for row in one.rows for lead in row.leads)
+    lines = [
+        f"## {protocol.title}",
+        f"{protocol.about} {told}. Configs: `examples/{protocol.config}` and "
+        f"`examples/plain/{protocol.config}`.",
+        "\n".join(markdown(one.rows)),
+        "Ahead of every baseline in every row."
+        if ahead
+        else f"Why adapting is not ahead everywhere: {protocol.why}",
+    ]
+    return "\n\n".join(lines) + "\n"

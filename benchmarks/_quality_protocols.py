@@ -19,7 +19,7 @@ class Protocol:
     `config` and `plain` are files of examples/: the meta-learned model, and the same model without
     an inner loop. `draws` says whether support and query rows can be drawn anew: not where the
     support is the past, or was given. `tuned` and `by_hand` tell how many runs chose the settings
-    of adapted and plain, `judged_by` on which splits. `why` is what we know of why adapting is not
+    of adapted and plain, `judged_by` on which splits. `why` says in a sentence why adapting is not
     ahead everywhere. `others` are other algorithms: overrides of the adapted config by name, run
     with the first seed alone.
     """
@@ -76,16 +76,8 @@ PROTOCOLS = (
         judged_by="the three `valid-` groups in the last 39 adapted and 27 plain trials; before, "
         "`valid-user-cold`",
         why=(
-            "what the support rows say enters both models as inputs, and most of what there is to "
-            "know is the same for both. MAML alone learnt it from the query rows of a draw and was "
-            "behind fine-tuned plain training by MAE (.7143, .8544, .8512). With 4 plain epochs in "
-            "front of one of its own, and rate and steps that validation chooses for both sides, "
-            "it is level in five rows and ahead in one, as nearly on validation: a mean MAE of "
-            ".7667 and .7728 by seed, plain .7676 and .7747. Until then both sides had 12 epochs: "
-            "no better by MAE on validation (.7675 and .7716, plain .7724 and .7719), worse by AUC "
-            "(.702, plain .7055, for .710), and on these splits .7039, .8469 and .8443 by MAE, "
-            ".7234, .6714 and .6627 by AUC. The encoders, which rank new items better, have one "
-            "epoch of five behind the plain ones, as MAML has: too few for their MAE."
+            "support features put what the support rows say into both models, and most of what "
+            "there is to know is the same for both."
         ),
         prepare=("--validation",),
         train=(
@@ -116,18 +108,13 @@ PROTOCOLS = (
             "of the old movies' rows, and chosen on the others; the example itself trains on all "
             "of them."
         ),
-        tuned=(1, 6),
+        tuned=(1, 18),
         by_hand=(21, 4),
-        judged_by="the four `valid-` groups in 19 adapted and 3 plain trials by hand; before, "
-        "`valid-warm-a`",
+        judged_by="the four `valid-` groups in the last 19 adapted trials and the last 15 plain "
+        "ones, 12 of `gmeta tune`; before, `valid-warm-a`",
         why=(
             "plain training learns from every row, meta-training from the query rows of a draw, on "
-            "average 57 % of them. Two plain epochs of three, and rate and steps that validation "
-            "chooses, brought the adapted model near: before them it reached .7131, .7847, .7934 "
-            "and .7959 in AUC (`ridge`, two epochs). Once ratings are known, plain training, which "
-            "also gained by a third epoch, stays .001 to .003 ahead, as it is on validation (mean "
-            "logloss of three seeds .5705, adapted .5712). Without a rating the trees have the "
-            "smaller logloss: training has 62 % clicks, these movies 45 %."
+            "average 57 % of them; without a rating the trees have the smaller logloss."
         ),
         prepare=("--validation",),
         train=(
@@ -160,13 +147,8 @@ PROTOCOLS = (
         judged_by="`valid` and `valid-cold` in the last 10 trials of `gmeta tune`, none cut "
         "short, and the last by hand; before, `valid`",
         why=(
-            "there is little to learn beyond the means of user and item: the trees, which start "
-            "from the bias model, are best with a single tree, and a matrix factorisation of the "
-            "training rows is no better than the bias model on the validation window (logloss "
-            ".483 and .480). At its config's rate, .183 and 4 steps, adapting had a logloss of "
-            ".4547 for known users; with .3 and 5 steps, which validation chooses for all three "
-            "seeds, it is level in AUC and behind by .003 in the logloss of new users, whom plain "
-            "training, which learns from all rows, predicts best."
+            "there is little to learn beyond the means of user and item: the best trees, which "
+            "start from the bias model, are a single tree."
         ),
     ),
     Protocol(
@@ -184,17 +166,8 @@ PROTOCOLS = (
         judged_by="`valid` and `valid-cold` in the last 10 trials of `gmeta tune`, none cut "
         "short, and the last by hand; before, `valid`",
         why=(
-            "about 110 and 190 tasks are few: most intervals are as wide as any lead here of "
-            "one model that knows the support rows over another. `ridge`, a step solved in closed "
-            "form, is what brought a lead. At the rate "
-            "of its config, .01, the lead over fine-tuned plain training was outside the noise in "
-            "all four rows (.5748 and .6001); validation chooses .01 for two seeds and .03 for the "
-            "third, where the two differ by .001 there, and one lead of four remains. Plain "
-            "with its settings before the last runs by hand, which validation found worse, had "
-            ".5826 and .6068, and its AUC was level with that of `ridge`. There is "
-            "more to learn: a matrix factorisation whose user vectors are fitted to the support "
-            "rows until they converge reaches a logloss of .567 on the users of `valid` where the "
-            "bias model has .579 and `ridge` .575."
+            "about 110 and 190 tasks are few: most intervals are as wide as any lead of one model "
+            "that knows the support rows over another."
         ),
     ),
     Protocol(
@@ -208,10 +181,11 @@ PROTOCOLS = (
         draws=False,
         about=(
             "Clicks on made-up items by users with hidden tastes, which only their own clicks "
-            "tell: data that meta-learning is made for. Both models have the rates of the demo; "
-            "nothing was tuned but the inner rate and steps that each evaluation chooses for both."
+            "tell: data that meta-learning is made for. Both models have the demo's rates: with "
+            "the rate and steps that an evaluation chooses, no trial for plain training is better "
+            "on `valid`."
         ),
-        tuned=(0, 0),
+        tuned=(0, 12),
         by_hand=(2, 0),
         judged_by="`valid`",
         why=(

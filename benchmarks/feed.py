@@ -301,10 +301,10 @@ def run(folder: Path, tasks: int, ways: Ways, quick: bool, rounds: int) -> dict[
     ratios, told, busy, rows = {}, {}, {}, []
     for way, mine in steps.items():
         ratios[way] = spread_of([there / one for there, one in zip(steps[FED], mine, strict=True)])
-        cpu, core, data = (sum(part[way]) / rounds for part in parts_of_step)
-        lock = max(0.0, sum(mine) / rounds - cpu - core - data)
-        told[way] = {"cpu": cpu, "core": core, "data": data, "lock": lock}
-        busy[way] = cpu + data + lock
+        cpu, core, waited = (sum(part[way]) / rounds for part in parts_of_step)
+        lock = max(0.0, sum(mine) / rounds - cpu - core - waited)
+        told[way] = {"cpu": cpu, "core": core, "data": waited, "lock": lock}
+        busy[way] = cpu + waited + lock
         spread = spread_of(mine)
         values = spread.median, spread.lowest, spread.highest, *told[way].values()
         rows.append([way, f"{ratios[way].median:.2f}", *(f"{value:.2f}" for value in values)])

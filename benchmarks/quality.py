@@ -9,9 +9,10 @@ goes on.
 
     python benchmarks/quality.py --data path/to/data --write docs/results.md
 
---data holds the folders ml-1m, ml-100k and amazon; what is missing is said and left out. --quick
-takes a minute: MovieLens-100k where it is there, and small synthetic logs, with one seed, and 100
-tasks that choose rate and steps; the others are left out.
+--data holds the folders ml-1m, ml-100k and amazon; what is missing is said and left out. All of it
+takes an hour and a half on two cores; --only NAME measures one, and --write leaves the others on
+the page as they are. --quick takes a minute: MovieLens-100k where it is there, and small synthetic
+logs, with one seed, and 100 tasks that choose rate and steps; the others are left out.
 """
 
 import os
@@ -105,23 +106,24 @@ def measure(
     began = time.perf_counter()
     place = work / protocol.name
     prepared = prepare_job(protocol, raw, place / "data", quick=quick)
-    first_s = run_jobs([prepared], 1, context)
+    (first,) = run_jobs([prepared], 1, context)
     trainings = [
         train_job(protocol, name, seed, place, quick=quick)
         for seed in range(seeds)
         for name in (*protocol.configs, *(() if quick or seed else protocol.others))
     ]
-    train_s = run_jobs(trainings, parallel, context)
+    trained = run_jobs(trainings, parallel, context)
     evaluations = [
         evaluate_job(protocol, seed, draws, place, trainings, quick=quick) for seed in range(seeds)
     ]
-    evaluate_s = run_jobs(evaluations, parallel, context)
+    evaluated = run_jobs(evaluations, parallel, context)
     paths = [job.out / "evaluation.json" for job in evaluations]
     rows = rows_of(paths, protocol.splits, protocol.metrics, tuple(protocol.others))
     elapsed_s = time.perf_counter() - began
     # Of kept results too: what the commands took when they ran, shared among those at a time.
-    command_s = sum(first_s) + (sum(train_s) + sum(evaluate_s)) / parallel
-    return Measured(protocol, tuple(rows), max(elapsed_s, command_s), tuple(paths))
+    command_s = first.seconds + sum(ran.seconds for ran in (*trained, *evaluated)) / parallel
+    where = " and ".join(sorted({ran.where for ran in evaluated}))
+    return Measured(protocol, tuple(rows), max(elapsed_s, command_s), len(paths), where)
 
 
 def prepare_job(protocol: Protocol, raw: Path, out: Path, *, quick: bool) -> Job:
@@ -132,13 +134,13 @@ def prepare_job(protocol: Protocol, raw: Path, out: Path, *, quick: bool) -> Job
 
 
 def train_job(protocol: Protocol, name: str, seed: int, place: Path, *, quick: bool) -> Job:
-    """A run of one seed, `name` of protocol.configs or of protocol.others."""
+    """A run of one seed, `name` of protocol.configs or of protocol.others, anew of other data."""
     config = protocol.configs.get(name, protocol.configs["adapted"])
     out = place / f"seed-{seed}" / name
     overrides = [f"data.path={place / 'data'}", f"run.dir={out}", f"run.seed={seed}"]
     shorter = QUICK_TRAIN if quick else ()
     overrides += [*protocol.train, *protocol.others.get(name, ()), "run.keep_last=1", *shorter]
-    return Job(("train", str(config), *overrides), out, (config,))
+    return Job(("train", str(config), *overrides), out, (config, place / "data.done"))
 
 
 def evaluate_job(
@@ -175,10 +177,11 @@ def tell(one: Measured, *, quick: bool) -> None:
 
 
 def write_page(path: Path, measured: Sequence[Measured], seeds: int, draws: int) -> None:
-    """Replace the page, whole or not at all."""
+    """Replace the page, whole or not at all; what was not measured now stays as it was."""
     command = f"python benchmarks/quality.py --data DIR --seeds {seeds} --draws {draws}"
+    before = path.read_text() if path.exists() else ""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(page(measured, draws, f"{command} --write {path}", environment()))
+    temporary.write_text(page(measured, draws, f"{command} --write {path}", before))
     temporary.replace(path)
 
 

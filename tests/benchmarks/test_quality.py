@@ -3,11 +3,14 @@
 import json
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import _quality_jobs
+import numpy as np
 import pytest
+from _common import REPOSITORY
 from _quality_jobs import Job, JobError, run_jobs
 from _quality_page import Measured, page
 from _quality_protocols import PROTOCOLS
@@ -17,15 +20,13 @@ from _quality_tables import (
     figures,
     lead,
     markdown,
-    not_ahead,
     rows_of,
     text_lines,
 )
+from quality import evaluate_job, train_job
 
 from gmeta.config import load_config
 from tests.processes import with_imports_ready
-
-HERE = {"cores": 2, "processor": "a processor", "torch": "2", "date": "today", "load_1min": 7.0}
 
 
 def difference(value: float, half: float = 0.01) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def evaluation(path: Path, adapted: float, against: dict[tuple[str, str], float]
 
 def two_seeds(folder: Path) -> list[Path]:
     """Adapted is ahead of plain, level with fine-tuned, behind the bias model; no trees."""
-    leads = [(0.05, 0.004, -0.03), (0.07, -0.004, -0.05)]
+    leads = [(0.059, 0.004, -0.039), (0.061, -0.004, -0.041)]
     return [
         evaluation(
             folder / f"{seed}.json",
@@ -79,14 +80,35 @@ def two_seeds(folder: Path) -> list[Path]:
 def test_the_error_of_seeds_shrinks_with_their_number_and_that_of_tasks_does_not() -> None:
     values = [0.010, 0.014, 0.018]
     one = lead("plain", 0.5, [difference(value, half=0.0196) for value in values], higher=True)
-    of_tasks, of_seeds = 0.0196 / 1.959964, statistics.stdev(values) / math.sqrt(3)
-    half = 1.959964 * math.hypot(of_tasks, of_seeds)
+    # By Student's t of two degrees, where a normal error would have 1.96.
+    half = math.hypot(0.0196, 4.303 * statistics.stdev(values) / math.sqrt(3))
     assert one.difference == pytest.approx(0.014)
     assert (one.low, one.high) == pytest.approx((0.014 - half, 0.014 + half))
     assert one.verdict == "noise"
     # A single seed has the interval of its evaluation.
     alone = lead("plain", 0.5, [difference(0.02)], higher=True)
     assert (alone.low, alone.high) == pytest.approx((0.01, 0.03))
+
+
+@pytest.mark.parametrize("of_seed", [0.0, 0.5, 1.0, 2.0, 10.0], ids=lambda value: f"seed_{value}")
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_an_interval_of_95_percent_holds_the_truth_in_95_percent(
+    seeds: int, of_seed: float
+) -> None:
+    # Worlds whose true difference is 0: 100 tasks differ by 10, so that their mean is off by 1, and
+    # a seed is off by `of_seed`. 4,000 worlds tell a share of 95 % to within 1 % (3 sigma).
+    rng = np.random.default_rng(0)
+    worlds, tasks = 4000, 100
+    task_WT = 10 * rng.standard_normal((worlds, tasks))
+    seed_WS = of_seed * rng.standard_normal((worlds, seeds))
+    half_W = 1.959964 * task_WT.std(axis=1, ddof=1) / math.sqrt(tasks)
+    held = 0
+    for mean, half, off_S in zip(task_WT.mean(axis=1), half_W, seed_WS, strict=True):
+        one = lead("plain", 0, [difference(mean + off, half) for off in off_S], higher=True)
+        held += one.low <= 0 <= one.high
+    assert held / worlds > 0.94
+    if of_seed > 1:
+        assert held / worlds < 0.985  # nor wider than it needs to be
 
 
 @pytest.mark.parametrize(
@@ -123,10 +145,6 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     assert counts([row], "plain") == {"better": 1, "noise": 0, "worse": 0}
     assert counts([row], "boosted trees") == {"better": 0, "noise": 0, "worse": 0}
     assert figures([row])["cold/auc"]["minus"]["plain"][0] == pytest.approx(0.06)
-    assert not_ahead([row]) == [
-        "cold, AUC against plain, fine-tuned: -.0127 to +.0127, noise",
-        "cold, AUC against bias model: -.0620 to -.0180, worse",
-    ]
     first, *others = text_lines([row])
     assert first == "cold  AUC ↑  adapted 0.7100  (70 tasks)"
     assert all(len(line) <= 80 for line in others)
@@ -142,8 +160,8 @@ def test_evaluations_of_seeds_become_rows(tmp_path: Path) -> None:
     assert heads.count("|") == rules.count("|") == ranges.count("|")
     # Better is bold, worse in italics, noise plain: a figure or a range a cell.
     assert ranges == (
-        "| cold | AUC ↑ | **+.0900 to +.1100** | **+.0380 to +.0820** | -.0127 to +.0127 "
-        "| *-.0620 to -.0180* |"
+        "| cold | AUC ↑ | **+.0900 to +.1100** | **+.0438 to +.0762** | -.0518 to +.0518 "
+        "| *-.0562 to -.0238* |"
     )
 
 
@@ -178,22 +196,41 @@ def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
 
 def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     rows = tuple(rows_of(two_seeds(tmp_path), ["cold"], ["auc"]))
-    text = page(
-        [Measured(PROTOCOLS[0], rows, 90.0, tuple(two_seeds(tmp_path)))], 5, "the command", HERE
-    )
-    assert (
-        "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | 1.5 | 1 | 1 | 0 | 0 | 0 "
-        in text
-    )
-    assert "| 0 | 0 | 0 | 1 | - | - |" in text  # noise, worse, not measured
-    assert "- cold, AUC against bias model: -.0620 to -.0180, worse" in text
-    assert f"Why: {PROTOCOLS[0].why}" in text
-    (adapted, plain), by_hand = PROTOCOLS[0].tuned, PROTOCOLS[0].by_hand
-    told = f"{adapted} | {plain} | {by_hand[0]} | {by_hand[1]} | {PROTOCOLS[0].judged_by}"
-    assert f"| MovieLens-1M, MeLU's split | {told} |" in text
-    assert "## When not to use meta-learning" in text
+    protocol = PROTOCOLS[0]
+    text = page([Measured(protocol, rows, 90.0, 2, "today, 1a2b3c4d")], 5, "the command")
+    # Better, worse, noise; the trees were not measured.
+    title = "| [MovieLens-1M, MeLU's split](#movielens-1m-melus-split) | today, 1a2b3c4d "
+    assert f"{title}| 1 | 1 | 0 | 0 | 0 | 0 | 1 | - | - |" in text
+    assert "*-.0562 to -.0238*" in text
+    assert f"Why adapting is not ahead everywhere: {protocol.why}" in text
     assert "Means over 2 seeds and 5 draws of support and query rows." in text
+    for each in PROTOCOLS:
+        told = *each.tuned, *each.by_hand, each.judged_by
+        assert f"| {each.title} | {' | '.join(map(str, told))} |" in text
+    assert "## When not to use meta-learning" in text
     assert "{" not in text
+
+
+def test_a_data_set_that_was_not_measured_stays_on_the_page_as_it_was(tmp_path: Path) -> None:
+    rows = tuple(rows_of(two_seeds(tmp_path), ["cold"], ["auc"]))
+    last, first = (Measured(PROTOCOLS[at], rows, 90.0, 2, "yesterday, 1a2b3c4d") for at in (-1, 0))
+    both = page([last, first], 5, "the command")
+    assert both.index(f"## {first.protocol.title}") < both.index(f"## {last.protocol.title}")
+    assert page([], 5, "the command", both) == both
+    # One anew: its row and section alone are others.
+    anew = page([replace(last, seeds=1, where="today, 5e6f7a8b")], 5, "the command", both)
+    assert [line for line in anew.splitlines() if line not in both.splitlines()] == [
+        line.replace("yesterday, 1a2b3c4d", "today, 5e6f7a8b").replace("Means over 2", "One")
+        for line in both.replace("2 seeds of", "2 seed of").splitlines()
+        if line.startswith((f"| [{last.protocol.title}]", last.protocol.about))
+    ]
+
+
+def test_the_page_in_docs_is_what_the_generator_makes_of_its_figures() -> None:
+    docs = (REPOSITORY / "docs" / "results.md").read_text()
+    command = "python benchmarks/quality.py --data DIR --seeds 3 --draws 5 --write docs/results.md"
+    assert page([], 5, command, docs) == docs
+    assert all(f"\n## {protocol.title}\n" in docs for protocol in PROTOCOLS)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
@@ -216,9 +253,12 @@ def test_a_command_is_repeated_only_when_what_it_reads_changed(
     out = tmp_path / "data"
     sizes = ("--recipe", "synthetic", "--tasks", "20", "--items", "20")
     job = Job(("prepare", *sizes, str(out)), out)
-    run_jobs([job], 1, context)
+    ran = run_jobs([job], 1, context)
     made = (out / "manifest.json").stat().st_mtime_ns
-    run_jobs([job], 1, context)
+    # When, and by which code, a kept folder was made.
+    monkeypatch.setattr(_quality_jobs, "environment", lambda: pytest.fail("it is not run again"))
+    assert run_jobs([job], 1, context) == ran
+    monkeypatch.undo()
     assert (out / "manifest.json").stat().st_mtime_ns == made
     other = Job(("prepare", *sizes, "--seed", "1", str(out)), out)
     run_jobs([other], 1, context)
@@ -228,6 +268,28 @@ def test_a_command_is_repeated_only_when_what_it_reads_changed(
     monkeypatch.setattr(_quality_jobs, "_code", lambda: "a later version")
     run_jobs([other], 1, context)
     assert (out / "manifest.json").stat().st_mtime_ns != remade
+
+
+def test_a_run_is_made_anew_from_other_data_and_an_evaluation_from_other_runs(
+    tmp_path: Path,
+) -> None:
+    trainings = [
+        train_job(PROTOCOLS[0], name, 0, tmp_path, quick=True) for name in ("adapted", "plain")
+    ]
+    evaluation = evaluate_job(PROTOCOLS[0], 0, 1, tmp_path, trainings, quick=True)
+    (tmp_path / "seed-0").mkdir()
+    places = [
+        tmp_path / "data.done",
+        *(job.out.with_name(f"{job.out.name}.done") for job in trainings),
+    ]
+    for place in places:
+        place.write_text("first")
+    before = [job.stamp for job in (*trainings, evaluation)]
+    for place, stamps_that_change in zip(places, ([0, 1], [2], [2]), strict=True):
+        place.write_text("second")
+        now = [job.stamp for job in (*trainings, evaluation)]
+        place.write_text("first")
+        assert [at for at in range(3) if now[at] != before[at]] == stamps_that_change
 
 
 def test_a_command_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
