@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,30 +46,42 @@ def killed_at(arguments: list[str], root: Path, event: int, notes: Path) -> int:
 def left_at_each_change(arguments: list[str], root: Path, copies: Path) -> list[Path]:
     """Run a stage to its end; what lay below `root` before each change, which is what a kill there
     would have left, as folders of `copies`."""
-    context, found = with_imports_ready(), []
+    context = with_imports_ready()
+    found: list[Path] = []
     stops, sign = context.Pipe(duplex=False)
     process = context.Process(
         target=_become, args=(tuple(arguments), str(root), 0, os.devnull, environment(), sign)
     )
     process.start()
+    pid = process.pid
+    assert pid is not None
     sign.close()
     while True:
         try:
             stops.recv_bytes()
         except EOFError:
             break
-        wait_until(lambda: _state_of(process.pid) == "T", "the stage stops", pause_s=0.001)
+        wait_until(lambda: _stands_still(pid), "the stage stops", pause_s=0.001)
         found.append(copies / str(len(found)))
         # What has another name is of the snapshot, or whole: see restored.
         shutil.copytree(root, found[-1], copy_function=_copied)
-        os.kill(process.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it ends while one of its threads was about to stop
+            os.kill(pid, signal.SIGCONT)
     process.join()
-    assert process.exitcode == 0
+    assert process.exitcode == 0, (process.exitcode, len(found))
     return found
 
 
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+def _stands_still(pid: int) -> bool:
+    """Tell whether all threads are stopped, or the process has ended."""
+    try:
+        states = [
+            (thread / "stat").read_text().rpartition(") ")[2][0]
+            for thread in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended, or all of them
+        return not Path(f"/proc/{pid}").exists()
+    return set(states) <= set("TZ")
 
 
 def taken_up(arguments: list[str], log: Path) -> int:
