@@ -45,6 +45,9 @@ settings.register_profile(
 )
 settings.load_profile("steady")
 
+# What takes seconds to make: files that use the same are tried by one worker, which makes it once.
+COSTLY = {"followed", "labelled"}
+
 EXIT_STATUS = pytest.StashKey[int]()
 
 
@@ -57,7 +60,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first: a worker that began one last would keep all others waiting. Those with a
     test that was given more time are the longest, then come those that start ranks. Each worker is
-    given a piece of the list, so the files are dealt out to as many piles.
+    given a piece of the list, so the files are dealt out to as many piles, those that share what is
+    costly to one.
     """
     long, ranks = (
         {item.path for item in items if item.get_closest_marker(name)}
@@ -65,8 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
     items.sort(key=lambda item: (item.path not in long, item.path not in ranks))
     num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    piles = {path: at % num_workers for at, path in enumerate(dict.fromkeys(i.path for i in items))}
-    items.sort(key=lambda item: piles[item.path])
+    shares: dict[Path, object] = {item.path: item.path for item in items}
+    for item in items:
+        for name in sorted(COSTLY.intersection(getattr(item, "fixturenames", ()))):
+            shares[item.path] = name
+    piles = {one: at % num_workers for at, one in enumerate(dict.fromkeys(shares.values()))}
+    items.sort(key=lambda item: piles[shares[item.path]])
 
 
 def pytest_collection_finish() -> None:

@@ -48,8 +48,9 @@ import gmeta.server.worker
 import gmeta.train
 import tests.distributed.harness
 import tests.forked
-from tests.processes import collect_garbage_rarely
+from tests.processes import collapse_memory, collect_garbage_rarely
 
 rich.emoji.Emoji.replace(":heart:")  # reads the names of all
 
 collect_garbage_rarely()
+collapse_memory()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import environment, gmeta
+from tests.commands import environment, evaluate, gmeta
 
 REPOSITORY = Path(__file__).parents[1]
 STEP = re.compile(r"(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)```", flags=re.DOTALL)
@@ -18,7 +18,9 @@ def run(line: str, folder: Path) -> str:
     """A line of a bash block; what it printed."""
     program, *arguments = line.split()
     assert program in ("gmeta", "python")
-    if program == "gmeta":
+    if line.startswith("gmeta evaluate "):
+        done = evaluate(*arguments[1:], cwd=folder)
+    elif program == "gmeta":
         done = gmeta(*arguments, cwd=folder)
     else:
         done = subprocess.run(

@@ -2,8 +2,9 @@
 
 What changes the disk is what the interpreter reports of it (PEP 578); files that native code
 writes lie in folders that such events make and name. A stage is forked with everything imported
-and killed with SIGKILL: no cleanup runs, as in a power cut of the process. It is taken up in the
-process of the test, which costs half of another fork.
+and killed with SIGKILL: no cleanup runs, as in a power cut of the process. What every such kill
+leaves, one run shows that is stopped at each change, with all its threads, while a copy is made. It
+is taken up in the process of the test, which costs half of another fork.
 """
 
 import os
@@ -12,7 +13,10 @@ import runpy
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import typer
 from gmeta.cli import app
 from tests.commands import environment, gmeta
 from tests.processes import with_imports_ready
+from tests.waiting import wait_until
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "shutil.rmtree"}
@@ -36,6 +41,47 @@ def killed_at(arguments: list[str], root: Path, event: int, notes: Path) -> int:
     process.join()
     assert process.exitcode is not None
     return process.exitcode
+
+
+def left_at_each_change(arguments: list[str], root: Path, copies: Path) -> list[Path]:
+    """Run a stage to its end; what lay below `root` before each change, which is what a kill there
+    would have left, as folders of `copies`."""
+    context = with_imports_ready()
+    found: list[Path] = []
+    stops, sign = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_become, args=(tuple(arguments), str(root), 0, os.devnull, environment(), sign)
+    )
+    process.start()
+    pid = process.pid
+    assert pid is not None
+    sign.close()
+    while True:
+        try:
+            stops.recv_bytes()
+        except EOFError:
+            break
+        wait_until(lambda: _stands_still(pid), "the stage stops", pause_s=0.001)
+        found.append(copies / str(len(found)))
+        # What has another name is of the snapshot, or whole: see restored.
+        shutil.copytree(root, found[-1], copy_function=_copied)
+        with suppress(ProcessLookupError):  # it ends while one of its threads was about to stop
+            os.kill(pid, signal.SIGCONT)
+    process.join()
+    assert process.exitcode == 0, (process.exitcode, len(found))
+    return found
+
+
+def _stands_still(pid: int) -> bool:
+    """Tell whether all threads are stopped, or the process has ended."""
+    try:
+        states = [
+            (thread / "stat").read_text().rpartition(") ")[2][0]
+            for thread in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended, or all of them
+        return not Path(f"/proc/{pid}").exists()
+    return set(states) <= set("TZ")
 
 
 def taken_up(arguments: list[str], log: Path) -> int:
@@ -60,6 +106,13 @@ def restored(snapshot: Path, root: Path) -> None:
     shutil.copytree(snapshot, root, copy_function=_linked)
 
 
+def _copied(source: str, target: str) -> None:
+    if os.stat(source).st_nlink > 1:
+        _linked(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
 def _linked(source: str, target: str) -> None:
     if source.endswith((".log", ".jsonl", ".lock")):
         shutil.copy2(source, target)
@@ -68,14 +121,19 @@ def _linked(source: str, target: str) -> None:
 
 
 def _become(
-    arguments: tuple[str, ...], root: str, last: int, notes: str, env: Mapping[str, str]
+    arguments: tuple[str, ...],
+    root: str,
+    last: int,
+    notes: str,
+    env: Mapping[str, str],
+    sign: Connection | None = None,
 ) -> None:
     os.environ.clear()
     os.environ.update(env)
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
-    seen = 0
+    seen, one_at_a_time = 0, threading.Lock()
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         nonlocal seen
@@ -88,6 +146,10 @@ def _become(
             seen += 1
             if seen == last:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if sign is not None:
+                with one_at_a_time:
+                    sign.send_bytes(b"here")
+                    os.kill(os.getpid(), signal.SIGSTOP)
 
     leave = os._exit
 

@@ -21,7 +21,7 @@ from metaio.stream.chain import open_stream
 from metaio.stream.quarantine import list_quarantine
 from tests.loop.days import DAY, write_day, write_loop
 from tests.loop.following import loop_of, run_stage
-from tests.loop.kills import killed_at, restored
+from tests.loop.kills import left_at_each_change, restored
 
 
 def judged_at_once(arguments: list[str], log: Path) -> int:
@@ -217,13 +217,11 @@ def test_killed_around_its_commit_what_is_late_is_taken_or_refused_once(
 
     with pytest.raises(GMetaError, match="not yet"):
         loop_of(root / "stream.toml", noted).step()
-    before, notes = tmp_path_factory.mktemp("before") / "copy", root / "notes"
-    shutil.copytree(root, before)
-    assert killed_at(asked[0], root, 0, notes) == 0
-    num_events = int(notes.read_text().split()[0])
-    for point in range(num_events - 8, num_events + 1):
-        restored(before, root)
-        assert killed_at(asked[0], root, point, notes) == -9
+    copies = tmp_path_factory.mktemp("left")
+    left = left_at_each_change(asked[0], root, copies)
+    assert len(left) > 9
+    for copy in left[-9:]:
+        restored(copy, root)
         loop = new_loop(root)
         prepared(loop)
         assert inputs(root)[2:] == [["day=002/part-0.parquet"]]
