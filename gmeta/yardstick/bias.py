@@ -17,7 +17,7 @@ feature but the item, no gradient.
 Shape suffixes: N rows, T episodes, V values of the item column.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +34,8 @@ from metaio.ragged import Int64
 # Rows' worth: from "a single row is believed" to "hundreds are needed".
 PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 FEW_PRIORS = (2.0, 8.0, 32.0)  # enough to tell which column is the item
-# Newton's method on a strictly concave function of one number; from 0 it is there within six.
-NEWTON_STEPS = 12
+# Of Newton's method: far more than it takes to where the slope is 0.
+NEWTON_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,15 @@ class BiasModel:
         mu = middle(self.loss, mean)
         if self.loss != "bce":
             return mu + (sums_N - counts_N * mean) / (counts_N + self.item_prior)
-        effect_N = np.zeros(len(counts_N))
-        for _ in range(NEWTON_STEPS):
-            p_N = sigmoid(mu + effect_N)
+
+        def slope_and_bend(effect_N: Floats) -> tuple[Floats, Floats]:
             # Of the log-posterior; all rows of an item have one p here, as nothing but the item is
             # known of them.
+            p_N = sigmoid(mu + effect_N)
             slope_N = sums_N - counts_N * p_N - self.item_prior * effect_N
-            effect_N += slope_N / (counts_N * p_N * (1 - p_N) + self.item_prior)
-        return mu + effect_N
+            return slope_N, counts_N * p_N * (1 - p_N) + self.item_prior
+
+        return mu + _solved(slope_and_bend, len(counts_N))
 
     def task_effect(self, level_N: Floats, rows: EpisodeRows) -> Floats:
         """Return b_t of each episode, from its support rows, whose mu + a_i are in `level_N`."""
@@ -80,13 +81,14 @@ class BiasModel:
 
         if self.loss != "bce":
             return total(label_S - level_S) / (total(np.ones(len(label_S))) + self.task_prior)
-        effect_T = np.zeros(num_episodes)
-        for _ in range(NEWTON_STEPS):
-            p_S = sigmoid(level_S + effect_T[episode_S])
+
+        def slope_and_bend(effect_T: Floats) -> tuple[Floats, Floats]:
             # As for items, but each row has the level of its own item.
+            p_S = sigmoid(level_S + effect_T[episode_S])
             slope_T = total(label_S - p_S) - self.task_prior * effect_T
-            effect_T += slope_T / (total(p_S * (1 - p_S)) + self.task_prior)
-        return effect_T
+            return slope_T, total(p_S * (1 - p_S)) + self.task_prior
+
+        return _solved(slope_and_bend, num_episodes)
 
     def output_N(self, level_N: Floats, rows: EpisodeRows) -> Floats:
         """Return mu + a_i + b_t of every row, support rows too: log-odds for bce."""
@@ -97,6 +99,21 @@ class BiasModel:
         """Return what every row of unseen tasks is predicted as: probabilities for bce."""
         level_N = self.without_task(sums, rows.ids_of(self.item), np.full(rows.num_rows, NO_FOLD))
         return shown(self.loss, self.output_N(level_N, rows))
+
+
+def _solved(slope_and_bend: Callable[[Floats], tuple[Floats, Floats]], number: int) -> Floats:
+    """Return the effects at which the slope of a strictly concave function of each is 0."""
+    effects = np.zeros(number)
+    for _ in range(NEWTON_STEPS):
+        slope, bend = slope_and_bend(effects)
+        # A whole step may end where sigmoids are flat, and the next one runs away: an item with
+        # many of rare clicks. Steps of at most 1 always gain, as |f'''| <= |f''| (Bach,
+        # Self-concordant analysis for logistic regression, 2010).
+        step = np.clip(slope / bend, -1.0, 1.0)
+        effects += step
+        if np.abs(step).max(initial=0.0) < 1e-10:
+            break
+    return effects
 
 
 def choose_bias(
