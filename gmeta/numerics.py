@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from gmeta.errors import ConfigError
+from metaio.hashing import mixed_key
 
 BF16, TF32 = "bf16", "tf32"
 # glibc's malloc.h, and the largest threshold that it takes.
@@ -65,6 +66,13 @@ def make_deterministic() -> None:
     # Filling uninitialised memory helps to find reads of it, and costs a pass.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Have what a model draws in a step, such as its dropout, follow from these alone: the same
+    after a resume, and not the same on all ranks.
+    """
+    torch.manual_seed(mixed_key(seed, step, rank))
 
 
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:
