@@ -186,6 +186,7 @@ class TrainingRun:
             stop,
             self._sharded,
             self._agent.take_replanned,
+            begin=lambda: self._optimizer.begin_step(self._progress.step, self._total_steps),
         ):
             loss = self._step(episodes, totals)
             num_tasks = episodes.task_T.numel()
@@ -198,7 +199,6 @@ class TrainingRun:
 
     def _step(self, episodes: Episodes | MicroBatches, totals: StepTotals) -> Tensor:
         """Run forward, backward and update; return the rank's weighted loss."""
-        self._optimizer.begin_step(self._progress.step, self._total_steps)
         seed_step(self._config.run.seed, self._progress.step, self._ranks.rank)
         # The mean over all ranks' terms: data-parallel averaging divides by the world size.
         weight = self._ranks.world_size / max(totals.num_terms, 1)
