@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from gmeta.errors import ConfigError
-from metaio.hashing import mixed_key
 
 BF16, TF32 = "bf16", "tf32"
 # glibc's malloc.h, and the largest threshold that it takes.
@@ -72,7 +71,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """Have what a model draws in a step, such as its dropout, follow from these alone: the same
     after a resume, and not the same on all ranks.
     """
-    torch.manual_seed(mixed_key(seed, step, rank))
+    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
 
 
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:

@@ -29,14 +29,6 @@ def splitmix64(values: UInt64 | np.uint64) -> UInt64:
     return mixed.reshape(np.shape(values))
 
 
-def mixed_key(*parts: int) -> int:
-    """Return one number of 64 bits, mixed of several."""
-    mixed = np.zeros(1, dtype=np.uint64)
-    for part in parts:
-        mixed = splitmix64(mixed + np.uint64(part % 2**64))
-    return int(mixed[0])
-
-
 def unit_interval(mixed: UInt64) -> npt.NDArray[np.float64]:
     """Return mixed integers as numbers in [0, 1): their upper 53 bits, which a float64 holds
     exactly, so that every machine draws the same.

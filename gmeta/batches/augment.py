@@ -17,7 +17,7 @@ import torch
 from gmeta.batches.config import AugmentConfig
 from metaio.format.block import with_one_unknown
 from metaio.format.features import OOV_ROW, Features
-from metaio.hashing import UInt64, mixed_key, splitmix64, unit_interval
+from metaio.hashing import UInt64, splitmix64, unit_interval
 from metaio.ragged import Int64, offsets, owners, places, ragged_indices, row_sums
 from metaio.read.batch import TaskBatch
 
@@ -155,3 +155,11 @@ def rearranged(batch: TaskBatch, order_N: Int64, support_T: Int64) -> TaskBatch:
 def _uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each name: its hash under the key."""
     return unit_interval(splitmix64(names ^ splitmix64(np.uint64(mixed_key(key, stream)))))
+
+
+def mixed_key(*parts: int) -> int:
+    """Return one number of 64 bits, mixed of several."""
+    mixed = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        mixed = splitmix64(mixed + np.uint64(part % 2**64))
+    return int(mixed[0])

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gmeta.batches.augment import rearranged, row_draws
-from metaio.hashing import mixed_key
+from gmeta.batches.augment import mixed_key, rearranged, row_draws
 from metaio.ragged import Int64, owners, places
 from metaio.read.batch import TaskBatch
 
