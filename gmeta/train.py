@@ -186,7 +186,7 @@ class TrainingRun:
             stop,
             self._sharded,
             self._agent.take_replanned,
-            begin=lambda: self._optimizer.begin_step(self._progress.step, self._total_steps),
+            lambda: self._optimizer.begin_step(self._progress.step, self._total_steps),
         ):
             loss = self._step(episodes, totals)
             num_tasks = episodes.task_T.numel()
