@@ -67,6 +67,13 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Have what a model draws in a step, such as its dropout, follow from these alone: the same
+    after a resume, and not the same on all ranks.
+    """
+    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
+
+
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:
     """Have malloc keep from now on so many bytes of what is freed, for the next step or request;
     return whether it can be told.

@@ -27,7 +27,7 @@ from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
 from gmeta.hooks.run_hooks import RunHooks
-from gmeta.numerics import choose_products, make_deterministic
+from gmeta.numerics import choose_products, make_deterministic, seed_step
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import plan_lines
@@ -186,6 +186,7 @@ class TrainingRun:
             stop,
             self._sharded,
             self._agent.take_replanned,
+            lambda: self._optimizer.begin_step(self._progress.step, self._total_steps),
         ):
             loss = self._step(episodes, totals)
             num_tasks = episodes.task_T.numel()
@@ -198,7 +199,7 @@ class TrainingRun:
 
     def _step(self, episodes: Episodes | MicroBatches, totals: StepTotals) -> Tensor:
         """Run forward, backward and update; return the rank's weighted loss."""
-        self._optimizer.begin_step(self._progress.step, self._total_steps)
+        seed_step(self._config.run.seed, self._progress.step, self._ranks.rank)
         # The mean over all ranks' terms: data-parallel averaging divides by the world size.
         weight = self._ranks.world_size / max(totals.num_terms, 1)
         loss: Tensor = self._sharded(episodes, weight=weight)
@@ -291,8 +292,7 @@ class TrainingRun:
     def _forecast(self) -> None:
         """Score the increment that is trained next, with the model as it came from the last."""
         with self._meter.paused():
-            told = forecast(self._scored, self._beginning.lineage)
-        self.hooks.tell(told)
+            self.hooks.tell(forecast(self._scored, self._beginning.lineage))
 
     def _is_best(self) -> bool:
         progress, keeps = self._progress, self._config.run.keep_best

@@ -121,11 +121,13 @@ class AdaptedLayers:
         if idle := {*self._gates, *self._plan.layers} - tape.called:
             raise _not_called(min(idle))
 
-    def step(self, tape: Tape, output_grads: Sequence[Tensor]) -> None:
+    def step(self, tape: Tape, output_grads: Sequence[Tensor], second_order: bool) -> None:
         """Take one inner SGD step, from the gradients of the summed support losses at
         `tape.outputs`.
         """
         for name, rows, grad in zip(tape.names, tape.inputs, output_grads, strict=True):
+            if not second_order:  # the A of a step are constants, as its G are
+                rows = rows.detach()
             activations_TSI, grads_TSO = _by_task(tape.layout, rows), _by_task(tape.layout, grad)
             widths = activations_TSI.shape[-1], grads_TSO.shape[-1]
             # A layer that works on each of a row's features has as many rows a task more.

@@ -210,10 +210,7 @@ class GeneralLoop:
         grads = torch.autograd.grad(
             loss_sum, wanted, create_graph=second_order, retain_graph=second_order or keep_path
         )
-        if not second_order:
-            # First order: the A of a step are constants, as its G are by create_graph=False.
-            tape.inputs = [rows.detach() for rows in tape.inputs]
-        adapted.layers.step(tape, grads[: len(tape.outputs)])
+        adapted.layers.step(tape, grads[: len(tape.outputs)], second_order)
         return replace(
             adapted,
             rows_PD=before_PD - scaled(grads[-1], rate) if adapts_rows else before_PD,
@@ -244,7 +241,7 @@ class GeneralLoop:
                 # The prior counts as so many rows that pull nowhere, as in a step that is taken.
                 solved_N = solved_N * layout.spread(lengths_T / (lengths_T + prior))
             grads = [each * _beside(solved_N, each) for each in jacobians]
-            adapted.layers.step(tape, grads)
+            adapted.layers.step(tape, grads, second_order)
         return adapted
 
 

@@ -37,6 +37,7 @@ class Terms:
 
     A task with den_T = 0 does not count (for GAUC, one that holds a single class). Of a metric of
     two classes of all rows `rarer_tasks` hold the rarer class: no more tell anything of it.
+    `no_interval` says why the value has none; differences of two have one.
     """
 
     value: float
@@ -45,6 +46,7 @@ class Terms:
     is_root: bool = False
     reason: str = ""
     rarer_tasks: int | None = None
+    no_interval: str = ""
 
     @property
     def num_tasks(self) -> int:

@@ -54,7 +54,7 @@ class OuterOptimizer(CombinedOptimizer):
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Take the schedule's rates for the step that comes after `step` steps of the run, and
-        forget the gradients of the last. Call it before forward.
+        forget the gradients of the last. Call it before the rows of the step are looked up.
         """
         outer = self._outer
         scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)

@@ -54,6 +54,7 @@ def in_step(
     stop: Stop | None = None,
     sharded: DistributedModelParallel | None = None,
     take_replanned: Callable[[], bool] = lambda: False,
+    begin: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Arranged, StepTotals]]:
     """Yield this rank's episodes of each step and the totals of all ranks, until no rank has data
     left.
@@ -65,6 +66,9 @@ def in_step(
     the one after it; the episodes themselves go to the device. Rows are only looked up when their
     step begins, after the updates of the step before: the losses are those of one step after the
     other.
+
+    `begin` is called in front of each step, before its rows are looked up: fbgemm takes the rate of
+    an update with the lookup.
 
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
     on all of them. Where `take_replanned` says in front of a step (on all ranks alike) that the
@@ -95,9 +99,11 @@ def in_step(
         if stop is not None and totals.ranks_asked_to_stop:
             stop.agreed = True
             return
-        if totals.num_rows and now.episodes.fetch is not None:
-            # First of all: whoever is late at arranging a batch lets nobody wait for rows.
-            now.episodes.fetch.look_up()
+        if totals.num_rows:
+            begin()
+            if now.episodes.fetch is not None:
+                # First of all: whoever is late at arranging a batch lets nobody wait for rows.
+                now.episodes.fetch.look_up()
         if take_replanned():
             # Its sum is under way on all ranks: it ends before another takes its place.
             after.work.wait()

@@ -40,6 +40,7 @@ class Measured:
     num_tasks: int
     reason: str
     values_B: Floats
+    no_interval: str = ""  # why the value has none
 
     @property
     def value(self) -> float:
@@ -51,6 +52,8 @@ class Measured:
         if self.reason:
             return Estimate(math.nan, math.nan, math.nan, 0, self.reason)
         interval = percentile_interval(self.values_B, self.num_tasks)
+        if self.no_interval:
+            interval = Interval(math.nan, math.nan, self.no_interval)
         return Estimate(self.value, interval.low, interval.high, self.num_tasks, interval.reason)
 
 
@@ -98,6 +101,7 @@ def measured_of(terms: Sequence[Terms], values_B: Floats) -> Measured:
         num_tasks=min(one.num_tasks for one in terms),
         reason=told[0] if told else "",
         values_B=values_B,
+        no_interval=terms[0].no_interval,
     )
 
 

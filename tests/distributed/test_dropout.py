@@ -1,21 +1,28 @@
-"""A model of somebody's own with dropout: on in training, off wherever it is scored."""
+"""A model of somebody's own with dropout: on in training, each rank and step with draws of its own,
+off wherever it is scored.
+"""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
-from gmeta.config import TrainConfig
+from gmeta.config import TrainConfig, config_from_dict
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta.train import train
 from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs
 from tests import reference
 from tests.distributed.harness import on_ranks
+from tests.increments import write_increments
 
 FEATURES = reference.some_features(2, 0, 1)
+DRAWN: list[list[float]] = []  # what dropout left of 16 ones, forward by forward
 
 
 class Dropping(nn.Module):
@@ -29,6 +36,8 @@ class Dropping(nn.Module):
 
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return one output for each row: [N]."""
+        if self.training:
+            DRAWN.append(self.dropout(torch.ones(16)).tolist())
         rows_NX = self.dropout(inputs.pooled("mean").side_by_side_NX())
         output_N: Tensor = self.output(rows_NX).squeeze(1)
         return output_N
@@ -63,3 +72,37 @@ def test_dropout_is_off_where_a_model_is_scored_and_on_where_it_learns() -> None
     assert others == [first, first]
     assert found["losses"][0] != found["losses"][1]
     assert found["modes"] == [True, False]
+
+
+def drawn_on_rank(ranks: Ranks, configs: list[TrainConfig]) -> list[list[list[float]]]:
+    """What dropout left in each of these runs."""
+    MODELS["dropping"] = Dropping
+    found = []
+    for config in configs:
+        DRAWN.clear()
+        train(config, ranks)
+        found.append(list(DRAWN))
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_and_steps_draw_apart_and_a_resumed_run_what_it_would_have_drawn(
+    tmp_path: Path,
+) -> None:
+    data = write_increments(tmp_path / "shop")[0]
+
+    def run(name: str, steps: int) -> TrainConfig:
+        return config_from_dict(
+            {
+                "data": {"path": str(data), "tasks_per_step": 16},
+                "model": {"name": "dropping", "embedding_dim": 4},
+                "run": {"dir": str(tmp_path / name), "device": "cpu", "max_steps": steps},
+            }
+        )
+
+    whole, *parts = run("whole", 3), run("parts", 1), run("parts", 3)
+    first, second = on_ranks(2, drawn_on_rank, [whole, *parts])
+    for straight, begun, resumed in (first, second):
+        assert begun + resumed == straight
+        assert len(set(map(tuple, straight))) == len(straight)
+    assert not {tuple(one) for one in first[0]} & {tuple(one) for one in second[0]}

@@ -13,6 +13,7 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.outer.schedules import rate_scale
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
+from gmeta.tables.sharding import ExchangeKind, ShardingConfig
 from gmeta_models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
@@ -22,6 +23,7 @@ MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
 FEATURES = reference.some_features(2, 1, 0)
 DENSE_RATE, SPARSE_RATE = 0.5, 0.8
 NUM_STEPS = 4
+EXCHANGES: tuple[ExchangeKind, ...] = ("host", "torchrec")
 SCALES = {
     ("linear", 0): [1.0, 0.75, 0.5, 0.25],
     ("linear", 2): [0.5, 1.0, 1.0, 0.5],
@@ -36,11 +38,17 @@ def tasks_of_steps() -> list[list[reference.Task]]:
     ]
 
 
-def train_on_rank(ranks: Ranks) -> dict[tuple[str, int], dict[str, object]]:
-    return {case: train_with(ranks, *case) for case in SCALES}
+def train_on_rank(ranks: Ranks) -> dict[tuple[ExchangeKind, str, int], dict[str, object]]:
+    return {
+        (exchange, *case): train_with(ranks, exchange, *case)
+        for exchange in EXCHANGES
+        for case in SCALES
+    }
 
 
-def train_with(ranks: Ranks, schedule: str, warmup_steps: int) -> dict[str, object]:
+def train_with(
+    ranks: Ranks, exchange: ExchangeKind, schedule: str, warmup_steps: int
+) -> dict[str, object]:
     """Train on every other task of each step; rows before and after, and the layers."""
     outer = OuterConfig(
         dense_optimizer="sgd",
@@ -52,18 +60,29 @@ def train_with(ranks: Ranks, schedule: str, warmup_steps: int) -> dict[str, obje
     )
     torch.manual_seed(3)
     learner = build_learner(FEATURES, MODEL, AlgorithmConfig(name="none"), "bce")
-    sharded = shard_learner(
-        learner, FEATURES, TrainConfig(model=MODEL, outer=outer, run=RunConfig(seed=1)), ranks
+    config = TrainConfig(
+        model=MODEL,
+        outer=outer,
+        run=RunConfig(seed=1),
+        sharding=ShardingConfig(exchange=exchange),
     )
+    sharded = shard_learner(learner, FEATURES, config, ranks)
     start = local_rows(sharded)
     optimizer = build_optimizer(sharded, outer)
     batches = (
         reference.batch_of(tasks[ranks.rank :: ranks.world_size], FEATURES)
         for tasks in tasks_of_steps()
     )
-    steps = steps_of(batches, learner.arrange, FEATURES, ranks)
-    for step, (episodes, totals) in enumerate(steps):
-        optimizer.begin_step(step, NUM_STEPS)
+    begun: list[int] = []
+
+    def begin() -> None:
+        optimizer.begin_step(len(begun), NUM_STEPS)
+        begun.append(len(begun))
+
+    arranged = learner.arrange
+    # As a run does: rows are looked up before the step is given out.
+    steps = steps_of(batches, arranged, FEATURES, ranks, sharded=sharded, begin=begin)
+    for episodes, totals in steps:
         loss = sharded(episodes, ranks.world_size / totals.num_terms)
         loss.backward()
         optimizer.step()
@@ -95,8 +114,8 @@ def train_by_loop(
 @pytest.mark.distributed
 def test_layers_and_tables_follow_the_schedule() -> None:
     of_ranks = on_ranks(2, train_on_rank)
-    for case, scales in SCALES.items():
-        results = [of_rank[case] for of_rank in of_ranks]
+    for case in of_ranks[0]:
+        results, scales = [of_rank[case] for of_rank in of_ranks], SCALES[case[1:]]
         tables, layers = train_by_loop(whole_tables(results, "start"), scales)
         trained = whole_tables(results, "tables")
         for name, rows in tables.items():

@@ -10,6 +10,7 @@ import pytest
 from gmeta.errors import UserError
 from gmeta.losses.config import Loss
 from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.scores import evaluate_split
 from gmeta.report.evaluation import STAGES, Comparison, Evaluation, Group, hide_secrets
 from gmeta.report.runs import EvaluatedRun, rows_of_split
@@ -143,6 +144,21 @@ def test_few_tasks_have_values_but_neither_interval_nor_verdict() -> None:
     assert math.isnan(estimate.low)
     assert estimate.reason == "rests on only 5 tasks: too few to resample"
     assert adaptation_of(group).metrics["mae"].verdict == "unknown"
+
+
+def test_an_ece_has_no_interval_but_the_difference_of_two_has_one_and_a_verdict() -> None:
+    run = replace(run_of("bce"), evaluation=EvaluationConfig(metrics=("ece",)))
+    group = first_group(run)
+    result = group.result("melu-maml", "after")
+    assert result
+    estimate = result.metrics["ece"]
+    assert math.isfinite(estimate.value)
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.high)
+    assert estimate.reason == "noise in its bins only adds to it"
+    difference = adaptation_of(group).metrics["ece"]
+    assert difference.low < difference.value < difference.high
+    assert difference.verdict != "unknown"
 
 
 def test_one_class_leaves_auc_undefined_with_its_reason() -> None:

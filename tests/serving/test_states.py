@@ -10,7 +10,7 @@ import torch
 
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.layer_change import LowRankChange, MaterialisedChange
 from gmeta.batches.config import SupportFeaturesConfig
 from gmeta.serving.model import ServedModel
@@ -95,6 +95,21 @@ def test_a_state_is_as_small_as_its_task(tmp_path: Path) -> None:
         for tensor in vars(change).values()
         if isinstance(tensor, torch.Tensor)
     )
+
+
+@pytest.mark.parametrize("path", ["low_rank", "materialised"])
+@pytest.mark.parametrize("algorithm", ["maml", "ridge"])
+def test_a_state_holds_no_graph_and_becomes_bytes(
+    tmp_path: Path, algorithm: str, path: InnerPath
+) -> None:
+    """A layer's inputs follow from the layer before it, whose outputs took a gradient."""
+    found = served(tmp_path / "model", AlgorithmConfig(algorithm, 1, 0.3, inner_path=path))
+    support, query = random_rows(6, seed=1), random_rows(4, seed=2)
+    (state,) = found.adapt_encoded(found.encode(support, "support", True), [6])
+    held = [value for change in state.changes.values() for value in vars(change).values()]
+    assert not [one for one in held if isinstance(one, torch.Tensor) and one.requires_grad]
+    task = found.adapt(support)
+    assert torch.equal(found.task(task.state()).predict(query), task.predict(query))
 
 
 def random_state(generator: torch.Generator, kind: str, num_rows: int, keys: int) -> TaskState:

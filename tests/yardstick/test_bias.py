@@ -73,6 +73,30 @@ def test_predictions_equal_those_of_dictionaries(loss: Loss) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("mean", [0.001, 0.05, 0.5, 0.99])
+@pytest.mark.parametrize("prior", [PRIORS[0], PRIORS[3]])
+def test_an_item_or_a_task_far_from_the_mean_has_the_effect_of_a_root_finder(
+    mean: float, prior: float
+) -> None:
+    model, mu = BiasModel("bce", ITEM, prior, prior), math.log(mean / (1 - mean))
+    shapes = [(20, 10), (10_000, 5_000), (100, 100), (100, 0)]
+    counts_N, sums_N = np.array(shapes, dtype=np.float64).T
+    found = model.item_level(counts_N, sums_N, mean) - mu
+    expected = [
+        root([(1.0, mu)] * clicks + [(0.0, mu)] * (rows - clicks), prior)
+        for rows, clicks in [*shapes[:1], *shapes[2:]]
+    ]
+    np.testing.assert_allclose(found[[0, 2, 3]], expected, rtol=1e-8, atol=1e-8)
+    # So many rows are all but their own mean.
+    assert abs(found[1] + mu) < 0.05
+    rows = episode_rows(3, "bce")
+    rows = replace(rows, label_N=np.ones(rows.num_rows))
+    effect_T = model.task_effect(np.full(rows.num_rows, mu), rows)
+    for episode, effect in enumerate(effect_T):
+        support = int(rows.is_support_N[rows.episode_N == episode].sum())
+        assert effect == pytest.approx(root([(1.0, mu)] * support, prior), rel=1e-8, abs=1e-8)
+
+
 def test_the_sums_of_blocks_are_those_of_all_rows_and_folds_hold_whole_tasks() -> None:
     parts = [episode_rows(20, "mse", seed, 100 * seed) for seed in range(3)]
     sums = sum_training_rows(parts, FEATURES, 0)
