@@ -103,6 +103,7 @@ def test_ranks_and_steps_draw_apart_and_a_resumed_run_what_it_would_have_drawn(
     whole, *parts = run("whole", 3), run("parts", 1), run("parts", 3)
     first, second = on_ranks(2, drawn_on_rank, [whole, *parts])
     for straight, begun, resumed in (first, second):
+        assert min(len(begun), len(resumed)) > 0
         assert begun + resumed == straight
         assert len(set(map(tuple, straight))) == len(straight)
     assert not {tuple(one) for one in first[0]} & {tuple(one) for one in second[0]}

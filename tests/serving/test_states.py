@@ -107,7 +107,9 @@ def test_a_state_holds_no_graph_and_becomes_bytes(
     support, query = random_rows(6, seed=1), random_rows(4, seed=2)
     (state,) = found.adapt_encoded(found.encode(support, "support", True), [6])
     held = [value for change in state.changes.values() for value in vars(change).values()]
-    assert not [one for one in held if isinstance(one, torch.Tensor) and one.requires_grad]
+    of_tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    assert of_tensors
+    assert not any(one.requires_grad for one in of_tensors)
     task = found.adapt(support)
     assert torch.equal(found.task(task.state()).predict(query), task.predict(query))
 
