@@ -122,7 +122,7 @@ def measure(
     elapsed_s = time.perf_counter() - began
     # Of kept results too: what the commands took when they ran, shared among those at a time.
     command_s = first.seconds + sum(ran.seconds for ran in (*trained, *evaluated)) / parallel
-    where = " and ".join(sorted({ran.where for ran in evaluated}))
+    where = max(ran.where for ran in evaluated)  # kept ones are of the same code: Job.stamp
     return Measured(protocol, tuple(rows), max(elapsed_s, command_s), len(paths), where)
 
 
