@@ -72,7 +72,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     after a resume, and not the same on all ranks.
     """
     mixed = ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63
-    # Not torch.manual_seed: it asks for every kind of device, 90 us a step.
+    # torch.manual_seed asks for every kind of device, in each step.
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed)
