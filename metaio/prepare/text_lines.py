@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-_DELIMITERS = ",;\t|"
+DELIMITERS = ",;\t|"
 _SAMPLE_LINES = 20_480  # as many as DuckDB looks at
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _BLOCK = 1 << 20  # characters
@@ -66,7 +66,7 @@ def header_of(
         return "", []
     if encoding == "utf-8":
         line = line.encode("latin-1").decode(errors="replace")
-    for delimiter in _DELIMITERS:
+    for delimiter in DELIMITERS:
         fields = fields_of(line.removeprefix("\ufeff"), delimiter)
         if set(wanted) <= set(fields):
             return delimiter, fields
