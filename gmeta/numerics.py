@@ -71,7 +71,11 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """Have what a model draws in a step, such as its dropout, follow from these alone: the same
     after a resume, and not the same on all ranks.
     """
-    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
+    mixed = ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63
+    # torch.manual_seed asks for every kind of device, in each step.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed)
 
 
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:

@@ -88,8 +88,9 @@ class Mirror:
             GMetaError: one does not succeed now.
         """
         kept = {path.name: path for path in list_checkpoints(self._folder.checkpoints)}
-        # Also what a process before this one could not bring there.
-        self._late = kept.keys() & (self._late | (kept.keys() - self.checkpoints()))
+        self._late &= kept.keys()
+        # What a process before this one could not bring there.
+        self._late |= kept.keys() - self.checkpoints()
         for name in reversed([name for name in kept if name in self._late]):
             with self._reached():
                 self._copy(kept[name])

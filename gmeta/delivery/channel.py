@@ -351,7 +351,9 @@ class Channel:
         return current
 
     def _log(self, entry: Mapping[str, Any]) -> None:
-        lines = [json.dumps(one) + "\n" for one in [*self.promotions(), entry]]
+        # The model, too: by then the version may be gone, and a delta's checksum is its own.
+        model = {} if entry["number"] is None else {"model": self.model_of(entry["number"])}
+        lines = [json.dumps(one) + "\n" for one in [*self.promotions(), {**entry, **model}]]
         write_whole(self.root / PROMOTIONS, "".join(lines).encode())
 
 

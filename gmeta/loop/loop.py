@@ -189,8 +189,9 @@ class Loop:
         """Return whether a person has promoted or rolled back since a candidate was judged: against
         another champion than serves now."""
         verdict, serves = self.verdict(number) or {}, current.number if current else None
-        is_it = bool(current and (current.verdict or {}).get("model") == verdict.get("model"))
-        return not is_it and bool(verdict.get("champion_version", serves) != serves)
+        if serves is not None and self.channel.model_of(serves) == verdict.get("model"):
+            return False  # it is that champion: its promotion was killed
+        return bool(verdict.get("champion_version", serves) != serves)
 
     def promoted(self, number: int) -> int | None:
         """Return the version of the channel that an increment's candidate became."""
@@ -351,11 +352,9 @@ class Loop:
             found = {}
             for entry in self.channel.promotions():
                 if entry.get("action") == PROMOTED:
-                    number = int(entry["number"])
                     # A person may promote without the verdict.
-                    told = (entry.get("verdict") or {}).get("model")
-                    found[str(told or self.channel.model_of(number))] = number
-            found.pop("", None)  # of a version that is gone
+                    model = (entry.get("verdict") or {}).get("model") or entry.get("model")
+                    found[str(model)] = int(entry["number"])
             self._promoted = stamp, found
         return self._promoted[1]
 

@@ -95,13 +95,16 @@ def test_a_checkpoint_that_was_late_arrives_with_the_next(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The best one, say, which stays when it is no longer the newest."""
-    root = run_at(tmp_path / "run", 10)
+    root = run_at(tmp_path / "run", 5, 10)
     mirror = Mirror(URL, root)
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "glob", away)
+        mirror.put(root / "checkpoints" / "step-00000005")
+        shutil.rmtree(root / "checkpoints" / "step-00000005")  # which the run keeps no longer
         mirror.put(root / "checkpoints" / "step-00000010")
     assert caplog.messages == [
-        f"step-00000010 is not copied yet: {UNREACHABLE.format('no such bucket')}"
+        f"step-{step:08} is not copied yet: {UNREACHABLE.format('no such bucket')}"
+        for step in (5, 10)
     ]
     run_at(root, 20)
     mirror.put(root / "checkpoints" / "step-00000020")

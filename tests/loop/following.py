@@ -23,7 +23,8 @@ def loop_of(config: Path, stage: Callable[[list[str], Path], int] = run_stage) -
 
 def stages_of(loop: Loop) -> list[tuple[str, int]]:
     """Every stage there is to take, taken."""
-    found = []
+    found: list[tuple[str, int]] = []
     while (done := loop.step()) is not None:
         found.append((done.stage, done.increment))
+        assert len(found) < 100, f"it never ends: {found[-8:]}"
     return found

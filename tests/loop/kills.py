@@ -14,9 +14,10 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import typer
 from gmeta.cli import app
 from tests.commands import environment, gmeta
 from tests.processes import with_imports_ready
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "shutil.rmtree"}
@@ -38,9 +39,9 @@ def killed_at(arguments: list[str], root: Path, event: int, notes: Path) -> int:
         target=_become, args=(tuple(arguments), str(root), event, str(notes), environment())
     )
     process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
+    with _to_its_end(process):
+        pass
+    return process.exitcode or 0
 
 
 def left_at_each_change(arguments: list[str], root: Path, copies: Path) -> list[Path]:
@@ -56,20 +57,29 @@ def left_at_each_change(arguments: list[str], root: Path, copies: Path) -> list[
     pid = process.pid
     assert pid is not None
     sign.close()
-    while True:
-        try:
+    with _to_its_end(process), suppress(EOFError):
+        while stops.poll(PATIENCE_S):  # also where it has ended
             stops.recv_bytes()
-        except EOFError:
-            break
-        wait_until(lambda: _stands_still(pid), "the stage stops", pause_s=0.001)
-        found.append(copies / str(len(found)))
-        # What has another name is of the snapshot, or whole: see restored.
-        shutil.copytree(root, found[-1], copy_function=_copied)
-        with suppress(ProcessLookupError):  # it ends while one of its threads was about to stop
-            os.kill(pid, signal.SIGCONT)
-    process.join()
+            wait_until(lambda: _stands_still(pid), "the stage stops", pause_s=0.001)
+            found.append(copies / str(len(found)))
+            # What has another name is of the snapshot, or whole: see restored.
+            shutil.copytree(root, found[-1], copy_function=_copied)
+            with suppress(ProcessLookupError):  # it ends while a thread was about to stop
+                os.kill(pid, signal.SIGCONT)
     assert process.exitcode == 0, (process.exitcode, len(found))
     return found
+
+
+@contextmanager
+def _to_its_end(process: BaseProcess) -> Iterator[None]:
+    """Waits for a process behind the block. What hangs, or stands still, fails and is killed."""
+    try:
+        yield
+        process.join(PATIENCE_S)
+        assert process.exitcode is not None, f"it hangs for {PATIENCE_S:.0f} s"
+    finally:
+        process.kill()
+        process.join()
 
 
 def _stands_still(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """Killed at any change that a stage makes to the disk, a loop loses nothing and doubles nothing.
 
-What a kill leaves is tried for every change; LOOP_KILLS=2000 (make kills) does so many of them, two
-a stage are done otherwise.
+What a kill leaves is tried for every change; LOOP_KILLS=2000 (make kills) kills so often, else
+twice a stage.
 """
 
 import json
@@ -28,7 +28,7 @@ from metaio.format.inspection import damage
 from metaio.stream.chain import open_stream
 from tests.delivery.models import content
 from tests.loop.days import write_loop
-from tests.loop.following import loop_of, run_stage
+from tests.loop.following import loop_of, run_stage, stages_of
 from tests.loop.kills import killed_at, left_at_each_change, restored, taken_up
 
 KILLS = int(os.environ.get("LOOP_KILLS", "0"))
@@ -185,8 +185,7 @@ def check_taken_up(stage: str, steps: Steps, point: int) -> None:
     prepared(steps.root)
     loop = loop_of(steps.root / "stream.toml", up_to(stage))
     with suppress(BeyondError):
-        while loop.step() is not None:
-            pass
+        stages_of(loop)
     assert OUTCOMES[stage](steps.root) == steps.outcome[stage], point
 
 
