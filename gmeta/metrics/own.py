@@ -65,13 +65,13 @@ def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) 
 
 
 def try_out(name: str) -> None:
-    """Call an own metric on 200 rows of 20 tasks. Raise GMetaError where it fails."""
+    """Call an own metric on 200 made-up rows of 20 tasks. Raise GMetaError where it fails."""
     place_N = np.arange(200)
-    label_N, score_N = (
-        (place_N % 2).astype(np.float64),
-        np.linspace(0.01, 0.99, 200, dtype=np.float64),
-    )
-    own_terms(name, label_N, score_N, place_N // 10, 20, resampled=False)
+    label_N, score_N = (place_N % 2).astype(np.float64), (place_N + 1) / 201
+    try:
+        own_terms(name, label_N, score_N, place_N // 10, 20, resampled=False)
+    except GMetaError as error:
+        raise GMetaError(f"{error}. These rows were made up to try it") from error
 
 
 def own_terms(

@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.prepare.inputs import Inputs, expand
 from metaio.prepare.sql import column_name, connected, scan, strict_csv
-from metaio.prepare.text_faults import DELIMITERS, check_objects, fault_of, fields_of, shortened
+from metaio.prepare.text_faults import check_objects, fault_of, shortened
+from metaio.prepare.text_lines import DELIMITERS, fields_of
 
 LOOKED_ROWS = 1_000_000
 FEWEST_IDS_APART = 0.3  # of the rows of a text column hold a separator: a list

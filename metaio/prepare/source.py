@@ -6,7 +6,7 @@ pyarrow.
 import difflib
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -35,17 +35,8 @@ from metaio.prepare.sql import (
     strict_csv,
     struct,
 )
-from metaio.prepare.text_faults import (
-    DELIMITERS,
-    bad_bytes,
-    check_objects,
-    counted_lines,
-    fault_of,
-    fields_of,
-    shortened,
-    text_lines,
-    write_sample,
-)
+from metaio.prepare.text_faults import bad_bytes, check_objects, fault_of, shortened
+from metaio.prepare.text_lines import counted_lines, header_of, write_sample
 from metaio.prepare.text_types import (
     OF_NO_VALUE,
     asked_types,
@@ -101,30 +92,23 @@ class DuckSource:
         self.names, self.given = self._files.names, self._files.given
         self.members = self._files.members
         self._options = self._text_options()
-        self._folders: bool | None = None  # whether their names are columns; None: as they look
         self._by_name = ""  # where columns stand in another order in another file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
         of_rows = self._first_with_rows()
         first = of_rows or self.names[0]
-        if schema.transform is not None:
+        rule = schema.transform
+        self._folders = self._of_folders(first, rule.columns if rule else schema.columns)
+        if rule is not None:
             own = Path(self._folder.name, "transformed")
-            self._files = transformed(
-                self._files, schema.transform, schema.columns, self._raw_batches, own
-            )
-            first = self._files.names[0]
-        # What a file holds counts more than what its folder, such as day=1, is called.
-        self._folders = False
+            self._files = transformed(self._files, rule, schema.columns, self._raw_batches, own)
+            first, self._folders = self._files.names[0], []
         self._types = self._column_types(first)
-        lacking = [c for c in schema.columns if c not in self._types and f"/{c}=" in f"/{first}"]
-        if lacking:
-            self._folders = True
-            self._types = self._column_types(first)
         others = [name for name in self._files.names if name != first]
         if self._files.kind == "JSON":
             self._learn_types(others)
         self._check_columns(first)
-        if of_rows is None and schema.transform is None:
+        if of_rows is None and rule is None:
             raise no_rows(self.names, self.given)
         left_out = {name for name in others if not self._agrees(name, first)}
         self.names = [name for name in self.names if name not in left_out]
@@ -151,6 +135,27 @@ class DuckSource:
         except duckdb.Error:
             return True
 
+    def _of_folders(self, name: str, wanted: Sequence[str]) -> list[str]:
+        """Return the wanted columns (none: all) that only the names of folders such as day=1 hold.
+        DuckDB would let these count more than what a file holds.
+
+        Raises:
+            DataError: the file has another column by which a folder is called.
+        """
+        told = re.findall(r"([^/=]+)=[^/]*/", name)
+        told = [column for column in told if column in wanted or not wanted]
+        table = scan(self._files, [name], self._options, folders=False)
+        found = self._fetch(f"DESCRIBE SELECT * FROM {table}", name) if told else []
+        own = [row[0] for row in found]
+        lacking = [column for column in told if column not in own]
+        held = [column for column in told if column in own]
+        if lacking and held:
+            raise DataError(
+                f"input {name} has a column {held[0]} of its own, and {lacking[0]} only in the "
+                f"name of a folder. Rename the folder {held[0]}=..., or {lacking[0]}=..."
+            )
+        return lacking
+
     def _text_options(self) -> str:
         """Return the options of read_csv that decide what is a line and what is a null."""
         rule = self._text
@@ -164,27 +169,18 @@ class DuckSource:
         """Return the table function that reads these files, with these types where given."""
         columns = f", columns = {struct(types)}" if types else ""
         typed = self._spelled | declared_types(self._schema) | (types or {})
+        of_folders = {c: typed.pop(c) for c in self._folders if c in typed}
         option = "columns" if self._spelled else "types"
         asked = f", {option} = {struct(typed)}" if typed else ""
+        asked += f", hive_types = {struct(of_folders)}" if of_folders else ""
         options = f"{self._options}{asked}{self._by_name}"
-        return scan(self._files, names, options, columns, self._folders)
+        return scan(self._files, names, options, columns, bool(self._folders))
 
     def _header(self, name: str) -> tuple[str, list[str]]:
         """Return the delimiter and the fields of a text file's first line, if it names all columns
         that are read, and nothing if not.
         """
-        try:
-            with text_lines(name, self._text.encoding) as file:
-                line = file.readline(self._text.max_line_bytes).rstrip("\r\n")
-        except (OSError, pa.ArrowException, UnicodeError):
-            return "", []
-        if self._text.encoding == "utf-8":
-            line = line.encode("latin-1").decode("utf-8-sig", errors="replace")
-        for delimiter in DELIMITERS:
-            fields = fields_of(line, delimiter)
-            if set(self._schema.columns) <= set(fields):
-                return delimiter, fields
-        return "", []
+        return header_of(name, self._text.encoding, self._text.max_line_bytes, self._schema.columns)
 
     def _column_types(self, name: str) -> dict[str, str]:
         """Return the SQL type of each column of a file, by its first rows."""

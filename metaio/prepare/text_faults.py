@@ -2,21 +2,12 @@
 advise settings of DuckDB.
 """
 
-import csv
-import io
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path, PurePath
-from typing import Any
-
-import fsspec
-import pyarrow as pa
+from collections.abc import Callable, Sequence
 
 from metaio.errors import DataError, shown
+from metaio.prepare.text_lines import fields_of, text_lines
 
-DELIMITERS = ",;\t|"
 _ENCODING = (
     'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
     "convert it to UTF-8"
@@ -97,47 +88,6 @@ def shortened(text: str) -> str:
     """Return the first lines of `text` as one, with an end."""
     lines = (line.strip() for line in text.splitlines()[:3])
     return shown(" ".join(line for line in lines if line).rstrip("."), 300)
-
-
-def fields_of(line: str, delimiter: str) -> list[str]:
-    """Return the fields of one line."""
-    return next(csv.reader([line], delimiter=delimiter), [])
-
-
-_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
-
-
-@contextmanager
-def text_lines(name: str, encoding: str) -> Iterator[io.TextIOWrapper]:
-    """Return a text file that yields its lines with their ends: of UTF-8 one character for each
-    byte, so that bytes that are none, in columns that nobody reads, do no harm.
-    """
-    with fsspec.open(name, "rb") as file:
-        codec = _CODECS.get(PurePath(name).suffix.lower())
-        plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
-        own = "utf-16" if encoding == "utf-16" else "latin-1"
-        with io.TextIOWrapper(plain, encoding=own, errors="replace", newline="") as lines:
-            yield lines
-
-
-def counted_lines(names: Sequence[str], encoding: str, mark: str) -> tuple[int, int, int]:
-    """Return how many lines files have, and how many of them are blank, or begin with a mark."""
-    num_lines = num_blank = num_comments = 0
-    for name in names:
-        with text_lines(name, encoding) as lines:
-            for line in lines:
-                num_lines += 1
-                num_blank += not line.strip("\r\n")
-                num_comments += bool(mark) and line.startswith(mark)
-    return num_lines, num_blank, num_comments
-
-
-def write_sample(name: str, sample: Path) -> None:
-    """Write the first lines of a file in UTF-8, with a mark for each byte that is none."""
-    with text_lines(name, "utf-8") as lines, sample.open("wb") as file:
-        for line in itertools.islice(lines, _SAMPLE_LINES):
-            file.write(line.encode("latin-1").decode(errors="replace").encode())
 
 
 def bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:

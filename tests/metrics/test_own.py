@@ -137,7 +137,7 @@ def test_a_metric_that_fails_is_found_before_the_first_step() -> None:
             checked(metrics, **run)
         assert str(caught.value) == (
             f"evaluation.metrics = '{HERE}:FAILING' failed on 200 rows: IndexError: no rows. Mend "
-            "it, or leave it out"
+            "it, or leave it out. These rows were made up to try it"
         )
 
 

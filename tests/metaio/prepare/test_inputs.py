@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
@@ -86,10 +87,15 @@ def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     assert str(caught.value) == f"input {path} is given 2 times. Give it once"
 
 
+def unchanged(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 @pytest.mark.parametrize("has_day", [True, False])
+@pytest.mark.parametrize("rule", [{}, {"transform": {"function": f"{__name__}:unchanged"}}])
 def test_what_a_file_holds_counts_more_than_the_name_of_its_folder(
-    tmp_path: Path, kind: str, has_day: bool
+    tmp_path: Path, kind: str, rule: dict[str, Any], has_day: bool
 ) -> None:
     """DuckDB, and Spark, put the value of the folder in its place."""
     for day in (8, 9):
@@ -109,9 +115,31 @@ def test_what_a_file_holds_counts_more_than_the_name_of_its_folder(
         "single": [{"column": "day", "vocabulary": 1}],
         "episodes": {"query_rows": 1},
     }
-    prepare([str(tmp_path / "logs")], str(tmp_path / "out"), parse_schema(body))
+    prepare([str(tmp_path / "logs")], str(tmp_path / "out"), parse_schema(body | rule))
     values = pq.read_table(tmp_path / "out/vocabulary/day.parquet")["value"].to_pylist()
     assert values == ([80, 81, 90, 91] if has_day else [8, 9])
+
+
+def test_a_column_of_a_file_and_one_of_a_folder_alone_are_refused_together(tmp_path: Path) -> None:
+    path = tmp_path / "day=8" / "hour=2" / "a.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text("user,day,clicked\n1,80,0\n1,81,1\n")
+    single = [{"column": column, "vocabulary": 1, "type": "text"} for column in ("day", "hour")]
+    body = {
+        "task": {"column": "user"},
+        "label": {"column": "clicked"},
+        "single": single,
+        "episodes": {"query_rows": 1},
+    }
+    with pytest.raises(DataError) as caught:
+        prepare([str(path)], str(tmp_path / "out"), parse_schema(body))
+    assert str(caught.value) == (
+        f"input {path} has a column day of its own, and hour only in the name of a folder. "
+        "Rename the folder day=..., or hour=..."
+    )
+    single.pop(0)
+    prepare([str(path)], str(tmp_path / "out"), parse_schema(body))
+    assert pq.read_table(tmp_path / "out/vocabulary/hour.parquet")["value"].to_pylist() == ["2"]
 
 
 def test_columns_of_csv_files_are_read_by_name(tmp_path: Path) -> None:
