@@ -75,7 +75,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     # torch.manual_seed asks for every kind of device, in each step.
     torch.default_generator.manual_seed(mixed)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed)
+        torch.cuda.manual_seed_all(mixed)
 
 
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:

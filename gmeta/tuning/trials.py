@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -169,6 +169,7 @@ def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
         tempfile.tempdir = folder
         # Ctrl-C goes to all processes of a terminal: `gmeta tune` hears it and ends its trials,
         # whose mask, that of the process they are forked from, keeps it out.
+        resource_tracker.ensure_running()  # its start ends with SIGINT out of the mask
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             forkserver.ensure_running()
