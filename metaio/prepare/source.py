@@ -27,18 +27,19 @@ from metaio.prepare.sides import side_of_file, with_side
 from metaio.prepare.sql import (
     column_name,
     connected,
-    listed,
     literal,
     paths,
     quoted,
     scan,
     strict_csv,
     struct,
+    text_options,
 )
 from metaio.prepare.text_faults import bad_bytes, check_objects, fault_of, shortened
 from metaio.prepare.text_lines import counted_lines, header_of, write_sample
 from metaio.prepare.text_types import (
     OF_NO_VALUE,
+    ZONED,
     asked_types,
     declared_types,
     loss_refusal,
@@ -50,10 +51,6 @@ from metaio.prepare.transform import transformed
 # 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
 # columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
 _BATCH_ROWS = 16_384
-
-
-def _names_zone(kind: str) -> bool:
-    return kind == "TIMESTAMP WITH TIME ZONE"
 
 
 def refuse_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
@@ -91,11 +88,11 @@ class DuckSource:
         # The files that are read, and what the caller gave: some may be empty, others archives.
         self.names, self.given = self._files.names, self._files.given
         self.members = self._files.members
-        self._options = self._text_options()
+        self._options = text_options(self._text)
         self._by_name = ""  # where columns stand in another order in another file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
-        of_rows = self._first_with_rows()
+        of_rows = next(filter(self.has_rows, self.names), None)  # its types count
         first = of_rows or self.names[0]
         rule = schema.transform
         self._folders = self._of_folders(first, rule.columns if rule else schema.columns)
@@ -122,10 +119,6 @@ class DuckSource:
         self._asked = {} if self._files.kind == "Parquet" else asked_types(schema, self._types)
         self._table = self._scan(self._files.names, self._asked)
         self.left_out = {"empty_files": self._files.num_empty}
-
-    def _first_with_rows(self) -> str | None:
-        """Return the first file whose types count: one that has a row."""
-        return next(filter(self.has_rows, self.names), None)
 
     def has_rows(self, name: str) -> bool:
         """Tell whether a file that is read has any row, be it one that cannot be read."""
@@ -155,15 +148,6 @@ class DuckSource:
                 f"name of a folder. Rename the folder {held[0]}=..., or {lacking[0]}=..."
             )
         return lacking
-
-    def _text_options(self) -> str:
-        """Return the options of read_csv that decide what is a line and what is a null."""
-        rule = self._text
-        # Without a comment DuckDB would look for one, and leave out lines that begin with #.
-        return (
-            f"comment = {quoted(rule.comment)}, encoding = {quoted(rule.encoding)}, "
-            f"nullstr = {listed(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
-        )
 
     def _scan(self, names: list[str], types: dict[str, str] | None) -> str:
         """Return the table function that reads these files, with these types where given."""
@@ -288,7 +272,7 @@ class DuckSource:
                 )
             # Types of text files are guessed from the first rows; rows that do not fit are refused
             # later. But the zone of a time would be dropped without a word.
-            zones = _names_zone(types[column]) != _names_zone(kind) and column == self._time
+            zones = (types[column] == ZONED) != (kind == ZONED) and column == self._time
             if types[column] != kind and (self._files.kind == "Parquet" or zones):
                 if self.has_rows(name):
                     raise DataError(

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import duckdb
 
 from metaio.prepare.inputs import Inputs
+from metaio.prepare.schema import TextRule
 
 _MARKS, _MARKS_OF_WEB = re.compile(r"[*?[]"), re.compile(r"[*[]")
 
@@ -63,6 +64,15 @@ def quoted(text: str) -> str:
 def column_name(column: str) -> str:
     """Return a column as a name."""
     return '"' + column.replace('"', '""') + '"'
+
+
+def text_options(rule: TextRule) -> str:
+    """Return the options of read_csv that decide what is a line and what is a null."""
+    # Without a comment DuckDB would look for one, and leave out lines that begin with #.
+    return (
+        f"comment = {quoted(rule.comment)}, encoding = {quoted(rule.encoding)}, "
+        f"nullstr = {listed(('', *rule.null))}, max_line_size = {rule.max_line_bytes}"
+    )
 
 
 def listed(values: Iterable[str]) -> str:

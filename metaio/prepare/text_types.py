@@ -9,7 +9,7 @@ from metaio.prepare.schema import Schema, SparseColumn, TaskColumn
 from metaio.prepare.sql import column_name
 
 _WHOLE = ("BIGINT", "HUGEINT", "UBIGINT")
-_ZONED = "TIMESTAMP WITH TIME ZONE"
+ZONED = "TIMESTAMP WITH TIME ZONE"
 _NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
 # What DuckDB calls columns of JSON without a value, or of empty lists; None: that are not there.
 OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
@@ -70,7 +70,7 @@ def revealing_types(schema: Schema, types: Mapping[str, str]) -> dict[str, tuple
         "DATE": ("VARCHAR", "contains({0}, ':')"),
     }
     time = "" if schema.time is None else schema.time.column
-    zones = {"TIMESTAMP": _NAMES_ZONE, _ZONED: f"NOT {_NAMES_ZONE}"}
+    zones = {"TIMESTAMP": _NAMES_ZONE, ZONED: f"NOT {_NAMES_ZONE}"}
     found = {}
     for column, kind in types.items():
         name, inner = column_name(column), kind.removesuffix("[]")
@@ -95,7 +95,7 @@ def loss_refusal(schema: Schema, column: str, kind: str, value: float | str) -> 
         "BOOLEAN": ("truth values", "as one it would be true", "Write numbers in all rows"),
         "DATE": ("dates", "as one it would lose its hour", _ALIKE),
         "TIMESTAMP": ("times without a zone", "it would lose its own", _ALIKE),
-        _ZONED: ("times with a zone", "it would be taken for UTC", _ALIKE),
+        ZONED: ("times with a zone", "it would be taken for UTC", _ALIKE),
     }[kind.removesuffix("[]")]
     return (
         f"column {column} holds {value!r}, but its first rows hold {before}, and {loss}. {remedy}"
