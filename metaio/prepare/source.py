@@ -346,6 +346,7 @@ class DuckSource:
                 self._files.names, self._text.encoding, self._text.comment
             )
         num_filled = num_lines - num_blank - num_comments
+        # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
         is_exact = num_filled == num_rows + len(self._files.names)
         blank = "blank_lines" if is_exact else "blank_lines_at_most"
         self.left_out |= {"comment_lines": num_comments, blank: num_blank}
