@@ -4,7 +4,6 @@ It ends with the process that asked for it, however that dies.
 """
 
 import atexit
-import multiprocessing as mp
 import os
 import runpy
 import signal
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from gmeta.forking import forking_context, start
 from gmeta_keys.asked import Asked
 
 # Imported once, not by every stage: seconds of the commands, and tenths of a second of what they
@@ -66,11 +66,10 @@ class _Process:
         # Stages share the host with what serves. Threads that spin until they meet keep cores from
         # those that they wait for: here they sleep after 0.2 ms, by default after 17.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forking_context(_PRELOADED)
         stages_side, own_side = context.Pipe(duplex=False)
         process = context.Process(target=_wait, args=(stages_side,))
-        process.start()
+        start(process)
         stages_side.close()
         return _Process(process, own_side)
 
@@ -139,7 +138,7 @@ def last_line(log: Path) -> str:
 def _wait(orders: Connection) -> None:
     try:
         arguments, log = orders.recv()
-    except (EOFError, OSError, KeyboardInterrupt):
+    except (EOFError, OSError):
         os._exit(0)  # nothing is to be done any more
     _become(arguments, log, orders)
 

@@ -4,7 +4,6 @@ A trial is an ordinary run in a folder of its own. Its process is forked from on
 torch once; what it prints goes to a file beside its run folder.
 """
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -12,13 +11,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, final
 
 from gmeta.config import TrainConfig
+from gmeta.forking import forking_context, start
 from gmeta.runs.folder import RunFolder
 from gmeta.tuning.study import Study, Trial
 
@@ -130,7 +129,7 @@ def started(
     """Start a process that does `work` with a config; return it, and what hears why it failed."""
     failures, said = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(config.to_json(), str(log), said), daemon=True)
-    process.start()
+    start(process)
     said.close()
     return process, failures
 
@@ -161,21 +160,11 @@ def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
     """
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // parallel)))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
     before = tempfile.tempdir
     # The command line ends without the exit handlers that would remove multiprocessing's sockets.
     with tempfile.TemporaryDirectory(prefix="gmeta-tune-") as folder:
         tempfile.tempdir = folder
-        # Ctrl-C goes to all processes of a terminal: `gmeta tune` hears it and ends its trials,
-        # whose mask, that of the process they are forked from, keeps it out.
-        resource_tracker.ensure_running()  # its start ends with SIGINT out of the mask
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
-            yield context
+            yield forking_context([preload])
         finally:
             tempfile.tempdir = before

@@ -1,0 +1,67 @@
+"""Processes that are forked from one that has imported what they need: trials, and stages of the
+loop.
+
+Ctrl-C goes to all processes of a terminal. It is for the process that started these, and ends them:
+they do not hear it.
+"""
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+
+from gmeta_keys.asked import Asked
+
+
+def forking_context(preload: Sequence[str]) -> ForkServerContext:
+    """Return the context of processes that start with these modules imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    # The server's mask is that of all it forks, and keeps tracebacks of its own imports away.
+    resource_tracker.ensure_running()  # its start ends with SIGINT out of the mask
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return context
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process of `forking_context`.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came meanwhile; the process was ended.
+    """
+    # Cut off in the middle, a start leaves a process that dies by a traceback, or that nobody ends.
+    with _interrupt_held() as is_heard:
+        process.start()
+    if is_heard:
+        process.terminate()
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[Asked]:
+    """Hold a first Ctrl-C back during a `with` block, and give what tells that it came; a second
+    one comes through.
+    """
+    is_heard = Asked()
+
+    def hold(*_: object) -> None:
+        if is_heard:
+            raise KeyboardInterrupt
+        is_heard.ask()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield is_heard  # no other thread is interrupted
+        return
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield is_heard
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,44 @@
+"""Processes forked from one that has imported what they need, and Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+
+from tests.commands import environment
+
+# In a process of its own: in the tests' multiprocessing has started its helpers before.
+INTERRUPTED = """
+import os, signal, time
+from multiprocessing import forkserver
+from pathlib import Path
+from gmeta.forking import forking_context, start
+
+context = forking_context(["json"])
+status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()
+print(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1])
+
+ask_for_one = forkserver.connect_to_new_process
+
+def interrupted(fds):
+    made = ask_for_one(fds)
+    signal.raise_signal(signal.SIGINT)  # the new process waits to hear what it is for
+    return made
+
+forkserver.connect_to_new_process = interrupted
+process = context.Process(target=time.sleep, args=(600,))
+try:
+    start(process)
+except KeyboardInterrupt:
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starting() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, env=environment()
+    )
+    assert ran.stderr == ""
+    blocked, exit_code = ran.stdout.split()
+    assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
+    assert int(exit_code) == -signal.SIGTERM
