@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,8 @@ from tests.commands import gmeta
 from tests.labelled import prepare as prepare_labelled
 from tests.processes import (
     collect_garbage_rarely,
+    fork_from,
+    fork_server_for_all,
     remove_sockets,
     skipping_what_may_not_start,
 )
@@ -54,6 +57,18 @@ EXIT_STATUS = pytest.StashKey[int]()
 def pytest_xdist_auto_num_workers() -> int:
     """Return two workers a core: the suite waits half its time, for ranks and for servers."""
     return 2 * (os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker the fork server of all: one of its own would import everything once more."""
+    node.workerinput["fork_server"] = fork_server_for_all()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a worker, fork from the server that it was given."""
+    if address := getattr(config, "workerinput", {}).get("fork_server"):
+        fork_from(address)
 
 
 @pytest.hookimpl(trylast=True)
