@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
+from itertools import chain, islice
 
 # Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
 # the ranks it starts wait for each other most of the time.
@@ -49,7 +50,7 @@ settings.register_profile(
 settings.load_profile("steady")
 
 # What takes seconds to make: files that use the same are tried by one worker, which makes it once.
-COSTLY = {"followed", "labelled"}
+COSTLY = {"followed", "found", "labelled"}
 
 EXIT_STATUS = pytest.StashKey[int]()
 
@@ -74,22 +75,33 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first: a worker that began one last would keep all others waiting. Those with a
-    test that was given more time are the longest, then come those that start ranks. Each worker is
-    given a piece of the list, so the files are dealt out to as many piles, those that share what is
-    costly to one.
+    test that was given more time are the longest, then come those that start ranks, then those that
+    share what is costly and stay together. Each worker is given an equal piece of the list: these
+    files are dealt out to the beginnings of the pieces, and all others fill the pieces up.
     """
     long, ranks = (
         {item.path for item in items if item.get_closest_marker(name)}
         for name in ("timeout", "distributed")
     )
-    items.sort(key=lambda item: (item.path not in long, item.path not in ranks))
-    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    shares: dict[Path, object] = {item.path: item.path for item in items}
+    shares: dict[Path, object] = {path: path for path in (*long, *ranks)}
     for item in items:
         for name in sorted(COSTLY.intersection(getattr(item, "fixturenames", ()))):
             shares[item.path] = name
-    piles = {one: at % num_workers for at, one in enumerate(dict.fromkeys(shares.values()))}
-    items.sort(key=lambda item: piles[shares[item.path]])
+    early: dict[object, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: (item.path not in long, item.path not in ranks)):
+        if item.path in shares:
+            early.setdefault(shares[item.path], []).append(item)
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    piles: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    for at, files in enumerate(early.values()):
+        piles[at % num_workers] += files
+    others = iter([item for item in items if item.path not in shares])
+    num_dealt = 0
+    for at, pile in enumerate(piles):
+        size = (len(items) - num_dealt) // (num_workers - at)  # as xdist cuts the list
+        pile += islice(others, max(0, size - len(pile)))
+        num_dealt += len(pile)
+    items[:] = chain.from_iterable(piles)
 
 
 def pytest_collection_finish() -> None:
