@@ -10,8 +10,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,22 @@ def with_imports_ready() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def fork_server_for_all() -> str:
+    """Start the fork server; return where it answers, for the workers of this process."""
+    with_imports_ready()
+    forkserver.ensure_running()
+    server: Any = forkserver
+    return str(server._forkserver._forkserver_address)
+
+
+def fork_from(address: str) -> None:
+    """Fork from a server that another process has started and will end."""
+    server: Any = forkserver
+    server._forkserver._forkserver_address = address
+    server._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # its owner's counts
+    server._forkserver.ensure_running = resource_tracker.ensure_running
 
 
 def collect_garbage_rarely() -> None:

@@ -43,7 +43,7 @@ LESS = {
     "hidden = [128, 64]": "hidden = [16]",
     "checkpoint_every_steps = 50": "checkpoint_every_steps = 20",
 }
-LONG_ENOUGH = {"epochs = 2": "epochs = 6"}  # to drain some pods meanwhile
+LONG_ENOUGH = {"epochs = 2": "epochs = 3"}  # to drain some pods meanwhile
 
 
 @pytest.fixture
