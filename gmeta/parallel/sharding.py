@@ -38,7 +38,13 @@ from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange.exchange import Exchange
 from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
-from gmeta.parallel.plan import check_clipping, check_lookups, describe_plan, make_plan, plan_of_tables
+from gmeta.parallel.plan import (
+    check_clipping,
+    check_lookups,
+    describe_plan,
+    make_plan,
+    plan_of_tables,
+)
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.threads import ThreadChoice
 from gmeta.parallel.transport.shared_memory import SharedMemory
