@@ -122,6 +122,28 @@ def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
         )
 
 
+def check_lookups(plan: EmbeddingModuleShardingPlan) -> None:
+    """Refuse small tables whose rows leave a rank with none: fbgemm takes its lookup for CUDA's.
+
+    Raises:
+        ConfigError: a rank has a part of row-wise tables, but no row.
+    """
+    by_rows = {name: one for name, one in plan.items() if one.sharding_type == "row_wise"}
+    rows_of_rank: dict[int, int] = {}
+    for one in by_rows.values():
+        for shard in one.sharding_spec.shards if one.sharding_spec else []:
+            rank = shard.placement.rank()
+            rows_of_rank[rank] = rows_of_rank.get(rank, 0) + shard.shard_sizes[0]
+    for rank, rows in rows_of_rank.items():
+        if not rows:
+            name = table_of(next(iter(by_rows)))
+            raise ConfigError(
+                f"table {name!r} is to be row_wise, and the tables that are leave rank {rank} "
+                'without a row, which sharding.exchange = "torchrec" needs on a CPU. '
+                f'Set sharding.tables = ["{name}=table_wise"], or sharding.exchange = "host"'
+            )
+
+
 def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[str, Any]:
     """Return what plan.json holds: the kind of each table and its shards."""
     tables = {}

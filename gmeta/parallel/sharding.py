@@ -38,7 +38,13 @@ from gmeta.parallel.averaging import LayerAverage
 from gmeta.parallel.exchange.exchange import Exchange
 from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
-from gmeta.parallel.plan import check_clipping, describe_plan, make_plan, plan_of_tables
+from gmeta.parallel.plan import (
+    check_clipping,
+    check_lookups,
+    describe_plan,
+    make_plan,
+    plan_of_tables,
+)
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.threads import ThreadChoice
 from gmeta.parallel.transport.shared_memory import SharedMemory
@@ -167,7 +173,7 @@ def shard_learner(
 
     Raises:
         ConfigError: fbgemm is to update the tables and has no such optimizer on this device, or a
-            table cannot be sharded as the config says, or not be clipped so.
+            table cannot be sharded as the config says, not be clipped or not be looked up so.
     """
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
@@ -179,6 +185,8 @@ def shard_learner(
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
     plan = plan_of_tables(plans, modules)
     check_clipping(plan, outer.clip_norm)
+    if not is_ours and ranks.device.type == "cpu":
+        check_lookups(plan)
     through_memory = (
         isinstance(ranks.transport, SharedMemory)
         and config.sharding.dense_wire_dtype == "float32"

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, WEIGHT, AdaptAndPredic
 from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT, UnadaptedForward
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import EncodedColumns, labels_shape
+from metaio.format.features import Features
 
 FORWARD_FILE, ADAPTED_FILE, ONNX_FILE = "predict.pt2", "adapt_predict.pt2", "predict.onnx"
 # Twice what float32 leaves between two orders of summation in models of this size.
 TOLERANCE = 1e-5
 _OPSET = 18
-# Rows and longest list of examples: all different, so that none is taken for another.
-_SUPPORT, _QUERY, _ALONE = (5, 4), (7, 3), (6, 2)
-_FEWEST = (1, 1)
+# Rows and longest list of examples.
+_ALONE, _FEWEST = (6, 2), (1, 1)
 _UNKNOWN = 0.2  # of the labels of datasets that may lack some
 
 Example = dict[str, Tensor]
@@ -70,14 +71,18 @@ def adapted_program(served: ServedModel) -> ExportedProgram:
             "rows outside the model. Train without them, or adapt by gmeta.load or gmeta serve"
         )
     what = "predictions after adaptation"
-    example, *_ = _adapting(served, _SUPPORT, _QUERY)
+    checks = []
+    # Before recording: a constant that the model keeps must not be first made as one recorded.
+    for support, query in (adapting_sizes(served.config.features), (_FEWEST, _FEWEST)):
+        example, support_rows, query_rows = _adapting(served, support, query)
+        task = served.adapt_encoded(support_rows, [support_rows.num_rows])
+        expected = served.predict_encoded(task, query_rows, [query_rows.num_rows])
+        checks.append((example, expected))
+    example, _ = checks[0]
     with _told(what):
         program = _exported(recorded(AdaptAndPredict(served).eval(), example), example)
     compute = program.module()
-    for sizes in ((_SUPPORT, _QUERY), (_FEWEST, _FEWEST)):
-        example, support_rows, query_rows = _adapting(served, *sizes)
-        task = served.adapt_encoded(support_rows, [support_rows.num_rows])
-        expected = served.predict_encoded(task, query_rows, [query_rows.num_rows])
+    for example, expected in checks:
         _check(compute(example), expected, what)
     return program
 
@@ -127,7 +132,17 @@ def forward_shapes(served: ServedModel) -> Shapes:
 
 def adapted_shapes(served: ServedModel) -> Shapes:
     """Return those of adaptation and predictions."""
-    return shapes_of(_adapting(served, _SUPPORT, _QUERY)[0])
+    return shapes_of(_adapting(served, *adapting_sizes(served.config.features))[0])
+
+
+def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return rows and longest list of both sides of an example: no two are equal, and none is a
+    number of columns, as what is recorded takes all sizes that are equal for one and the same.
+    """
+    columns = len(features.single), len(features.multi), len(features.dense), features.num_labels
+    free = (size for size in count(3) if size not in columns)
+    query_longest, support_longest, support_rows, query_rows = islice(free, 4)
+    return (support_rows, support_longest), (query_rows, query_longest)
 
 
 def _adapting(

@@ -20,6 +20,7 @@ from gmeta.errors import ConfigError
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import (
     check_clipping,
+    check_lookups,
     describe_plan,
     make_plan,
     plan_lines,
@@ -265,6 +266,20 @@ def test_a_copy_on_every_rank_is_not_clipped() -> None:
         "outer.clip_norm = 1.5 with table 'item' data_parallel: every rank would count its own "
         "part of that table's gradient in the norm. "
         'Set sharding.tables = ["item=row_wise"], or outer.clip_norm = 0'
+    )
+
+
+def test_a_rank_that_would_hold_no_row_is_refused_where_fbgemm_looks_them_up() -> None:
+    ranks = ranks_on("cpu", 4)
+    check_lookups(plan_of_tables(make_plan(tables_of(4, rows=4), ShardingConfig(), 16, ranks)))
+    small = tables_of(4, rows=5)  # 2, 2, 1 and 0
+    check_lookups(plan_of_tables(make_plan(small, ShardingConfig("table_wise"), 16, ranks)))
+    with pytest.raises(ConfigError) as caught:
+        check_lookups(plan_of_tables(make_plan(small, ShardingConfig(), 16, ranks)))
+    assert str(caught.value) == (
+        "table 'item' is to be row_wise, and the tables that are leave rank 3 without a row, which "
+        'sharding.exchange = "torchrec" needs on a CPU. '
+        'Set sharding.tables = ["item=table_wise"], or sharding.exchange = "host"'
     )
 
 

@@ -13,6 +13,7 @@ import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
+from gmeta.losses import objectives
 from gmeta.runtimes.adapted import QUERY, SUPPORT, AdaptAndPredict
 from gmeta.runtimes.forward import UnadaptedForward
 from gmeta.runtimes.programs import (
@@ -27,6 +28,7 @@ from gmeta.serving.model import ServedModel
 from gmeta_models import MODELS
 from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
+from metaio.format.features import FeatureSpec
 from tests.exported import FEATURES, random_rows
 from tests.runtimes.models import ALGORITHMS_BY_CASE, MODELS_BY_CASE, model_of
 
@@ -135,8 +137,13 @@ def test_a_program_adapts_by_weights_and_by_the_labels_that_are_known(
 
 
 def test_a_program_of_several_labels_with_weights_is_recorded(tmp_path: Path) -> None:
-    features = replace(FEATURES, labels=("click", "buy"), weight="seconds")
+    # As many columns of a kind as an example would have rows, or ids in a list.
+    dense, single = tuple("abcd"), (*FEATURES.single, FeatureSpec("town", "city"))
+    features = replace(
+        FEATURES, single=single, dense=dense, labels=("click", "buy"), weight="seconds"
+    )
     served = model_of(tmp_path / "model", "melu", features=features)
+    objectives._tensor.cache_clear()  # as in a process that has predicted nothing before
     program = adapted_program(served).module()
     example, expected = adapted(served, 20, 9, 4)
     assert bool(example["support.label"].isnan().any())
