@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from metaio.errors import FormatError, UrlError
+from metaio.errors import FormatError, UrlError, shown
 
 # Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block. A map holds no memory, but
 # an open file, and many systems allow a process 1,024 of them.
@@ -185,7 +185,7 @@ class Storage:
         """
         try:
             data: bytes = self._fs.cat_file(f"{self._root}/{path}")
-        except OSError as error:
+        except Exception as error:  # a store raises what its client does: aiohttp's is no OSError
             raise self._unreadable(path, error) from error
         return data
 
@@ -193,8 +193,8 @@ class Storage:
         if isinstance(error, FileNotFoundError):
             return FormatError(f"{self.name(path)} does not exist. Prepare the dataset again")
         return FormatError(
-            f"{self.name(path)} cannot be read: {error}. Check its permissions and the network, "
-            "then try again"
+            f"{self.name(path)} cannot be read: {shown(str(error)) or type(error).__name__}. Check "
+            "its permissions and the network, then try again"
         )
 
     def windows(self, ranges: list[ByteRange]) -> list[Window]:
