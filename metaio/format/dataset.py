@@ -254,8 +254,9 @@ class Dataset:
         return found
 
 
-def open_dataset(url: str) -> Dataset:
-    """Open the dataset at a local path or any fsspec URL.
+def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
+    """Open the dataset at a local path or any fsspec URL; with a list of what is `damaged`, a split
+    without its block table is named there and left out.
 
     Raises:
         NoDatasetError: there is none.
@@ -274,19 +275,18 @@ def open_dataset(url: str) -> Dataset:
     manifest = decode_manifest(raw, storage.name(MANIFEST_NAME))
     _check_manifest(manifest, storage.name(MANIFEST_NAME))
     columns = checksum_columns(manifest.features)
-    splits = {
-        name: Split(
-            name,
-            entry.num_episodes,
-            entry.num_rows,
-            entry.num_values,
-            entry.shards,
-            read_block_table(
-                storage, f"{name}/{BLOCK_TABLE_NAME}", entry, manifest.features, len(columns)
-            ),
-        )
-        for name, entry in manifest.splits.items()
-    }
+    splits = {}
+    for name, entry in manifest.splits.items():
+        path = f"{name}/{BLOCK_TABLE_NAME}"
+        try:
+            table = read_block_table(storage, path, entry, manifest.features, len(columns))
+        except FormatError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+            continue
+        counts = (entry.num_episodes, entry.num_rows, entry.num_values)
+        splits[name] = Split(name, *counts, entry.shards, table)
     return Dataset(storage, manifest, splits)
 
 

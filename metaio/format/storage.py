@@ -7,11 +7,13 @@ import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fsspec
 import pyarrow as pa
 
+from gmeta_keys.boundary import failing_as
 from metaio.errors import FormatError, UrlError, shown
 
 # Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block. A map holds no memory, but
@@ -183,10 +185,9 @@ class Storage:
         Raises:
             FormatError: it does not exist or cannot be read.
         """
-        try:
+        # Whatever the client of a store raises: aiohttp's errors are no OSError.
+        with failing_as(partial(self._unreadable, path)):
             data: bytes = self._fs.cat_file(f"{self._root}/{path}")
-        except Exception as error:  # a store raises what its client does: aiohttp's is no OSError
-            raise self._unreadable(path, error) from error
         return data
 
     def _unreadable(self, path: str, error: Exception) -> FormatError:
