@@ -8,7 +8,7 @@ from gmeta.commands.spark import refuse_transform, spark_session
 from metaio.counted import counted
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema_file import load_schema
-from metaio.stream.chain import IncrementRecord
+from metaio.stream.chain import IncrementRecord, event_time, open_stream
 from metaio.stream.extend import extend
 from metaio.stream.quarantine import RefusedFilesError
 from metaio.stream.spark import on_spark
@@ -59,12 +59,14 @@ def extend_stream(
 
 def _tell(stream: str, record: IncrementRecord) -> None:
     console, report = screen(stderr=True), record.report
+    ticks_per_s = open_stream(stream).ticks_per_s
+    begin, end = (event_time(ticks, ticks_per_s) for ticks in record.window)
     tasks = {name: sum(counts.values()) for name, counts in report["tasks"].items()}
     returning = sum(counts["returning"] for counts in report["tasks"].values())
     console.print(
         f"increment {record.number}: {counted(report['rows'], 'row')} of "
         f"{counted(sum(tasks.values()), 'task')}, {returning:,} of them returning; window "
-        f"[{record.window[0]}, {record.window[1]}), fingerprint {record.fingerprint[:16]}"
+        f"from {begin} to {end}, fingerprint {record.fingerprint[:16]}"
     )
     if report["late"] or report["too_late"]:
         console.print(f"late: {report['late']:,} taken as support, {report['too_late']:,} dropped")
@@ -72,9 +74,10 @@ def _tell(stream: str, record: IncrementRecord) -> None:
         if not (table["new"] or table["freed"]):
             continue
         freed = f", {table['freed']:,} freed" if table["freed"] else ""
+        pending = f", {table['pending']:,} waiting for admission" if table["pending"] else ""
         console.print(
             f"table {name}: {counted(table['new'], 'new id')}{freed}, {table['rows']:,} of "
-            f"{table['capacity']:,} rows in use, {table['pending']:,} waiting for admission"
+            f"{table['capacity']:,} rows in use{pending}"
         )
     if report["new_columns"]:
         console.print(f"columns that nobody reads: {', '.join(report['new_columns'])}")

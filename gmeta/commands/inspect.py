@@ -68,11 +68,12 @@ def inspect(
             raise UserError(
                 "--picture has no effect with --verify, which draws none. Leave one out"
             )
-    dataset = open_dataset(path)
+    known: list[str] = []
+    dataset = open_dataset(path, known if verify else None)
     console = screen()
     if verify:
         with first_progress("reading") as advance:
-            messages = damage(dataset, advance)
+            messages = damage(dataset, advance, known)
         _verdict(console, dataset, messages)
         return
     with first_progress("reading") as advance:

@@ -1,7 +1,6 @@
 """`gmeta inspect` on a stream: its increments, how its tables grow, what was refused and why."""
 
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
@@ -12,13 +11,12 @@ from metaio.counted import counted
 from metaio.errors import FormatError
 from metaio.format.inspection import damage
 from metaio.prepare.schema_file import parse_schema
-from metaio.stream.chain import IncrementRecord, Stream, open_stream
+from metaio.stream.chain import IncrementRecord, Stream, event_time, open_stream
 from metaio.stream.quarantine import list_quarantine
+from metaio.stream.state import load_state
 
 # The newest: one screen, whatever the age of the stream.
 _SHOWN = 12
-# From 1973 to 2286: integers that count from elsewhere are smaller.
-_LEAST_S, _MOST_S = 1e8, 1e10
 
 
 def inspect_stream(path: str, verify: bool) -> None:
@@ -76,8 +74,14 @@ def _problems(stream: Stream) -> list[str]:
     found: list[str] = []
     for number in stream.numbers:
         try:
-            found += damage(stream.dataset(number))
-        except FormatError as error:  # its manifest or a table of its blocks: others may be whole
+            known: list[str] = []
+            found += damage(stream.dataset(number, known), known=known)
+        except FormatError as error:  # its manifest: others may be whole
+            found.append(str(error))
+    if not is_url(stream.url):
+        try:
+            load_state(Path(stream.url), stream.numbers[-1])
+        except FormatError as error:
             found.append(str(error))
     return found
 
@@ -85,7 +89,7 @@ def _problems(stream: Stream) -> list[str]:
 def _show_increments(records: list[IncrementRecord], ticks_per_s: float) -> None:
     heads = ("no", "window to", "rows", "late", "tasks", "back", "new ids", "freed", "!")
     shown = records[-_SHOWN:]
-    begin = _when(shown[0].window[0], ticks_per_s)
+    begin = event_time(shown[0].window[0], ticks_per_s)
     title = f"Windows from {begin} on (back: returning tasks; !: alarms)"
     table = table_of(title, *heads, text=())
     for record in shown:
@@ -94,7 +98,7 @@ def _show_increments(records: list[IncrementRecord], ticks_per_s: float) -> None
         back = sum(counts["returning"] for counts in report["tasks"].values())
         table.add_row(
             str(record.number),
-            _when(record.window[1], ticks_per_s),
+            event_time(record.window[1], ticks_per_s),
             _short(report["rows"]),
             _short(report["late"] + report["too_late"]),
             _short(back + sum(counts["new"] for counts in report["tasks"].values())),
@@ -116,14 +120,6 @@ def _show_tables(stream: Stream) -> None:
         full = f"{100 * own['rows'] / own['capacity']:.0f} %"
         table.add_row(name, f"{own['rows']:,}", f"{own['capacity']:,}", full, f"{own['pending']:,}")
     show_table(screen(), table)
-
-
-def _when(ticks: int, ticks_per_s: float) -> str:
-    """Return an event time as a date of UTC, or as it is where it counts from elsewhere."""
-    seconds = ticks / ticks_per_s
-    if not _LEAST_S <= seconds < _MOST_S:
-        return f"{ticks:,}"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def _short(number: int) -> str:

@@ -15,8 +15,9 @@ from gmeta.loop.charts import stream_chart
 from gmeta.loop.day import Day
 from gmeta.loop.days import days_of
 from gmeta.loop.loop import Loop, UnderWay
-from gmeta.loop.status import Status, duration
+from gmeta.loop.status import Status
 from gmeta.report.render import PALETTE, svg_panel
+from metaio.counted import duration
 
 _DRAWING = threading.Lock()  # matplotlib's settings are those of the whole process
 _SHOWN = 100  # of the newest moves of the pointer

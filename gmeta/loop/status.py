@@ -7,7 +7,7 @@ from typing import Any
 
 from gmeta.delivery.channel import Current
 from gmeta.loop.loop import Loop
-from metaio.counted import counted
+from metaio.counted import counted, duration
 from metaio.stream.chain import increment_numbers, open_stream
 
 
@@ -89,15 +89,3 @@ def status_of(loop: Loop) -> Status:
         newest_alarms=tuple(stream.newest.report.get("alarms", ())),
         **shared,
     )
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in the largest unit that leaves at least two.
-
-    >>> [duration(s) for s in (0.4, 90, 7_300, 400_000)]
-    ['0.4 s', '90 s', '2.0 h', '4.6 days']
-    """
-    for per_unit, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * per_unit:
-            return f"{seconds / per_unit:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -51,6 +51,23 @@ def checked(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]
     return body
 
 
+def fits(value: Any, shape: Any) -> bool:
+    """Tell whether a JSON value is as the shape says: of its type, a list of its one entry, an
+    object with its keys (and others), or, of the key "", with values of that shape alone.
+
+    >>> fits({"a": [1], "b": 0}, {"a": [int]}), fits({"a": [1], "b": ""}, {"": [int]})
+    (True, False)
+    """
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+    if not isinstance(shape, dict):
+        return type(value) is shape
+    if not isinstance(value, dict):
+        return False
+    keys = value if "" in shape else shape
+    return all(key in value and fits(value[key], shape.get(key, shape.get(""))) for key in keys)
+
+
 def _checksum_of(body: Mapping[str, Any]) -> str:
     signed = {key: value for key, value in body.items() if key != "checksum"}
     return xxh3_hex(canonical_json(signed))

@@ -86,6 +86,7 @@ class Dataset:
         self._storage = storage
         self._streams = streams(manifest.features)
         self._metadata: dict[tuple[str, int], list[pq.FileMetaData]] = {}
+        self._footer_locks: dict[tuple[str, int], threading.Lock] = {}
         self._verified: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
@@ -226,11 +227,16 @@ class Dataset:
     ) -> list[pq.FileMetaData]:
         """Return the footers of a shard's files, which are read and checked once."""
         key, num_blocks = (split, shard), self.splits[split].shards[shard].num_blocks
-        # Two threads may both read a footer; the second result replaces an equal one.
         with self._lock:
-            known = self._metadata.get(key)
-        if known is not None:
-            return known
+            one_reader = self._footer_locks.setdefault(key, threading.Lock())
+        with one_reader:  # others of this shard wait: from a store each would fetch them anew
+            if key not in self._metadata:
+                self._metadata[key] = self._read_footers(num_blocks, paths, entries)
+            return self._metadata[key]
+
+    def _read_footers(
+        self, num_blocks: int, paths: list[str], entries: list[FileEntry]
+    ) -> list[pq.FileMetaData]:
         ranges = [
             ByteRange(path, file.num_bytes, file.num_bytes - file.footer_bytes, file.num_bytes)
             for path, file in zip(paths, entries, strict=True)
@@ -245,13 +251,12 @@ class Dataset:
                     f"{name}: the footer differs from the checksum in the manifest. {REMEDY}"
                 )
             found.append(read_footer(name, footer, stream, num_blocks, file.num_bytes))
-        with self._lock:
-            self._metadata[key] = found
         return found
 
 
-def open_dataset(url: str) -> Dataset:
-    """Open the dataset at a local path or any fsspec URL.
+def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
+    """Open the dataset at a local path or any fsspec URL; with a list of what is `damaged`, a split
+    without its block table is named there and left out.
 
     Raises:
         NoDatasetError: there is none.
@@ -270,19 +275,18 @@ def open_dataset(url: str) -> Dataset:
     manifest = decode_manifest(raw, storage.name(MANIFEST_NAME))
     _check_manifest(manifest, storage.name(MANIFEST_NAME))
     columns = checksum_columns(manifest.features)
-    splits = {
-        name: Split(
-            name,
-            entry.num_episodes,
-            entry.num_rows,
-            entry.num_values,
-            entry.shards,
-            read_block_table(
-                storage, f"{name}/{BLOCK_TABLE_NAME}", entry, manifest.features, len(columns)
-            ),
-        )
-        for name, entry in manifest.splits.items()
-    }
+    splits = {}
+    for name, entry in manifest.splits.items():
+        path = f"{name}/{BLOCK_TABLE_NAME}"
+        try:
+            table = read_block_table(storage, path, entry, manifest.features, len(columns))
+        except FormatError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+            continue
+        counts = (entry.num_episodes, entry.num_rows, entry.num_values)
+        splits[name] = Split(name, *counts, entry.shards, table)
     return Dataset(storage, manifest, splits)
 
 

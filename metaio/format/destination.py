@@ -26,6 +26,7 @@ from metaio.format.storage import file_system, is_local
 # two writers apart there.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _FLUSHED_TOGETHER = 8
+_PASSING = "metaio-passing-"
 _TRIES = 100  # to lock a file that others remove again and again
 _FREE_SPACE = "Free space or choose another place"
 _REMEDIES = {
@@ -72,9 +73,15 @@ def flush_to_disk(paths: Iterable[Path]) -> None:
 
 
 def _flush(path: Path) -> None:
+    with _descriptor(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -143,6 +150,27 @@ def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
             raise DataError(f"{name} could not be written: {error}. {remedy}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def passing_folder() -> Iterator[str]:
+    """Give a folder of the machine's temporary one that goes with the block. Those of killed
+    processes go first: an unpacked log would stay until somebody wonders where the disk went.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PASSING}*"):
+        with suppress(OSError), _descriptor(left) as descriptor:  # of others, or at work
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{_PASSING}"))
+    folder = made.with_name(made.name.removeprefix("."))
+    with _descriptor(made) as descriptor:
+        with suppress(OSError):  # where there are no locks, none is taken away either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        made.rename(folder)  # locked before it has a name that others look for
+        try:
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Shape suffixes: T episodes, U unique ids of a block, B tables, R rows of a table
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,11 +124,13 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
     )
 
 
-def damage(dataset: Dataset, progress: Progress | None = None) -> list[str]:
+def damage(
+    dataset: Dataset, progress: Progress | None = None, known: Sequence[str] = ()
+) -> list[str]:
     """Check every file and every column chunk; returns one message for each that is missing or
-    altered.
+    altered, those that are `known` from opening first.
     """
-    found = []
+    found = list(known)
     places = [
         (name, block) for name, split in dataset.splits.items() for block in range(split.num_blocks)
     ]
@@ -141,9 +143,11 @@ def damage(dataset: Dataset, progress: Progress | None = None) -> list[str]:
             progress(finished, len(places))
     # Bytes outside of footers and column chunks are read by no reader of ours, but by others.
     for path, entry in dataset.files():
+        if any(message.startswith(f"{dataset.url}/{path}") for message in found):
+            continue
         try:
             verify_file(dataset, path, entry)
         except FormatError as error:
             found.append(str(error))
-    # A missing file is found by every block that it holds, and once more by name.
+    # A missing file is found by every block that it holds.
     return list(dict.fromkeys(found))

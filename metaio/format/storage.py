@@ -7,12 +7,14 @@ import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fsspec
 import pyarrow as pa
 
-from metaio.errors import FormatError, UrlError
+from gmeta_keys.boundary import failing_as
+from metaio.errors import FormatError, UrlError, shown
 
 # Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block. A map holds no memory, but
 # an open file, and many systems allow a process 1,024 of them.
@@ -183,18 +185,17 @@ class Storage:
         Raises:
             FormatError: it does not exist or cannot be read.
         """
-        try:
+        # Whatever the client of a store raises: aiohttp's errors are no OSError.
+        with failing_as(partial(self._unreadable, path)):
             data: bytes = self._fs.cat_file(f"{self._root}/{path}")
-        except OSError as error:
-            raise self._unreadable(path, error) from error
         return data
 
     def _unreadable(self, path: str, error: Exception) -> FormatError:
         if isinstance(error, FileNotFoundError):
             return FormatError(f"{self.name(path)} does not exist. Prepare the dataset again")
         return FormatError(
-            f"{self.name(path)} cannot be read: {error}. Check its permissions and the network, "
-            "then try again"
+            f"{self.name(path)} cannot be read: {shown(str(error)) or type(error).__name__}. Check "
+            "its permissions and the network, then try again"
         )
 
     def windows(self, ranges: list[ByteRange]) -> list[Window]:

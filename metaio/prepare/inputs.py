@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from metaio.errors import DataError, TooFewRowsError
+from metaio.errors import AccessError, DataError, TooFewRowsError
 from metaio.format.storage import file_system, is_local
 
 FileKind = Literal["Parquet", "text", "JSON"]
@@ -159,6 +159,11 @@ def _unpacked(fs: Any, path: str, name: str, folder: Path) -> dict[str, Member]:
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         raise DataError(
             f"input {name} cannot be unpacked: {error}. Unpack it yourself, and give the files"
+        ) from error
+    except OSError as error:
+        raise AccessError(
+            f"input {name} cannot be unpacked into {place}: {error.strerror or error}. Free space "
+            "there, or set TMPDIR to another place"
         ) from error
     files = sorted(str(own) for own in place.rglob("*") if own.is_file())
     return {

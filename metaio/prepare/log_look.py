@@ -1,7 +1,6 @@
 """What a log's first rows look like, column by column, and how many rows its tasks have."""
 
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError
+from metaio.format.destination import passing_folder
 from metaio.prepare.inputs import Inputs, expand
 from metaio.prepare.sql import column_name, connected, scan, strict_csv
 from metaio.prepare.text_faults import check_objects, fault_of, shortened
@@ -144,7 +144,7 @@ def _check_columns(
 
 @contextmanager
 def _opened(urls: Sequence[str]) -> Iterator[tuple[duckdb.DuckDBPyConnection, Inputs]]:
-    with tempfile.TemporaryDirectory(prefix="metaio-") as folder:
+    with passing_folder() as folder:
         files = expand(list(urls), Path(folder))
         with connected(files, folder) as connection:
             yield connection, files

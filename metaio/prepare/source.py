@@ -5,7 +5,6 @@ pyarrow.
 
 import difflib
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import AccessError, DataError, shown
+from metaio.format.destination import passing_folder
 from metaio.prepare import parquet_files
 from metaio.prepare.encode import refuse_nulls
 from metaio.prepare.inputs import expand, no_rows
@@ -68,17 +68,17 @@ class DuckSource:
         self, inputs: list[str], schema: Schema, *, memory_bytes: int, threads: int
     ) -> None:
         self._schema = schema
-        self._folder = tempfile.TemporaryDirectory(prefix="metaio-")  # of unpacked archives
-        with ExitStack() as refused:
-            refused.callback(self._folder.cleanup)
+        with ExitStack() as opened:
+            # Of unpacked archives, and what does not fit in memory.
+            self._folder = opened.enter_context(passing_folder())
             self._open(inputs, memory_bytes, threads)
-            refused.pop_all()
+            self._opened = opened.pop_all()
 
     def _open(self, inputs: list[str], memory_bytes: int, threads: int) -> None:
         """Find the files, their columns and types, and refuse what does not fit the schema."""
         schema = self._schema
-        self._files = expand(inputs, Path(self._folder.name))
-        self._connection = connected(self._files, self._folder.name)
+        self._files = expand(inputs, Path(self._folder))
+        self._connection = connected(self._files, self._folder)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
         # Keeping the order costs memory: only where a row is known by its place alone.
@@ -97,7 +97,7 @@ class DuckSource:
         rule = schema.transform
         self._folders = self._of_folders(first, rule.columns if rule else schema.columns)
         if rule is not None:
-            own = Path(self._folder.name, "transformed")
+            own = Path(self._folder, "transformed")
             self._files = transformed(self._files, rule, schema.columns, self._raw_batches, own)
             first, self._folders = self._files.names[0], []
         self._types = self._column_types(first)
@@ -209,7 +209,7 @@ class DuckSource:
         same = all(self._header(other) == header for other in self._files.names)
         if not column or column in self._schema.columns or not same:
             raise self._refusal(error, name) from error
-        sample = Path(self._folder.name, "sample.csv")
+        sample = Path(self._folder, "sample.csv")
         write_sample(name, sample)
         options = f"{self._options}, ignore_errors = true"  # it may end within a quote
         *_, columns, _, _, _, call = self._fetch(
@@ -447,4 +447,4 @@ class DuckSource:
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
-        self._folder.cleanup()
+        self._opened.close()

@@ -3,7 +3,6 @@ and so carry vocabularies with which a model reads raw rows.
 """
 
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import DataError
+from metaio.format.destination import passing_folder
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
@@ -35,7 +35,7 @@ def prepare_table(
         DataError: `out` exists, or the disk is full.
     """
     options = PrepareOptions(overwrite=overwrite, recipe=recipe, protocol=protocol)
-    with tempfile.TemporaryDirectory(prefix="metaio-recipe-") as folder:
+    with passing_folder() as folder:
         path = Path(folder) / "rows.parquet"
         pq.write_table(table, path)
         prepare([str(path)], out, parse_schema(schema), options)

@@ -7,13 +7,14 @@ Nothing here needs what prepare needs, so that a trainer opens a stream as fast 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
 
-from metaio.errors import FormatError, NoDatasetError
-from metaio.format.checked_json import checked
+from metaio.errors import FormatError, NoDatasetError, faulty
+from metaio.format.checked_json import checked, fits
 from metaio.format.dataset import Dataset, open_dataset, read_column
 from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
 from metaio.format.manifest import Manifest, decode_manifest
@@ -25,6 +26,21 @@ STREAM_FORMAT = "gmeta-stream"
 INCREMENTS = "increments"
 FIRST_INCREMENT = 1
 TICKS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "day": 1 / 86_400}
+# What is read of reports and descriptions, which somebody else may have written.
+_COUNTS = dict.fromkeys(("rows", "capacity", "new", "freed", "pending"), int)
+_REPORT = {
+    **dict.fromkeys(("rows", "late", "too_late"), int),
+    "tables": {"": _COUNTS},
+    "tasks": {"": {"new": int, "returning": int}},
+    "alarms": [str],
+    "inputs": [{"name": str}],
+}
+_DESCRIPTION = dict.fromkeys(("stream", "task_kind", "time_type", "time_unit"), str) | {
+    **dict.fromkeys(("schema", "moments", "kinds"), dict),
+    "columns": [str],
+}
+# From 1973 to 2286: integers that count from elsewhere are smaller.
+_LEAST_S, _MOST_S = 1e8, 1e10
 _NUMBER = re.compile(r"\d{6,}")
 
 
@@ -35,6 +51,18 @@ def folder_of(number: int) -> str:
     '000007'
     """
     return f"{number:06d}"
+
+
+def event_time(ticks: int, ticks_per_s: float) -> str:
+    """Return an event time as a time of UTC, or as it is where it counts from elsewhere.
+
+    >>> event_time(1_767_225_602_000_000, 1e6), event_time(86_400, 1.0)
+    ('2026-01-01 00:00:02', '86,400')
+    """
+    seconds = ticks / ticks_per_s
+    if not _LEAST_S <= seconds < _MOST_S:
+        return f"{ticks:,}"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 @dataclass(frozen=True)
@@ -113,13 +141,17 @@ class Stream:
                 f"{self.url}/{self._path(number)} is no increment {number} of this stream: it was "
                 "put there by hand. Remove it"
             )
+        report = manifest.report.get("stream", {})
+        if len(place.window) != 2 or not fits(report, _REPORT):
+            name = self._storage.name(f"{self._path(number)}/{MANIFEST_NAME}")
+            raise faulty(f"{name}: stream.window or report.stream is not that of an increment")
         return IncrementRecord(
             number,
             manifest.fingerprint,
             place.parent,
             (place.window[0], place.window[1]),
             manifest.splits["train"].num_rows if "train" in manifest.splits else 0,
-            manifest.report.get("stream", {}),
+            report,
         )
 
     @property
@@ -127,15 +159,15 @@ class Stream:
         """Return the last increment."""
         return self.record(self.numbers[-1])
 
-    def dataset(self, number: int) -> Dataset:
-        """Return an increment as the dataset that it is.
+    def dataset(self, number: int, damaged: list[str] | None = None) -> Dataset:
+        """Return an increment as the dataset that it is; `damaged` is that of `open_dataset`.
 
         Raises:
             NoDatasetError: there is none of that number.
             FormatError: it is damaged.
         """
         self.record(number)
-        return open_dataset(f"{self.url}/{self._path(number)}")
+        return open_dataset(f"{self.url}/{self._path(number)}", damaged)
 
     def _path(self, number: int) -> str:
         if number not in self.numbers:
@@ -160,7 +192,10 @@ def open_stream(url: str) -> Stream:
             f"{url} holds no stream: there is no increment. Run: gmeta prepare --schema FILE "
             f"--extend {url} INPUT..."
         )
-    return Stream(storage, read_of_stream(storage, STREAM_FILE, STREAM_FORMAT), numbers)
+    description = read_of_stream(storage, STREAM_FILE, STREAM_FORMAT)
+    if not fits(description, _DESCRIPTION) or description["time_unit"] not in TICKS_PER_S:
+        raise faulty(f"{storage.name(STREAM_FILE)} is not the description of a stream")
+    return Stream(storage, description, numbers)
 
 
 def read_of_stream(storage: Storage, path: str, kind: str) -> dict[str, Any]:

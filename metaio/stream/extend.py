@@ -37,6 +37,7 @@ from metaio.stream.chain import (
     STREAM_FILE,
     STREAM_FORMAT,
     IncrementRecord,
+    event_time,
     folder_of,
     open_stream,
 )
@@ -242,7 +243,9 @@ def _looked_at(
     with _judged(files):
         look = engine.look(looking, tell)
         _check_window(look, clock, is_alone and not accept)
-    reasons = [] if accept else faults(statistics_of(look), before.state.windows, rule)
+    reasons = (
+        [] if accept else faults(statistics_of(look), before.state.windows, rule, clock.ticks_per_s)
+    )
     if reasons:
         raise RefusedFilesError(files.given, reasons)
     moments = before.moments
@@ -283,9 +286,9 @@ def _check_window(look: Look, clock: Clock, mostly_in: bool) -> None:
     num_late, num_rows = look.num_late + look.num_dropped, look.num_rows + look.num_dropped
     if num_late == num_rows or (mostly_in and 2 * num_late > num_rows):
         share = "all" if num_late == num_rows else f"{num_late:,}"
+        begin = event_time(clock.start or 0, clock.ticks_per_s)
         raise TooFewRowsError(
-            f"{share} of its {num_rows:,} rows are from before the window, which begins at "
-            f"{clock.start}"
+            f"{share} of its {num_rows:,} rows are from before the window, which begins at {begin}"
         )
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from typing import Any
 
+from metaio.counted import duration
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.survey import mean_and_deviation
 from metaio.stream.window import Look
@@ -29,7 +30,9 @@ def statistics_of(look: Look) -> dict[str, Any]:
     }
 
 
-def faults(own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule) -> list[str]:
+def faults(
+    own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule, ticks_per_s: float
+) -> list[str]:
     """Return why a window is not to be trusted, given those before it; [] where it is."""
     recent = recent[-rule.recent :]
     if len(recent) < rule.screen_after:
@@ -44,8 +47,9 @@ def faults(own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule) 
     span = statistics.median(window["span"] for window in recent)
     if own["span"] > max(span, 1) * rule.rows_factor:
         found.append(
-            f"its times span {own['span']:,}, those of recent increments {span:,.0f}, and all that "
-            f"comes before its end would be late (stream.rows_factor {rule.rows_factor:g})"
+            f"its times span {duration(own['span'] / ticks_per_s)}, those of recent increments "
+            f"{duration(span / ticks_per_s)}, and all that comes before its end "
+            f"would be late (stream.rows_factor {rule.rows_factor:g})"
         )
     mean = statistics.fmean(window["label_mean"] for window in recent)
     deviation = statistics.fmean(window["label_deviation"] for window in recent)

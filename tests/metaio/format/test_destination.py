@@ -12,7 +12,13 @@ import fsspec
 import pytest
 
 from metaio import DataError
-from metaio.format.destination import destination, folder_of_one_writer, replace_folder, unfinished
+from metaio.format.destination import (
+    destination,
+    folder_of_one_writer,
+    passing_folder,
+    replace_folder,
+    unfinished,
+)
 
 MANIFEST = "manifest.json"
 
@@ -105,6 +111,18 @@ def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None
             "choose another place"
         )
         assert (folder / "mine").exists()
+
+
+def test_what_a_killed_process_unpacked_goes_with_the_next_one_and_what_is_in_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with passing_folder() as used:
+        killed = Path(f"{used}-killed")
+        (killed / "unpacked").mkdir(parents=True)
+        with passing_folder() as own:
+            assert {str(path) for path in tmp_path.iterdir()} == {used, own}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_another_writer_finished_just_before_is_not_replaced(

@@ -114,8 +114,13 @@ def test_inspect_verify_ends_with_code_1_on_damage(write: WriteFn) -> None:
     assert code == 0
     assert "is intact: 8 files, every checksum matches." in output
     Path(path, "train/00000.dense.parquet").unlink()
+    Path(path, "train/blocks.parquet").write_bytes(b"nothing")
     code, output = run("inspect", path, "--verify")
-    assert (code, "00000.dense.parquet" in output) == (1, True)
+    names = [line.split()[0] for line in output.splitlines()]
+    assert (code, names) == (
+        1,
+        [f"{path}/train/{n}" for n in ("blocks.parquet", "00000.dense.parquet")],
+    )
 
 
 def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:

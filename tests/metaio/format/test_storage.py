@@ -90,17 +90,25 @@ def test_a_server_that_sends_whole_files_is_no_damaged_dataset(
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PermissionError("Forbidden"), "Forbidden"),
+        (TimeoutError(), "TimeoutError"),  # as fsspec raises it
+        (RuntimeError("500\nServer Error"), "500\\nServer Error"),  # aiohttp's is no OSError
+    ],
+)
 def test_a_small_file_that_cannot_be_read_is_told_with_what_to_look_at(
-    remote: Storage, monkeypatch: pytest.MonkeyPatch
+    remote: Storage, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
-    def forbidden(path: str) -> bytes:
-        raise PermissionError("Forbidden")
+    def refuse(path: str) -> bytes:
+        raise error
 
-    monkeypatch.setattr(remote._fs, "cat_file", forbidden)
+    monkeypatch.setattr(remote._fs, "cat_file", refuse)
     with pytest.raises(FormatError) as caught:
         remote.read("manifest.json")
     assert str(caught.value) == (
-        "memory://storage-test/manifest.json cannot be read: Forbidden. Check its permissions and "
+        f"memory://storage-test/manifest.json cannot be read: {reason}. Check its permissions and "
         "the network, then try again"
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, open_dataset
+from metaio.errors import AccessError
 from metaio.prepare.inputs import expand
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
+from tests.full_disk import files_of_at_most
 from tests.metaio.prepare.test_local import changed, raw_table
 
 
@@ -76,6 +79,18 @@ def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:
     own = f"{logs}/_temporary/0/*.csv"  # whoever spells it means it
     assert expand([own], tmp_path).names == [str(logs / "_temporary/0/a.csv")]
     assert expand([f"{tmp_path}/_lo*/*.csv"], tmp_path).names == [str(logs / "a.csv")]
+
+
+def test_an_archive_that_does_not_fit_is_told_with_where_it_was_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "logs.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.csv", "user,item\n" * 1_000)
+    with files_of_at_most(1_000), pytest.raises(AccessError) as error:
+        expand([f"{tmp_path}/logs.zip"], tmp_path)
+    told = str(error.value).replace(str(next(tmp_path.glob("tmp*"))), "HERE")
+    assert told == (
+        f"input {tmp_path}/logs.zip cannot be unpacked into HERE/logs: File too large. Free space "
+        "there, or set TMPDIR to another place"
+    )
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:

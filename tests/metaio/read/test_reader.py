@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -298,6 +299,29 @@ def test_two_threads_read_two_blocks_at_once(
     pipeline = BatchPipeline(dataset, threads=2, prefetch_batches=2, cache_bytes=1)
     assert len(list(pipeline.run(one_block_plans(6)))) == 6
     pipeline.close()
+
+
+def test_threads_that_read_one_shard_ask_for_its_footers_once(
+    write: WriteFn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(write({"train": make_rows(60)}, block_rows=50))
+    others = [threading.Thread(target=dataset.read_block, args=("train", 1)) for _ in range(2)]
+    read_footers, asked = dataset._read_footers, 0
+
+    def read_while_others_ask(*of_shard: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            for other in others:
+                other.start()
+            others[0].join(0.05)  # enough to ask too, were there nothing to wait for
+        return read_footers(*of_shard)
+
+    monkeypatch.setattr(dataset, "_read_footers", read_while_others_ask)
+    dataset.read_block("train", 0)
+    for other in others:
+        other.join()
+    assert asked == 1
 
 
 def test_closing_while_blocks_load_is_quiet(

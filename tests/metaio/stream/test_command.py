@@ -44,7 +44,10 @@ def test_csv_files_become_increments_that_inspect_shows(tmp_path: Path) -> None:
     first = ("--schema", rules, "--extend", stream, tmp_path / "0.csv")
     result = gmeta("prepare", *first)
     assert result.returncode == 0, result.stderr
-    assert "increment 1: 400 rows of 40 tasks, 0 of them returning; window [" in result.stderr
+    assert (
+        "increment 1: 400 rows of 40 tasks, 0 of them returning; window from 380 to 86,067"
+        in result.stderr
+    )
     assert "table city: 6 new ids, 7 of 65,536 rows in use" in result.stderr
     assert f"extended: {stream}  (look inside: gmeta inspect {stream})" in result.stderr
     assert gmeta("prepare", "--extend", stream, tmp_path / "1.csv").returncode == 0
@@ -73,6 +76,8 @@ def test_verifying_a_stream_names_the_damage_of_every_increment(tmp_path: Path) 
             ("manifest.json", "train/blocks.parquet", "vocabulary/item.parquet"), start=1
         )
     ]
+    places.insert(2, f"{stream}/increments/000002/gate/00000.rows.parquet")
+    places.append(f"{stream}/state/000003/table-item.arrow")
     for place in places:
         Path(place).write_bytes(b"nothing")
     result = gmeta("inspect", stream, "--verify")

@@ -3,7 +3,9 @@
 import errno
 import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +33,7 @@ from tests.metaio.stream.logs import (
     schema,
     slow_episodes,
 )
+from tests.sealed import seal
 
 
 def vocabulary(dataset: Dataset, table: str) -> list[object]:
@@ -193,7 +196,7 @@ def test_files_that_are_mostly_late_are_given_along_with_newer_ones(tmp_path: Pa
         append(stream, late, "late.parquet")
     assert str(error.value) == (
         f"input {logs}/late.parquet is quarantined: 201 of its 400 rows are from before the "
-        f"window, which begins at {end}. Give newer files and --along {logs}/late.parquet, "
+        f"window, which begins at {end:,}. Give newer files and --along {logs}/late.parquet, "
         "as gmeta follow does"
     )
     assert [note["with_next"] for note in list_quarantine(stream)] == [True]
@@ -373,3 +376,22 @@ def test_a_damaged_state_or_a_missing_increment_is_refused(tmp_path: Path) -> No
     (stream / "increments" / "000002").rename(tmp_path / "gone")
     with pytest.raises(FormatError, match="increment 3 does not continue increment 1"):
         _ = open_stream(str(stream)).records
+
+
+def test_a_report_or_description_that_somebody_made_up_is_refused_by_name(tmp_path: Path) -> None:
+    append(tmp_path / "s", log(0), schema=schema())
+    manifest = tmp_path / "s" / "increments" / "000001" / "manifest.json"
+    made_up: list[tuple[Path, Callable[[dict[str, Any]], object]]] = [
+        (manifest, lambda body: body["stream"].update(window=[1])),
+        (manifest, lambda body: body["report"].update(stream=None)),
+        (manifest, lambda body: body["report"]["stream"].update(alarms=[1])),
+        (manifest, lambda body: body["report"]["stream"]["tables"]["item"].pop("new")),
+        (tmp_path / "s" / "stream.json", lambda body: body.update(time_unit="week")),
+        (tmp_path / "s" / "stream.json", lambda body: body.pop("columns")),
+    ]
+    for path, change in made_up:
+        before = path.read_text()
+        seal(path, change)
+        with pytest.raises(FormatError, match=rf"^{path}.* The program that wrote it is at fault"):
+            _ = open_stream(str(tmp_path / "s")).records
+        path.write_text(before)
