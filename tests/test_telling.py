@@ -5,6 +5,8 @@ import errno
 import pytest
 
 from gmeta.commands import telling
+from gmeta.commands.work import train as work
+from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
 
 
@@ -56,3 +58,16 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
     )
     full.add_note("met by rank 1")
     assert telling.told(full)[0].endswith("nothing half-written was kept (met by rank 1)")
+
+
+def test_a_run_that_met_a_full_disk_is_told_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is no new one any more, so the same command again would be refused."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(work, "train", full)
+    monkeypatch.setattr(work, "be_rank", lambda *given, **_: given[3](None))
+    with pytest.raises(OSError) as caught:
+        work.train_on_rank(TrainConfig(), is_new=False)
+    assert telling.told(caught.value)[0].endswith("was kept (go on with --resume)")

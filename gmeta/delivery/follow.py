@@ -31,6 +31,36 @@ class Served:
     since_s: float  # when it was promoted, in seconds since 1970
 
 
+@final
+class Trouble:
+    """Why the newest version does not serve: `told` names it ("" where not even that is known) with
+    the reason, and is None where nothing is wrong. One that could not be loaded is not tried again
+    at once: a disk or a network may have failed, and time mends that."""
+
+    def __init__(self) -> None:
+        self.told: tuple[str, str] | None = None
+        self._failed: tuple[str, str] | None = None  # that is put off
+        self._again_at_s = 0.0
+
+    def puts_off(self, version: str) -> bool:
+        """Return whether a version failed a short while ago, whatever went wrong since."""
+        if (self._failed or ("",))[0] != version or time.monotonic() >= self._again_at_s:
+            return False
+        self.told = self._failed
+        return True
+
+    def is_news(self, version: str, error: Exception) -> bool:
+        """Note why a version does not serve, and return whether that was not told yet."""
+        before, self.told = (self.told, self._failed), (version, str(error))
+        if version:
+            self._failed, self._again_at_s = self.told, time.monotonic() + RETRY_S
+        return self.told not in before
+
+    def end(self) -> None:
+        """Note that the newest version serves."""
+        self.told = self._failed = None
+
+
 def load_current(place: str | Path, verify: bool = True, cache: Path | None = None) -> Served:
     """Return the version that the channel at a path or URL serves, computed with once: what fails,
     fails here.
@@ -76,7 +106,7 @@ class Follower:
         self._place, self._verify = channel, verify
         self._cache = None if cache is None else Path(cache)
         self._served = load_current(channel, verify, self._cache)
-        self._refused: tuple[str, str, float] | None = None
+        self._trouble = Trouble()
         self._retired: Served | None = None
         self._checking, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -100,12 +130,12 @@ class Follower:
     @property
     def refused(self) -> str:
         """Return why the newest version does not serve; "" where it does."""
-        refused = self._refused
-        if refused is None:
+        told = self._trouble.told
+        if told is None:
             return ""
         served = self._served
         return (
-            f"{refused[1]} (version {served.number} of {self._place} serves on, promoted "
+            f"{told[1]} (version {served.number} of {self._place} serves on, promoted "
             f"{self.age_s:,.0f} s ago)"
         )
 
@@ -121,32 +151,30 @@ class Follower:
             try:
                 with reached(self._place):
                     current = served_at(self._place)
-                if current.checksum == self._served.checksum:
-                    self._refused = None
-                    return False
-                refused, now_s = self._refused, time.monotonic()
-                if refused and refused[0] == current.checksum and now_s < refused[2]:
-                    return False
             except (GMetaError, MetaIOError) as error:
-                self._refuse("", error, 0.0)
+                self._refuse("", error)
+                return False
+            if current.checksum == self._served.checksum:
+                self._trouble.end()
+                return False
+            if self._trouble.puts_off(current.checksum):
                 return False
             try:
                 with reached(self._place):
                     served = load_current(self._place, self._verify, self._cache)
             except (GMetaError, MetaIOError) as error:
-                # A disk or a network may have failed: the same version is tried again, not at once.
-                self._refuse(current.checksum, error, time.monotonic() + RETRY_S)
+                self._refuse(current.checksum, error)
                 return False
             # One assignment: a thread has the old version or the new one, never parts of both. The
             # old one goes at the next look, in this thread: not with the last request that uses it.
             # A collection of the cycles among its layers, a fifth of a second in which nobody
             # predicts, is left to Python.
-            self._retired, self._served, self._refused = self._served, served, None
+            self._retired, self._served = self._served, served
+            self._trouble.end()
             return True
 
-    def _refuse(self, checksum: str, error: Exception, retry_at_s: float) -> None:
-        before, self._refused = self._refused, (checksum, str(error), retry_at_s)
-        if before is None or before[:2] != self._refused[:2]:  # each trouble is told once
+    def _refuse(self, checksum: str, error: Exception) -> None:
+        if self._trouble.is_news(checksum, error):
             _log.warning("%s", self.refused)
 
     def close(self) -> None:

@@ -43,10 +43,11 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard.summary import hparams
 
         folder = str(RunFolder(run.folder).tensorboard)
-        # TensorBoard forgets what a killed run showed beyond its last checkpoint.
-        self._writer = SummaryWriter(folder, purge_step=run.done_steps + 1)
+        # First: its thread writes as soon as it is made.
         self._excepthook = threading.excepthook
         threading.excepthook = self._unless_told
+        # TensorBoard forgets what a killed run showed beyond its last checkpoint.
+        self._writer = SummaryWriter(folder, purge_step=run.done_steps + 1)
         # Not add_hparams, which writes into a folder of its own: the HPARAMS tab shows the newest
         # values of these scalars beside the settings.
         for summary in hparams(run.parameters(), {"loss": 0.0, f"valid/{run.metric}": 0.0}):
@@ -60,8 +61,10 @@ class TensorBoard(Logger):
     def end(self, status: Status) -> None:
         """Close the file."""
         if self._writer is not None:
-            threading.excepthook = self._excepthook
-            self._writer.close()
+            try:
+                self._writer.close()  # which writes the rest
+            finally:
+                threading.excepthook = self._excepthook
 
     def _unless_told(self, args: threading.ExceptHookArgs) -> None:
         """Show no traceback of TensorBoard's thread on a full disk: the next write raises it."""

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gmeta.server.access import Right
 from gmeta.server.columns import ModelColumns
 from gmeta.server.errors import CallerLeftError, RequestError
-from gmeta.server.http_edge import CERTIFICATE
+from gmeta.server.http_edge import CERTIFICATE, TOO_MANY
 from gmeta.server.protocol import BINARY_HEADER, Inference, parse_http, render_http
 
 if TYPE_CHECKING:
@@ -110,6 +110,12 @@ def http_app(service: Service) -> FastAPI:
         return Response(page.replace("NOW", now, 1), headers=headers, media_type=content_type)
 
     def check(request: Request, right: Right) -> None:
+        if request.scope.get("extensions", {}).get(TOO_MANY):
+            raise RequestError(
+                503,
+                f"this worker has more than {service.config.max_connections} connections. Call "
+                "another server, or start more workers, or with a higher --max-connections",
+            )
         uris, valid_until_s = _shown(request)
         authorization = request.headers.get("authorization", "")
         service.access.check(right, authorization, uris, valid_until_s)
@@ -162,22 +168,24 @@ async def _body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
         "or start the server with a higher --max-body",
     )
     told = request.headers.get("content-length", "0")
-    if told.isdecimal() and int(told[:20]) > max_bytes:
+    if told.isdecimal() and int(told[:20]) > max_bytes and "expect" in request.headers:
         raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 size += len(part)
-                if size > max_bytes:
-                    raise too_large
-                parts.append(part)
+                # To its end: who still sends as the connection is closed never reads the answer.
+                parts.append(part) if size <= max_bytes else parts.clear()
     except TimeoutError:
-        raise RequestError(
-            408, f"the body did not come within {timeout_s:g} s. Send it faster, or split it"
-        ) from None
+        if size <= max_bytes:
+            raise RequestError(
+                408, f"the body did not come within {timeout_s:g} s. Send it faster, or split it"
+            ) from None
     except ClientDisconnect:
         raise CallerLeftError from None
+    if size > max_bytes:
+        raise too_large
     return b"".join(parts)
 
 
@@ -212,8 +220,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     if error.status == 401:
         # Basic, too: what a browser can ask for, with the token as the password.
         headers["www-authenticate"] = 'Basic realm="gmeta", charset="UTF-8"'
-    if error.status in (408, 413, 415):
-        headers["connection"] = "close"  # the rest of the body is not wanted
+    if error.status in (408, 413, 415, 503):
+        headers["connection"] = "close"  # the rest of the body is not wanted, or the caller
     return JSONResponse({"error": str(error)}, error.status, headers)
 
 

@@ -19,7 +19,8 @@ HEAD_TIMEOUT_S = 10.0
 # Longer than nginx and the clouds' balancers keep an idle connection (60 s): who closes first must
 # not be the server, under a request that is on its way.
 KEEP_ALIVE_S = 75
-CERTIFICATE = "gmeta.certificate"  # in the scope's extensions
+# In the scope's extensions: what the client has shown, and whether it is one too many.
+CERTIFICATE, TOO_MANY = "gmeta.certificate", "gmeta.too_many"
 
 _LOOK_EVERY_S = 1.0  # at the files of the certificate
 
@@ -57,11 +58,14 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        """The body's time and size are the app's. A probe is answered beyond the most connections,
-        too: a pod that is that busy must not be killed for it."""
+        """The body's time and size are the app's, and what is answered beyond the most connections:
+        uvicorn's own answer is no JSON, counted by nobody, and for probes too, but a pod that is
+        that busy must not be killed for it."""
         self._head_read()
-        is_probe = self.url.startswith(b"/v2/health/")
-        self.limit_concurrency = None if is_probe else self.config.limit_concurrency
+        most, self.limit_concurrency = self.config.limit_concurrency, None
+        busy = max(len(self.connections), len(self.tasks))
+        extensions: Any = self.scope["extensions"]
+        extensions[TOO_MANY] = most is not None and busy >= most
         super().on_headers_complete()
 
     def _await_head(self) -> None:

@@ -2,14 +2,17 @@
 
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, values
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
 
 # The folder in which prometheus_client keeps the metrics of several processes.
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
+_VERSION = "gmeta_serve_model_info"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TASKS = (1, 2, 4, 8, 16, 32, 64)
 _ROWS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
@@ -72,7 +75,7 @@ class ServerMetrics:
             "model_refused", "1 while the folder holds a version that was refused.", "livemax"
         )
         self.version = Gauge(
-            "gmeta_serve_model_info",
+            _VERSION,
             "1 for the version that answers.",
             ["model", "version"],
             registry=registry,
@@ -116,11 +119,24 @@ class ServerMetrics:
     def page(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics and their content type, in the format that the scraper asks for."""
         encode, content_type = choose_encoder(accept)
-        registry = self.registry
+        counted: Any = self.registry
         if MULTIPROCESS_DIR in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)
-        return encode(registry), content_type
+            counted = MultiProcessCollector(None)
+        return encode(_OfNow(counted)), content_type
+
+
+@dataclass
+class _OfNow:
+    """Metrics without the versions that nobody serves any more: prometheus_client forgets none, and
+    a server may serve thousands."""
+
+    counted: Any
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric."""
+        for metric in self.counted.collect():
+            metric.samples = [one for one in metric.samples if one.value or one.name != _VERSION]
+            yield metric
 
 
 def count_together() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from gmeta.antdt.log import event
-from gmeta.delivery.follow import RETRY_S
+from gmeta.delivery.follow import Trouble
 from gmeta.delivery.remote import reached
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
@@ -54,12 +54,16 @@ class Service:
         self.loaded = load(config.folder, config.verify)
         # Each worker has files of its own for them, which stay: not for one that fails to load.
         self.metrics = metrics()
-        self.refused: tuple[str, str] | None = None  # a version, and why it does not serve
-        self._retry_at_s = 0.0  # when it may be tried again
+        self._trouble = Trouble()
         self._load = load
         self._cache = cache
         self._batcher = Batcher(self._run, config.batch, self.metrics.batched)
         self._tell_version()
+
+    @property
+    def refused(self) -> tuple[str, str] | None:
+        """Return a version that does not serve, and why; None where the newest does."""
+        return self._trouble.told
 
     def warm_up(self) -> None:
         """Compute once: the first request must not pay for what torch does once."""
@@ -199,10 +203,10 @@ class Service:
                 self._refuse("", error)
             return False
         if version == before.version:
-            self.refused = None  # the old one was put back
+            self._trouble.end()  # the old one was put back
             self.metrics.refused.set(0)
-        is_refused = self.refused is not None and self.refused[0] == version
-        if version == before.version or (is_refused and time.monotonic() < self._retry_at_s):
+            return False
+        if self._trouble.puts_off(version):
             return False
         try:
             with reached(folder):
@@ -211,11 +215,10 @@ class Service:
                 # Computes once, with all of its layers: what fails here fails before anybody asks.
                 _ = loaded.model.unadapted
         except (GMetaError, MetaIOError) as error:
-            # A disk or a network may have failed: the same version is tried again, not at once.
-            self._retry_at_s = time.monotonic() + RETRY_S
             self._refuse(version, error)
             return False
-        self.loaded, self.refused = loaded, None
+        self.loaded = loaded
+        self._trouble.end()
         # Support rows stay: a task adapts anew when it is next asked for.
         self._cache.forget_states(loaded.version)
         self.metrics.reloads.labels("loaded").inc()
@@ -228,10 +231,8 @@ class Service:
         return True
 
     def _refuse(self, version: str, error: Exception) -> None:
-        refused, before = (version, str(error)), self.refused
-        self.refused = refused
         self.metrics.refused.set(1)
-        if refused == before:
+        if not self._trouble.is_news(version, error):
             return
         self.metrics.reloads.labels("refused").inc()
         event(

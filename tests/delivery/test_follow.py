@@ -3,7 +3,9 @@
 import fcntl
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,6 @@ from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import UserError
 from gmeta.files import checksums
 from gmeta.files.checksums import FileEntry, describe_file
-from gmeta.server import service as service_module
 from gmeta.server.loading import load_version
 from tests.delivery.models import Model
 from tests.full_disk import files_of_at_most
@@ -94,7 +95,19 @@ def test_a_thread_takes_up_what_is_promoted(tmp_path: Path) -> None:
     assert follower.refused == ""
 
 
-def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(tmp_path: Path) -> None:
+@contextmanager
+def changed(path: Path, content: bytes) -> Iterator[None]:
+    """A file that holds something else for a while."""
+    before = path.read_bytes()
+    path.write_bytes(content)
+    yield
+    path.write_bytes(before)
+
+
+def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow_module, "RETRY_S", 1e6)
     channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
     promote(channel, model, tmp_path / "1")
     with gmeta.follow(channel.root, every_s=0, cache=tmp_path / "own") as follower:
@@ -104,8 +117,17 @@ def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(tmp_pat
         whole = layers.read_bytes()
         layers.write_bytes(whole[:-1])
         assert not follower.check()
-        assert follower.refused.startswith(f"{layers} has {len(whole) - 1:,} bytes")
+        refused = f"{layers} has {len(whole) - 1:,} bytes"
+        assert follower.refused.startswith(refused)
         assert f"(version 1 of {channel.root} serves on, promoted " in follower.refused
+        # Nor is it read again at once because its place was away.
+        pointer = channel.root / "current.json"
+        with changed(pointer, b"{"), changed(layers, whole):
+            assert not follower.check()
+            assert "current.json is not JSON" in follower.refused
+        with changed(layers, whole):
+            assert not follower.check()
+            assert follower.refused.startswith(refused)
         assert follower.model.predict(QUERY).tolist() == before
         channel.rollback(1)
         assert not follower.check()
@@ -155,7 +177,6 @@ def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(
         assert channel.version(2).delta is not None
         shutil.rmtree(tmp_path / "cache")
         monkeypatch.setattr(follow_module, "RETRY_S", 0.0)
-        monkeypatch.setattr(service_module, "RETRY_S", 0.0)
         with files_of_at_most(20_000):
             for _ in range(2):
                 assert not service.reload()

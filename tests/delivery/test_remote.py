@@ -229,7 +229,7 @@ def test_a_damaged_version_is_not_served_and_tried_again_later(
             assert not follower.check()
             fs.pipe_file(path, whole)
             assert not follower.check()
-            follower._refused = None
+            follower._trouble.end()
         assert follower.check()
         assert follower.served.number == 3
 
@@ -262,7 +262,7 @@ def test_a_version_that_the_disk_did_not_take_leaves_nothing_behind(
                 assert not follower.check()
             assert "[Errno 27] File too large" in follower.refused
             assert list(cache.rglob(".*.partial")) == []
-            follower._refused = None
+            follower._trouble.end()
         (copy,) = (cache / "channels").iterdir()
         (own,) = (path for path in cache.iterdir() if path.name != "channels")
         for killed in (copy / "versions" / ".00000002.partial", own / ".0123.partial"):

@@ -254,13 +254,18 @@ def test_limits_of_a_request(exported: Path) -> None:
 
         async def parts() -> AsyncIterator[bytes]:
             for _ in range(40):
-                yield b" " * 100
+                taken.append(b" " * 100)
+                yield taken[-1]
 
+        taken: list[bytes] = []
         for body in (b" " * 3_001, parts()):
             answer = post(service, body)
             assert answer.status_code == 413
             assert answer.json()["error"].startswith("the body has more than 3000 bytes, the most")
             assert answer.headers["connection"] == "close"
+        assert len(taken) == 40  # else its caller would meet a closed connection, and no answer
+        answer = post(service, b" " * 3_001, headers={"Expect": "100-continue"})
+        assert answer.status_code == 413
         answer = post(service, b"x", headers={"Content-Encoding": "gzip"})
         assert answer.status_code == 415
 
@@ -475,12 +480,18 @@ def test_so_many_connections_are_answered_as_the_option_says(service: Service) -
                 # A pod that is as busy as it may be must not be killed by its own probe.
                 for client in (other, one, other):
                     assert (await client.get(f"{place}/health/live")).status_code == 200
-                found += [(await client.get(place)).status_code for client in (other,)]
+                refused = await other.post(f"{place}/models/model/infer")
+                found += [refused.status_code]
             server.should_exit = True
             await serving
+        told = refused.json()["error"]
+        assert told.startswith("this worker has more than 1024 connections. Call another server, ")
+        assert refused.headers["connection"] == "close"
         return found
 
     assert asyncio.run(work()) == [200, 503, 200, 503]
+    counted = 'gmeta_serve_requests_total{protocol="http",status="503"} 1.0'
+    assert counted in get(service, "/metrics").text.splitlines()
 
 
 def test_metrics_count_what_was_answered(service: Service) -> None:

@@ -384,7 +384,8 @@ def test_newer_versions_are_served_under_load_without_a_failed_request(tmp_path:
         return version
 
     export(1)
-    with running_server(folder, "--reload-every", "0.05", workers=2) as server:
+    options = ("--reload-every", "0.05", "--timeout", str(PATIENCE_S))
+    with running_server(folder, *options, workers=2) as server:
         answers: list[tuple[str, httpx.Response]] = []
 
         async def load_and_swap() -> None:

@@ -42,6 +42,8 @@ def test_a_newer_version_takes_over_with_the_tasks_that_were_kept(tmp_path: Path
         second = export(folder, 3)
         assert service.reload()
         assert service.loaded.version == second != first
+        told = get(service, "/metrics").text.count("gmeta_serve_model_info{")
+        assert told == 1  # not one of each version ever served
         gc.collect()
         assert old() is None
         after = post(service, request_of(QUERY, key="kept"))

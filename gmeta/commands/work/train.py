@@ -21,7 +21,11 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         check_new_mirror(config.run.mirror, Path(config.run.dir))
 
     def work(ranks: Ranks) -> None:
-        folder = train(config, ranks)
+        try:
+            folder = train(config, ranks)
+        except OSError as error:  # as of a full disk: the run folder is no new one any more
+            error.add_note("go on with --resume")
+            raise
         if ranks.rank == 0:
             _tell(folder)
 
