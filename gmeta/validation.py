@@ -1,13 +1,18 @@
 """The scores of whole splits while a run trains: what early stopping and tuning go by."""
 
+from collections.abc import Mapping
+
 import numpy as np
+import pyarrow as pa
 
 from gmeta.batches.labels import scored_labels
+from gmeta.config import TrainConfig
 from gmeta.metrics.catalogue import label_of
 from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import early_stop_of, scoring_of
 from gmeta.predictions import Scored, predict_split
 from gmeta.report.runs import known_rows
+from metaio.format.dataset import Dataset
 
 
 def score_split(scored: Scored, split: str) -> dict[str, float | None]:
@@ -15,12 +20,14 @@ def score_split(scored: Scored, split: str) -> dict[str, float | None]:
     undefined metric is None.
     """
     table = predict_split(scored, split)
-    if table is None:
-        return {}
-    config = scored.config
+    return {} if table is None else scores_of(table, scored.config, scored.dataset)
+
+
+def scores_of(table: pa.Table, config: TrainConfig, dataset: Dataset) -> dict[str, float | None]:
+    """Return the metrics after adaptation of a split's predicted rows."""
     found: dict[str, float | None] = {}
     stops_by, label_of_stop = label_of(early_stop_of(config).metric)
-    for label in scored_labels(config, scored.dataset):
+    for label in scored_labels(config, dataset):
         rows, name_of_label = known_rows(table, label.suffix), label.suffix[1:]
         scoring = scoring_of(config, name_of_label)
         # What decides when to stop need not be what is reported.
@@ -35,19 +42,25 @@ def score_split(scored: Scored, split: str) -> dict[str, float | None]:
 
 
 def score_validation(scored: Scored) -> dict[str, float | None]:
-    """Return the metrics of the validation split on rank 0, an empty dict elsewhere. Of several
-    splits the means, undefined where one is, and behind them as METRIC/SPLIT those of each.
-    """
+    """Return the metrics of the validation splits on rank 0, see mean_scores, an empty dict
+    elsewhere."""
     splits = scored.config.data.valid_splits
     scores = {split: score_split(scored, split) for split in splits}
-    first = scores[splits[0]]
-    if len(splits) == 1 or scored.ranks.rank != 0:
+    return mean_scores(scores) if scored.ranks.rank == 0 else {}
+
+
+def mean_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, float | None]:
+    """Return the metrics of a split; of several the means, undefined where one is, and behind them
+    as METRIC/SPLIT those of each.
+    """
+    first = next(iter(scores.values()))
+    if len(scores) == 1:
         return first
     means: dict[str, float | None] = {}
     for metric in first:
         of_splits = [of_split[metric] for of_split in scores.values()]
         known = [value for value in of_splits if value is not None]
         # Not over those that have one: scores of other splits would not compare with it.
-        means[metric] = sum(known) / len(known) if len(known) == len(splits) else None
+        means[metric] = sum(known) / len(known) if len(known) == len(scores) else None
     each = {f"{name}/{split}": of[name] for split, of in scores.items() for name in of}
     return means | each

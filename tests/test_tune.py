@@ -59,7 +59,7 @@ def refused(*arguments: str | Path) -> str:
     return str(lines[0])
 
 
-def test_a_study_finds_a_config_that_trains_to_its_score(
+def test_a_study_finds_a_config_that_trains_and_evaluates_to_its_score(
     config: Path, click_logs: Path, tmp_path: Path
 ) -> None:
     # Its own copy, of which only the splits for training and validation are left.
@@ -70,17 +70,18 @@ def test_a_study_finds_a_config_that_trains_to_its_score(
         for path in rows:
             path.unlink()
     data = f"data.path={tmp_path / 'data'}"
-    result = tuned(config, "--trials", "3", data)
+    result = tuned(config, "--trials", "2", data)
     assert result.returncode == 0, result.stderr
     study = tmp_path / "run-tune"
     ranked = results(config)
-    assert sorted(trial["number"] for trial in ranked) == [0, 1, 2]
+    assert sorted(trial["number"] for trial in ranked) == [0, 1]
     assert {trial["state"] for trial in ranked} == {"complete"}
     scores = [trial["score"] for trial in ranked]
     assert scores == sorted(scores, reverse=True)
     for trial in ranked:
         run = study / "trials" / f"{trial['number']:04d}"
-        assert last_auc(run) == trial["score"] == trial["scores"][-1]
+        assert last_auc(run) == trial["scores"][-1]
+        assert trial["note"].startswith("adapts with the inner_lr x inner_steps of the best logl")
         # An ordinary run; only the best keeps its checkpoints.
         assert (run / "config.json").exists()
         assert (run / "checkpoints").exists() == (trial is ranked[0])
@@ -93,7 +94,15 @@ def test_a_study_finds_a_config_that_trains_to_its_score(
     assert best.run.dir == str(tmp_path / "run")
     again = gmeta("train", study / "best.toml")
     assert again.returncode == 0, again.stderr
-    assert last_auc(tmp_path / "run") == pytest.approx(ranked[0]["score"], abs=1e-6)
+    evaluated = gmeta("evaluate", tmp_path / "run", "--split", "valid", "--no-trees", "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    found = json.loads(evaluated.stdout)["evaluation"]
+    (run,), group = found["runs"], found["groups"][0]
+    (after,) = [
+        one for one in group["results"] if (one["run"], one["stage"]) == (run["name"], "after")
+    ]
+    assert after["metrics"]["auc"]["value"] == pytest.approx(ranked[0]["score"], abs=1e-6)
+    assert run["adapts_with"] == ranked[0]["note"]
 
 
 def test_trials_are_judged_by_the_first_label_whose_loss_is_its_own(
@@ -119,6 +128,7 @@ def test_trials_are_judged_by_the_first_label_whose_loss_is_its_own(
 def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(
         SPACE + '["algorithm.name"]\nchoices = ["maml", "metasgd"]\n'
+        '["outer.dense_lr"]\nlow = 0.001\nhigh = 0.002\n'
     )
     result = tuned(config, "--trials", "2", "--with-plain", "--json")
     assert result.returncode == 0, result.stderr
@@ -131,7 +141,8 @@ def test_plain_training_is_tuned_by_as_many_whole_runs(config: Path, tmp_path: P
         assert load_config(Path(found["best"])).run.dir == str(tmp_path / f"run{side}")
     adapted, plain = (load_config(Path(one["best"])) for one in (told, told["plain"]))
     assert (plain.algorithm.name, adapted.algorithm.name != "none") == ("none", True)
-    assert "algorithm.name" not in told["plain"]["trials"][0]["values"]
+    assert set(told["plain"]["trials"][0]["values"]) == {"outer.dense_lr"}
+    assert all(one["note"].startswith("fine-tuned with ") for one in told["plain"]["trials"])
     again = (plain.data, plain.augment, plain.support_features, plain.model)
     assert again == (adapted.data, adapted.augment, adapted.support_features, adapted.model)
 

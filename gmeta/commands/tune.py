@@ -51,7 +51,7 @@ from gmeta.tuning.study import (
 )
 from gmeta.tuning.trials import (
     TrialRunner,
-    failure_of,
+    said_by,
     started,
     trial_config,
     trial_processes,
@@ -140,11 +140,11 @@ def tune(
     print_result({**first, **found})
 
 
-def _trial(is_check: bool, config: dict[str, Any], log: str, failures: Connection) -> None:
+def _trial(is_check: bool, config: dict[str, Any], log: str, says: Connection) -> None:
     # In the trial's process: this one stays without torch.
     from gmeta.commands.work.tune import be_trial
 
-    be_trial(is_check, config, log, failures)
+    be_trial(is_check, config, log, says)
 
 
 def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
@@ -235,8 +235,8 @@ def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext
         GMetaError: it does not fit its dataset; with the line of `gmeta train`.
     """
     log, checked = folder / CHECK_LOG, trial_config(config, folder / "check")
-    process, failures = started(context, partial(_trial, True), checked, log)
-    if line := failure_of(process, failures):
+    process, said = started(context, partial(_trial, True), checked, log)
+    if line := said_by(process, said).failure:
         raise UserError(line)
     if process.exitcode:
         raise GMetaError(f"the config's check ended with exit code {process.exitcode}; see {log}")
@@ -274,8 +274,9 @@ def _conclude(
     show_table(screen(), _table(study, plan.space, decides))
     lines = [
         *edge_lines(plan.space, best),
-        f"best: {decides.metric} {shown_score(study.score(best))} on split {splits!r}, trial "
+        f"best: {decides.metric} {shown_score(best.score)} on split {splits!r}, trial "
         f"{best.number} ({told_counts(study)})",
+        *([best.note] if best.note else []),
         f"train it: gmeta train {path}",
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
@@ -290,7 +291,6 @@ def _table(study: Study, space: Space, decides: EarlyStop) -> Table:
     for trial in study.ranked():
         if trial.state == "interrupted":
             continue
-        score = study.score(trial)
         shown = [shown_value(trial.values.get(dimension.key)) for dimension in space]
-        table.add_row(str(trial.number), shown_score(score), trial.state, *shown)
+        table.add_row(str(trial.number), shown_score(trial.score), trial.state, *shown)
     return table

@@ -17,10 +17,10 @@ def trial_line(study: Study, trial: Trial, space: Space, metric: str) -> str:
     """Return a line of a trial that ended: its score, its values, and the best so far."""
     if trial.state == "failed":
         return f"trial {trial.number}: failed: {trial.note}"
-    score, best = study.score(trial), study.best()
-    shown = "" if score is None else f" {metric} {shown_score(score)}"
+    best = study.best()
+    shown = "" if trial.score is None else f" {metric} {shown_score(trial.score)}"
     if best is not None:
-        shown += f" (best {shown_score(study.score(best))}, trial {best.number})"
+        shown += f" (best {shown_score(best.score)}, trial {best.number})"
     names = zip(short_names(space), space, strict=True)
     values = " ".join(f"{name}={shown_value(trial.values.get(each.key))}" for name, each in names)
     return f"trial {trial.number}: {trial.state}{shown}  {values}"
@@ -49,7 +49,7 @@ def results_json(study: Study, decides: EarlyStop) -> str:
         {
             "number": trial.number,
             "state": trial.state,
-            "score": study.score(trial),
+            "score": trial.score,
             "values": trial.values,
             "scores": list(trial.scores),
             "note": trial.note,
@@ -62,9 +62,11 @@ def results_json(study: Study, decides: EarlyStop) -> str:
 def best_toml(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:
     """Return the config of the best trial, to be written at `path`."""
     header = (
-        f"Found by `gmeta tune`: {metric} {shown_score(study.score(best))} on split {split!r}, "
+        f"Found by `gmeta tune`: {metric} {shown_score(best.score)} on split {split!r}, "
         f"trial {best.number} ({told_counts(study)}).\n"
-        "The score chose the settings, so it flatters them a little.\n"
+        f"{best.note}\n"
+        * bool(best.note)
+        + "The score chose the settings, so it flatters them a little.\n"
         f"gmeta train {path}"
     )
     return config_toml(study.config(best.values), header, set(best.values))

@@ -169,8 +169,8 @@ def plain_config(config: TrainConfig) -> TrainConfig:
 
 
 def plain_space(space: Space, plain: TrainConfig) -> Space:
-    """Return the space for a plain config: all of it but the choice of the algorithm and of its
-    plain epochs.
+    """Return the space for a plain config: all of it but the choice of the algorithm, of its plain
+    epochs and of inner rate and steps.
 
     Raises:
         UserError: nothing else is in it.
@@ -178,8 +178,8 @@ def plain_space(space: Space, plain: TrainConfig) -> Space:
     kept = tuple(dimension for dimension in space if dimension.key not in NOT_OF_PLAIN)
     if not kept:
         raise UserError(
-            "--space names algorithm.name alone: nothing is left to tune plain training by. Add "
-            'e.g. ["outer.dense_lr"], or leave --with-plain out'
+            f"--space names {', '.join(one.key for one in space)} alone: nothing is left to tune "
+            'plain training by. Add e.g. ["outer.dense_lr"], or leave --with-plain out'
         )
     check_space(kept, plain)
     return kept
@@ -259,8 +259,8 @@ def _type_of(key: str, entry: Any) -> Any:
 
 def default_space(config: TrainConfig) -> Space:
     """Return the rates, the inner steps and, where there is a choice, the algorithm, its plain
-    epochs and the loss, around the config's own values; of plain training the same but for the
-    algorithm.
+    epochs and the loss, around the config's own values; of plain training the same but for
+    NOT_OF_PLAIN.
 
     The rates of the outer loop are tried over two decades around the config's, whose optimizers
     may take any scale; the inner rate over at least 0.003 to 1, where it was found on every data
@@ -289,6 +289,8 @@ def default_space(config: TrainConfig) -> Space:
     ]
     if outer.loss in RATING_LOSSES:
         space.append(Choices("outer.loss", RATING_LOSSES))
+    if algorithm.name == PLAIN:
+        space = [dimension for dimension in space if dimension.key not in NOT_OF_PLAIN]
     if not space:
         raise UserError(
             "the default space of this config is empty: all of its rates are 0. Give --space FILE"
@@ -296,7 +298,10 @@ def default_space(config: TrainConfig) -> Space:
     return tuple(space)
 
 
-NOT_OF_PLAIN = ("algorithm.name", "algorithm.plain_epochs")
+# A plain run takes no inner step; what it is fine-tuned with is chosen as each is scored.
+NOT_OF_PLAIN = tuple(
+    f"algorithm.{key}" for key in ("name", "plain_epochs", "inner_lr", "inner_steps")
+)
 PLAIN = "none"  # the algorithm without an inner loop
 FORWARD_ONLY = ("encoder",)  # they take no inner step
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")

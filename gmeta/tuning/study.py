@@ -9,7 +9,6 @@ JMLR 2018).
 import json
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -52,19 +51,22 @@ class Plan:
             "pruner": self.pruner,
             "seed": self.seed,
             "config": base,
+            "score": "gmeta evaluate",  # once that of the last validation
         }
 
 
 @dataclass(frozen=True)
 class Trial:
     """One short run: what was set, and what came of it. `scores` are those of its validations,
-    None where undefined; `note` says why it failed.
+    None where undefined, `score` is that of `gmeta evaluate` on the same tasks, or of a run without
+    an end its last; `note` says how it adapts for it, or why it failed.
     """
 
     number: int
     values: dict[str, Any]
     state: State
     scores: tuple[float | None, ...]
+    score: float | None = None
     note: str = ""
 
 
@@ -146,13 +148,15 @@ class Study:
         trial.report(score, step)
         return bool(trial.should_prune())
 
-    def ended(self, number: int, state: State, note: str = "") -> Trial:
+    def ended(self, number: int, state: State, note: str = "", score: float | None = None) -> Trial:
         """Take the end of a trial and return it; a complete one without a score has failed."""
         trial = self._running.pop(number)
-        score = self._score_of(trial.user_attrs["values"], trial.user_attrs.get("scores", []))
         if state == "complete" and score is None:
             state = "failed"
             note = f"{self._metric.metric} was undefined in the validation that counts"
+        if state != "complete":
+            score = [None, *trial.user_attrs.get("scores", [])][-1]
+        trial.set_user_attr("score", score)
         trial.set_user_attr("state", state)
         trial.set_user_attr("note", note)
         if state == "complete":
@@ -171,6 +175,7 @@ class Study:
                 trial.user_attrs.get("values", {}),
                 trial.user_attrs.get("state", "interrupted"),
                 tuple(trial.user_attrs.get("scores", ())),
+                trial.user_attrs.get("score"),
                 trial.user_attrs.get("note", ""),
             )
             for trial in self._study.get_trials(deepcopy=False)
@@ -182,20 +187,13 @@ class Study:
         ended = sum(trial.state != "interrupted" for trial in self.trials())
         return ended + len(self._running)
 
-    def score(self, trial: Trial) -> float | None:
-        """Return the score of the checkpoint that stands for a trial's run, as far as it came: of
-        the best validation if it stops early, else of the last.
-        """
-        return self._score_of(trial.values, trial.scores)
-
     def ranked(self) -> list[Trial]:
         """Return the trials, the best first: complete ones, then pruned, then failed."""
         order = ("complete", "pruned", "failed", "interrupted")
         sign = -1.0 if self._metric.higher_is_better else 1.0
 
         def place(trial: Trial) -> tuple[int, float, int]:
-            score = self.score(trial)
-            worth = math.inf if score is None else sign * score
+            worth = math.inf if trial.score is None else sign * trial.score
             return order.index(trial.state), worth, trial.number
 
         return sorted(self.trials(), key=place)
@@ -210,14 +208,6 @@ class Study:
         its folder.
         """
         return config_with(self._plan.base, values)
-
-    def _score_of(self, values: dict[str, Any], scores: Sequence[float | None]) -> float | None:
-        if not self.config(values).run.early_stop_patience:
-            return scores[-1] if scores else None
-        known = [score for score in scores if score is not None]
-        if not known:
-            return None
-        return max(known) if self._metric.higher_is_better else min(known)
 
 
 def import_optuna() -> Any:

@@ -1,4 +1,4 @@
-"""Runs the trials of a study as processes, so many at a time, and hears their validations.
+"""Runs the trials of a study as processes, so many at a time, and hears what they score.
 
 A trial is an ordinary run in a folder of its own. Its process is forked from one that has imported
 torch once; what it prints goes to a file beside its run folder.
@@ -23,9 +23,20 @@ from gmeta.tuning.study import Study, Trial
 
 POLL_S = 0.25  # so long a validation may lie in a run's log before it is heard
 
-# (config as JSON, path of what it prints, pipe for a line of why it failed) -> nothing; it runs in
-# a process of its own, to whose end it decides.
+# (config as JSON, path of what it prints, pipe for what it says) -> nothing; it runs in a process
+# of its own, to whose end it decides.
 Work = Callable[[dict[str, Any], str, Connection], None]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a trial's process says at its end: the run's score (None: undefined) and a line on how
+    it adapted for it, or a line on why it failed.
+    """
+
+    score: float | None = None
+    adapts: str = ""
+    failure: str = ""
 
 
 @dataclass
@@ -33,7 +44,7 @@ class _Running:
     """A trial's process; `heard` of its validations were reported."""
 
     process: Any
-    failures: Connection
+    said: Connection
     folder: RunFolder
     heard: int = 0
     pruned: bool = False
@@ -97,14 +108,15 @@ class TrialRunner:
 
     def _end(self, number: int, running: _Running) -> Trial:
         process = running.process
-        note = failure_of(process, running.failures)
+        said = said_by(process, running.said)
         del self._running[number]
         if running.pruned:
             trial = self._study.ended(number, "pruned")
-        elif process.exitcode or note:
-            trial = self._study.ended(number, "failed", note or self._cause(number, process))
+        elif process.exitcode or said.failure:
+            note = said.failure or self._cause(number, process)
+            trial = self._study.ended(number, "failed", note)
         else:
-            trial = self._study.ended(number, "complete")
+            trial = self._study.ended(number, "complete", said.adapts, said.score)
         self._keep_best_only()
         return trial
 
@@ -126,23 +138,23 @@ class TrialRunner:
 def started(
     context: ForkServerContext, work: Work, config: TrainConfig, log: Path
 ) -> tuple[Any, Connection]:
-    """Start a process that does `work` with a config; return it, and what hears why it failed."""
-    failures, said = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(config.to_json(), str(log), said), daemon=True)
+    """Start a process that does `work` with a config; return it, and what hears what it says."""
+    said, says = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(config.to_json(), str(log), says), daemon=True)
     start(process)
-    said.close()
-    return process, failures
+    says.close()
+    return process, said
 
 
-def failure_of(process: Any, failures: Connection) -> str:
-    """Wait for the end of a process, and return the line that it left of why it failed, or ""."""
+def said_by(process: Any, said: Connection) -> Said:
+    """Wait for the end of a process, and return what it said last."""
     process.join()
-    line = ""
-    # Both ends of the pipe are closed by now: there is a line, or the end of it.
-    with failures, suppress(EOFError):
-        if failures.poll():
-            line = failures.recv()
-    return line
+    last = Said()
+    # Both ends of the pipe are closed by now: there is something, or the end of it.
+    with said, suppress(EOFError):
+        while said.poll():
+            last = said.recv()
+    return last
 
 
 def trial_config(config: TrainConfig, folder: Path) -> TrainConfig:

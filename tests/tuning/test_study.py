@@ -19,7 +19,14 @@ from gmeta.tuning.outcome import (
     trial_line,
 )
 from gmeta.tuning.space import Choices, Range
-from gmeta.tuning.study import STARTUP_TRIALS, Plan, PrunerName, Study, import_optuna
+from gmeta.tuning.study import (
+    JOURNAL_FILE,
+    STARTUP_TRIALS,
+    Plan,
+    PrunerName,
+    Study,
+    import_optuna,
+)
 
 SPACE = (
     Range("algorithm.inner_lr", 0.001, 1.0, True, False),
@@ -33,12 +40,13 @@ def opened(folder: Path, pruner: PrunerName = "median", **raw: dict[str, object]
 
 
 def played(study: Study, *scores: float | None) -> str:
-    """A trial that has these scores, as far as the study lets it; how it ended."""
+    """A trial that has these scores, the last of them once more at its end, as far as the study
+    lets it; how it ended."""
     number, _ = study.ask()
     for step, score in enumerate(scores):
         if study.heard(number, step, score):
             return study.ended(number, "pruned").state
-    return study.ended(number, "complete").state
+    return study.ended(number, "complete", "", scores[-1]).state
 
 
 def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
@@ -66,8 +74,9 @@ def test_a_trial_below_the_median_of_its_step_is_pruned(tmp_path: Path, loss: st
     best = study.best()
     assert best is not None
     assert best.number == 4
-    assert study.score(best) == sign * 0.8
+    assert best.score == sign * 0.8
     assert [trial.state for trial in study.ranked()] == ["complete"] * 5 + ["pruned"]
+    assert study.ranked()[-1].score == sign * (median - 0.005)
 
 
 def test_without_a_pruner_every_trial_comes_to_its_end(tmp_path: Path) -> None:
@@ -94,15 +103,24 @@ def test_undefined_scores_count_for_nothing(tmp_path: Path) -> None:
     assert [(trial["number"], trial["score"]) for trial in told["trials"]] == [(0, 0.6), (1, None)]
 
 
-@pytest.mark.parametrize(("patience", "score"), [(0, 0.6), (3, 0.8)])
-def test_a_score_is_that_of_the_checkpoint_which_evaluate_takes(
-    tmp_path: Path, patience: int, score: float
+def test_a_whole_trial_has_the_score_of_its_end_whatever_its_validations_were(
+    tmp_path: Path,
 ) -> None:
-    study = opened(tmp_path, run={"early_stop_patience": patience}, data={"valid_split": "valid"})
-    assert played(study, 0.7, 0.8, None, 0.6) == "complete"
-    best = study.best()
+    study = opened(tmp_path)
+    for at_end in (0.7, 0.9, 0.8):
+        number, _ = study.ask()
+        study.heard(number, 0, 1.0 - at_end)
+        study.ended(number, "complete", f"adapts for {at_end}", at_end)
+    again = opened(tmp_path)
+    assert [(one.number, one.score) for one in again.ranked()] == [(1, 0.9), (2, 0.8), (0, 0.7)]
+    best = again.best()
     assert best is not None
-    assert study.score(best) == score
+    assert best.note == "adapts for 0.9"
+    # The proposals learn from the same.
+    told = import_optuna().storages
+    journal = told.JournalStorage(told.journal.JournalFileBackend(str(tmp_path / JOURNAL_FILE)))
+    proposing = import_optuna().load_study(study_name="tune", storage=journal)
+    assert [each.value for each in proposing.get_trials()] == [0.7, 0.9, 0.8]
 
 
 def test_what_a_killed_study_left_unfinished_is_tried_anew(tmp_path: Path) -> None:
@@ -137,6 +155,14 @@ def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
         f"--study {tmp_path} was begun with another config (data.valid_split, outer.loss): its "
         "trials do not compare. Give the same command to go on, or another --study"
     )
+
+
+def test_a_study_whose_scores_were_those_of_validations_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path)
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "score": None}))
+    with pytest.raises(UserError, match="was begun with another score"):
+        opened(tmp_path)
 
 
 def test_a_damaged_study_is_refused(tmp_path: Path) -> None:

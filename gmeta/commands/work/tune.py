@@ -1,4 +1,5 @@
-"""A trial of `gmeta tune` as a process: trains one config, or says in a line why it did not."""
+"""A trial of `gmeta tune` as a process: trains one config and scores it as `gmeta evaluate` would,
+or says in a line why it did not."""
 
 import os
 import sys
@@ -7,19 +8,26 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pyarrow.compute as pc
+
 from gmeta.build import check_on_data
 from gmeta.commands.telling import told, told_errors
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, config_from_dict
+from gmeta.evaluate import evaluate_run
+from gmeta.feeds.increment import open_data
+from gmeta.outer.early_stop import early_stop_of
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.alike import settings_of_all
 from gmeta.train import train
+from gmeta.tuning.trials import Said
+from gmeta.validation import mean_scores, scores_of
 
 
-def be_trial(is_check: bool, config: dict[str, Any], log: str, failures: Connection) -> None:
-    """Train the config of a trial, as JSON, in this process, which ends with it, or check it and
-    its dataset as `gmeta train` does before it starts ranks; what is printed goes to the file
-    `log`, the line of an error to `failures` too.
+def be_trial(is_check: bool, config: dict[str, Any], log: str, says: Connection) -> None:
+    """Train and score the config of a trial, as JSON, in this process, which ends with it, or check
+    it and its dataset as `gmeta train` does before it starts ranks; what is printed goes to the
+    file `log`, what came of it (Said) to `says`.
     """
     _leave_with_tune()
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -28,22 +36,33 @@ def be_trial(is_check: bool, config: dict[str, Any], log: str, failures: Connect
     os.close(opened)
     code = 0
     try:
-        (check_on_data if is_check else _train)(config_from_dict(config))
+        if is_check:
+            check_on_data(config_from_dict(config))
+        else:
+            _train(config_from_dict(config), says)
     except told_errors() as error:
         line, code = told(error)
         sys.stderr.write(f"error: {line}\n")
-        failures.send(line)
+        says.send(Said(failure=line))
     # A fault of the program ends the process with its traceback in the log, which is named.
-    failures.close()
+    says.close()
     sys.stdout.flush()
     sys.stderr.flush()
     # As gmeta.cli does: native threads of the libraries may abort an interpreter on its way out.
     os._exit(code)
 
 
-def _train(config: TrainConfig) -> None:
+def _train(config: TrainConfig, says: Connection) -> None:
     def work(ranks: Ranks) -> None:
-        train(config, ranks)
+        root, splits = train(config, ranks).root, config.data.valid_splits
+        # At the rate and steps that validation chooses, not at those of the trial: a baseline that
+        # never took an inner step would be ranked by its luck with them.
+        run = evaluate_run(root, root.name, splits, ranks)
+        assert run is not None
+        rows, dataset = run.predictions, open_data(config.data)
+        of_split = {split: rows.filter(pc.equal(rows["split"], split)) for split in splits}
+        scores = {split: scores_of(rows, config, dataset) for split, rows in of_split.items()}
+        says.send(Said(mean_scores(scores)[early_stop_of(config).metric], run.adapts_with))
 
     run = config.run
     be_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
