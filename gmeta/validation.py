@@ -1,5 +1,8 @@
 """The scores of whole splits while a run trains: what early stopping and tuning go by."""
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from gmeta.batches.labels import scored_labels
@@ -10,15 +13,21 @@ from gmeta.predictions import Scored, predict_split
 from gmeta.report.runs import known_rows
 
 
-def score_split(scored: Scored, split: str) -> dict[str, float | None]:
-    """Return the metrics of a split after adaptation on rank 0, an empty dict elsewhere; an
-    undefined metric is None.
-    """
+class SplitScores(NamedTuple):
+    """The metrics of a split by name, and why those that are None are undefined, in a line each."""
+
+    scores: dict[str, float | None]
+    num_tasks: int
+    told: list[str]
+
+
+def score_split(scored: Scored, split: str) -> SplitScores:
+    """Return the metrics of a split after adaptation on rank 0, none elsewhere."""
     table = predict_split(scored, split)
     if table is None:
-        return {}
+        return SplitScores({}, 0, [])
     config = scored.config
-    found: dict[str, float | None] = {}
+    found = SplitScores({}, len(table["task"].unique()), [])
     stops_by, label_of_stop = label_of(early_stop_of(config).metric)
     for label in scored_labels(config, scored.dataset):
         rows, name_of_label = known_rows(table, label.suffix), label.suffix[1:]
@@ -30,16 +39,27 @@ def score_split(scored: Scored, split: str) -> dict[str, float | None]:
         known_N, after_N, task_N = (rows[name].to_numpy() for name in ("label", "after", "task"))
         for name, value in evaluate_split(known_N, after_N, task_N, scoring, list(names)).items():
             # JSON has no NaN.
-            found[f"{name}{label.suffix}"] = None if np.isnan(value.value) else value.value
+            is_known = not np.isnan(value.value)
+            found.scores[f"{name}{label.suffix}"] = value.value if is_known else None
+            if not is_known:
+                asks = scoring.threshold_of(name) is not None and scoring.loss != "bce"
+                least = f", of labels from {scoring.threshold:g} on (evaluation.positive_rating)"
+                told = f"{name}{label.suffix} of {split} is undefined: {value.reason}"
+                found.told.append(told + least * asks)
     return found
 
 
-def score_validation(scored: Scored) -> dict[str, float | None]:
-    """Return the metrics of the validation split on rank 0, an empty dict elsewhere. Of several
-    splits the means, undefined where one is, and behind them as METRIC/SPLIT those of each.
+def score_validation(
+    scored: Scored, tell: Callable[[Sequence[str]], None]
+) -> dict[str, float | None]:
+    """Return the metrics of the validation split on rank 0, an empty dict elsewhere, and tell why
+    one is undefined. Of several splits the means, undefined where one is, and behind them as
+    METRIC/SPLIT those of each.
     """
     splits = scored.config.data.valid_splits
-    scores = {split: score_split(scored, split) for split in splits}
+    found = {split: score_split(scored, split) for split in splits}
+    tell([line for one in found.values() for line in one.told])
+    scores = {split: one.scores for split, one in found.items()}
     first = scores[splits[0]]
     if len(splits) == 1 or scored.ranks.rank != 0:
         return first
