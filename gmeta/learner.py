@@ -229,17 +229,20 @@ class MetaLearner(nn.Module):
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
         terms = [self._algorithm.loss_sum(self.general_loop, rows, sides) for sides in groups]
         for term in terms:
-            if term.dim():  # all of it would be added up, without a word
-                raise ConfigError(
-                    f"algorithm.name = {self._config.name!r} makes a loss of shape "
-                    f"{list(term.shape)}; a scalar is needed, the sum over the tasks. Correct its "
-                    "loss_sum"
-                )
+            if not isinstance(term, Tensor) or term.dim():  # all of it would be added up
+                made = f"of shape {list(term.shape)}" if isinstance(term, Tensor) else repr(term)
+                raise self._wrong_loss(f"{made}; a scalar is needed, the sum over the tasks")
         loss_sum = torch.stack(terms).sum()
         if all(sides.support.layout.num_rows == 0 for sides in groups):
             # No inner step: what only those use must still join every collective.
             loss_sum = loss_sum + self._zero(rows.values_PD)
+        if not loss_sum.requires_grad:
+            raise self._wrong_loss("without a gradient; one is needed, so leave out .detach()")
         return loss_sum
+
+    def _wrong_loss(self, told: str) -> ConfigError:
+        name = self._config.name
+        return ConfigError(f"algorithm.name = {name!r} makes a loss {told}. Correct its loss_sum")
 
     def predict(self, rows_UD: Tensor, episodes: Episodes) -> QueryPrediction:
         """Return the outputs on the query rows with the meta-parameters, and after adapting on the

@@ -33,12 +33,15 @@ def forecast(scored: Scored, lineage: Lineage) -> list[str]:
         "fingerprint": lineage[-1].fingerprint,
         "trained_on": [one.increment for one in lineage[:-1]],
         "splits": {
-            name: {"num_tasks": dataset.splits[name].num_episodes, "scores": scores}
-            for name, scores in found.items()
+            name: {"num_tasks": one.num_tasks, "scores": one.scores} for name, one in found.items()
         },
     }
     write_json(Path(config.run.dir) / PREQUENTIAL_FILE, kept)
-    return [f"before training, {name}: {_told(scores)}" for name, scores in found.items()]
+    return [
+        line
+        for name, one in found.items()
+        for line in (f"before training, {name}: {_told(one.scores)}", *one.told)
+    ]
 
 
 def _told(scores: dict[str, float | None]) -> str:

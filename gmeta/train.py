@@ -282,7 +282,7 @@ class TrainingRun:
 
     def _validate(self, epoch: int) -> None:
         with self._meter.paused():
-            scores = score_validation(self._scored)
+            scores = score_validation(self._scored, self.hooks.tell)
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
         scores = value_of_first(scores, self._ranks)
         self.hooks.validated(self._progress.step, epoch, scores)

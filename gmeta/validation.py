@@ -1,6 +1,7 @@
 """The scores of whole splits while a run trains: what early stopping and tuning go by."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,17 +16,25 @@ from gmeta.report.runs import known_rows
 from metaio.format.dataset import Dataset
 
 
-def score_split(scored: Scored, split: str) -> dict[str, float | None]:
-    """Return the metrics of a split after adaptation on rank 0, an empty dict elsewhere; an
-    undefined metric is None.
-    """
+class SplitScores(NamedTuple):
+    """The metrics of a split by name, and why those that are None are undefined, in a line each."""
+
+    scores: dict[str, float | None]
+    num_tasks: int
+    told: list[str]
+
+
+def score_split(scored: Scored, split: str) -> SplitScores:
+    """Return the metrics of a split after adaptation on rank 0, none elsewhere."""
     table = predict_split(scored, split)
-    return {} if table is None else scores_of(table, scored.config, scored.dataset)
+    if table is None:
+        return SplitScores({}, 0, [])
+    return scores_of(table, split, scored.config, scored.dataset)
 
 
-def scores_of(table: pa.Table, config: TrainConfig, dataset: Dataset) -> dict[str, float | None]:
+def scores_of(table: pa.Table, split: str, config: TrainConfig, dataset: Dataset) -> SplitScores:
     """Return the metrics after adaptation of a split's predicted rows."""
-    found: dict[str, float | None] = {}
+    found = SplitScores({}, len(table["task"].unique()), [])
     stops_by, label_of_stop = label_of(early_stop_of(config).metric)
     for label in scored_labels(config, dataset):
         rows, name_of_label = known_rows(table, label.suffix), label.suffix[1:]
@@ -37,15 +46,25 @@ def scores_of(table: pa.Table, config: TrainConfig, dataset: Dataset) -> dict[st
         known_N, after_N, task_N = (rows[name].to_numpy() for name in ("label", "after", "task"))
         for name, value in evaluate_split(known_N, after_N, task_N, scoring, list(names)).items():
             # JSON has no NaN.
-            found[f"{name}{label.suffix}"] = None if np.isnan(value.value) else value.value
+            is_known = not np.isnan(value.value)
+            found.scores[f"{name}{label.suffix}"] = value.value if is_known else None
+            if not is_known:
+                asks = scoring.threshold_of(name) is not None and scoring.loss != "bce"
+                least = f", of labels from {scoring.threshold:g} on (evaluation.positive_rating)"
+                told = f"{name}{label.suffix} of {split} is undefined: {value.reason}"
+                found.told.append(told + least * asks)
     return found
 
 
-def score_validation(scored: Scored) -> dict[str, float | None]:
-    """Return the metrics of the validation splits on rank 0, see mean_scores, an empty dict
-    elsewhere."""
-    splits = scored.config.data.valid_splits
-    scores = {split: score_split(scored, split) for split in splits}
+def score_validation(
+    scored: Scored, tell: Callable[[Sequence[str]], None]
+) -> dict[str, float | None]:
+    """Return the metrics of the validation splits on rank 0 as mean_scores does, an empty dict
+    elsewhere, and tell why one is undefined.
+    """
+    found = {split: score_split(scored, split) for split in scored.config.data.valid_splits}
+    tell([line for one in found.values() for line in one.told])
+    scores = {split: one.scores for split, one in found.items()}
     return mean_scores(scores) if scored.ranks.rank == 0 else {}
 
 

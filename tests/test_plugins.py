@@ -68,11 +68,19 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "class Deep(nn.Linear):\n"
         "    def __init__(self, config, sizes):\n        super().__init__(4, 1)\n"
         "    def forward(self, inputs):\n"
-        "        assert not self.training\n"
         "        return self.made(super().forward(inputs.features_NFD('mean').sum(dim=1)))\n"
         "class Right(Deep):\n    def made(self, output):\n        return output[:, 0]\n"
         "class Columns(Deep):\n    def made(self, output):\n        return output\n"
         "class Several(Deep):\n    def made(self, output):\n        return output, output\n"
+        "class Detached(Deep):\n"
+        "    def made(self, output):\n        return output[:, 0].detach()\n"
+        "class Normed(Deep):\n"
+        "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
+        "        self.norm = nn.BatchNorm1d(1)\n"
+        "    def made(self, output):\n        return self.norm(output)[:, 0]\n"
+        "class Dropped(Deep):\n"
+        "    def made(self, output):\n"
+        "        return nn.functional.dropout(output[:, 0], 0.5, self.training)\n"
         "class Unmade(Deep):\n"
         "    def __init__(self, config, sizes):\n        self.linear = nn.Linear(4, 1)\n"
         "class Failing(Deep):\n    def made(self, output):\n        return output.nothing\n"
@@ -84,6 +92,8 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         return model
 
     assert checked("Right").training
+    for _ in range(10):  # masks differ, but not between what is compared
+        checked("Dropped")
     for name, told in {
         "Columns": "makes [3, 1] of 3 rows; a tensor of [3] is needed. Correct what its forward "
         "returns",
@@ -91,12 +101,17 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "returns",
         "Failing": "cannot score rows: AttributeError: 'Tensor' object has no attribute 'nothing'. "
         "Mend its forward; --verbose shows the line",
+        "Detached": "makes outputs without a gradient, and would learn nothing. Leave out "
+        ".detach(), .item() and torch.no_grad() in its forward",
+        "Normed": ": the output of a row changes with other rows, as BatchNorm makes it, so that "
+        "a task would learn from others. Normalise each row alone, with LayerNorm or GroupNorm",
         "Unmade": "cannot be made: AttributeError: cannot assign module before Module.__init__() "
         "call. Mend its __init__; --verbose shows the line",
     }.items():
         with pytest.raises(ValueError) as caught:
             checked(name)
-        assert str(caught.value) == f"model.name = 'mine_1.models:{name}' {told}"
+        gap = "" if told.startswith(":") else " "
+        assert str(caught.value) == f"model.name = 'mine_1.models:{name}'{gap}{told}"
 
 
 def test_options_are_those_of_the_model(package: Path) -> None:

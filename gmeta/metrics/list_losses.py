@@ -21,6 +21,10 @@ def list_loss_terms(
     log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see losses/ranking.py. code_N are dense
     task codes in [0, num_tasks).
     """
+    num_negative = int(np.count_nonzero(label_N < 0))
+    if name == "softmax" and num_negative:
+        told = f"{num_negative:,} of {label_N.size:,} labels are below 0, and cannot share 1"
+        return undefined(num_tasks, told)
     of_task: Callable[[Floats, Floats], float] = _softmax if name == "softmax" else _pairwise
     order_N = np.argsort(code_N, kind="stable")
     ends_T = np.cumsum(np.bincount(code_N, minlength=num_tasks))

@@ -10,6 +10,7 @@ from rich.text import Text
 from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Difference, Evaluation, Group, Verdict
 from gmeta.report.wording import (
+    DASH,
     columns_of,
     estimate_of,
     line_of,
@@ -155,7 +156,7 @@ def _legend(evaluation: Evaluation) -> str:
     differences = [line.change for line in shown]
     differences += [rival.difference for line in shown for rival in line.rivals]
     if any(one.verdict == "unknown" for one in differences):
-        lines.append("?: there is no such interval; the report says why.")
+        lines.append(f"?, {DASH}: there is no such interval, or value; the report says why.")
     if evaluation.interval.draws > 1:
         lines.append(
             f"Means over {evaluation.interval.draws} draws of each task's support and query rows; "

@@ -8,7 +8,7 @@ import numpy as np
 
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
-from gmeta.metrics.terms import Array, Ints, Terms
+from gmeta.metrics.terms import Array, Ints, Terms, sum_T
 from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
     PLAIN_ALGORITHM,
@@ -340,10 +340,7 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
 def _share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:
     """Return the share of positives among the rows of one bin, as sums over tasks."""
     num_tasks = int(code_N.max()) + 1
-    rows_T = np.bincount(code_N[in_bin_N], minlength=num_tasks).astype(np.float64)
-    positives_T = np.bincount(code_N[in_bin_N], label_N[in_bin_N], minlength=num_tasks).astype(
-        np.float64
-    )
+    rows_T, positives_T = (sum_T(n, code_N, num_tasks) for n in (in_bin_N, label_N * in_bin_N))
     # Of a bin without a positive row every resample is 0, and the truth is not.
     rarer_tasks = min(int(np.count_nonzero(of_T)) for of_T in (positives_T, rows_T - positives_T))
     value = float(positives_T.sum() / rows_T.sum())

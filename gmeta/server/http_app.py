@@ -176,7 +176,10 @@ async def _body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
             async for part in request.stream():
                 size += len(part)
                 # To its end: who still sends as the connection is closed never reads the answer.
-                parts.append(part) if size <= max_bytes else parts.clear()
+                if size <= max_bytes:
+                    parts.append(part)
+                else:
+                    parts.clear()
     except TimeoutError:
         if size <= max_bytes:
             raise RequestError(

@@ -65,6 +65,9 @@ class SharedSupport:
         rows, stamp = _to_bytes(support), uuid.uuid4().hex
         with self._lock:
             try:
+                if len(rows) > self._max_bytes:  # its older rows go, and nobody else's
+                    self._db.execute("delete from tasks where key = ?", (key,))
+                    return ""
                 try:
                     self._put(key, stamp, expires_s, rows)
                 except sqlite3.Error as error:
@@ -79,7 +82,7 @@ class SharedSupport:
                 self._failed(error)
                 return ""
             self._is_failing = False
-        return stamp if len(rows) <= self._max_bytes else ""
+        return stamp
 
     def get(self, key: str, stamp: str, now_s: float) -> Found | None:
         """Return the task's rows, without them where their stamp is this one; None if there are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from metaio.errors import SchemaError
@@ -182,13 +183,7 @@ def _check_item(schema: Schema) -> None:
             f"item.column is {rule.column}; a [[single]] column that is not the task is needed: "
             f"{', '.join(others) or 'there is none'}. Name one of them, or leave out [item]"
         )
-    for name in rule.columns:
-        if name not in schema.inputs:
-            raise SchemaError(
-                f"item.columns names {name}, which is no [[single]], [[multi]], [[dense]] or "
-                "[[vector]] column: no input would change with the item. Add the column, or take "
-                "the name out"
-            )
+    _check_inputs(schema, rule.columns, "item.columns names")
 
 
 def _check_negatives(schema: Schema) -> None:
@@ -200,10 +195,13 @@ def _check_negatives(schema: Schema) -> None:
             f"negatives.item is {rule.item}, which is the task: another item would be another "
             "task. Name the column that changes within a task"
         )
-    for name in rule.features:
+    _check_inputs(schema, rule.features, "negatives names the column")
+
+
+def _check_inputs(schema: Schema, names: Iterable[str], told: str) -> None:
+    for name in names:
         if name not in schema.inputs:
             raise SchemaError(
-                f"negatives names the column {name}, which is no [[single]], [[multi]], "
-                "[[dense]] or [[vector]] column: no input would change with the item. Add the "
-                "column, or take the name out"
+                f"{told} {name}, which is no [[single]], [[multi]], [[dense]] or [[vector]] "
+                "column: no input would change with the item. Add the column, or take the name out"
             )

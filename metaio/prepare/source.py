@@ -96,6 +96,12 @@ class DuckSource:
         first = of_rows or self.names[0]
         rule = schema.transform
         self._folders = self._of_folders(first, rule.columns if rule else schema.columns)
+        for name in self.names if self._folders else ():
+            if self._of_folders(name, self._folders) != self._folders:
+                raise DataError(
+                    f"input {name} has no column {self._folders[0]} in the name of a folder alone, "
+                    f"as {first} has. Make the files agree, or rename that folder"
+                )
         if rule is not None:
             own = Path(self._folder, "transformed")
             self._files = transformed(self._files, rule, schema.columns, self._raw_batches, own)
@@ -135,8 +141,7 @@ class DuckSource:
         Raises:
             DataError: the file has another column by which a folder is called.
         """
-        told = re.findall(r"([^/=]+)=[^/]*/", name)
-        told = [column for column in told if column in wanted or not wanted]
+        told = [c for c in re.findall(r"([^/=]+)=[^/]*/", name) if c in wanted or not wanted]
         table = scan(self._files, [name], self._options, folders=False)
         found = self._fetch(f"DESCRIBE SELECT * FROM {table}", name) if told else []
         own = [row[0] for row in found]
@@ -290,15 +295,7 @@ class DuckSource:
             f"SELECT file_name, value FROM parquet_kv_metadata({paths(self._files.names)}) "
             "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
         )
-        for name, arrow_schema in found:
-            durations = parquet_files.duration_columns(arrow_schema)
-            for column in self._schema.columns:
-                if column in durations:
-                    raise DataError(
-                        f"column {column} has type {durations[column]} in {name}; a number, text, "
-                        "date or timestamp is needed. Cast it to a number of a unit of your "
-                        "choice, such as seconds"
-                    )
+        parquet_files.refuse_durations(found, self._schema.columns)
 
     @property
     def columns(self) -> list[str]:
@@ -315,10 +312,11 @@ class DuckSource:
         """
         columns = self._schema.columns
         counts = ", ".join(f"count({column_name(column)})" for column in columns)
-        revealing = revealing_types(self._schema, self._asked)
+        revealing = revealing_types(self._schema, self._asked, self._files.kind)
         lost = "".join(f", min({value})" for _, value in revealing.values())
         ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
-        bounds = "".join(f", min({column_name(c)}), max({column_name(c)})" for c in ids)
+        numbers = [f"TRY_CAST({column_name(c)} AS DOUBLE)" for c in ids]
+        bounds = "".join(f", min({c}), max({c})" for c in numbers)
         types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
         table = self._scan(self._files.names, types)
         total, *found = self._fetch(f"SELECT count(*), {counts}{lost}{bounds} FROM {table}")[0]
@@ -327,7 +325,11 @@ class DuckSource:
         refuse_counts(self._schema, self._files.names, total, nulls)
         for column, value in zip(revealing, values, strict=False):
             if value is not None:
-                kind = self._asked[column]
+                if (
+                    kind := self._asked[column]
+                ) == "BIGINT":  # what is no number at all is refused with its line
+                    table = self._scan(self._files.names, types | {column: "DOUBLE"})
+                    self._fetch(f"SELECT count({column_name(column)}) FROM {table}")
                 raise DataError(loss_refusal(self._schema, column, kind, value))
         limits = iter(values[len(revealing) :])
         for column, least, most in zip(ids, limits, limits, strict=True):
@@ -353,9 +355,8 @@ class DuckSource:
 
     def distinct(self, column: str) -> list[str]:
         """Return the sorted distinct values of a column, as text."""
-        query = (
-            f"SELECT DISTINCT CAST({column_name(column)} AS VARCHAR) FROM {self._table} ORDER BY 1"
-        )
+        text = f"CAST({column_name(column)} AS VARCHAR)"
+        query = f"SELECT DISTINCT {text} FROM {self._table} ORDER BY 1"
         return [row[0] for row in self._fetch(query)]
 
     def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
@@ -436,8 +437,7 @@ class DuckSource:
         if self._files.kind == "Parquet":
             remedy = "Write that file again"
         else:
-            fault = fault_of(what, self._header)
-            if fault is not None:
+            if (fault := fault_of(what, self._header)) is not None:
                 return DataError(fault)
             remedy = "Correct that row, or declare the column's type in the schema"
         return DataError(f"{where} cannot be read: {shortened(what)}. {remedy}")

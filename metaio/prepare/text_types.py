@@ -1,10 +1,11 @@
 """Which types are asked of text and JSON files. DuckDB guesses them by the first rows of the first
-file and holds all rows to them: 9.5 among integers becomes 10, a time among dates loses its hour,
-and a time among times of a zone loses its own. Nothing may be lost that way.
+file and holds all rows to them: 9.5 among integers becomes 10, 007 becomes 7, a time among dates
+loses its hour, and a time among times of a zone loses its own. Nothing may be lost that way.
 """
 
 from collections.abc import Mapping
 
+from metaio.prepare.inputs import FileKind
 from metaio.prepare.schema import Schema, SparseColumn, TaskColumn
 from metaio.prepare.sql import column_name
 
@@ -13,6 +14,8 @@ ZONED = "TIMESTAMP WITH TIME ZONE"
 _NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
 # What DuckDB calls columns of JSON without a value, or of empty lists; None: that are not there.
 OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
+# Integers as they are written; with .0 pandas writes those of a column that has a null elsewhere.
+_INTEGER = r"\s*-?(0|[1-9]\d*)(\.0*)?\s*"
 _ALIKE = "Write all of its times alike"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
@@ -34,13 +37,19 @@ def type_of_nulls(schema: Schema, column: str) -> str:
     return "VARCHAR[]" if column in {c.column for c in schema.multi} else "VARCHAR"
 
 
+def _id_columns(schema: Schema) -> set[str | None]:
+    row_id = None if schema.row_id is None else schema.row_id.column
+    sparse = (column.column for column in schema.sparse)
+    return {schema.task.column, schema.splits.column, row_id, *sparse}
+
+
 def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     """Return the guessed types, but for labels and dense columns, which may have decimals later,
     and integers beyond 64 bits, which survey() looks at.
     """
     # A UUID would be written anew: in lower case, which other rows and requests need not have.
     asked = {column: guessed[column].replace("UUID", "VARCHAR") for column in schema.columns}
-    ids = {schema.task.column, schema.splits.column, *(c.column for c in schema.sparse)}
+    ids = _id_columns(schema)
     numbers = {*schema.label_columns, *(c.column for c in schema.dense)}
     vectors = {c.column for c in schema.vector}
     time = None if schema.time is None else schema.time.column
@@ -58,7 +67,9 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     return asked
 
 
-def revealing_types(schema: Schema, types: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def revealing_types(
+    schema: Schema, types: Mapping[str, str], file_kind: FileKind
+) -> dict[str, tuple[str, str]]:
     """Return, for each column whose type could lose something, as which type to read it to see
     that, and the SQL of a value that loses something, null where none does. Dates are no
     timestamps: DuckDB finds out how they are written for the type that it guessed alone.
@@ -69,7 +80,13 @@ def revealing_types(schema: Schema, types: Mapping[str, str]) -> dict[str, tuple
         "BOOLEAN": ("VARCHAR", "TRY_CAST({0} AS DOUBLE) NOT IN (0, 1)"),
         "DATE": ("VARCHAR", "contains({0}, ':')"),
     }
+    of_ids = {
+        "BIGINT": ("VARCHAR", f"NOT regexp_full_match({{0}}, '{_INTEGER}')"),
+        "BOOLEAN": ("VARCHAR", "lower({0}) NOT IN ('true', 'false')"),
+    }
     time = "" if schema.time is None else schema.time.column
+    # Not those of which the schema says that they are integers.
+    ids = _id_columns(schema) - declared_types(schema).keys()
     zones = {"TIMESTAMP": _NAMES_ZONE, ZONED: f"NOT {_NAMES_ZONE}"}
     found = {}
     for column, kind in types.items():
@@ -78,7 +95,8 @@ def revealing_types(schema: Schema, types: Mapping[str, str]) -> dict[str, tuple
             lost = zones[kind].replace("{0}", name)
             found[column] = "VARCHAR", f"CASE WHEN {lost} THEN {name} END"
         elif inner in conditions:
-            read, lost = conditions[inner]
+            strict = of_ids if file_kind == "text" and column in ids else {}
+            read, lost = (conditions | strict)[inner]
             of_list = f"list_filter({name}, lambda x: {lost.format('x')})[1]"
             of_one = f"CASE WHEN {lost.format(name)} THEN {name} END"
             found[column] = kind.replace(inner, read), of_one if inner == kind else of_list
@@ -89,27 +107,18 @@ def loss_refusal(schema: Schema, column: str, kind: str, value: float | str) -> 
     """Return why a value ends prepare in a column of the type `kind`, where it would lose a part
     of itself.
     """
-    if not isinstance(value, str):
-        return _rounding_refusal(schema, column, value)
     before, loss, remedy = {
+        "BIGINT": ("integers", "as one it would be rounded", "Write all with a decimal point"),
         "BOOLEAN": ("truth values", "as one it would be true", "Write numbers in all rows"),
         "DATE": ("dates", "as one it would lose its hour", _ALIKE),
         "TIMESTAMP": ("times without a zone", "it would lose its own", _ALIKE),
         ZONED: ("times with a zone", "it would be taken for UTC", _ALIKE),
     }[kind.removesuffix("[]")]
+    if column in _id_columns(schema):
+        loss, remedy = "as one it would be another id", "Write all of its values alike"
+    if column in {schema.task.column, *(c.column for c in schema.single)}:
+        remedy += ', or declare the column as text in the schema (type = "text")'
     return (
-        f"column {column} holds {value!r}, but its first rows hold {before}, and {loss}. {remedy}"
-    )
-
-
-def _rounding_refusal(schema: Schema, column: str, value: float) -> str:
-    can_declare = column in {schema.task.column, *(c.column for c in schema.single)}
-    remedy = (
-        'declare the column as text in the schema (type = "text")'
-        if can_declare
-        else "write all of its numbers with a decimal point"
-    )
-    return (
-        f"column {column} holds {value!r}, but its first rows hold integers, and as one it would "
-        f"be rounded. Correct that row, or {remedy}"
+        f"column {column} holds {value!r}, but its first rows look like {before}, and {loss}. "
+        f"{remedy}"
     )

@@ -99,27 +99,53 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     """Try a model of somebody's own on a few rows.
 
     Raises:
-        ValueError: it fails, or returns something else than an output for each row.
+        ValueError: it fails, or returns something else than an output for each row alone, with a
+            gradient.
     """
     if config.name in MODELS:
         return
-    rows, width = 3, config.embedding_dim
-    inputs = RowInputs(
-        single_NFD=torch.zeros(rows, sizes.num_single, width),
-        bag_values_VD=torch.zeros(rows * sizes.num_multi, width),
-        bag_index_V=torch.arange(rows * sizes.num_multi),
-        num_multi=sizes.num_multi,
-        dense_NK=torch.zeros(rows, sizes.num_dense),
-    )
-    wanted = [rows] + [sizes.outputs] * (sizes.outputs > 1)
-    with _told(config, "score rows", "forward"), torch.no_grad():
-        output = model.eval()(inputs)
-    model.train()
+    rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+
+    def outputs_of(last: float) -> Any:
+        """Return the outputs of rows of 0, the last one of this number; all stays as it was."""
+        value_N11 = torch.tensor([0.0] * (rows - 1) + [last]).view(rows, 1, 1)
+        inputs = RowInputs(
+            single_NFD=value_N11.repeat(1, sizes.num_single, config.embedding_dim),
+            bag_values_VD=value_N11.repeat(1, sizes.num_multi, config.embedding_dim).flatten(0, 1),
+            bag_index_V=torch.arange(rows * sizes.num_multi),
+            num_multi=sizes.num_multi,
+            dense_NK=value_N11[:, 0].repeat(1, sizes.num_dense),
+        )
+        with _told(config, "score rows", "forward"), torch.enable_grad():
+            output = model(inputs)
+        torch.set_rng_state(drawn)  # the same dropout next time
+        model.load_state_dict(kept)
+        return output
+
+    model.eval()
+    output = outputs_of(0.0)
     shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if shape != wanted:
         raise ValueError(
             f"model.name = {config.name!r} makes {shape} of {rows} rows; a tensor of {wanted} is "
             "needed. Correct what its forward returns"
+        )
+    if not output.requires_grad:
+        raise ValueError(
+            f"model.name = {config.name!r} makes outputs without a gradient, and would learn "
+            "nothing. Leave out .detach(), .item() and torch.no_grad() in its forward"
+        )
+    model.train()
+    if output.is_meta:
+        return  # which has no values: served, such a model is in eval mode
+    one, other = outputs_of(0.0), outputs_of(1.0)
+    if not torch.allclose(one[:-1], other[:-1], rtol=1e-4, atol=1e-5, equal_nan=True):
+        raise ValueError(
+            f"model.name = {config.name!r}: the output of a row changes with other rows, as "
+            "BatchNorm makes it, so that a task would learn from others. Normalise each row alone, "
+            "with LayerNorm or GroupNorm"
         )
 
 

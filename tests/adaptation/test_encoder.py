@@ -17,6 +17,8 @@ from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta_models import InputSizes, ModelConfig, build_model
+from gmeta_models.inputs import RowInputs
+from gmeta_models.mlp import mlp
 from gmeta_models.support_encoder import SupportEncoder, SupportRows
 from metaio.format.features import Features
 from tests import reference
@@ -27,6 +29,19 @@ MODEL = ModelConfig(
     name="melu", embedding_dim=4, hidden=(5, 3), bottom=(3,), clusters=3, history="m0"
 )
 FORWARD = AlgorithmConfig(name="encoder", encoder_hidden=(6, 3), cold_weight=0.3)
+
+
+class Plain(nn.Module):
+    """A model that is no DecisionModel, and pools as it is told."""
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__()
+        self.pooling = config.pooling
+        self.layers = mlp([sizes.side_by_side(config.embedding_dim), 3, 1], activate_last=False)
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        outputs_N1: Tensor = self.layers(inputs.pooled(self.pooling).side_by_side_NX())
+        return outputs_N1[:, 0]
 
 
 def encoded(
@@ -100,7 +115,7 @@ def start_of(
     output = functional_call(model, cold, (support,))
     predicted = 1 / (1 + torch.exp(-output)) if loss == "bce" else output
     label = torch.tensor(task.label[: task.num_support], dtype=torch.float64)
-    seen = support.pooled(MODEL.pooling).side_by_side_NX()
+    seen = support.pooled(model.pooling).side_by_side_NX()
     rows = [
         torch.cat([x, (y - p) * x, y[None], (y - p)[None]])
         for x, y, p in zip(seen, label, predicted, strict=True)
@@ -159,7 +174,7 @@ def fetched(batch: Any, tables: Tables) -> Tensor:
         lambda sizes: any(query for _, query in sizes)
     ),
     columns=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(0, 2)),
-    model=st.sampled_from(["melu", "dlrm", "cbml", "din"]),
+    model=st.sampled_from(["melu", "dlrm", "cbml", "din", f"{__name__}:Plain"]),
     pooling=st.sampled_from(["mean", "attention"]),
     modulation=st.sampled_from(["film", "gate"]),
     prior=st.sampled_from([0.0, 2.5]),
@@ -188,7 +203,8 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
     )
     features = reference.some_features(*columns, history=model == "din")
     tasks = [reference.random_task(features, *size, rng) for size in sizes]
-    learner = build_learner(features, replace(MODEL, name=model), config, loss).double()
+    own = replace(MODEL, name=model, pooling="sum" if ":" in model else "mean")
+    learner = build_learner(features, own, config, loss).double()
     tables, parameters = drawn(learner, features, seed)
     expected = slow_loss(learner, tables, features, tasks, config, loss)
     wanted = [*parameters, *tables.values()]

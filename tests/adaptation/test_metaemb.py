@@ -155,6 +155,14 @@ def test_loss_and_gradients_are_those_of_the_paper(
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-10)
 
 
+def test_content_is_pooled_as_the_model_pools_it() -> None:
+    for model, pooling in (("deepfm", "sum"), ("melu", "sum"), ("deepfm", "mean")):
+        config = replace(MODEL, name=model, pooling=pooling)
+        generator = build_learner(FEATURES, config, PAPER, "mse").generator
+        assert isinstance(generator, IdGenerator)
+        assert generator.columns.pooling == pooling
+
+
 def test_a_frozen_base_learns_nothing_and_the_generator_the_same() -> None:
     tasks = item_tasks([(3, 2), (4, 1)])
     batch = reference.batch_of(tasks, FEATURES)

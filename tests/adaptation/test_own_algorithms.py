@@ -1,6 +1,7 @@
 """Algorithms of somebody's own, made of the parts that those of the registry are made of."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -87,19 +88,26 @@ def test_reptiles_loss_with_rates_that_differ_is_refused(monkeypatch: pytest.Mon
     )
 
 
-def test_a_loss_of_each_task_is_not_added_up_without_a_word(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda loss: loss.expand(3), "of shape [3]; a scalar is needed, the sum over the tasks"),
+        (lambda loss: 0.5, "0.5; a scalar is needed, the sum over the tasks"),
+        (torch.detach, "without a gradient; one is needed, so leave out .detach()"),
+    ],
+)
+def test_a_loss_that_nothing_can_learn_from_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[Tensor], Tensor], told: str
 ) -> None:
-    def repeated(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
+    def loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
         adapted = inner_loop.adapt(rows, tasks, second_order=True)
-        return inner_loop.query_loss_sum(adapted, tasks).expand(len(TASKS))
+        return made(inner_loop.query_loss_sum(adapted, tasks))
 
-    learner = learner_of(Algorithm(repeated), monkeypatch)
+    learner = learner_of(Algorithm(loss_sum), monkeypatch)
     with pytest.raises(ConfigError) as caught:
         step(learner)
     assert str(caught.value) == (
-        "algorithm.name = 'own' makes a loss of shape [3]; a scalar is needed, the sum over the "
-        "tasks. Correct its loss_sum"
+        f"algorithm.name = 'own' makes a loss {told}. Correct its loss_sum"
     )
 
 

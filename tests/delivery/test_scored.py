@@ -44,6 +44,7 @@ def test_the_command_scores_every_split_of_an_increment(tmp_path: Path) -> None:
     expected = float((pairs + 1).mean() / 2)
     assert found["splits"]["gate"]["scores"]["auc"] == pytest.approx(expected, abs=1e-12)
     assert f"{expected:.4f}" in done.stdout
+    assert f"scored every split of {path} that holds tasks: train, gate. One that" in done.stderr
 
 
 def test_a_task_of_several_episodes_counts_once(

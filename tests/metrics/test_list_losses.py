@@ -45,6 +45,14 @@ def test_without_an_order_there_is_no_loss() -> None:
     assert found.reason == "no task holds two different labels"
 
 
+def test_labels_below_0_have_no_softmax_loss() -> None:
+    """Those of a task may add up to 0."""
+    scoring = Scoring("pairwise", EvaluationConfig(metrics=("softmax",)))
+    (found,) = evaluate_split(np.array([-1, 1]), np.arange(2), np.ones(2), scoring).values()
+    assert math.isnan(found.value)
+    assert found.reason == "1 of 2 labels are below 0, and cannot share 1"
+
+
 def test_scores_are_measured_by_their_order() -> None:
     scoring = Scoring("softmax")
     assert scoring.names == ("ndcg@10", "auc", "gauc")

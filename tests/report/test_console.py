@@ -70,14 +70,17 @@ def test_the_legend_tells_what_a_verdict_means() -> None:
     text = " ".join(printed(200, run_of("mse"), baseline_of("mse")))
     assert "better, worse: the 95 % interval over tasks excludes 0; noise: it does not." in text
     assert "A baseline is compared at its better stage, metric by metric." in text
-    assert "?:" not in text
+    assert "?," not in text
 
 
 def test_a_baseline_without_the_group_is_a_dash_not_a_number() -> None:
     lines = printed(80, run_of("mse"), baseline_of("mse", groups=("user-cold",)))
     last = [line for line in lines if line.startswith("MAE")][-1]
     assert last.split()[-2:] == ["\N{EM DASH}", "?"]
-    assert lines[-2].rstrip() == "?: there is no such interval; the report says why."
+    assert (
+        lines[-2].rstrip()
+        == "?, \N{EM DASH}: there is no such interval, or value; the report says why."
+    )
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])

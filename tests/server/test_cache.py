@@ -142,6 +142,13 @@ def test_shared_rows_take_no_more_than_their_room(tmp_path: Path, room: int) -> 
     ]
 
 
+def test_a_task_larger_than_the_room_of_all_takes_nobody_elses(tmp_path: Path) -> None:
+    shared = SharedSupport(tmp_path / "support.db", 20_000)
+    assert all(shared.put(key, ROWS, 10.0) for key in "abc")
+    assert shared.put("a", pa.table({"item": range(9_000)}), 10.0) == ""
+    assert [shared.get(key, "", 0.0) is not None for key in "abc"] == [False, True, True]
+
+
 def full_after(shared: SharedSupport, more_pages: int) -> None:
     """Let the file grow by so many pages and no more, as a full disk does."""
     (pages,) = shared._db.execute("pragma page_count").fetchone()

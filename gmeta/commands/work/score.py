@@ -21,3 +21,8 @@ def score_export(model: Path, on: str, splits: Sequence[str], out: Path | None) 
         told = ("-" if value is None else f"{value:.4f}" for value in split["scores"].values())
         table.add_row(name, f"{split['num_tasks']:,}", *told)
     show_table(screen(), table)
+    if not splits:
+        screen(stderr=True).print(
+            f"scored every split of {on} that holds tasks: {', '.join(found['splits'])}. One that "
+            "the model was trained on looks better than new tasks will; --split NAME chooses"
+        )

@@ -16,6 +16,7 @@ from pyarrow import csv
 from gmeta.errors import UserError
 from metaio.format.destination import flush_to_disk, folder_of_one_writer
 from metaio.format.storage import file_system, is_local
+from metaio.prepare.inputs import is_marker
 
 CSV = ".csv"
 # Of a batch. Files are read by row groups, whatever this is.
@@ -114,21 +115,16 @@ def _found(given: str) -> Iterator[tuple[Any, str]]:
             yield from _found(part.strip())
         return
     if fs.isdir(path):
-        # Below the folder: what an interrupted run has left is in a hidden folder of its own.
-        paths = [each for each in sorted(fs.find(path)) if not _is_marker(each[len(path) :])]
+        # What an interrupted run has left is in a hidden folder of its own.
+        paths = [each for each in sorted(fs.find(path)) if not is_marker(each, path)]
     elif any(mark in path for mark in "*?[") and not fs.exists(path):
-        paths = [each for each in sorted(fs.glob(path)) if not _is_marker(each.rsplit("/", 1)[-1])]
+        paths = [each for each in sorted(fs.glob(path)) if not is_marker(each, path)]
     else:
         paths = [path]
     if not paths:
         what = f"folder {given} holds no file" if fs.isdir(path) else f"no file matches {given}"
         raise UserError(f"{what}. Check the path")
     yield from ((fs, each) for each in paths)
-
-
-def _is_marker(path: str) -> bool:
-    """Tell whether an engine left this file beside its data, such as _SUCCESS."""
-    return any(part.startswith(("_", ".")) for part in path.split("/"))
 
 
 @contextmanager

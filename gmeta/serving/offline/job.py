@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 import torch
 
 from gmeta.errors import GMetaError, UserError
+from gmeta.files.local import check_replaces
 from gmeta.serving.bulk.files import RowFiles, whole_output
 from gmeta.serving.bulk.spool import PART_ROWS, Advance, Clock, TaskSpool, parts_for, spooled
 from gmeta.serving.load import load
@@ -69,6 +70,8 @@ def adapt_files(
     # One thread of torch a process; and none that a forked process would miss.
     torch.set_num_threads(1)
     model, files = load(folder, verify), RowFiles(*inputs)
+    # Globs and folders, too, may hold the file that is to be written.
+    check_replaces(out, [("a file of SUPPORT", name) for name in files.names], True)
     # A missing column is told before anything is read.
     model.encode(files.schema.empty_table(), files.names[0], with_label=True, with_task=True)
     if files.num_rows == 0:

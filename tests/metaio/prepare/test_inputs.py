@@ -157,6 +157,26 @@ def test_a_column_of_a_file_and_one_of_a_folder_alone_are_refused_together(tmp_p
     assert pq.read_table(tmp_path / "out/vocabulary/hour.parquet")["value"].to_pylist() == ["2"]
 
 
+@pytest.mark.parametrize("other", ["day=9/b.csv", "e.csv"])
+def test_a_column_of_a_later_file_and_of_a_folder_are_not_mixed(tmp_path: Path, other: str) -> None:
+    files = {"day=8/a.csv": "user,clicked\n1,0\n", other: "user,day,clicked\n1,80,0\n1,81,1\n"}
+    for name, text in files.items():
+        (tmp_path / "logs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "logs" / name).write_text(text)
+    body = {
+        "task": {"column": "user"},
+        "label": {"column": "clicked"},
+        "single": [{"column": "day", "vocabulary": 1}],
+        "episodes": {"query_rows": 1},
+    }
+    with pytest.raises(DataError) as caught:
+        prepare([str(tmp_path / "logs")], str(tmp_path / "out"), parse_schema(body))
+    assert str(caught.value) == (
+        f"input {tmp_path}/logs/{other} has no column day in the name of a folder alone, as "
+        f"{tmp_path}/logs/day=8/a.csv has. Make the files agree, or rename that folder"
+    )
+
+
 def test_columns_of_csv_files_are_read_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("extra,user,word,clicked\n1,1,a,0\n1,1,b,1\n")
     (tmp_path / "b.csv").write_text("word,clicked,user\nc,0,2\nd,1,2\n")

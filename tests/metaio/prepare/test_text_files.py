@@ -309,8 +309,8 @@ def test_times_with_and_without_a_zone_in_one_column_are_refused(
     rows = "1,7,1,2026-01-01 10:00:00\n" * 30_000
     late = f"user,item,y,at\n{rows}1,7,1,2026-01-01 10:00:00{zone}\n"
     assert refused(tmp_path, {"a.csv": late}, time={"column": "at"}) == (
-        f"column at holds '2026-01-01 10:00:00{zone}', but its first rows hold times without a "
-        "zone, and it would lose its own. Write all of its times alike"
+        f"column at holds '2026-01-01 10:00:00{zone}', but its first rows look like times "
+        "without a zone, and it would lose its own. Write all of its times alike"
     )
 
 

@@ -23,6 +23,13 @@ SCHEMA: dict[str, Any] = {
     "episodes": {"by": "last", "query_rows": 1},
 }
 
+INTEGERS = ", but its first rows look like integers"
+AS_TEXT = (
+    ", and as one it would be another id. Write all of its values alike, or declare the column as "
+    'text in the schema (type = "text")'
+)
+AS_INTEGER = INTEGERS + AS_TEXT
+
 
 def prepared(tmp_path: Path, texts: list[str], **parts: Any) -> Dataset:
     for index, text in enumerate(texts):
@@ -56,21 +63,42 @@ def test_decimals_behind_many_integers_of_one_file_stay_decimals(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("column", "row", "remedy"),
+    ("column", "row", "told"),
     [
-        ("user", "1.5,7,1,4", 'declare the column as text in the schema (type = "text")'),
-        ("item", "2,1.5,1,4", 'declare the column as text in the schema (type = "text")'),
-        ("at", "2,7,1,1.5", "write all of its numbers with a decimal point"),
+        ("user", "1.5,7,1,4", f"'1.5'{AS_INTEGER}"),
+        ("user", "007,7,1,4", f"'007'{AS_INTEGER}"),
+        ("item", "2,1e2,1,4", f"'1e2'{AS_INTEGER}"),
+        ("item", "2,+7,1,4", f"'+7'{AS_INTEGER}"),
+        (
+            "at",
+            "2,7,1,1.5",
+            f"1.5{INTEGERS}, and as one it would be rounded. Write all with a decimal point",
+        ),
     ],
 )
-def test_decimals_among_ids_and_times_are_not_rounded(
-    tmp_path: Path, column: str, row: str, remedy: str
+def test_ids_and_times_among_integers_are_not_made_others(
+    tmp_path: Path, column: str, row: str, told: str
 ) -> None:
     texts = ["user,item,y,at\n1,7,1,4\n1,8,0,5\n", f"user,item,y,at\n{row}\n2,8,0,5\n"]
-    assert refused(tmp_path, texts, time={"column": "at"}) == (
-        f"column {column} holds 1.5, but its first rows hold integers, and as one it would be "
-        f"rounded. Correct that row, or {remedy}"
+    assert refused(tmp_path, texts, time={"column": "at"}) == f"column {column} holds {told}"
+
+
+def test_what_a_refusal_of_ids_advises_is_read(tmp_path: Path) -> None:
+    texts = ["user,item,y\n1,7,1\n1,8,0\n", "user,item,y\n1,007,1\n1,8,0\n"]
+    for kind, values in (("text", ["007", "7", "8"]), ("integer", [7, 8])):
+        single = [{"column": "item", "vocabulary": 1, "type": kind}]
+        folder = tmp_path / kind
+        folder.mkdir()
+        assert values_of(prepared(folder, texts, single=single), "item") == values
+
+
+@pytest.mark.parametrize("word", ["T", "yes", "f"])
+def test_ids_that_look_like_truth_values_are_refused(tmp_path: Path, word: str) -> None:
+    text = f"user,item,y\n1,{word},T\n1,true,F\n1,False,T\n"
+    assert refused(tmp_path, [text]) == (
+        f"column item holds {word!r}, but its first rows look like truth values{AS_TEXT}"
     )
+    assert values_of(prepared(tmp_path, [text.replace(word, "true", 1)]), "item") == [0, 1]
 
 
 def test_integers_written_with_a_decimal_point_stay_integers(tmp_path: Path) -> None:
@@ -87,8 +115,8 @@ def test_times_behind_dates_do_not_lose_their_hour(tmp_path: Path) -> None:
         "user,item,y,at\n2,7,1,2026-01-01 18:00:00\n2,8,0,2026-01-01 09:00:00\n",
     ]
     assert refused(tmp_path, texts, time={"column": "at"}) == (
-        "column at holds '2026-01-01 09:00:00', but its first rows hold dates, and as one it would "
-        "lose its hour. Write all of its times alike"
+        "column at holds '2026-01-01 09:00:00', but its first rows look like dates, and as one it "
+        "would lose its hour. Write all of its times alike"
     )
 
 
@@ -155,20 +183,19 @@ def test_decimals_behind_integers_stay_decimals_in_vectors_of_json(tmp_path: Pat
         (
             "list",
             [[1, 2], [3], [1.5, 4], []],
-            "column list holds 1.5, but its first rows hold integers, and as one it would be "
-            "rounded. Correct that row, or write all of its numbers with a decimal point",
+            f"column list holds 1.5{INTEGERS}, and as one it would be another id. Write all of its "
+            "values alike",
         ),
         (
             "y",
             [True, False, 0.3, 1],
-            "column y holds '0.3', but its first rows hold truth values, and as one it would be "
-            "true. Write numbers in all rows",
+            "column y holds '0.3', but its first rows look like truth values, and as one it would "
+            "be true. Write numbers in all rows",
         ),
         (
             "item",
             [True, False, 1, 7],
-            "column item holds '7', but its first rows hold truth values, and as one it would be "
-            "true. Write numbers in all rows",
+            f"column item holds '7', but its first rows look like truth values{AS_TEXT}",
         ),
     ],
 )

@@ -103,11 +103,11 @@ def test_a_file_is_replaced_only_when_told_and_never_by_its_own_rows(
     model: Path, files: Path, tmp_path: Path
 ) -> None:
     first = files / "part-0.parquet"
-    result = run_gmeta("adapt", model, files, "--out", first, "--overwrite")
-    assert result.returncode == 0  # a folder is read before it is written to
-    again = run_gmeta("adapt", model, first, "--out", first, "--overwrite")
-    assert again.returncode == 2
-    assert f"--out = '{first}' is a file of SUPPORT, whose rows would be replaced" in again.stderr
+    for given in (files, first, files / "part-*.parquet"):
+        result = run_gmeta("adapt", model, given, "--out", first, "--overwrite")
+        assert result.returncode == 2
+        told = f"--out = '{first}' is a file of SUPPORT, whose rows would be replaced"
+        assert told in result.stderr
     taken = run_gmeta("adapt", model, files / "part-1.parquet", "--out", first)
     assert taken.returncode == 2
     assert f"--out = '{first}' exists already. Name another file, or pass" in taken.stderr
