@@ -62,7 +62,8 @@ def _train(config: TrainConfig, says: Connection) -> None:
         rows, dataset = run.predictions, open_data(config.data)
         of_split = {split: rows.filter(pc.equal(rows["split"], split)) for split in splits}
         scores = {
-            split: scores_of(rows, split, config, dataset).scores for split, rows in of_split.items()
+            split: scores_of(rows, split, config, dataset).scores
+            for split, rows in of_split.items()
         }
         says.send(Said(mean_scores(scores)[early_stop_of(config).metric], run.adapts_with))
 
