@@ -110,7 +110,8 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
 
     def outputs_of(last: float) -> Any:
         """Return the outputs of rows of 0, the last one of this number; all stays as it was."""
-        value_N11 = torch.tensor([0.0] * (rows - 1) + [last]).view(rows, 1, 1)
+        value_N = torch.tensor([0.0] * (rows - 1) + [last]).requires_grad_()
+        value_N11 = value_N.view(rows, 1, 1)
         inputs = RowInputs(
             single_NFD=value_N11.repeat(1, sizes.num_single, config.embedding_dim),
             bag_values_VD=value_N11.repeat(1, sizes.num_multi, config.embedding_dim).flatten(0, 1),
