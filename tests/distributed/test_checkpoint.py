@@ -34,7 +34,7 @@ from gmeta.parallel.ranks import Ranks, barrier
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.runs.folder import list_checkpoints
 from gmeta.runs.progress import Progress
-from gmeta.tables.sharding import ShardingConfig
+from gmeta.tables.sharding import DefaultKind, ShardingConfig
 from gmeta_models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
@@ -240,10 +240,11 @@ def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, lis
     """
     found = []
     features = reference.some_features(1, 0, 0)
-    for kind, of_tables in (
+    cases: tuple[tuple[DefaultKind, str], ...] = (
         ("table_wise", "rowwise_adagrad"),
         ("row_wise", "partial_rowwise_adam"),
-    ):
+    )
+    for kind, of_tables in cases:
         outer = OuterConfig(dense_optimizer="sgd", sparse_optimizer=of_tables)
         plan = ShardingConfig(default=kind)
         config = TrainConfig(model=MODEL, outer=outer, run=CONFIG.run, sharding=plan)
