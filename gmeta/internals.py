@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torchrec.distributed import batched_embedding_kernel as kernels
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.optim.keyed import KeyedOptimizer
 
 
 class TableKernel(NamedTuple):
@@ -76,3 +79,27 @@ def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:
         value.metadata(),
         process_group=value._process_group,
     )
+
+
+def place_row_states(optimizer: KeyedOptimizer) -> None:
+    """Have what a sharded optimizer keeps of each row lie where the row does: of a rank that holds
+    one row TorchRec takes it for one number of the table, which no checkpoint of all ranks can be.
+
+    If it moves: TorchRec's EmbeddingFusedOptimizer makes these states.
+    """
+    for table, states in optimizer.state.items():
+        for name, state in states.items():
+            local = state.local_shards() if isinstance(state, ShardedTensor) else []
+            if len(local) != 1 or local[0].tensor.shape != (1,):
+                continue
+            shards = [
+                ShardMetadata([one.shard_offsets[0]], [one.shard_sizes[0]], one.placement)
+                for one in table.metadata().shards_metadata
+            ]
+            (mine,) = (one for one in shards if one.placement == local[0].metadata.placement)
+            properties = state.metadata().tensor_properties
+            states[name] = ShardedTensor._init_from_local_shards_and_global_metadata(
+                [Shard(local[0].tensor, mine)],
+                ShardedTensorMetadata(shards, table.size()[:1], properties),
+                process_group=state._process_group,
+            )

@@ -14,6 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from gmeta.config import OuterConfig
+from gmeta.internals import place_row_states
 from gmeta.outer.clipping import GradientClipping
 from gmeta.outer.schedules import rate_scale
 from gmeta.tables.groups import adam_groups, set_adam_step
@@ -41,6 +42,7 @@ class OuterOptimizer(CombinedOptimizer):
 
         self._dense = KeyedOptimizerWrapper(layers, dense)
         self._tables = sharded.fused_optimizer
+        place_row_states(self._tables)
         super().__init__([self._tables, self._dense])
         self._layers = list(layers.values())
         self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}

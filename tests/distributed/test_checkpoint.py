@@ -27,13 +27,14 @@ from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.export import CheckpointReader
 from gmeta.files.checksums import FileEntry, describe_file
+from gmeta.internals import table_kernels
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel.ranks import Ranks, barrier
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.runs.folder import list_checkpoints
 from gmeta.runs.progress import Progress
-from gmeta.tables.sharding import ShardingConfig
+from gmeta.tables.sharding import DefaultKind, ShardingConfig
 from gmeta_models import ModelConfig
 from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
@@ -233,27 +234,46 @@ def test_four_ranks_go_on_from_what_two_saved_as_if_never_stopped(tmp_path: Path
     torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)
 
 
-def save_and_load_without_tables_on_one_rank(ranks: Ranks, folder: Path) -> list[int]:
-    """Rank 1 holds no table, and SGD keeps no state for its layers."""
+def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, list[float]]]:
+    """Rank 1 holds no table, and SGD keeps no state for its layers; then a row, of which Adam keeps
+    one number. Of each the step, the tables held and what came back of such numbers.
+    """
+    found = []
     features = reference.some_features(1, 0, 0)
-    outer = OuterConfig(dense_optimizer="sgd")
-    config = TrainConfig(
-        model=MODEL, outer=outer, run=CONFIG.run, sharding=ShardingConfig(default="table_wise")
+    cases: tuple[tuple[DefaultKind, str], ...] = (
+        ("table_wise", "rowwise_adagrad"),
+        ("row_wise", "partial_rowwise_adam"),
     )
-    learner = build_learner(features, MODEL, AlgorithmConfig(), "bce")
-    sharded = shard_learner(learner, features, config, ranks)
-    optimizer = build_optimizer(sharded, outer)
-    with CheckpointWriter(folder, sharded, optimizer, config, ranks) as writer:
-        writer.save(Progress(step=7))
-    (path,) = list_checkpoints(folder)
-    loaded = load_checkpoint(path, sharded, optimizer, ranks)
-    held = sum(len(table.local_shards()) for table in table_shards(sharded).values())
-    return [loaded.step, held]
+    for kind, of_tables in cases:
+        outer = OuterConfig(dense_optimizer="sgd", sparse_optimizer=of_tables)
+        plan = ShardingConfig(default=kind)
+        config = TrainConfig(model=MODEL, outer=outer, run=CONFIG.run, sharding=plan)
+        learner = build_learner(features, MODEL, AlgorithmConfig(), "bce")
+        sharded = shard_learner(learner, features, config, ranks)
+        optimizer = build_optimizer(sharded, outer)
+        states = [one.group.state for one in table_kernels(sharded)]
+        kept = [state["exp_avg_sq"] for state in states if "exp_avg_sq" in state]
+        for state in kept:
+            state.copy_(torch.arange(len(state)).unsqueeze(1) + 10.0 * ranks.rank)
+        with CheckpointWriter(folder / kind, sharded, optimizer, config, ranks) as writer:
+            writer.save(Progress(step=7))
+        (path,) = list_checkpoints(folder / kind)
+        for state in kept:
+            state.zero_()
+        loaded = load_checkpoint(path, sharded, optimizer, ranks)
+        held = sum(len(table.local_shards()) for table in table_shards(sharded).values())
+        found.append(
+            (loaded.step, held, [one for state in kept for one in state.flatten().tolist()])
+        )
+    return found
 
 
 @pytest.mark.distributed
-def test_a_rank_that_keeps_no_optimizer_state_saves_and_loads(tmp_path: Path) -> None:
-    assert on_ranks(2, save_and_load_without_tables_on_one_rank, tmp_path) == [[7, 1], [7, 0]]
+def test_a_rank_that_keeps_no_optimizer_state_or_one_number_saves_and_loads(tmp_path: Path) -> None:
+    assert on_ranks(2, save_and_load_little, tmp_path) == [
+        [(7, 1, []), (7, 1, [0.0, 1.0])],
+        [(7, 0, []), (7, 1, [10.0])],
+    ]
 
 
 def without_checksums(checkpoint: Path) -> None:
