@@ -1,6 +1,7 @@
 """`gmeta inspect` on a stream: its increments, how its tables grow, what was refused and why."""
 
 from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 
 import typer
@@ -64,9 +65,12 @@ def inspect_stream(path: str, verify: bool) -> None:
     for record in records[-_SHOWN:]:
         for alarm in record.report["alarms"]:
             console.print(f"alarm in {record.number}: {alarm}")
-    for note in refused:
-        names = ", ".join(Path(file["name"]).name for file in note["files"][:3])
-        console.print(f"quarantined before {note['before']}: {names}: {'; '.join(note['reasons'])}")
+    for note in sorted(refused, key=itemgetter("before")):
+        # Whole: files of all partitions often have one name.
+        first, *others = (file["name"] for file in note["files"])
+        more = f" and {len(others):,} more" if others else ""
+        reasons = "; ".join(note["reasons"])
+        console.print(f"quarantined before {note['before']}: {first}{more}: {reasons}")
 
 
 def _problems(stream: Stream) -> list[str]:
