@@ -1,5 +1,6 @@
 """`gmeta export --format`: a run, or a model that was exported before, for another runtime."""
 
+import io
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +91,10 @@ def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runt
         write_onnx(served, folder / ONNX_FILE)
         programs[ONNX_FILE] = forward_shapes(served)
     else:
-        torch.export.save(forward_program(served), folder / FORWARD_FILE)
+        _save(forward_program(served), folder / FORWARD_FILE)
         programs[FORWARD_FILE] = forward_shapes(served)
         try:
-            torch.export.save(adapted_program(served), folder / ADAPTED_FILE)
+            _save(adapted_program(served), folder / ADAPTED_FILE)
             programs[ADAPTED_FILE] = adapted_shapes(served)
         except GMetaError as error:  # said, not silent: the other program is whole
             left_out = f"without {ADAPTED_FILE}: {error}"
@@ -101,6 +102,13 @@ def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runt
     if (model / "vocabulary").is_dir():
         shutil.copytree(model / "vocabulary", folder / "vocabulary")
     return left_out
+
+
+def _save(program: torch.export.ExportedProgram, path: Path) -> None:
+    # Not by torch's own writer of files, which aborts the process on a full disk.
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    path.write_bytes(content.getbuffer())
 
 
 def _copy(model: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ from gmeta.runtimes import write
 from gmeta.runtimes.write import export_for
 from gmeta.serving.model import ServedModel
 from metaio.hashing import splitmix64
+from tests.full_disk import files_of_at_most
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
 from tests.runtimes.models import column_of, model_of, write_schema_model
 
@@ -42,6 +43,9 @@ def test_a_program_is_there_whole_or_not_at_all(
     assert written.num_bytes == sum(path.stat().st_size for path in out.iterdir())
     before = (out / "predict.pt2").read_bytes()
     assert str(Path.cwd()).encode() not in before
+    with files_of_at_most(1_000), pytest.raises(OSError, match="File too large"):
+        write._save(torch.export.load(out / "predict.pt2"), tmp_path / "full")
+    (tmp_path / "full").unlink()
     monkeypatch.setattr(write, "write_inputs", refused)
     with pytest.raises(GMetaError):
         export_for(exported, out, "torch", overwrite=True)
