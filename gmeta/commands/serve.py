@@ -15,7 +15,6 @@ from gmeta.commands.serve_options import (
     DrainDelay,
     Grpc,
     Listen,
-    LogLevel,
     MaxBatch,
     MaxBody,
     MaxConnections,
@@ -30,8 +29,8 @@ from gmeta.commands.serve_options import (
     Workers,
 )
 from gmeta.commands.service_options import (
-    LOG_LEVELS,
     Insecure,
+    LogLevel,
     TlsCert,
     TlsClientCa,
     TlsKey,
@@ -86,7 +85,7 @@ def serve(
     """
     folder = model if is_url(model) else Path(model)
     name = name or Path(model).absolute().name
-    _check(name, log_level)
+    _check(name)
     config = ServeConfig(
         folder=folder,
         name=name,
@@ -118,15 +117,11 @@ def serve(
     raise typer.Exit(serve_until_signal(config, log_level))
 
 
-def _check(name: str, log_level: str) -> None:
+def _check(name: str) -> None:
     """Raise UserError for a package that is missing, or an option that is wrong by itself."""
     for package in ("fastapi", "uvicorn", "httptools"):
         if find_spec(package) is None:
             raise UserError(f"gmeta serve needs the extra: pip install 'gmeta[serve]' ({package})")
-    if log_level.upper() not in LOG_LEVELS:
-        raise UserError(
-            f"--log-level is {log_level!r}; allowed are {', '.join(LOG_LEVELS)}. Correct it"
-        )
     if not _NAME.fullmatch(name):
         raise UserError(
             f"--name is {name[:100]!r}; allowed are 1 to 100 letters, digits and . _ -, the first "

@@ -65,4 +65,3 @@ BehindProxy: TypeAlias = Annotated[
     bool,
     typer.Option("--behind-proxy", help="no TLS and no proof: a proxy in front does both"),
 ]
-LogLevel: TypeAlias = Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR")]

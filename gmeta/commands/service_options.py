@@ -1,11 +1,9 @@
 """The options that `gmeta serve` and `gmeta shard-service` share: who may call, what is logged."""
 
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
-
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 TlsCert: TypeAlias = Annotated[Path | None, typer.Option(help="PEM certificate of the service")]
 TlsKey: TypeAlias = Annotated[Path | None, typer.Option(help="PEM key of the certificate")]
@@ -18,4 +16,7 @@ TokenFolder: TypeAlias = Annotated[
 ]
 Insecure: TypeAlias = Annotated[
     bool, typer.Option("--insecure", help="no TLS and no proof; for callers of this machine")
+]
+LogLevel: TypeAlias = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"], typer.Option(case_sensitive=False)
 ]

@@ -18,8 +18,8 @@ from gmeta.antdt.service.server import (
 )
 from gmeta.antdt.stragglers.settings import load_straggler_config
 from gmeta.commands.service_options import (
-    LOG_LEVELS,
     Insecure,
+    LogLevel,
     TlsCert,
     TlsClientCa,
     TlsKey,
@@ -67,7 +67,7 @@ def shard_service(
             envvar="GMETA_ANTDT_DECISIONS", help="file for the controller's decisions, JSON lines"
         ),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR")] = "INFO",
+    log_level: LogLevel = "INFO",
     ends_with_stdin: Annotated[
         bool, typer.Option("--ends-with-stdin", help="also end when standard input is closed")
     ] = False,
@@ -104,10 +104,6 @@ def shard_service(
             f"of what protects a service there is {config.protection}; --tls-cert, --tls-key and "
             "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
             "loopback address, where only this machine can call."
-        )
-    if log_level.upper() not in LOG_LEVELS:
-        raise ServiceStartError(
-            f"--log-level is {log_level!r}; allowed are {', '.join(LOG_LEVELS)}. Correct it."
         )
     # Behind the checks: what is wrong with the options is told in plain words, not as JSON.
     configure_logging(log_level)

@@ -458,10 +458,6 @@ def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:
     ("arguments", "message"),
     [
         (
-            ["--log-level", "LOUD"],
-            "--log-level is 'LOUD'; allowed are DEBUG, INFO, WARNING, ERROR. Correct it.",
-        ),
-        (
             ["--store", "sqlite:///{folder}"],
             "the store {folder} is a folder; it must be a file. Add a file's name to --store.",
         ),
