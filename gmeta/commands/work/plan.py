@@ -7,7 +7,7 @@ from gmeta.parallel.estimate import RESERVED
 from gmeta.parallel.ranks import quieten
 from gmeta.parallel.stated import Asked, Cluster, Speeds
 
-# Of a step of `gmeta train` with a small MAML: docs/gpu.md has the counts, and no GPU's clock yet.
+# Of an eager step of `gmeta train` with a small MAML, and what a launch costs its host; docs/gpu.md.
 LAUNCHES, LAUNCH_MS = 133, 0.005
 
 
