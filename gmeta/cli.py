@@ -160,8 +160,18 @@ def _root(
     """Meta-learning recommenders: prepare logs, train on many ranks, evaluate on cold starts."""
 
 
+def _open_streams() -> None:
+    """Give a process that was started without standard streams those of nobody: a file that it
+    opens would take their numbers, and what a library says would be written into it."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: its own
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
 def main() -> None:
     """Run the command line and end the process with the right exit code."""
+    _open_streams()
     # fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
     logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in one.getMessage())
     try:

@@ -1,11 +1,14 @@
 """-q, -v and --json: every command has them where they mean something."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gmeta import cli
 from gmeta.cli import COMMANDS, load_command
 from gmeta.commands.talking import WITH_JSON
 from tests.commands import SMALL_MODEL, gmeta, write_config
@@ -73,3 +76,17 @@ def test_both_at_once_are_refused() -> None:
     done = gmeta("runs", "-q", "-v")
     assert done.returncode == 2
     assert "--quiet and --verbose are given, which say the opposite: leave one out" in done.stderr
+
+
+def test_a_process_without_standard_streams_gets_those_of_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli._open_streams()
+    print("nobody reads it")
+    found = [sys.stdin, sys.stdout, sys.stderr]
+    assert [stream.mode for stream in found] == ["r", "w", "w"]
+    assert all(os.path.samestat(os.fstat(one.fileno()), os.stat(os.devnull)) for one in found)
+    for stream in found:
+        stream.close()

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,8 +54,12 @@ def init(
     found = guess(first_rows(inputs), given)
     config = config_toml(_config(found, out), _header(found), every=False)
     out.mkdir(parents=True, exist_ok=True)
-    for path, text in zip(paths, (schema_toml(found, inputs), config), strict=True):
-        write_whole(path, text.encode())
+    with ExitStack() as undone:
+        for path, text in zip(paths, (schema_toml(found, inputs), config), strict=True):
+            if not path.exists():  # one without the other would keep the next call out
+                undone.callback(path.unlink, missing_ok=True)
+            write_whole(path, text.encode())
+        undone.pop_all()
     console = screen()
     (used_task,), (used_label,) = found.of("task"), found.of("label")
     features = [column.name for column in found.inputs]

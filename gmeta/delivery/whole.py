@@ -15,7 +15,7 @@ from gmeta.delivery.versions import Chain
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import link_or_copy
 from gmeta.serving.folder import CONFIG_FILE, check_files, read_config
-from metaio.format.destination import WITHOUT_LOCKS, whole_folder
+from metaio.format.destination import WITHOUT_LOCKS, copy_folder, whole_folder
 from metaio.format.manifest import xxh3_hex
 
 CACHE_VARIABLE = "GMETA_CACHE"
@@ -74,7 +74,7 @@ def keep_whole(channel: Channel, checksum: str, model: Path) -> None:
         if not _is_sound(own / checksum, contents=True):
             with whole_folder(own / checksum) as partial:
                 # Linked where it is on this disk already.
-                shutil.copytree(model, partial, dirs_exist_ok=True, copy_function=link_or_copy)
+                copy_folder(model, partial, link_or_copy)
 
 
 def _made(chain: Chain, cache: Path, contents: bool) -> Path:

@@ -27,6 +27,7 @@ from gmeta.serving.folder import CONFIG_FILE, FolderKind, is_export, new_folder,
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
 from gmeta.serving.table_format import TableFormat
+from metaio.format.destination import copy_folder
 
 Runtime = Literal["torch", "onnx", "triton"]
 _PROGRAM = FolderKind("exported program", is_program)
@@ -99,8 +100,7 @@ def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runt
         except GMetaError as error:  # said, not silent: the other program is whole
             left_out = f"without {ADAPTED_FILE}: {error}"
     write_inputs(folder, served.config, programs)
-    if (model / "vocabulary").is_dir():
-        shutil.copytree(model / "vocabulary", folder / "vocabulary")
+    copy_folder(model / "vocabulary", folder / "vocabulary")
     return left_out
 
 

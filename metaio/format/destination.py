@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -215,6 +215,18 @@ def one_writer(
             lock_file.unlink(missing_ok=True)
 
 
+def copy_folder(
+    folder: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2
+) -> None:
+    """Copy the files of a folder to another. What fails raises its own error, not, as
+    shutil.copytree's, a list of the texts of all."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            there = target / path.relative_to(folder)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            copy(path, there)
+
+
 def put_folder(fs: Any, folder: Path, there: str, last: str) -> None:
     """Copy a local folder to the path `there` of a file system of fsspec, its file `last` at the
     end: whoever looks for that one first sees all of the old folder, none, or all of the new one.
@@ -222,7 +234,7 @@ def put_folder(fs: Any, folder: Path, there: str, last: str) -> None:
     """
     if is_local(fs):
         with whole_folder(Path(there)) as partial:
-            shutil.copytree(folder, partial, dirs_exist_ok=True)
+            copy_folder(folder, partial)
         return
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")

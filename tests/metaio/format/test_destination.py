@@ -13,12 +13,14 @@ import pytest
 
 from metaio import DataError
 from metaio.format.destination import (
+    copy_folder,
     destination,
     folder_of_one_writer,
     passing_folder,
     replace_folder,
     unfinished,
 )
+from tests.full_disk import files_of_at_most
 
 MANIFEST = "manifest.json"
 
@@ -216,3 +218,12 @@ def test_a_disk_that_refuses_is_told_with_what_was_being_written(
         raise OSError(code, os.strerror(code))
     assert str(caught.value) == f"s3://bucket/data could not be written: [Errno {code}] {what}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_copied_whole_or_the_first_file_that_fails_is_told(tmp_path: Path) -> None:
+    fill(tmp_path / "one", "a/b", "c")
+    copy_folder(tmp_path / "one", tmp_path / "two")
+    assert sorted(path.name for path in (tmp_path / "two").rglob("*")) == ["a", "b", "c", MANIFEST]
+    with files_of_at_most(5), pytest.raises(OSError, match="File too large") as caught:
+        copy_folder(tmp_path / "one", tmp_path / "three")
+    assert caught.value.errno == errno.EFBIG  # shutil.copytree has none, and a list for a text

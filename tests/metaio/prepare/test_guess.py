@@ -8,7 +8,10 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from gmeta.cli import app
+from gmeta.commands import init
 from metaio.errors import DataError
 from metaio.format.dataset import open_dataset
 from metaio.prepare.first_schema import episodes_of, schema_toml
@@ -102,6 +105,21 @@ def test_what_cannot_be_guessed_is_asked_for(
     with pytest.raises(DataError) as caught:
         guessed(log().drop_columns(dropped), **given)
     assert told in str(caught.value)
+
+
+def test_init_writes_both_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them would keep out the same call once the disk has room."""
+    pq.write_table(log(), tmp_path / "log.parquet")
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "train.toml":
+            raise OSError("no space")
+        path.write_bytes(content)
+
+    monkeypatch.setattr(init, "write_whole", full)
+    call = ["init", str(tmp_path / "log.parquet"), "--out", str(tmp_path / "made")]
+    assert str(CliRunner().invoke(app, call).exception) == "no space"
+    assert list((tmp_path / "made").iterdir()) == []
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
