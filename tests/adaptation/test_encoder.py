@@ -24,7 +24,14 @@ from tests import reference
 Weights = dict[str, Tensor]
 Tables = dict[str, Tensor]
 MODEL = ModelConfig(
-    name="melu", embedding_dim=4, hidden=(5, 3), bottom=(3,), clusters=3, history="m0"
+    name="melu",
+    embedding_dim=4,
+    hidden=(5, 3),
+    bottom=(3,),
+    clusters=3,
+    history="m0",
+    structure="parallel",
+    cross_layers=1,
 )
 FORWARD = AlgorithmConfig(name="encoder", encoder_hidden=(6, 3), cold_weight=0.3)
 
@@ -100,7 +107,7 @@ def start_of(
     output = functional_call(model, cold, (support,))
     predicted = 1 / (1 + torch.exp(-output)) if loss == "bce" else output
     label = torch.tensor(task.label[: task.num_support], dtype=torch.float64)
-    seen = support.pooled(MODEL.pooling).side_by_side_NX()
+    seen = support.pooled(model.pooling).side_by_side_NX()
     rows = [
         torch.cat([x, (y - p) * x, y[None], (y - p)[None]])
         for x, y, p in zip(seen, label, predicted, strict=True)
@@ -159,7 +166,8 @@ def fetched(batch: Any, tables: Tables) -> Tensor:
         lambda sizes: any(query for _, query in sizes)
     ),
     columns=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(0, 2)),
-    model=st.sampled_from(["melu", "dlrm", "cbml", "din"]),
+    model=st.sampled_from(["melu", "dlrm", "cbml", "din", "dcnv2"]),
+    bags=st.sampled_from(["mean", "sum"]),
     pooling=st.sampled_from(["mean", "attention"]),
     modulation=st.sampled_from(["film", "gate"]),
     prior=st.sampled_from([0.0, 2.5]),
@@ -171,6 +179,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
     sizes: list[tuple[int, int]],
     columns: tuple[int, int, int],
     model: str,
+    bags: Any,
     pooling: Any,
     modulation: Any,
     prior: float,
@@ -188,7 +197,8 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
     )
     features = reference.some_features(*columns, history=model == "din")
     tasks = [reference.random_task(features, *size, rng) for size in sizes]
-    learner = build_learner(features, replace(MODEL, name=model), config, loss).double()
+    chosen = replace(MODEL, name=model, pooling=bags)
+    learner = build_learner(features, chosen, config, loss).double()
     tables, parameters = drawn(learner, features, seed)
     expected = slow_loss(learner, tables, features, tasks, config, loss)
     wanted = [*parameters, *tables.values()]
