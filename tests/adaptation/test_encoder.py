@@ -17,8 +17,6 @@ from gmeta.build import build_learner
 from gmeta.learner import MetaLearner
 from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta_models import InputSizes, ModelConfig, build_model
-from gmeta_models.inputs import RowInputs
-from gmeta_models.mlp import mlp
 from gmeta_models.support_encoder import SupportEncoder, SupportRows
 from metaio.format.features import Features
 from tests import reference
@@ -26,22 +24,16 @@ from tests import reference
 Weights = dict[str, Tensor]
 Tables = dict[str, Tensor]
 MODEL = ModelConfig(
-    name="melu", embedding_dim=4, hidden=(5, 3), bottom=(3,), clusters=3, history="m0"
+    name="melu",
+    embedding_dim=4,
+    hidden=(5, 3),
+    bottom=(3,),
+    clusters=3,
+    history="m0",
+    structure="parallel",
+    cross_layers=1,
 )
 FORWARD = AlgorithmConfig(name="encoder", encoder_hidden=(6, 3), cold_weight=0.3)
-
-
-class Plain(nn.Module):
-    """A model that is no DecisionModel, and pools as it is told."""
-
-    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
-        super().__init__()
-        self.pooling = config.pooling
-        self.layers = mlp([sizes.side_by_side(config.embedding_dim), 3, 1], activate_last=False)
-
-    def forward(self, inputs: RowInputs) -> Tensor:
-        outputs_N1: Tensor = self.layers(inputs.pooled(self.pooling).side_by_side_NX())
-        return outputs_N1[:, 0]
 
 
 def encoded(
@@ -174,7 +166,8 @@ def fetched(batch: Any, tables: Tables) -> Tensor:
         lambda sizes: any(query for _, query in sizes)
     ),
     columns=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(0, 2)),
-    model=st.sampled_from(["melu", "dlrm", "cbml", "din", f"{__name__}:Plain"]),
+    model=st.sampled_from(["melu", "dlrm", "cbml", "din", "dcnv2"]),
+    bags=st.sampled_from(["mean", "sum"]),
     pooling=st.sampled_from(["mean", "attention"]),
     modulation=st.sampled_from(["film", "gate"]),
     prior=st.sampled_from([0.0, 2.5]),
@@ -186,6 +179,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
     sizes: list[tuple[int, int]],
     columns: tuple[int, int, int],
     model: str,
+    bags: Any,
     pooling: Any,
     modulation: Any,
     prior: float,
@@ -203,8 +197,8 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
     )
     features = reference.some_features(*columns, history=model == "din")
     tasks = [reference.random_task(features, *size, rng) for size in sizes]
-    own = replace(MODEL, name=model, pooling="sum" if ":" in model else "mean")
-    learner = build_learner(features, own, config, loss).double()
+    chosen = replace(MODEL, name=model, pooling=bags)
+    learner = build_learner(features, chosen, config, loss).double()
     tables, parameters = drawn(learner, features, seed)
     expected = slow_loss(learner, tables, features, tasks, config, loss)
     wanted = [*parameters, *tables.values()]

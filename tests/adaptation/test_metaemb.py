@@ -127,6 +127,14 @@ def fetched(batch: TaskBatch, tables: Tables) -> Tensor:
     return torch.cat([table[mine] for table, mine in zip(tables.values(), ids, strict=True)])
 
 
+@pytest.mark.parametrize("model", ["melu", "deepfm", "mmoe"])
+def test_lists_of_content_are_pooled_as_the_models_are(model: str) -> None:
+    config = replace(MODEL, name=model, pooling="sum")
+    generator = build_learner(FEATURES, config, PAPER, "bce").generator
+    assert isinstance(generator, IdGenerator)
+    assert generator.columns.pooling == "sum"
+
+
 @pytest.mark.parametrize("loss", ["bce", "mse", "huber"])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(
