@@ -59,8 +59,8 @@ def extend_stream(
 
 def _tell(stream: str, record: IncrementRecord) -> None:
     console, report = screen(stderr=True), record.report
-    ticks_per_s = open_stream(stream).ticks_per_s
-    begin, end = (event_time(ticks, ticks_per_s) for ticks in record.window)
+    unit = open_stream(stream).description["time_unit"]
+    begin, end = (event_time(ticks, unit) for ticks in record.window)
     tasks = {name: sum(counts.values()) for name, counts in report["tasks"].items()}
     returning = sum(counts["returning"] for counts in report["tasks"].values())
     console.print(

@@ -56,7 +56,7 @@ def inspect_stream(path: str, verify: bool) -> None:
         f"{stream.description['time_unit']}, gate {gate:.0%}\n"
         f"task {schema.task.column}, {labels} {schema.label_text}"
     )
-    _show_increments(records, stream.ticks_per_s)
+    _show_increments(records, stream.description["time_unit"])
     _show_tables(stream)
     if len(records) > _SHOWN:
         alarms = Counter(r.number for r in records[:-_SHOWN] for _ in r.report["alarms"])
@@ -90,10 +90,10 @@ def _problems(stream: Stream) -> list[str]:
     return found
 
 
-def _show_increments(records: list[IncrementRecord], ticks_per_s: float) -> None:
+def _show_increments(records: list[IncrementRecord], unit: str) -> None:
     heads = ("no", "window to", "rows", "late", "tasks", "back", "new ids", "freed", "!")
     shown = records[-_SHOWN:]
-    begin = event_time(shown[0].window[0], ticks_per_s)
+    begin = event_time(shown[0].window[0], unit)
     title = f"Windows from {begin} on (back: returning tasks; !: alarms)"
     table = table_of(title, *heads, text=())
     for record in shown:
@@ -102,7 +102,7 @@ def _show_increments(records: list[IncrementRecord], ticks_per_s: float) -> None
         back = sum(counts["returning"] for counts in report["tasks"].values())
         table.add_row(
             str(record.number),
-            event_time(record.window[1], ticks_per_s),
+            event_time(record.window[1], unit),
             _short(report["rows"]),
             _short(report["late"] + report["too_late"]),
             _short(back + sum(counts["new"] for counts in report["tasks"].values())),

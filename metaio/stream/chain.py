@@ -53,16 +53,26 @@ def folder_of(number: int) -> str:
     return f"{number:06d}"
 
 
-def event_time(ticks: int, ticks_per_s: float) -> str:
+def event_time(ticks: int, unit: str) -> str:
     """Return an event time as a time of UTC, or as it is where it counts from elsewhere.
 
-    >>> event_time(1_767_225_602_000_000, 1e6), event_time(86_400, 1.0)
+    >>> event_time(1_767_225_602_000_000, "us"), event_time(86_400, "s")
     ('2026-01-01 00:00:02', '86,400')
     """
-    seconds = ticks / ticks_per_s
+    seconds = ticks / TICKS_PER_S[unit]
     if not _LEAST_S <= seconds < _MOST_S:
         return f"{ticks:,}"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def unit_of(ticks: int) -> str | None:
+    """Return the unit of a time that is counted from 1970 on, None where it looks like none.
+
+    >>> [unit_of(ticks) for ticks in (1_767_225_602, 1_767_225_602_000, 86_400)]
+    ['s', 'ms', None]
+    """
+    fitting = (u for u in ("s", "ms", "us", "ns") if _LEAST_S <= ticks / TICKS_PER_S[u] < _MOST_S)
+    return next(fitting, None)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def _with_along(
     except DataError as error:
         refused = error if isinstance(error, RefusedFilesError) else None
         # Alone the inputs would be refused as well; or the machine fails, such as a full disk.
-        is_alike = refused is not None and refused.kind != "rows"
+        is_alike = refused is not None and refused.kind in ("doubled", "few")
         of_machine = isinstance(error, AccessError) or getattr(error.__cause__, "errno", None)
         if not along or is_alike or of_machine:
             raise
@@ -243,11 +243,9 @@ def _looked_at(
     with _judged(files):
         look = engine.look(looking, tell)
         _check_window(look, clock, is_alone and not accept)
-    reasons = (
-        [] if accept else faults(statistics_of(look), before.state.windows, rule, clock.ticks_per_s)
-    )
+    reasons = [] if accept else faults(statistics_of(look), before.state.windows, rule, clock.unit)
     if reasons:
-        raise RefusedFilesError(files.given, reasons)
+        raise RefusedFilesError(files.given, reasons, "unusual")
     moments = before.moments
     if moments is None:
         moments = {name: mean_and_deviation(*known) for name, known in look.moments.items()}
@@ -286,7 +284,7 @@ def _check_window(look: Look, clock: Clock, mostly_in: bool) -> None:
     num_late, num_rows = look.num_late + look.num_dropped, look.num_rows + look.num_dropped
     if num_late == num_rows or (mostly_in and 2 * num_late > num_rows):
         share = "all" if num_late == num_rows else f"{num_late:,}"
-        begin = event_time(clock.start or 0, clock.ticks_per_s)
+        begin = event_time(clock.start or 0, clock.unit)
         raise TooFewRowsError(
             f"{share} of its {num_rows:,} rows are from before the window, which begins at {begin}"
         )
@@ -392,7 +390,7 @@ def _report(found: _Next, job: Job) -> dict[str, Any]:
         "label_mean": statistics_of(look)["label_mean"],
         "tables": tables,
         "drift": moved,
-        "alarms": alarms(look, moved, tables, rule),
+        "alarms": alarms(look, moved, tables, rule, found.clock.unit),
         "inputs": [file._asdict() for file in found.files.recorded],
     }
 

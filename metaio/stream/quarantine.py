@@ -21,7 +21,8 @@ _FORMAT = "gmeta-stream-quarantine"
 
 
 class RefusedFilesError(QuarantinedError):
-    """Which files are refused, and why: for what their `rows` hold; as they are `doubled`, while
+    """Which files are refused, and why: for what their `rows` hold; as they are `unusual`
+    beside recent ones, which may be accepted; as they are `doubled`, while
     others of the call are not; or as they are too `few` for an increment of their own, and are to
     be given together with newer ones."""
 
@@ -29,11 +30,13 @@ class RefusedFilesError(QuarantinedError):
         self,
         files: list[InputFile],
         reasons: list[str],
-        kind: Literal["rows", "doubled", "few"] = "rows",
+        kind: Literal["rows", "unusual", "doubled", "few"] = "rows",
     ) -> None:
         more = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
         self.names = f"{files[0].name}{more}"
-        remedy = "Mend the files, or pass --accept if they are right"
+        remedy = "Mend the files"
+        if kind == "unusual":
+            remedy += ", or pass --accept if they are right"
         if kind == "few":
             remedy = f"Give newer files and --along {files[0].name}, as gmeta follow does"
         told = f"input {self.names} is quarantined: {'; '.join(reasons)}. {remedy}"

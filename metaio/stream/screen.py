@@ -9,6 +9,7 @@ from typing import Any
 from metaio.counted import duration
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.survey import mean_and_deviation
+from metaio.stream.chain import TICKS_PER_S, unit_of
 from metaio.stream.window import Look
 
 # Of standard errors: a window of few rows differs by chance.
@@ -31,7 +32,7 @@ def statistics_of(look: Look) -> dict[str, Any]:
 
 
 def faults(
-    own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule, ticks_per_s: float
+    own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule, unit: str
 ) -> list[str]:
     """Return why a window is not to be trusted, given those before it; [] where it is."""
     recent = recent[-rule.recent :]
@@ -46,10 +47,11 @@ def faults(
         )
     span = statistics.median(window["span"] for window in recent)
     if own["span"] > max(span, 1) * rule.rows_factor:
+        per_s = TICKS_PER_S[unit]
         found.append(
-            f"its times span {duration(own['span'] / ticks_per_s)}, those of recent increments "
-            f"{duration(span / ticks_per_s)}, and all that comes before its end "
-            f"would be late (stream.rows_factor {rule.rows_factor:g})"
+            f"its times span {duration(own['span'] / per_s)}, those of recent increments "
+            f"{duration(span / per_s)}, and all that comes before its end would be late "
+            f"(stream.rows_factor {rule.rows_factor:g})"
         )
     mean = statistics.fmean(window["label_mean"] for window in recent)
     deviation = statistics.fmean(window["label_deviation"] for window in recent)
@@ -89,9 +91,16 @@ def alarms(
     moved: dict[str, dict[str, float]],
     tables: dict[str, dict[str, int]],
     rule: StreamRule,
+    unit: str,
 ) -> list[str]:
     """Return what somebody should look at, one line each; the increment stands nevertheless."""
     found = []
+    likely = unit_of(look.most_time)
+    if unit != "day" and likely not in (unit, None):
+        found.append(
+            f"times such as {look.most_time:,} look like {likely} since 1970, and are taken for "
+            f"{unit} (stream.unit): ttl, grace and late count in it"
+        )
     all_rows = look.num_rows + look.num_dropped
     late = look.num_late + look.num_dropped
     if late > rule.late_share * all_rows:

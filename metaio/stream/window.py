@@ -61,7 +61,7 @@ class Clock:
     late: int
     ttl: int
     grace: int
-    ticks_per_s: float
+    unit: str
 
     @classmethod
     def of(cls, rule: StreamRule, unit: str, start: int | None) -> "Clock":
@@ -72,7 +72,7 @@ class Clock:
 
         # A ttl below a day of a column of days would be 0, which is never.
         ttl = max(ticks(rule.ttl), 1) if rule.ttl else 0
-        return cls(start, ticks(rule.late), ttl, ticks(rule.grace), TICKS_PER_S[unit])
+        return cls(start, ticks(rule.late), ttl, ticks(rule.grace), unit)
 
     def is_kept(self, time_N: Int64) -> npt.NDArray[np.bool_]:
         """Tell which rows are not too late for the window."""

@@ -82,7 +82,8 @@ def test_poison_is_quarantined_with_the_reason(three_days: Path, name: str) -> N
         append(three_days, make(rare(log(3))), "poison.parquet")
     message = str(error.value)
     assert message.startswith(f"input {file} is quarantined: {reason}"), message
-    assert message.endswith(". Mend the files, or pass --accept if they are right")
+    by_comparison = ", or pass --accept if they are right" if "recent increments" in message else ""
+    assert message.endswith(f". Mend the files{by_comparison}")
     assert any(reason in note["reasons"][0] for note in list_quarantine(three_days))
     stream = open_stream(str(three_days))
     assert stream.numbers == [1, 2, 3]  # nothing else has changed
@@ -101,6 +102,18 @@ def test_a_disk_that_fails_while_rows_are_read_is_no_reason_to_refuse_them(
     with pytest.raises(AccessError, match="Look after the disk or the network, then try again"):
         append(three_days, rare(log(3)), "fine.parquet")
     assert list_quarantine(three_days) == noted
+
+
+def test_times_of_another_unit_than_the_schema_says_are_an_alarm(tmp_path: Path) -> None:
+    now_ms = 1_767_225_600_000 + log(0)["time"].to_numpy()
+    record = append(tmp_path / "s", changed(log(0), "time", now_ms), schema=schema())
+    assert record.report["alarms"][0] == (
+        f"times such as {now_ms.max():,} look like ms since 1970, and are taken for s "
+        "(stream.unit): ttl, grace and late count in it"
+    )
+    seconds = changed(log(1), "time", 1_767_225_600 + log(1)["time"].to_numpy())
+    record = append(tmp_path / "other", seconds, schema=schema())
+    assert not any("since 1970" in alarm for alarm in record.report["alarms"])
 
 
 def test_an_ordinary_window_and_an_accepted_one_are_taken(tmp_path: Path) -> None:
