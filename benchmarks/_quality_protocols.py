@@ -143,7 +143,7 @@ PROTOCOLS = (
         draws=False,
         about=_BY_TIME,
         tuned=(32, 30),
-        by_hand=(35, 22),
+        by_hand=(35, 37),
         judged_by="`valid` and `valid-cold` in the last 10 trials of `gmeta tune`, none cut "
         "short, and the last by hand; before, `valid`",
         why=(
@@ -162,9 +162,9 @@ PROTOCOLS = (
         draws=False,
         about=_BY_TIME,
         tuned=(31, 28),
-        by_hand=(76, 19),
+        by_hand=(78, 86),
         judged_by="`valid` and `valid-cold` in the last 10 trials of `gmeta tune`, none cut "
-        "short, and the last by hand; before, `valid`",
+        "short, and the last by hand, 11 adapted and 76 plain; before, `valid`",
         why=(
             "about 110 and 190 tasks are few: most intervals are as wide as any lead of one model "
             "that knows the support rows over another."
