@@ -57,7 +57,7 @@ def be_trial(is_check: bool, config: dict[str, Any], log: str, says: Connection)
 def _train(config: TrainConfig, says: Connection) -> None:
     def work(ranks: Ranks) -> None:
         root, splits = train(config, ranks).root, config.data.valid_splits
-        # As in a process of its own, whatever run.precision is. What was trained lies in cycles, and
+        # As in a process of its own, whatever run.precision is. What was trained lies in cycles:
         # a GPU may not hold two such models.
         choose_products("float32", ranks.device)
         gc.collect()
