@@ -57,10 +57,12 @@ def _interrupt_held() -> Iterator[Asked]:
             raise KeyboardInterrupt
         is_heard.ask()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield is_heard  # no other thread is interrupted
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or before is not signal.default_int_handler:
+        yield is_heard  # no other thread is interrupted, nor a process that ignores Ctrl-C
         return
-    before = signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, hold)
     try:
         yield is_heard
     finally:

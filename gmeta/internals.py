@@ -84,17 +84,21 @@ def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:
 def place_row_states(optimizer: KeyedOptimizer) -> None:
     """Have what a sharded optimizer keeps of each row lie where the row does: of a rank that holds
     one row TorchRec takes it for one number of the table, which no checkpoint of all ranks can be.
+    Of a table cut by columns all ranks hold the same rows, and it lies right.
 
     If it moves: TorchRec's EmbeddingFusedOptimizer makes these states.
     """
     for table, states in optimizer.state.items():
+        places = table.metadata().shards_metadata
+        if any(one.shard_offsets[1] for one in places):
+            continue
         for name, state in states.items():
             local = state.local_shards() if isinstance(state, ShardedTensor) else []
             if len(local) != 1 or local[0].tensor.shape != (1,):
                 continue
             shards = [
                 ShardMetadata([one.shard_offsets[0]], [one.shard_sizes[0]], one.placement)
-                for one in table.metadata().shards_metadata
+                for one in places
             ]
             (mine,) = (one for one in shards if one.placement == local[0].metadata.placement)
             properties = state.metadata().tensor_properties

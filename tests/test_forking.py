@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 
+from gmeta.forking import _interrupt_held
 from tests.commands import environment
 
 # In a process of its own: in the tests' multiprocessing has started its helpers before.
@@ -42,3 +43,13 @@ def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starti
     blocked, exit_code = ran.stdout.split()
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
     assert int(exit_code) == -signal.SIGTERM
+
+
+def test_a_process_that_ignores_ctrl_c_starts_others_through_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _interrupt_held() as is_heard:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not is_heard

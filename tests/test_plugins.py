@@ -64,7 +64,7 @@ def test_each_mistake_gets_a_line_of_its_own(package: Path) -> None:
 
 def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(package: Path) -> None:
     (package / "models.py").write_text(
-        "from torch import nn\n"
+        "import torch\nfrom torch import nn\n"
         "class Deep(nn.Linear):\n"
         "    def __init__(self, config, sizes):\n        super().__init__(4, 1)\n"
         "    def forward(self, inputs):\n"
@@ -81,6 +81,19 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "class Dropped(Deep):\n"
         "    def made(self, output):\n"
         "        return nn.functional.dropout(output[:, 0], 0.5, self.training)\n"
+        "class Own(Deep):\n"  # layers made late, noise and a count of its own, an extra state
+        "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
+        "        self.noise = torch.Generator()\n"
+        "        self.register_buffer('steps', torch.zeros(()), persistent=False)\n"
+        "    def get_extra_state(self):\n        return {}\n"
+        "    def made(self, output):\n"
+        "        self.late = getattr(self, 'late', None) or nn.Linear(1, 1)\n"
+        "        self.steps += self.training\n"
+        "        noise_N = torch.randn(len(output), generator=self.noise)\n"
+        "        return self.late(output)[:, 0] + noise_N * self.training\n"
+        "class Pair(Deep):\n"
+        "    def made(self, output):\n"
+        "        return (output, output) if self.training else output[:, 0]\n"
         "class Unmade(Deep):\n"
         "    def __init__(self, config, sizes):\n        self.linear = nn.Linear(4, 1)\n"
         "class Failing(Deep):\n    def made(self, output):\n        return output.nothing\n"
@@ -94,10 +107,13 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
     assert checked("Right").training
     for _ in range(10):  # masks differ, but not between what is compared
         checked("Dropped")
+    assert checked("Own").steps == 0
     for name, told in {
         "Columns": "makes [3, 1] of 3 rows; a tensor of [3] is needed. Correct what its forward "
         "returns",
         "Several": "makes tuple of 3 rows; a tensor of [3] is needed. Correct what its forward "
+        "returns",
+        "Pair": "makes tuple of 3 rows; a tensor of [3] is needed. Correct what its forward "
         "returns",
         "Failing": "cannot score rows: AttributeError: 'Tensor' object has no attribute 'nothing'. "
         "Mend its forward; --verbose shows the line",

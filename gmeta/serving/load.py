@@ -28,6 +28,7 @@ from gmeta.tables.widths import widths_of_tables
 from metaio.prepare.schema import features_of
 
 
+@torch.inference_mode(False)  # the caller's, in which no layer could adapt
 @on_the_cpu
 def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedModel:
     """Return the model in a folder that `gmeta export` wrote; its layers compute on `device` (cpu,

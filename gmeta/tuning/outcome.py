@@ -61,12 +61,11 @@ def results_json(study: Study, decides: EarlyStop) -> str:
 
 def best_toml(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:
     """Return the config of the best trial, to be written at `path`."""
+    adapts = f"{best.note}\n" if best.note else ""
     header = (
         f"Found by `gmeta tune`: {metric} {shown_score(best.score)} on split {split!r}, "
         f"trial {best.number} ({told_counts(study)}).\n"
-        f"{best.note}\n"
-        * bool(best.note)
-        + "The score chose the settings, so it flatters them a little.\n"
+        f"{adapts}The score chose the settings, so it flatters them a little.\n"
         f"gmeta train {path}"
     )
     return config_toml(study.config(best.values), header, set(best.values))

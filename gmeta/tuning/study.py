@@ -153,7 +153,7 @@ class Study:
         trial = self._running.pop(number)
         if state == "complete" and score is None:
             state = "failed"
-            note = f"{self._metric.metric} was undefined in the validation that counts"
+            note = f"{self._metric.metric} is undefined on the validation split"
         if state != "complete":
             score = [None, *trial.user_attrs.get("scores", [])][-1]
         trial.set_user_attr("score", score)

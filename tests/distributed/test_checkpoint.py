@@ -36,6 +36,7 @@ from gmeta.runs.folder import list_checkpoints
 from gmeta.runs.progress import Progress
 from gmeta.tables.sharding import DefaultKind, ShardingConfig
 from gmeta_models import ModelConfig
+from metaio.format.features import Features
 from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
 
@@ -236,19 +237,24 @@ def test_four_ranks_go_on_from_what_two_saved_as_if_never_stopped(tmp_path: Path
 
 def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, list[float]]]:
     """Rank 1 holds no table, and SGD keeps no state for its layers; then a row, of which Adam keeps
-    one number. Of each the step, the tables held and what came back of such numbers.
+    one number; then half of the only row. Of each the step, the tables held and what came back of
+    such numbers.
     """
-    found = []
+    found, model = [], replace(MODEL, embedding_dim=8)
     features = reference.some_features(1, 0, 0)
-    cases: tuple[tuple[DefaultKind, str], ...] = (
-        ("table_wise", "rowwise_adagrad"),
-        ("row_wise", "partial_rowwise_adam"),
+    of_one_row = replace(
+        features, tables=tuple(replace(table, num_rows=1) for table in features.tables)
     )
-    for kind, of_tables in cases:
+    cases: tuple[tuple[DefaultKind, str, Features], ...] = (
+        ("table_wise", "rowwise_adagrad", features),
+        ("row_wise", "partial_rowwise_adam", features),
+        ("column_wise", "partial_rowwise_adam", of_one_row),
+    )
+    for kind, of_tables, features in cases:
         outer = OuterConfig(dense_optimizer="sgd", sparse_optimizer=of_tables)
         plan = ShardingConfig(default=kind)
-        config = TrainConfig(model=MODEL, outer=outer, run=CONFIG.run, sharding=plan)
-        learner = build_learner(features, MODEL, AlgorithmConfig(), "bce")
+        config = TrainConfig(model=model, outer=outer, run=CONFIG.run, sharding=plan)
+        learner = build_learner(features, model, AlgorithmConfig(), "bce")
         sharded = shard_learner(learner, features, config, ranks)
         optimizer = build_optimizer(sharded, outer)
         states = [one.group.state for one in table_kernels(sharded)]
@@ -271,8 +277,8 @@ def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, lis
 @pytest.mark.distributed
 def test_a_rank_that_keeps_no_optimizer_state_or_one_number_saves_and_loads(tmp_path: Path) -> None:
     assert on_ranks(2, save_and_load_little, tmp_path) == [
-        [(7, 1, []), (7, 1, [0.0, 1.0])],
-        [(7, 0, []), (7, 1, [10.0])],
+        [(7, 1, []), (7, 1, [0.0, 1.0]), (7, 1, [0.0])],
+        [(7, 0, []), (7, 1, [10.0]), (7, 1, [10.0])],
     ]
 
 

@@ -204,11 +204,16 @@ def test_no_rows_are_no_predictions(served: ServedModel) -> None:
     assert served.predict_tasks(none, none).after_N.tolist() == []
 
 
-def test_a_model_serves_under_inference_mode_and_from_many_threads(served: ServedModel) -> None:
+def test_a_model_serves_under_inference_mode_and_from_many_threads(
+    served: ServedModel, exported: Path
+) -> None:
     supports = [random_rows(8, seed=seed) for seed in range(12)]
     query = random_rows(9, seed=100)
     expected = [served.adapt(support).predict(query) for support in supports]
     start = threading.Barrier(4)
+    with torch.inference_mode():
+        loaded = gmeta.load(exported)
+    assert torch.equal(loaded.adapt(supports[0]).predict(query), expected[0])
 
     @torch.inference_mode()
     def adapt_and_predict(index: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tuning.outcome import (
+    best_toml,
     edge_lines,
     results_json,
     short_names,
@@ -97,7 +98,7 @@ def test_undefined_scores_count_for_nothing(tmp_path: Path) -> None:
     assert played(study, None, 0.6) == "complete"
     assert played(study, 0.6, None) == "failed"
     failed = study.trials()[1]
-    assert failed.note == "auc was undefined in the validation that counts"
+    assert failed.note == "auc is undefined on the validation split"
     assert trial_line(study, failed, SPACE, "auc") == f"trial 1: failed: {failed.note}"
     told = json.loads(results_json(study, early_stop_of(TrainConfig())))
     assert [(trial["number"], trial["score"]) for trial in told["trials"]] == [(0, 0.6), (1, None)]
@@ -116,6 +117,15 @@ def test_a_whole_trial_has_the_score_of_its_end_whatever_its_validations_were(
     best = again.best()
     assert best is not None
     assert best.note == "adapts for 0.9"
+    for note in ("adapts for 0.9", ""):
+        lines = best_toml(again, replace(best, note=note), "valid", "auc", tmp_path).splitlines()
+        assert lines[0] == (
+            "# Found by `gmeta tune`: auc 0.9000 on split 'valid', trial 1 (3 complete)."
+        )
+        assert lines[1 : 2 + bool(note)] == [
+            *[f"# {note}"] * bool(note),
+            "# The score chose the settings, so it flatters them a little.",
+        ]
     # The proposals learn from the same.
     told = import_optuna().storages
     journal = told.JournalStorage(told.journal.JournalFileBackend(str(tmp_path / JOURNAL_FILE)))

@@ -1,6 +1,7 @@
 """A trial of `gmeta tune` as a process: trains one config and scores it as `gmeta evaluate` would,
 or says in a line why it did not."""
 
+import gc
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.evaluate import evaluate_run
 from gmeta.feeds.increment import open_data
+from gmeta.numerics import choose_products
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.alike import settings_of_all
@@ -55,6 +57,10 @@ def be_trial(is_check: bool, config: dict[str, Any], log: str, says: Connection)
 def _train(config: TrainConfig, says: Connection) -> None:
     def work(ranks: Ranks) -> None:
         root, splits = train(config, ranks).root, config.data.valid_splits
+        # As in a process of its own, whatever run.precision is. What was trained lies in cycles:
+        # a GPU may not hold two such models.
+        choose_products("float32", ranks.device)
+        gc.collect()
         # At the rate and steps that validation chooses, not at those of the trial: a baseline that
         # never took an inner step would be ranked by its luck with them.
         run = evaluate_run(root, root.name, splits, ranks)
