@@ -313,7 +313,7 @@ class DuckSource:
         columns = self._schema.columns
         counts = ", ".join(f"count({column_name(column)})" for column in columns)
         revealing = revealing_types(self._schema, self._asked, self._files.kind)
-        lost = "".join(f", min({value})" for _, value in revealing.values())
+        lost = "".join(f", {value}" for _, value in revealing.values())
         ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
         numbers = [f"TRY_CAST({column_name(c)} AS DOUBLE)" for c in ids]
         bounds = "".join(f", min({c}), max({c})" for c in numbers)
@@ -325,10 +325,10 @@ class DuckSource:
         refuse_counts(self._schema, self._files.names, total, nulls)
         for column, value in zip(revealing, values, strict=False):
             if value is not None:
-                if (
-                    kind := self._asked[column]
-                ) == "BIGINT":  # what is no number at all is refused with its line
-                    table = self._scan(self._files.names, types | {column: "DOUBLE"})
+                kind = self._asked[column]
+                if self._files.kind == "text":  # what is of no such kind is refused with its line
+                    own = "DOUBLE" if kind == "BIGINT" else kind
+                    table = self._scan(self._files.names, types | {column: own})
                     self._fetch(f"SELECT count({column_name(column)}) FROM {table}")
                 raise DataError(loss_refusal(self._schema, column, kind, value))
         limits = iter(values[len(revealing) :])

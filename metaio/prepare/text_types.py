@@ -16,6 +16,8 @@ _NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')
 OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
 # Integers as they are written; with .0 pandas writes those of a column that has a null elsewhere.
 _INTEGER = r"\s*-?(0|[1-9]\d*)(\.0*)?\s*"
+# Tells whether a truth value is written in two ways.
+_SPELLINGS = "count(DISTINCT lower({0})) > count(DISTINCT TRY_CAST({0} AS BOOLEAN))"
 _ALIKE = "Write all of its times alike"
 _SQL_TYPES = {"integer": "BIGINT", "text": "VARCHAR"}
 
@@ -40,7 +42,7 @@ def type_of_nulls(schema: Schema, column: str) -> str:
 def _id_columns(schema: Schema) -> set[str | None]:
     row_id = None if schema.row_id is None else schema.row_id.column
     sparse = (column.column for column in schema.sparse)
-    return {schema.task.column, schema.splits.column, row_id, *sparse}
+    return {schema.task.column, row_id, *sparse}
 
 
 def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
@@ -62,6 +64,8 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
             asked[column] = "DOUBLE"
         elif column in vectors and kind in {f"{whole}[]" for whole in _WHOLE}:
             asked[column] = "DOUBLE[]"
+        elif column == schema.splits.column and column not in ids:
+            asked[column] = "VARCHAR"  # its values are names
         elif kind in _WHOLE:
             asked[column] = "BIGINT"
     return asked
@@ -71,8 +75,8 @@ def revealing_types(
     schema: Schema, types: Mapping[str, str], file_kind: FileKind
 ) -> dict[str, tuple[str, str]]:
     """Return, for each column whose type could lose something, as which type to read it to see
-    that, and the SQL of a value that loses something, null where none does. Dates are no
-    timestamps: DuckDB finds out how they are written for the type that it guessed alone.
+    that, and the SQL of a value of all rows that loses something, null where none does. Dates are
+    no timestamps: DuckDB finds out how they are written for the type that it guessed alone.
     """
     conditions = {
         "BIGINT": ("DOUBLE", "{0} <> floor({0})"),
@@ -93,13 +97,16 @@ def revealing_types(
         name, inner = column_name(column), kind.removesuffix("[]")
         if column == time and kind in zones:
             lost = zones[kind].replace("{0}", name)
-            found[column] = "VARCHAR", f"CASE WHEN {lost} THEN {name} END"
+            found[column] = "VARCHAR", f"min(CASE WHEN {lost} THEN {name} END)"
         elif inner in conditions:
             strict = of_ids if file_kind == "text" and column in ids else {}
             read, lost = (conditions | strict)[inner]
             of_list = f"list_filter({name}, lambda x: {lost.format('x')})[1]"
             of_one = f"CASE WHEN {lost.format(name)} THEN {name} END"
-            found[column] = kind.replace(inner, read), of_one if inner == kind else of_list
+            value = f"min({of_one if inner == kind else of_list})"
+            if strict and kind == "BOOLEAN":  # yes and no alone lose nothing
+                value = f"CASE WHEN {_SPELLINGS.format(name)} THEN {value} END"
+            found[column] = kind.replace(inner, read), value
     return found
 
 
@@ -118,6 +125,8 @@ def loss_refusal(schema: Schema, column: str, kind: str, value: float | str) -> 
         loss, remedy = "as one it would be another id", "Write all of its values alike"
     if column in {schema.task.column, *(c.column for c in schema.single)}:
         remedy += ', or declare the column as text in the schema (type = "text")'
+        if isinstance(value, str) and kind == "BIGINT" and "." not in value:
+            remedy += ' or as integers, of which 007 is 7 (type = "integer")'
     return (
         f"column {column} holds {value!r}, but its first rows look like {before}, and {loss}. "
         f"{remedy}"

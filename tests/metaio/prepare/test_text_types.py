@@ -28,7 +28,7 @@ AS_TEXT = (
     ", and as one it would be another id. Write all of its values alike, or declare the column as "
     'text in the schema (type = "text")'
 )
-AS_INTEGER = INTEGERS + AS_TEXT
+AS_INTEGER = INTEGERS + AS_TEXT + ' or as integers, of which 007 is 7 (type = "integer")'
 
 
 def prepared(tmp_path: Path, texts: list[str], **parts: Any) -> Dataset:
@@ -65,7 +65,7 @@ def test_decimals_behind_many_integers_of_one_file_stay_decimals(tmp_path: Path)
 @pytest.mark.parametrize(
     ("column", "row", "told"),
     [
-        ("user", "1.5,7,1,4", f"'1.5'{AS_INTEGER}"),
+        ("user", "1.5,7,1,4", f"'1.5'{INTEGERS}{AS_TEXT}"),
         ("user", "007,7,1,4", f"'007'{AS_INTEGER}"),
         ("item", "2,1e2,1,4", f"'1e2'{AS_INTEGER}"),
         ("item", "2,+7,1,4", f"'+7'{AS_INTEGER}"),
@@ -93,12 +93,25 @@ def test_what_a_refusal_of_ids_advises_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["T", "yes", "f"])
-def test_ids_that_look_like_truth_values_are_refused(tmp_path: Path, word: str) -> None:
+def test_ids_that_are_one_truth_value_in_two_spellings_are_refused(
+    tmp_path: Path, word: str
+) -> None:
     text = f"user,item,y\n1,{word},T\n1,true,F\n1,False,T\n"
     assert refused(tmp_path, [text]) == (
         f"column item holds {word!r}, but its first rows look like truth values{AS_TEXT}"
     )
     assert values_of(prepared(tmp_path, [text.replace(word, "true", 1)]), "item") == [0, 1]
+
+
+def test_truth_values_written_in_one_way_are_no_other_ids(tmp_path: Path) -> None:
+    text = "user,item,y\n1,yes,1\n1,no,0\n1,yes,0\n"
+    assert values_of(prepared(tmp_path, [text]), "item") == [0, 1]
+
+
+def test_splits_are_called_as_they_are_written(tmp_path: Path) -> None:
+    texts = ["user,item,y,part\n1,7,1,0\n1,8,0,0\n", "user,item,y,part\n2,7,1,late\n2,8,0,late\n"]
+    dataset = prepared(tmp_path, texts, splits={"column": "part", "train": "0"})
+    assert [*dataset.splits] == ["0", "late"]
 
 
 def test_integers_written_with_a_decimal_point_stay_integers(tmp_path: Path) -> None:
