@@ -35,9 +35,27 @@ def with_imports_ready() -> ForkServerContext:
 def fork_server_for_all() -> str:
     """Start the fork server; return where it answers, for the workers of this process."""
     with_imports_ready()
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()
+    with _said_to_nobody():  # what ranks print would stand between the dots of their tests
+        forkserver.ensure_running()
     server: Any = forkserver
     return str(server._forkserver._forkserver_address)
+
+
+@contextmanager
+def _said_to_nobody() -> Iterator[None]:
+    """Let what processes that are started meanwhile print go nowhere."""
+    kept = [os.dup(number) for number in (1, 2)]
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nobody, number)
+        yield
+    finally:
+        for number, own in zip((1, 2), kept, strict=True):
+            os.dup2(own, number)
+            os.close(own)
+        os.close(nobody)
 
 
 def fork_from(address: str) -> None:
