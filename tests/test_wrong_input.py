@@ -16,11 +16,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from aiohttp import ClientError
 
 from gmeta.commands.antdt_sim import antdt_sim
 from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
-from gmeta.commands.telling import write_error
+from gmeta.commands.telling import told, write_error
 from gmeta.config import config_from_dict, load_config
 from gmeta.errors import UserError
 from gmeta.evaluate import splits_to_score
@@ -334,12 +335,19 @@ class Failing(BaseHTTPRequestHandler):
 def test_what_a_remote_store_says_is_one_line() -> None:
     with HTTPServer(("127.0.0.1", 0), Failing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        message = refused(1, "inspect", f"http://127.0.0.1:{server.server_port}/clicks")
+        url = f"http://127.0.0.1:{server.server_port}/clicks"
+        message = refused(1, "inspect", url)
         server.shutdown()
-    assert message.startswith(
-        "error: a remote store refused or did not answer: ClientResponseError: 503, "
+    assert message.startswith(f"error: {url}/manifest.json cannot be read: 503, ")
+    assert message.endswith("Check its permissions and the network, then try again")
+
+
+def test_what_nothing_of_ours_caught_of_a_store_is_one_line() -> None:
+    assert told(ClientError("Service Unavailable.\nmore of it")) == (
+        "a remote store refused or did not answer: ClientError: Service Unavailable. "
+        "Check the URL, the credentials and the network, then run again",
+        1,
     )
-    assert message.endswith("Check the URL, the credentials and the network, then run again")
 
 
 def test_memory_that_is_not_there_is_one_line(config: Path) -> None:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -167,12 +166,14 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
             )
             assert len(metrics(run)) <= cut_at + STEPS_UNDER_WAY
             cluster.nodes[1].plug_cable()
-            while any(node.poll() is None for node in nodes):
+
+            def both_ended() -> bool:
                 for rank in (0, 1):
                     if nodes[rank].poll() not in (None, 0):  # as a Job replaces a failed pod
                         nodes[rank] = stack.enter_context(cluster.forked_node(rank, *arguments))
-                time.sleep(0.2)
-            assert [node.poll() for node in nodes] == [0, 0]
+                return [node.poll() for node in nodes] == [0, 0]
+
+            wait_until(both_ended, "the end of both nodes", 0.2, patience_s=4 * PATIENCE_S)
             assert ended(service) == 0
         except BaseException:
             print(cluster.said())
