@@ -5,14 +5,12 @@ import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
-from itertools import chain, islice
 
 # Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
 # the ranks it starts wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,8 +21,6 @@ from tests.commands import gmeta
 from tests.labelled import prepare as prepare_labelled
 from tests.processes import (
     collect_garbage_rarely,
-    fork_from,
-    fork_server_for_all,
     remove_sockets,
     skipping_what_may_not_start,
 )
@@ -50,7 +46,7 @@ settings.register_profile(
 settings.load_profile("steady")
 
 # What takes seconds to make: files that use the same are tried by one worker, which makes it once.
-COSTLY = {"followed", "found", "labelled"}
+COSTLY = {"followed", "labelled"}
 
 EXIT_STATUS = pytest.StashKey[int]()
 
@@ -60,48 +56,25 @@ def pytest_xdist_auto_num_workers() -> int:
     return 2 * (os.cpu_count() or 1)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Give a worker the fork server of all: one of its own would import everything once more."""
-    node.workerinput["fork_server"] = fork_server_for_all()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """In a worker, fork from the server that it was given."""
-    if address := getattr(config, "workerinput", {}).get("fork_server"):
-        fork_from(address)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first: a worker that began one last would keep all others waiting. Those with a
-    test that was given more time are the longest, then come those that start ranks, then those that
-    share what is costly and stay together. Each worker is given an equal piece of the list: these
-    files are dealt out to the beginnings of the pieces, and all others fill the pieces up.
+    test that was given more time are the longest, then come those that start ranks. Each worker is
+    given a piece of the list, so the files are dealt out to as many piles, those that share what is
+    costly to one.
     """
     long, ranks = (
         {item.path for item in items if item.get_closest_marker(name)}
         for name in ("timeout", "distributed")
     )
-    shares: dict[Path, object] = {path: path for path in (*long, *ranks)}
+    items.sort(key=lambda item: (item.path not in long, item.path not in ranks))
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    shares: dict[Path, object] = {item.path: item.path for item in items}
     for item in items:
         for name in sorted(COSTLY.intersection(getattr(item, "fixturenames", ()))):
             shares[item.path] = name
-    early: dict[object, list[pytest.Item]] = {}
-    for item in sorted(items, key=lambda item: (item.path not in long, item.path not in ranks)):
-        if item.path in shares:
-            early.setdefault(shares[item.path], []).append(item)
-    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    piles: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
-    for at, files in enumerate(early.values()):
-        piles[at % num_workers] += files
-    others = iter([item for item in items if item.path not in shares])
-    num_dealt = 0
-    for at, pile in enumerate(piles):
-        size = (len(items) - num_dealt) // (num_workers - at)  # as xdist cuts the list
-        pile += islice(others, max(0, size - len(pile)))
-        num_dealt += len(pile)
-    items[:] = chain.from_iterable(piles)
+    piles = {one: at % num_workers for at, one in enumerate(dict.fromkeys(shares.values()))}
+    items.sort(key=lambda item: piles[shares[item.path]])
 
 
 def pytest_collection_finish() -> None:

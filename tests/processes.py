@@ -10,10 +10,8 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,40 +28,6 @@ def with_imports_ready() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
-
-
-def fork_server_for_all() -> str:
-    """Start the fork server; return where it answers, for the workers of this process."""
-    with_imports_ready()
-    resource_tracker.ensure_running()
-    with _said_to_nobody():  # what ranks print would stand between the dots of their tests
-        forkserver.ensure_running()
-    server: Any = forkserver
-    return str(server._forkserver._forkserver_address)
-
-
-@contextmanager
-def _said_to_nobody() -> Iterator[None]:
-    """Let what processes that are started meanwhile print go nowhere."""
-    kept = [os.dup(number) for number in (1, 2)]
-    nobody = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for number in (1, 2):
-            os.dup2(nobody, number)
-        yield
-    finally:
-        for number, own in zip((1, 2), kept, strict=True):
-            os.dup2(own, number)
-            os.close(own)
-        os.close(nobody)
-
-
-def fork_from(address: str) -> None:
-    """Fork from a server that another process has started and will end."""
-    server: Any = forkserver
-    server._forkserver._forkserver_address = address
-    server._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # its owner's counts
-    server._forkserver.ensure_running = resource_tracker.ensure_running
 
 
 def collect_garbage_rarely() -> None:
