@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from metaio.errors import FormatError
-from metaio.format.checked_json import write_checked
+from metaio.errors import FormatError, faulty
+from metaio.format.checked_json import fits, write_checked
 from metaio.format.destination import flush_to_disk
 from metaio.format.manifest import xxh3_hex
 from metaio.format.shard_writer import mapped
@@ -25,6 +25,7 @@ from metaio.stream.task_rows import TaskRows
 STATES = "state"
 STATE_FILE, _FORMAT = "state.json", "gmeta-stream-state"
 _INPUTS = pa.schema([("name", pa.string()), ("xxh3", pa.string()), ("increment", pa.int64())])
+_SHAPE = {"files": {"": list}, "tables": {"": int}, "windows": [dict]}
 # The newest, and the one before: an operator may take back the newest increment.
 _KEPT = 2
 
@@ -60,13 +61,15 @@ def load_state(stream: Path, number: int) -> State:
     """Return the state that increment `number` left.
 
     Raises:
-        FormatError: it is missing, or a file of it was altered.
+        FormatError: it is missing or of another shape, or a file of it was altered.
     """
     folder = stream / STATES / folder_of(number)
     body = read_of_stream(Storage(str(folder)), STATE_FILE, _FORMAT)
-    for name, (num_bytes, xxh3) in body["files"].items():
+    if not fits(body, _SHAPE) or not isinstance(body.get("end"), int | None):
+        raise faulty(f"{folder / STATE_FILE}: its content is not that of a state")
+    for name, written in body["files"].items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != num_bytes or xxh3_hex(mapped(path)) != xxh3:
+        if not path.is_file() or [path.stat().st_size, xxh3_hex(mapped(path))] != written:
             raise FormatError(
                 f"{path} is missing or differs from its checksum. Put it back, or take back "
                 f"increment {number} (docs/streams.md) and append it again"
