@@ -157,8 +157,10 @@ class Governor:
         self.silent, self.phase = reading.silent, reading.phase
         if self.phase != "running":
             self.tasks_per_s, self._tasks_seen = 0.0, None
+        # What a worker was before it fell silent says nothing of now, nor of the others.
+        self.monitor.forget(self.silent)
         for name, (incarnation, report) in reading.workers.items():
-            if report:
+            if report and name not in self.silent:
                 totals = Report(int(report[0]), int(report[1]), *report[2:6])
                 self.monitor.observe(name, incarnation, totals)
         now_s = self._clock()
@@ -221,8 +223,7 @@ class Governor:
             self.speeds.setdefault(name, deque(maxlen=HISTORY_WINDOWS)).append(health.tasks_per_s)
 
     def _control(self, reading: Reading, now_s: float) -> None:
-        # What a worker was before it fell silent says nothing of now.
-        health = {name: x for name, x in self.monitor.health.items() if name not in self.silent}
+        health = self.monitor.health
         # Somebody is not judged yet, or silent: its share of a step cannot be planned.
         is_early = self.config.controller.synchronous and set(health) != set(reading.workers)
         if not health or is_early:

@@ -255,11 +255,22 @@ def test_a_silent_worker_of_an_asynchronous_job_is_not_restarted() -> None:
     job.windows(20)
     assert job.governor.silent == {"rank2"}
     assert job.governor.phase == "running"
-    job.governor.monitor.health["rank2"] = replace(
-        job.governor.monitor.health["rank2"], verdict="persistent"
-    )
-    job.windows(1)
+    assert "rank2" not in job.governor.health
     assert [said.kind for said in job.governor.spoken if said.worker_id == "rank2"] == []
+
+
+def test_nobody_is_held_against_workers_that_left() -> None:
+    """All that are left do heavier tasks than those did: nobody is slow."""
+    job = Job(replace(CONFIG, controller=ASYNC))
+    job.windows(6)
+    for name in ("rank1", "rank2"):
+        del job.totals[name], job.processes[name]
+    job.windows(8)
+    job.ms_per_task = dict.fromkeys(job.ms_per_task, 40.0)
+    job.windows(20)
+    verdicts = {name: health.verdict for name, health in job.governor.health.items()}
+    assert verdicts == {"rank0": "healthy", "rank3": "healthy"}
+    assert not job.governor.spoken
 
 
 def test_what_is_held_back_window_after_window_is_told_once(
