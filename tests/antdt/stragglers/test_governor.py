@@ -13,10 +13,11 @@ import pytest
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import DecisionLog
+from gmeta.antdt.model import MAX_EPOCHS
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig, Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.stragglers.governor import Governor
+from gmeta.antdt.stragglers.governor import Governor, read_ledger
 from gmeta.antdt.stragglers.settings import StragglerConfig, load_straggler_config
 from gmeta.errors import ConfigError
 from gmeta.settings import describe_settings
@@ -257,6 +258,15 @@ def test_a_silent_worker_of_an_asynchronous_job_is_not_restarted() -> None:
     assert job.governor.phase == "running"
     assert "rank2" not in job.governor.health
     assert [said.kind for said in job.governor.spoken if said.worker_id == "rank2"] == []
+
+
+def test_the_tasks_of_later_epochs_are_left_too_where_somebody_said_how_many() -> None:
+    for num_epochs, tasks_left in ((1, 96), (3, 296), (MAX_EPOCHS, 96)):
+        service = Service()
+        service.register_dataset(num_units=100, units_per_shard=5, num_epochs=num_epochs)
+        worker = service.worker("a")
+        worker.progress(worker.grant().token, 4)
+        assert read_ledger(service.committer.ledger, 0.0).tasks_left == tasks_left
 
 
 def test_nobody_is_held_against_workers_that_left() -> None:
