@@ -6,7 +6,7 @@ transfers; the time that a rank waits for its peers says nothing about the rank 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, final
@@ -124,6 +124,12 @@ class Monitor:
         # Heartbeats may overtake each other: an older total is no news.
         if worker.newest is None or report.tasks_done >= worker.newest.tasks_done:
             worker.newest = report
+
+    def forget(self, worker_ids: Iterable[str]) -> None:
+        """Drop what is known of workers that left: nobody is held against them any more."""
+        for worker_id in worker_ids:
+            self._workers.pop(worker_id, None)
+            self.health.pop(worker_id, None)
 
     def close_window(self, now_s: float) -> bool:
         """Judge every worker if the window is over or cut short; return False while it is

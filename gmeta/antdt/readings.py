@@ -37,7 +37,11 @@ class Readings:
                 self._generation = generation
                 # What came later is of a model that is gone.
                 self._by_step = {at: old for at, old in self._by_step.items() if at < step}
-            self._by_step.setdefault(step, {}).update(values)
+            found = self._by_step.setdefault(step, {})
+            found.update(values)
+            # As many names of a step as one call can bring: the newest stay.
+            for name in list(found)[: max(0, len(found) - MAX_READINGS_PER_CALL * MAX_VALUES)]:
+                del found[name]
         if len(self._by_step) > MAX_POINTS:
             self._thin_out()
 

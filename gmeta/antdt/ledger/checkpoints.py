@@ -57,7 +57,7 @@ def find_checkpoint(state: LedgerState, checkpoint_id: str) -> Checkpoint:
         raise RefusedError(
             "NOT_FOUND",
             "UNKNOWN_CHECKPOINT",
-            f"checkpoint {checkpoint_id!r} is not among the last {len(state.checkpoints)} "
+            f"checkpoint {checkpoint_id!r:.130} is not among the last {len(state.checkpoints)} "
             "prepared ones "
             f"{list(state.checkpoints)}. Audit an older one offline: gmeta shards audit FOLDER.",
         )
@@ -74,7 +74,7 @@ def is_new_commit(state: LedgerState, command: cmd.CommitCheckpoint) -> bool:
             "WRONG_STATE",
             f"checkpoint {command.checkpoint_id!r} was prepared with digest "
             f"{checkpoint.digest[:12]}, the call commits "
-            f"{command.digest[:12]}. Commit the manifest that PrepareCheckpoint returned.",
+            f"{command.digest[:12]!r}. Commit the manifest that PrepareCheckpoint returned.",
         )
     return not checkpoint.committed
 

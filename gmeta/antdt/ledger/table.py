@@ -153,8 +153,8 @@ def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
         raise RefusedError(
             "NOT_FOUND",
             "UNKNOWN_DATASET",
-            f"dataset {dataset!r} is unknown; registered: "
-            # All of them could be more than a status may carry.
+            # Neither any name nor all of them: both could be more than a status may carry.
+            f"dataset {dataset!r:.130} is unknown; registered: "
             f"{', '.join(sorted(tables)[:20]) or 'none'}. Name one of these, or register it.",
         )
     return table

@@ -203,11 +203,11 @@ def _lock(path: Path) -> int:
     The service epoch is the real fence; it also holds where file locks do not (some network file
     systems).
     """
-    lock = path.with_name(path.name + ".lock")
     if path.is_dir():
         raise StoreNameError(
             f"the store {path} is a folder; it must be a file. Add a file's name to --store."
         )
+    lock = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

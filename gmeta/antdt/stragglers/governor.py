@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import LOGGER_NAME, event
-from gmeta.antdt.model import ShardState
+from gmeta.antdt.model import MAX_EPOCHS, ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
 from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
 from gmeta.antdt.policies import find_policy
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
     workers: dict[str, tuple[str, tuple[float, ...]]]
     silent: frozenset[str]  # workers that were not heard of for longer than a lease lives
     phase: Phase
-    tasks_left: int  # of the epochs that are being handed out
+    tasks_left: int  # of all epochs; of the present ones where nobody said how many there are
     backups: dict[str, tuple[int, int]]  # worker -> last shards to back up, and backed up
 
 
@@ -73,6 +73,8 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
     for table in state.tables.values():
         open_shards = table.counts[ShardState.READY] + table.counts[ShardState.DOING]
         left += open_shards * table.spec.units_per_shard - sum(table.units_done.values())
+        if table.spec.num_epochs < MAX_EPOCHS:  # else the job decides when to stop
+            left += (table.spec.num_epochs - 1 - table.epoch) * table.spec.num_units
     silent = silent_workers(ledger, now_s)
     return Reading(
         state.service_epoch,
@@ -157,8 +159,10 @@ class Governor:
         self.silent, self.phase = reading.silent, reading.phase
         if self.phase != "running":
             self.tasks_per_s, self._tasks_seen = 0.0, None
+        # What a worker was before it fell silent says nothing of now, nor of the others.
+        self.monitor.forget(self.silent)
         for name, (incarnation, report) in reading.workers.items():
-            if report:
+            if report and name not in self.silent:
                 totals = Report(int(report[0]), int(report[1]), *report[2:6])
                 self.monitor.observe(name, incarnation, totals)
         now_s = self._clock()
@@ -221,8 +225,7 @@ class Governor:
             self.speeds.setdefault(name, deque(maxlen=HISTORY_WINDOWS)).append(health.tasks_per_s)
 
     def _control(self, reading: Reading, now_s: float) -> None:
-        # What a worker was before it fell silent says nothing of now.
-        health = {name: x for name, x in self.monitor.health.items() if name not in self.silent}
+        health = self.monitor.health
         # Somebody is not judged yet, or silent: its share of a step cannot be planned.
         is_early = self.config.controller.synchronous and set(health) != set(reading.workers)
         if not health or is_early:

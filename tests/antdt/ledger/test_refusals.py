@@ -63,6 +63,12 @@ def refused(scene: Scene, call: Call) -> tuple[str, str, str]:
             "dataset 'other' is unknown; registered: d. Name one of these, or register it.",
         ),
         (
+            lambda service, worker: service.call(cmd.Skip("o", "x" * 20_000, (0,), "")),
+            "NOT_FOUND",
+            "UNKNOWN_DATASET",
+            f"dataset '{129 * 'x'} is unknown; registered: d. Name one of these, or register it.",
+        ),
+        (
             lambda service, worker: service.call(cmd.Drain("o", "b", undo=False)),
             "NOT_FOUND",
             "NOT_REGISTERED",
@@ -170,7 +176,7 @@ def test_an_id_of_a_checkpoint_stands_for_one_step_and_one_manifest(scene: Scene
         "FAILED_PRECONDITION",
         "WRONG_STATE",
         f"checkpoint 'c' was prepared with digest {prepared.digest[:12]}, the call commits "
-        "ffffffffffff. Commit the manifest that PrepareCheckpoint returned.",
+        "'ffffffffffff'. Commit the manifest that PrepareCheckpoint returned.",
     )
     commit = cmd.CommitCheckpoint(worker.caller, "c", prepared.digest)
     service.call(commit)
@@ -317,6 +323,9 @@ def test_every_checkpoint_that_is_held_can_be_found() -> None:
     for step in range(3):
         worker.prepare(f"c{step}", step)
     assert checkpoints.find_checkpoint(service.state, "c0").step == 0
+    with pytest.raises(RefusedError) as error:
+        checkpoints.find_checkpoint(service.state, "c" * 20_000)
+    assert str(error.value).startswith(f"checkpoint '{129 * 'c'} is not among")
     with pytest.raises(RefusedError) as error:
         checkpoints.find_checkpoint(service.state, "c7")
     assert str(error.value) == (

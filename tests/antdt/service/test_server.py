@@ -462,6 +462,10 @@ def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:
             "the store {folder} is a folder; it must be a file. Add a file's name to --store.",
         ),
         (
+            ["--store", "sqlite:////"],
+            "the store / is a folder; it must be a file. Add a file's name to --store.",
+        ),
+        (
             ["--store", "sqlite:////proc/x/s.db"],
             "the store /proc/x/s.db cannot be created: No such file or directory. Name a file in a "
             "writable folder with --store.",

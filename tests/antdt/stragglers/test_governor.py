@@ -13,10 +13,11 @@ import pytest
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import DecisionLog
+from gmeta.antdt.model import MAX_EPOCHS
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig, Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.stragglers.governor import Governor
+from gmeta.antdt.stragglers.governor import Governor, read_ledger
 from gmeta.antdt.stragglers.settings import StragglerConfig, load_straggler_config
 from gmeta.errors import ConfigError
 from gmeta.settings import describe_settings
@@ -255,11 +256,31 @@ def test_a_silent_worker_of_an_asynchronous_job_is_not_restarted() -> None:
     job.windows(20)
     assert job.governor.silent == {"rank2"}
     assert job.governor.phase == "running"
-    job.governor.monitor.health["rank2"] = replace(
-        job.governor.monitor.health["rank2"], verdict="persistent"
-    )
-    job.windows(1)
+    assert "rank2" not in job.governor.health
     assert [said.kind for said in job.governor.spoken if said.worker_id == "rank2"] == []
+
+
+def test_the_tasks_of_later_epochs_are_left_too_where_somebody_said_how_many() -> None:
+    for num_epochs, tasks_left in ((1, 96), (3, 296), (MAX_EPOCHS, 96)):
+        service = Service()
+        service.register_dataset(num_units=100, units_per_shard=5, num_epochs=num_epochs)
+        worker = service.worker("a")
+        worker.progress(worker.grant().token, 4)
+        assert read_ledger(service.committer.ledger, 0.0).tasks_left == tasks_left
+
+
+def test_nobody_is_held_against_workers_that_left() -> None:
+    """All that are left do heavier tasks than those did: nobody is slow."""
+    job = Job(replace(CONFIG, controller=ASYNC))
+    job.windows(6)
+    for name in ("rank1", "rank2"):
+        del job.totals[name], job.processes[name]
+    job.windows(8)
+    job.ms_per_task = dict.fromkeys(job.ms_per_task, 40.0)
+    job.windows(20)
+    verdicts = {name: health.verdict for name, health in job.governor.health.items()}
+    assert verdicts == {"rank0": "healthy", "rank3": "healthy"}
+    assert not job.governor.spoken
 
 
 def test_what_is_held_back_window_after_window_is_told_once(
