@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -42,10 +41,10 @@ from metaio.prepare.schema import Schema
 from metaio.prepare.spark_payloads import (
     KEYED,
     PAYLOAD,
+    by_bucket,
     collected,
     dealt,
     keyed,
-    keyed_payloads,
     mapped,
     null_counts,
     payload,
@@ -278,8 +277,8 @@ def _shard_writer(
     job: Job, target: str
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for bucket, parts in groupby(keyed_payloads(batches), key=lambda pair: pair[0]):
-            rows = joined(job.schema, [pickle.loads(payload) for _, payload in parts])
+        for bucket, parts in by_bucket(batches):
+            rows = joined(job.schema, list(parts))
             yield payload(_write_shard(job, target, bucket, rows))
 
     return write
