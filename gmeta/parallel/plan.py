@@ -209,12 +209,8 @@ def _checked(
     tables: nn.Module, config: ShardingConfig, cluster: Cluster
 ) -> tuple[dict[str, Kind | None], dict[str, Placement]]:
     """Return the kind (None: the planner is to choose) and the placement of each table, by its
-    module's name.
-
-    Raises:
-        ConfigError: a kind or a placement does not fit the device, the width or the ranks, or
-            there are several widths and TorchRec's exchange.
-    """
+    module's name. Raise ConfigError for one that does not fit the device, the width or the ranks,
+    and for several widths with TorchRec's exchange."""
     collections = collections_in(tables)
     if config.exchange == "torchrec" and len(collections) > 1:
         raise ConfigError(

@@ -87,11 +87,8 @@ def placements_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str,
 def _exceptions(
     key: str, what: str, entries: tuple[str, ...], known: tuple[str, ...], tables: list[str]
 ) -> dict[str, Any]:
-    """Return what the entries, each table=value, say of tables.
-
-    Raises:
-        ConfigError: an entry names no table, or none of the known values.
-    """
+    """Return what the entries, each table=value, say of tables. Raise ConfigError for one that
+    names no table, or none of the known values."""
     found = {}
     for entry in entries:
         name, _, value = entry.rpartition("=")  # a table may have one in its name

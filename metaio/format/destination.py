@@ -265,11 +265,7 @@ def remove_folder(fs: Any, there: str, last: str) -> None:
 
 
 def _locked(lock_file: Path, name: str, remedy: str) -> IO[str]:
-    """Return the lock file, opened and locked.
-
-    Raises:
-        DataError: another process holds it.
-    """
+    """Return the lock file, opened and locked. Raise DataError where another process holds it."""
     holder = ""
     for _ in range(_TRIES):
         lock = lock_file.open("a+")

@@ -125,11 +125,8 @@ def _distinct(frame: "DataFrame", column: str) -> list[str]:
 
 def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]:
     """Return the rows, where the schema needs the order of the input with each one's file and place
-    in it, and the names of the files in order.
-
-    Raises:
-        DataError: the rows have no order, since they are not those of Parquet files.
-    """
+    in it, and the names of the files in order. Raise DataError for rows without an order, which are
+    not those of Parquet files."""
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions
 

@@ -155,11 +155,8 @@ class _Spark:
 
 @failures_told()
 def _frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
-    """Return the columns that are read of all files.
-
-    Raises:
-        DataError: Spark cannot read them, or does not see a column in them.
-    """
+    """Return the columns that are read of all files. Raise DataError where Spark cannot read them,
+    or does not see a column in them."""
     from pyspark.errors import AnalysisException
 
     # Hadoop takes a bare path for one of its own default, and knows S3 by another name.

@@ -242,11 +242,8 @@ def _channel(root: Path) -> Channel:
 
 @contextmanager
 def _beside(out: Path, name: str) -> Iterator[Path]:
-    """Yield where something is made on the file system of `out`; what is left there goes.
-
-    Raises:
-        DataError: another process writes `name`, as messages call it.
-    """
+    """Yield where something is made on the file system of `out`; what is left there goes. Raise
+    DataError where another process writes `name`, as messages call it."""
     path = out.parent / f".{out.name}.whole"
     path.parent.mkdir(parents=True, exist_ok=True)
     with one_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):
