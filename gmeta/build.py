@@ -215,11 +215,7 @@ def _named(model: ModelConfig, algorithm: AlgorithmConfig) -> tuple[tuple[Regist
 
 
 def check_source(data: DataConfig) -> None:
-    """Check the keys of the data source against each other.
-
-    Raises:
-        ConfigError: a key has no meaning for the source.
-    """
+    """Raise ConfigError for a key that has no meaning for the data source."""
     if data.source == "static":
         for key in ("service", "tasks_per_shard"):
             if getattr(data, key):

@@ -131,11 +131,8 @@ def model_checksum(folder: Path) -> str:
 
 
 def check_version(version: Version) -> None:
-    """Compare every file of a version with its checksum.
-
-    Raises:
-        GMetaError: a file is missing, cut short or altered.
-    """
+    """Raise GMetaError for a file of a version that is missing, cut short or altered: all checksums
+    are compared."""
     listed_in = description_of(version.folder)
     for difference in differences(version.folder, files_of(version), listed_in, contents=True):
         raise GMetaError(f"{difference}. {REMEDY}")

@@ -106,12 +106,8 @@ def plan_of_tables(
 
 
 def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
-    """Refuse clipping where every rank holds a whole table: a row's gradient must be summed by its
-    one holder.
-
-    Raises:
-        ConfigError: a table whose rows every rank holds is to be clipped.
-    """
+    """Raise ConfigError for clipping where every rank holds a whole table: a row's gradient must be
+    summed by its one holder."""
     copied = [name for name, table in plan.items() if table.sharding_type == "data_parallel"]
     if clip_norm and copied:
         name = table_of(copied[0])
@@ -123,11 +119,8 @@ def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
 
 
 def check_lookups(plan: EmbeddingModuleShardingPlan) -> None:
-    """Refuse small tables whose rows leave a rank with none: fbgemm takes its lookup for CUDA's.
-
-    Raises:
-        ConfigError: a rank has a part of row-wise tables, but no row.
-    """
+    """Raise ConfigError for small tables whose rows leave a rank with none: fbgemm takes its lookup
+    for CUDA's."""
     by_rows = {name: one for name, one in plan.items() if one.sharding_type == "row_wise"}
     rows_of_rank: dict[int, int] = {}
     for one in by_rows.values():

@@ -107,11 +107,8 @@ def _exceptions(
 
 
 def check_sharding(config: ShardingConfig, tables: list[str], sparse_optimizer: str) -> None:
-    """Refuse what fits neither the dataset nor the optimizer, before any rank starts.
-
-    Raises:
-        ConfigError: see the message.
-    """
+    """Raise ConfigError for what fits neither the dataset nor the optimizer, before any rank
+    starts."""
     kinds = kinds_of_tables(config, tables)
     by_columns = [name for name, kind in kinds.items() if kind == "column_wise"]
     if by_columns and sparse_optimizer in ROW_OPTIMIZERS:

@@ -142,11 +142,7 @@ def read_space(path: Path, config: TrainConfig) -> Space:
 
 
 def check_space(space: Space, config: TrainConfig) -> None:
-    """Try the ends of each range and all choices in the config.
-
-    Raises:
-        ConfigError: the config takes one of them not.
-    """
+    """Raise ConfigError where the config does not take an end of a range, or a choice."""
     for dimension in space:
         for value in dimension.ends():
             config_with(config, {dimension.key: value})
@@ -186,12 +182,8 @@ def plain_space(space: Space, plain: TrainConfig) -> Space:
 
 
 def check_metric(space: Space, config: TrainConfig) -> None:
-    """Refuse a space in which trials would be compared by different metrics, such as by the AUC
-    of clicks and the MAE of ratings.
-
-    Raises:
-        ConfigError: see above, or a choice has no such metric.
-    """
+    """Raise ConfigError for a space in which trials would be compared by different metrics, such as
+    by the AUC of clicks and the MAE of ratings, or a choice has no such metric."""
     metric = early_stop_of(config).metric
     for dimension in space:
         for value in dimension.ends():

@@ -51,11 +51,8 @@ class Dropped:
 
 
 def check_some(num_episodes: int, dropped: Dropped) -> None:
-    """Refuse a dataset of nothing: whoever trains on it would find out much later.
-
-    Raises:
-        TooFewRowsError: every task was left out.
-    """
+    """Raise TooFewRowsError for a dataset of nothing: whoever trains on it would find out much
+    later."""
     if not num_episodes:
         long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
         raise TooFewRowsError(
