@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final, get_type_hints
 
+from gmeta.adaptation.config import PLAIN
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
 from gmeta.losses.config import LOSSES
@@ -294,7 +295,6 @@ def default_space(config: TrainConfig) -> Space:
 NOT_OF_PLAIN = tuple(
     f"algorithm.{key}" for key in ("name", "plain_epochs", "inner_lr", "inner_steps")
 )
-PLAIN = "none"  # the algorithm without an inner loop
 FORWARD_ONLY = ("encoder",)  # they take no inner step
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 
