@@ -33,6 +33,11 @@ class Parent:
     number: int
     checksum: str
 
+    @property
+    def name(self) -> str:
+        """Return the number and the first digits of the checksum, as people quote it."""
+        return f"{self.number}-{self.checksum[:12]}"
+
 
 @dataclass(frozen=True)
 class Touched:
@@ -72,8 +77,8 @@ class Version:
 
     @property
     def name(self) -> str:
-        """Return the number and the first digits of the checksum, as people quote it."""
-        return f"{self.number}-{self.checksum[:12]}"
+        """Return its name, as Parent.name."""
+        return Parent(self.number, self.checksum).name
 
 
 @dataclass(frozen=True)
