@@ -215,11 +215,7 @@ def _named(model: ModelConfig, algorithm: AlgorithmConfig) -> tuple[tuple[Regist
 
 
 def check_source(data: DataConfig) -> None:
-    """Check the keys of the data source against each other.
-
-    Raises:
-        ConfigError: a key has no meaning for the source.
-    """
+    """Raise ConfigError for a key that has no meaning for the data source."""
     if data.source == "static":
         for key in ("service", "tasks_per_shard"):
             if getattr(data, key):
@@ -332,11 +328,8 @@ def _start_as_bias_model(
     loss: str,
     statistics: SupportStatistics,
 ) -> None:
-    """Let a fresh model's output be mean + item + task: support_features.bias_start.
-
-    Raises:
-        ValueError: the inputs that say so are not there, or the model does not take them.
-    """
+    """Let a fresh model's output be mean + item + task: support_features.bias_start. Raise
+    ValueError where the inputs that say so are not there, or the model does not take them."""
     item, kind, prior = statistics.foretold, predicted_by(loss), statistics.prior
     is_of_clicks = kind == "probability"
     if item is None or not statistics.of_task or kind == "score":

@@ -35,11 +35,8 @@ MOST_SERVED_ROWS = 2_048
 
 
 def check_solvable(name: str, objectives: Objectives) -> None:
-    """Check that the inner loss is of one output, and of each row alone.
-
-    Raises:
-        ValueError: it is not; `name` is the algorithm's.
-    """
+    """Raise ValueError unless the inner loss is of one output, and of each row alone; `name` is the
+    algorithm's."""
     losses = objectives.inner.losses
     if len(losses) > 1 or losses[0].ranks:
         told = f"{len(losses)} labels" if len(losses) > 1 else f"the loss {losses[0].kind}"

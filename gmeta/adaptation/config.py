@@ -7,7 +7,7 @@ from gmeta_keys import key
 
 InnerPath = Literal["auto", "low_rank", "materialised"]
 LearnedRates = Literal["layer", "output", "weight"]
-PLAIN = "none"
+PLAIN = "none"  # trained without an inner loop; evaluation still fine-tunes on the support set
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,7 @@ def augmented_batch(
 
 
 def check_augment(config: AugmentConfig, features: Features) -> None:
-    """Check the config against the dataset's tables.
-
-    Raises:
-        ValueError: the shares are the wrong way round, or a table is unknown.
-    """
+    """Raise ValueError for shares the wrong way round, or a table that the dataset lacks."""
     if config.min_support_share > config.max_support_share:
         raise ValueError(
             f"augment.min_support_share = {config.min_support_share} is above "

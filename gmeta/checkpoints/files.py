@@ -47,11 +47,8 @@ def damage_told(path: Path, remedy: str = FALL_BACK) -> Iterator[None]:
 
 
 def check_files(path: Path, part: int = 0, num_parts: int = 1, remedy: str = FALL_BACK) -> None:
-    """Check one of so many parts of a checkpoint's files against their checksums.
-
-    Raises:
-        GMetaError: a file is missing, cut short or altered; `remedy` says what to do.
-    """
+    """Check one of so many parts of a checkpoint's files against their checksums. Raise GMetaError
+    for one that is missing, cut short or altered; `remedy` says what to do."""
     about = read_about(path)
     with damage_told(path, remedy):
         for problem in file_problems(path, about, intact_index(path, about), part, num_parts):

@@ -124,11 +124,8 @@ def evaluate(
 
 
 def _support_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes of a list such as 0,1,3, rising.
-
-    Raises:
-        UserError: one is no whole number, or stands there twice.
-    """
+    """Return the sizes of a list such as 0,1,3, rising. Raise UserError for one that is no whole
+    number, or stands there twice."""
     words = [word.strip() for word in text.split(",")] if text else []
     sizes = {int(word) for word in words if re.fullmatch("[0-9]{1,6}", word)}
     if len(sizes) < len(words) or len(sizes) > MOST_SIZES:

@@ -24,10 +24,7 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
     numbers = channel.numbers()
     served = "nothing is served yet"
     if current is not None:
-        served = (
-            f"serves version {current.number}-{current.checksum[:12]}, {current.action} "
-            f"{current.at[:19]} UTC"
-        )
+        served = f"serves version {current.parent.name}, {current.action} {current.at[:19]} UTC"
     held = counted(len(numbers), "version")
     if is_url(place):
         held += f" of what it serves, copied to {channel.root}"

@@ -148,11 +148,8 @@ def _trial(is_check: bool, config: dict[str, Any], log: str, says: Connection) -
 
 
 def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
-    """Return which runs end early.
-
-    Raises:
-        UserError: runs of both sides would be ended, of one side more than of the other.
-    """
+    """Return which runs end early. Raise UserError where runs of both sides would be ended, of one
+    side more than of the other."""
     if with_plain and asked not in (None, "none"):
         raise UserError(
             f"--pruner = {asked!r} with --with-plain: it ends more runs of one side than of the "
@@ -162,12 +159,8 @@ def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
 
 
 def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
-    """Refuse what tells nothing of a trial.
-
-    Raises:
-        ConfigError: the config names no split to score trials on, or one that it trains on or
-            reports on.
-    """
+    """Raise ConfigError for what tells nothing of a trial: no split to score trials on, or one that
+    the config trains on or reports on."""
     data = config.data
     if not data.valid_splits:
         raise ConfigError(
@@ -229,11 +222,8 @@ def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
 
 
 def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext) -> None:
-    """Check the config itself, before trials of it fail one by one.
-
-    Raises:
-        GMetaError: it does not fit its dataset; with the line of `gmeta train`.
-    """
+    """Check the config itself, before trials of it fail one by one. Raise GMetaError with the line
+    of `gmeta train` where it does not fit its dataset."""
     log, checked = folder / CHECK_LOG, trial_config(config, folder / "check")
     process, said = started(context, partial(_trial, True), checked, log)
     if line := said_by(process, said).failure:

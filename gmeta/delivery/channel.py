@@ -158,7 +158,7 @@ class Channel:
             if below.checksum != parent.checksum:
                 raise GMetaError(
                     f"version {version.name} of {self.root} is a delta over "
-                    f"{parent.number}-{parent.checksum[:12]}, but {below.name} stands there. "
+                    f"{parent.name}, but {below.name} stands there. "
                     "Promote a full export"
                 )
             version = below
@@ -305,10 +305,9 @@ class Channel:
                 )
         if offered.delta is not None:
             parent = offered.delta.parent
-            wanted = f"{parent.number}-{parent.checksum[:12]}"
             if current is None:
                 raise UserError(
-                    f"{named} is a delta over version {wanted}, but {self.root} serves "
+                    f"{named} is a delta over version {parent.name}, but {self.root} serves "
                     "none yet. Promote a full export first"
                 )
             if parent != current.parent:
@@ -317,8 +316,8 @@ class Channel:
                 )
                 why = "it is out of order" if is_known else f"{self.root} never had that version"
                 raise UserError(
-                    f"{named} is a delta over version {wanted}, but {self.root} serves "
-                    f"{current.number}-{current.checksum[:12]}: {why}. Export it again with --since"
+                    f"{named} is a delta over version {parent.name}, but {self.root} serves "
+                    f"{current.parent.name}: {why}. Export it again with --since"
                 )
         # A version that was lost leaves its number: copies of the channel may have it.
         return max((*numbers, *(one for one in told if isinstance(one, int))), default=0) + 1

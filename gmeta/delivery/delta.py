@@ -23,7 +23,6 @@ from gmeta.delivery.vocabularies import (
     checksum_of,
     whole_values,
     write_changed_values,
-    write_values,
 )
 from gmeta.errors import GMetaError
 from gmeta.files.checksums import describe_file
@@ -38,6 +37,7 @@ from gmeta.serving.folder import (
     write_config,
 )
 from metaio.format.checked_json import write_checked
+from metaio.format.layout import write_vocabulary
 
 _VOCABULARY = "vocabulary/"
 
@@ -102,7 +102,7 @@ def write_whole_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
         values = whole_values(own, changes)
         if checksum_of(values) != checksum:
             raise _not_as_exported(newest, file)
-        write_values(values, out / file)
+        write_vocabulary(values, out / file)
         # Another release of Arrow writes the same values in other bytes.
         files[file] = describe_file(out / file)
     for file, entry in files.items():

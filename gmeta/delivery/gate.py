@@ -71,10 +71,7 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
 
 def _rows_known(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
     """Return, for each table, the model's row [R] of each row of the dataset; None: the same one.
-
-    Raises:
-        UserError: columns, schema or sizes are others.
-    """
+    Raise UserError where columns, schema or sizes are others."""
     schema = dataset.manifest.recipe.get("schema")
     theirs = parse_schema(schema) if schema is not None else None
     moments = {name: tuple(own) for name, own in dataset.manifest.recipe.get("moments", {}).items()}

@@ -174,8 +174,8 @@ def _chain(url: str, current: Current) -> list[tuple[Parent, str, bytes]]:
             checksum, parent = body["checksum"], Parent(**body["parent"])
         if checksum != wanted.checksum:
             raise GMetaError(
-                f"{where} is of version {wanted.number}-{checksum[:12]}, but "
-                f"{wanted.number}-{wanted.checksum[:12]} is served or built on: it was replaced. "
+                f"{where} is of version {Parent(wanted.number, checksum).name}, but "
+                f"{wanted.name} is served or built on: it was replaced. "
                 f"Run: gmeta publish CHANNEL {url}"
             )
         if parent is None:
@@ -236,7 +236,7 @@ def _is_own(channel: Channel, url: str) -> bool:
     ]:
         return True
     raise UserError(
-        f"{url} holds another channel, which serves version {there.number}-{there.checksum[:12]}: "
+        f"{url} holds another channel, which serves version {there.parent.name}: "
         f"no version of {channel.root} is that. Choose another URL, or empty that one"
     )
 

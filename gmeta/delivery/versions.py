@@ -33,6 +33,11 @@ class Parent:
     number: int
     checksum: str
 
+    @property
+    def name(self) -> str:
+        """Return the number and the first digits of the checksum, as people quote it."""
+        return f"{self.number}-{self.checksum[:12]}"
+
 
 @dataclass(frozen=True)
 class Touched:
@@ -72,8 +77,8 @@ class Version:
 
     @property
     def name(self) -> str:
-        """Return the number and the first digits of the checksum, as people quote it."""
-        return f"{self.number}-{self.checksum[:12]}"
+        """Return its name, as Parent.name."""
+        return Parent(self.number, self.checksum).name
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,8 @@ def model_checksum(folder: Path) -> str:
 
 
 def check_version(version: Version) -> None:
-    """Compare every file of a version with its checksum.
-
-    Raises:
-        GMetaError: a file is missing, cut short or altered.
-    """
+    """Raise GMetaError for a file of a version that is missing, cut short or altered: all checksums
+    are compared."""
     listed_in = description_of(version.folder)
     for difference in differences(version.folder, files_of(version), listed_in, contents=True):
         raise GMetaError(f"{difference}. {REMEDY}")

@@ -18,12 +18,6 @@ from gmeta.serving.folder import REMEDY, read_vocabulary
 _LENGTH = b"num_values"  # of the vocabulary that a delta leads to
 
 
-def write_values(values: pa.Array, file: Path) -> None:
-    """Write a vocabulary as prepare does, to the byte."""
-    file.parent.mkdir(exist_ok=True)
-    pq.write_table(pa.table({"value": values}), file, store_schema=False)
-
-
 def checksum_of(values: pa.Array) -> str:
     """Return the checksum of the values and of their type, whatever file they are in."""
     digest = xxhash.xxh3_64(f"{values.type} {len(values)} ".encode())

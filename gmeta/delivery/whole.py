@@ -47,7 +47,7 @@ def whole_version(
     newest = chain.newest
     if current and current.number == number and current.checksum != newest.checksum:
         raise GMetaError(
-            f"version {number} of {channel.root} is served as {number}-{current.checksum[:12]}, "
+            f"version {number} of {channel.root} is served as {current.parent.name}, "
             f"but {newest.name} stands there: it was replaced. Promote a full export, or roll back"
         )
     if not chain.deltas:

@@ -18,11 +18,7 @@ def is_url(place: str | Path) -> bool:
 
 
 def check_local(what: str, place: str | Path) -> None:
-    """Refuse a URL where a path of this machine is needed; `what` names the option.
-
-    Raises:
-        UserError: `place` is a URL.
-    """
+    """Raise UserError for a URL where a path of this machine is needed; `what` names the option."""
     if is_url(place):
         given = _URL.sub(r"\1//", str(place), count=1)
         raise UserError(
@@ -32,12 +28,8 @@ def check_local(what: str, place: str | Path) -> None:
 
 
 def check_replaces(out: Path, inputs: Iterable[tuple[str, str]], overwrite: bool) -> None:
-    """Check that --out is no folder, and replaces no file, or one that it may: none of the `inputs`
-    (what each is, its path or URL), which would lose its rows.
-
-    Raises:
-        UserError: it is, or would.
-    """
+    """Raise UserError where --out is a folder, a file that it may not replace, or one of the
+    `inputs` (what each is, its path or URL), which would lose its rows."""
     if out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a folder: a file is needed. Name one in it")
     for what, url in inputs:

@@ -190,11 +190,8 @@ class RunHooks:
 
 
 def _made(what: str, name: str, kind: type[Made]) -> Made:
-    """Return a logger or callback of its class.
-
-    Raises:
-        GMetaError: it cannot be made without arguments.
-    """
+    """Return a logger or callback of its class. Raise GMetaError where it cannot be made without
+    arguments."""
     remedy = "A class that is made without arguments is needed (docs/extending.md)"
     with failing_as(_as_told(f"the {what} {name!r} cannot be made", remedy)):
         return kind()

@@ -313,7 +313,7 @@ class Loop:
         return Done("promote", number, took_s, told)
 
     def _publish(self, current: Current) -> Done:
-        mirror, name = self.config.follow.mirror, f"{current.number}-{current.checksum[:12]}"
+        mirror, name = self.config.follow.mirror, current.parent.name
         log = self._runs / "logs" / "publish.log"
         arguments = ["publish", str(self.channel.root), mirror]
         try:

@@ -27,11 +27,8 @@ class LabelsConfig:
     judged: str = key("", "label that the headline metrics are of; empty: the first")
 
     def check(self, names: tuple[str, ...]) -> None:
-        """Check that the labels named here are `names` of a dataset.
-
-        Raises:
-            ValueError: one is none of them, or a value makes no sense.
-        """
+        """Raise ValueError for a label named here that is none of a dataset's `names`, or a value
+        that makes no sense."""
         named = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name != "judged"
         }

@@ -132,11 +132,7 @@ class Scoring:
         return self.config.positive_rating or usual
 
     def check(self, key: str, name: str) -> None:
-        """Check that `name`, the value of `key`, is a metric of this loss.
-
-        Raises:
-            ConfigError: it is none.
-        """
+        """Raise ConfigError unless `name`, the value of `key`, is a metric of this loss."""
         family, at = parsed(name)
         if not family and is_metric(name):
             try:

@@ -106,12 +106,8 @@ def plan_of_tables(
 
 
 def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
-    """Refuse clipping where every rank holds a whole table: a row's gradient must be summed by its
-    one holder.
-
-    Raises:
-        ConfigError: a table whose rows every rank holds is to be clipped.
-    """
+    """Raise ConfigError for clipping where every rank holds a whole table: a row's gradient must be
+    summed by its one holder."""
     copied = [name for name, table in plan.items() if table.sharding_type == "data_parallel"]
     if clip_norm and copied:
         name = table_of(copied[0])
@@ -123,11 +119,8 @@ def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
 
 
 def check_lookups(plan: EmbeddingModuleShardingPlan) -> None:
-    """Refuse small tables whose rows leave a rank with none: fbgemm takes its lookup for CUDA's.
-
-    Raises:
-        ConfigError: a rank has a part of row-wise tables, but no row.
-    """
+    """Raise ConfigError for small tables whose rows leave a rank with none: fbgemm takes its lookup
+    for CUDA's."""
     by_rows = {name: one for name, one in plan.items() if one.sharding_type == "row_wise"}
     rows_of_rank: dict[int, int] = {}
     for one in by_rows.values():
@@ -209,12 +202,8 @@ def _checked(
     tables: nn.Module, config: ShardingConfig, cluster: Cluster
 ) -> tuple[dict[str, Kind | None], dict[str, Placement]]:
     """Return the kind (None: the planner is to choose) and the placement of each table, by its
-    module's name.
-
-    Raises:
-        ConfigError: a kind or a placement does not fit the device, the width or the ranks, or
-            there are several widths and TorchRec's exchange.
-    """
+    module's name. Raise ConfigError for one that does not fit the device, the width or the ranks,
+    and for several widths with TorchRec's exchange."""
     collections = collections_in(tables)
     if config.exchange == "torchrec" and len(collections) > 1:
         raise ConfigError(

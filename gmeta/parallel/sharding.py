@@ -263,11 +263,8 @@ def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollection
 
 
 def check_sparse_optimizer(name: str, device: torch.device) -> None:
-    """Refuse an optimizer for which fbgemm has no kernel on this kind of device.
-
-    Raises:
-        ConfigError: it is Adam's kind and the device is a CPU.
-    """
+    """Raise ConfigError for an optimizer for which fbgemm has no kernel on this kind of device: one
+    of Adam's kinds on a CPU."""
     if device.type == "cpu" and name in CUDA_SPARSE_OPTIMIZERS:
         others = [known for known in SPARSE_OPTIMIZERS if known not in CUDA_SPARSE_OPTIMIZERS]
         raise ConfigError(

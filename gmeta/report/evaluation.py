@@ -10,14 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from gmeta.adaptation.config import PLAIN
 from gmeta.losses.config import Loss
 from gmeta.metrics.texts import MetricInfo
 
 SCHEMA = "gmeta.evaluation/1"
 Stage: TypeAlias = Literal["before", "after"]
 STAGES: tuple[Stage, Stage] = ("before", "after")
-# Trained without an inner loop; evaluation still fine-tunes it on the support set.
-PLAIN_ALGORITHM = "none"
 Verdict: TypeAlias = Literal["better", "worse", "noise", "same", "unknown"]
 # Beyond these the last bits depend on the order in which the linear algebra library adds.
 SIGNIFICANT_DIGITS = 9
@@ -212,7 +211,7 @@ class RunFacts:
 
     def stage_label(self, stage: Stage) -> str:
         """Return the stage in words."""
-        if self.algorithm == PLAIN_ALGORITHM:
+        if self.algorithm == PLAIN:
             return "as trained" if stage == "before" else "fine-tuned"
         return "before adaptation" if stage == "before" else "adapted"
 

@@ -6,12 +6,12 @@ from functools import partial
 
 import numpy as np
 
+from gmeta.adaptation.config import PLAIN
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
 from gmeta.metrics.terms import Array, Ints, Terms, sum_T
 from gmeta.report.cautions import cautions_of
 from gmeta.report.evaluation import (
-    PLAIN_ALGORITHM,
     SCHEMA,
     STAGES,
     Calibration,
@@ -94,7 +94,7 @@ def summarise(
             f"label {judged.label} is not known in any query row of {', '.join(splits)}: there is "
             "nothing to score. Name other splits with --split, or another label with --label"
         )
-    plain = [one.name for one in runs[1:] if one.algorithm == PLAIN_ALGORITHM]
+    plain = [one.name for one in runs[1:] if one.algorithm == PLAIN]
     draws = num_draws(runs[0].predictions)
     over = "tasks, each with all its draws" if draws > 1 else "tasks"
     method = IntervalMethod(

@@ -19,11 +19,8 @@ def settings_of_all(config: TrainConfig) -> dict[str, Any]:
 
 
 def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
-    """Compare what each rank was told with what rank 0 was. Collective.
-
-    Raises:
-        UserError: a rank was told something else; on all ranks, with the keys that differ.
-    """
+    """Raise UserError on all ranks, with the keys that differ, where one was told something else
+    than rank 0. Collective."""
     everyone = gather_to_first(dict(told), ranks) or []
     problem = ""
     for rank, other in enumerate(everyone):

@@ -103,11 +103,8 @@ class RunFolder:
         return found if isinstance(found, str) and found.isprintable() else ""
 
     def check_dataset(self, url: str, fingerprint: str) -> None:
-        """Compare the dataset at `url` with the one that the run was trained on.
-
-        Raises:
-            GMetaError: it is another, in which an id may mean another value, or nothing is known.
-        """
+        """Raise GMetaError where the dataset at `url` is not the one that the run was trained on,
+        in which an id may mean another value, or nothing is known of that one."""
         trained_on = self.trained_on()
         if not trained_on:
             raise GMetaError(

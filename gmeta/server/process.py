@@ -2,18 +2,14 @@
 tables, and that are started again when one dies.
 """
 
-import fcntl
 import logging
 import multiprocessing as mp
 import os
-import shutil
 import signal
-import stat
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -30,11 +26,11 @@ from gmeta.server.config import ServeConfig
 from gmeta.server.loading import model_folder
 from gmeta.server.metrics import MULTIPROCESS_DIR
 from gmeta_keys.asked import Asked
+from metaio.format.destination import passing_folder
 
 _LOOK_EVERY_S = 0.2
 _RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
 _IN_MEMORY = Path("/dev/shm")
-_PREFIX, _LOCK = "gmeta-serve-", "lock"
 _AFTER_DRAIN_S = 15.0  # then a worker is killed
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -61,36 +57,18 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
     for option, address in config.addresses.items():
         check_free(option, *split_address(option, address))
     configure_logging(log_level)
-    with _folder_in_memory() as folder:
+    with _folder_in_memory() as made:
+        folder = Path(made)
         os.environ[MULTIPROCESS_DIR] = str(folder / "metrics")
         (folder / "metrics").mkdir()
         return _Workers(replace(config, shared_file=folder / "support.db"), run_worker).run()
 
 
-@contextmanager
-def _folder_in_memory() -> Iterator[Path]:
-    """Yield a folder of this process alone, in memory where the system has such a place; those that
-    killed ones left there go."""
-    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-    with (folder / "new").open("w") as lock:  # which the workers hold, too
-        with suppress(OSError):  # where there are no locks, nothing of others goes
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "new").rename(folder / _LOCK)
-        for left in folder.parent.glob(f"{_PREFIX}*"):
-            with suppress(OSError):
-                # Of a stranger not even the lock is opened: it may be a pipe, which would block.
-                of_left = left.lstat()
-                if of_left.st_uid != os.getuid() or not stat.S_ISDIR(of_left.st_mode):
-                    continue
-                # One that is just made has none, and that of a server that lives is taken.
-                with (left / _LOCK).open() as other:
-                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left, ignore_errors=True)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+def _folder_in_memory() -> AbstractContextManager[str]:
+    """Return a folder of this process alone, in memory where the system has such a place; the
+    workers hold its lock, too."""
+    place = str(_IN_MEMORY) if os.access(_IN_MEMORY, os.W_OK) else None
+    return passing_folder("gmeta-serve-", place)
 
 
 @dataclass

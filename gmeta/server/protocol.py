@@ -146,7 +146,7 @@ def parse_http(
             )
         size = int(header_length)
     request = _object(body[:size])
-    parameters = _mapping(request, "parameters")
+    parameters = _parameters(request)
     tensors = _tensors(_items(request, "inputs"), memoryview(body)[size:])
     names, binary = _outputs(columns, request, parameters)
     request_id = request.get("id", "")
@@ -166,10 +166,10 @@ def _object(text: bytes) -> dict[str, Any]:
     return request
 
 
-def _mapping(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = holder.get(name, {})
+def _parameters(holder: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = holder.get("parameters", {})
     if not isinstance(found, dict):
-        raise bad(f"{name} is {found!r:.40}; an object is needed. Correct it")
+        raise bad(f"parameters is {found!r:.40}; an object is needed. Correct it")
     return found
 
 
@@ -186,7 +186,7 @@ def _tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> list[Tens
         head = check_head(each.get("name"), each.get("datatype"), each.get("shape"))
         size = None
         if "parameters" in each:
-            size = _mapping(each, "parameters").get("binary_data_size")
+            size = _parameters(each).get("binary_data_size")
         if size is None:
             tensors.append(tensor_from_json(*head, each.get("data")))
             continue
@@ -217,7 +217,7 @@ def _outputs(
             known = ", ".join(output.name for output in columns.outputs)
             raise bad(f"an output's name is {name!r:.40}; there are {known}")
         names.append(name)
-        if _mapping(each, "parameters").get("binary_data", everywhere) is True:
+        if _parameters(each).get("binary_data", everywhere) is True:
             binary.add(name)
     if not names and everywhere:
         binary.update(output.name for output in columns.unasked)

@@ -251,11 +251,8 @@ def _columns(told: dict[str, Any]) -> Columns:
 
 
 def check_files(folder: Path, config: ExportedConfig, checksums: bool) -> None:
-    """Compare the files with config.json: sizes always, contents if asked.
-
-    Raises:
-        GMetaError: a file is missing, cut short or altered.
-    """
+    """Compare the files with config.json: sizes always, contents if asked. Raise GMetaError for one
+    that is missing, cut short or altered."""
     for difference in differences(folder, config.files, CONFIG_FILE, contents=checksums):
         raise GMetaError(f"{difference}. {REMEDY}")
 

@@ -27,11 +27,7 @@ def trial_line(study: Study, trial: Trial, space: Space, metric: str) -> str:
 
 
 def check_any_complete(study: Study, folder: Path) -> Trial:
-    """Return the best trial.
-
-    Raises:
-        GMetaError: no trial came to its end.
-    """
+    """Return the best trial. Raise GMetaError where none came to its end."""
     best = study.best()
     if best is None:
         ranked = study.ranked()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final, get_type_hints
 
+from gmeta.adaptation.config import PLAIN
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError, UserError
 from gmeta.losses.config import LOSSES
@@ -142,11 +143,7 @@ def read_space(path: Path, config: TrainConfig) -> Space:
 
 
 def check_space(space: Space, config: TrainConfig) -> None:
-    """Try the ends of each range and all choices in the config.
-
-    Raises:
-        ConfigError: the config takes one of them not.
-    """
+    """Raise ConfigError where the config does not take an end of a range, or a choice."""
     for dimension in space:
         for value in dimension.ends():
             config_with(config, {dimension.key: value})
@@ -186,12 +183,8 @@ def plain_space(space: Space, plain: TrainConfig) -> Space:
 
 
 def check_metric(space: Space, config: TrainConfig) -> None:
-    """Refuse a space in which trials would be compared by different metrics, such as by the AUC
-    of clicks and the MAE of ratings.
-
-    Raises:
-        ConfigError: see above, or a choice has no such metric.
-    """
+    """Raise ConfigError for a space in which trials would be compared by different metrics, such as
+    by the AUC of clicks and the MAE of ratings, or a choice has no such metric."""
     metric = early_stop_of(config).metric
     for dimension in space:
         for value in dimension.ends():
@@ -302,7 +295,6 @@ def default_space(config: TrainConfig) -> Space:
 NOT_OF_PLAIN = tuple(
     f"algorithm.{key}" for key in ("name", "plain_epochs", "inner_lr", "inner_steps")
 )
-PLAIN = "none"  # the algorithm without an inner loop
 FORWARD_ONLY = ("encoder",)  # they take no inner step
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 

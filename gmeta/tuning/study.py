@@ -235,11 +235,8 @@ def _pruner(optuna: Any, name: PrunerName) -> Any:
 
 
 def _check_same(folder: Path, plan: Plan) -> None:
-    """Write what the study is of, or compare it with what it was begun with.
-
-    Raises:
-        UserError: it was begun with something else.
-    """
+    """Write what the study is of, or compare it with what it was begun with. Raise UserError where
+    that is something else."""
     path = folder / STUDY_FILE
     wanted = plan.to_json()
     if not path.exists():

@@ -91,11 +91,8 @@ def _bundles(
     name: str, flat: dict[str, Int64], num_blocks: int, num_tables: int
 ) -> tuple[int, tuple[Int64, ...]]:
     """Return the episodes of a bundle and the unique lengths [G, B] of each block's bundles; 0 and
-    nothing where there are none.
-
-    Raises:
-        FormatError: they contradict each other, or the counts of their block.
-    """
+    nothing where there are none. Raise FormatError where they contradict each other, or the counts
+    of their block."""
     if "bundle_tasks" not in flat or not num_blocks or not num_tables:
         return 0, ()
     tasks_X, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]
@@ -126,11 +123,8 @@ def _flat(column: pa.Array) -> Int64:
 
 
 def _check_counts(name: str, entry: SplitEntry, flat: dict[str, Int64]) -> None:
-    """Hold the counts of the blocks against those of the manifest.
-
-    Raises:
-        FormatError: they contradict, so that readers would look in the wrong place.
-    """
+    """Raise FormatError where the counts of the blocks contradict those of the manifest, so that
+    readers would look in the wrong place."""
     for column in ("num_episodes", "num_rows", "num_values", "unique_lengths"):
         if flat[column].min(initial=0) < 0:
             raise faulty(f"{name}: column {column} holds {flat[column].min()}; 0 is the least")

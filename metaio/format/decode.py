@@ -42,11 +42,7 @@ class RowGroup:
     ranges: list[tuple[int, int]]
 
     def check(self, checksums: list[int]) -> None:
-        """Hold the bytes of each column chunk against its xxh3_64.
-
-        Raises:
-            FormatError: one differs.
-        """
+        """Raise FormatError where the bytes of a column chunk have another xxh3_64."""
         for column, ((begin, end), wanted) in enumerate(zip(self.ranges, checksums, strict=True)):
             if xxhash.xxh3_64_intdigest(self.window.view(begin, end)) != wanted:
                 column_name = self.metadata.schema.column(column).name
@@ -155,11 +151,8 @@ def check_counts(
     num_rows: int,
     num_values: int,
 ) -> None:
-    """Hold decoded arrays against the block table and each other, as a foreign writer may be wrong.
-
-    Raises:
-        FormatError: they contradict.
-    """
+    """Raise FormatError where decoded arrays contradict the block table or each other, as a foreign
+    writer may be wrong."""
     # Little beside decoding; unseen, it would be an index out of bounds in some step.
     for column in _contradictions(features, decoded, num_episodes, num_rows, num_values):
         raise FormatError(

@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,6 @@ from metaio.format.storage import file_system, is_local
 # two writers apart there.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _FLUSHED_TOGETHER = 8
-_PASSING = "metaio-passing-"
 _TRIES = 100  # to lock a file that others remove again and again
 _FREE_SPACE = "Free space or choose another place"
 _REMEDIES = {
@@ -153,16 +153,22 @@ def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def passing_folder() -> Iterator[str]:
-    """Give a folder of the machine's temporary one that goes with the block. Those of killed
-    processes go first: an unpacked log would stay until somebody wonders where the disk went.
+def passing_folder(prefix: str = "metaio-passing-", place: str | None = None) -> Iterator[str]:
+    """Give a folder in `place` (default: the machine's temporary one) that goes with the block.
+    Those of killed processes, and of all that they forked, go first: an unpacked log would stay
+    until somebody wonders where the disk went.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_PASSING}*"):
-        with suppress(OSError), _descriptor(left) as descriptor:  # of others, or at work
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{_PASSING}"))
+    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
     folder = made.with_name(made.name.removeprefix("."))
+    for left in made.parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            # What is a stranger's is not opened: it may be a pipe, which would block.
+            of_left = left.lstat()
+            if of_left.st_uid != os.getuid() or not stat.S_ISDIR(of_left.st_mode):
+                continue
+            with _descriptor(left) as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if it is at work
+                shutil.rmtree(left, ignore_errors=True)
     with _descriptor(made) as descriptor:
         with suppress(OSError):  # where there are no locks, none is taken away either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -259,11 +265,7 @@ def remove_folder(fs: Any, there: str, last: str) -> None:
 
 
 def _locked(lock_file: Path, name: str, remedy: str) -> IO[str]:
-    """Return the lock file, opened and locked.
-
-    Raises:
-        DataError: another process holds it.
-    """
+    """Return the lock file, opened and locked. Raise DataError where another process holds it."""
     holder = ""
     for _ in range(_TRIES):
         lock = lock_file.open("a+")

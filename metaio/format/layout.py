@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from metaio.format.features import Features
 
 FORMAT_NAME = "gmeta-metaio"
@@ -164,3 +166,9 @@ def chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[int, i
             begin = min(begin, chunk.dictionary_page_offset)
         ranges.append((begin, begin + chunk.total_compressed_size))
     return ranges
+
+
+def write_vocabulary(values: pa.Array, file: Path) -> None:
+    """Write the values behind a table's ids: the same bytes wherever they are written."""
+    file.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"value": values}), file, store_schema=False)

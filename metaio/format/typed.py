@@ -1,10 +1,11 @@
 """Dataclasses from JSON that somebody handed over: every value has its type, or is named."""
 
-import functools
 import reprlib
 import types
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
+
+from gmeta_keys import hints_of
 
 _NEEDED = {int: "a whole number from 0 to 2^64 - 1", str: "text", tuple: "a list"}
 
@@ -22,7 +23,7 @@ def typed(kind: Any, value: Any, place: str) -> Any:
         (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
     base = get_origin(kind) or kind
     if is_dataclass(base) and isinstance(value, dict):
-        hints = _hints(base)  # type: ignore[arg-type]
+        hints = hints_of(base)  # type: ignore[arg-type]
         optional = {
             f.name for f in fields(base) if (f.default, f.default_factory) != (MISSING, MISSING)
         }
@@ -42,10 +43,3 @@ def typed(kind: Any, value: Any, place: str) -> Any:
     raise ValueError(
         f"{place} is {reprlib.repr(value)}; {_NEEDED.get(base, 'an object')} is needed"
     )
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, which are looked up once: it takes longer than
-    all else in `typed`."""
-    return get_type_hints(kind)

@@ -51,11 +51,8 @@ class Dropped:
 
 
 def check_some(num_episodes: int, dropped: Dropped) -> None:
-    """Refuse a dataset of nothing: whoever trains on it would find out much later.
-
-    Raises:
-        TooFewRowsError: every task was left out.
-    """
+    """Raise TooFewRowsError for a dataset of nothing: whoever trains on it would find out much
+    later."""
     if not num_episodes:
         long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
         raise TooFewRowsError(
@@ -210,11 +207,9 @@ def _by_sides(
     most = schema.membership.max_rows if schema.membership else None
     sides_rule = replace(rule, max_rows=most or rule.max_rows)
     given, lost_of_sides = _cut_sides(sides_rule, tasks.chosen(sided), task_N)
-    first_T, length_T, lost_of_rule = _cut(
-        rule, tasks.start_T[ruled], tasks.length_T[ruled], task_N
+    by_rule, lost_of_rule = _by_rule(
+        rule, tasks.start_T[ruled], tasks.length_T[ruled], task_N, np.zeros(0, np.int64), None
     )
-    support_T = _support_rows(rule, first_T, length_T, np.zeros(0, np.int64), None)
-    by_rule = _Ranges(first_T, support_T, first_T + support_T, length_T - support_T)
     return given.joined(by_rule), dropped + lost_of_sides + lost_of_rule
 
 

@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from metaio.errors import DataError, MetaIOError
 from metaio.format.block import Block, build_block, bundled
 from metaio.format.dataset import open_dataset
 from metaio.format.features import Features
-from metaio.format.layout import DEFAULT_BLOCK_ROWS, VOCABULARY_FOLDER, usual_bundle_tasks
+from metaio.format.layout import (
+    DEFAULT_BLOCK_ROWS,
+    VOCABULARY_FOLDER,
+    usual_bundle_tasks,
+    write_vocabulary,
+)
 from metaio.format.manifest import ShardEntry
 from metaio.format.shard_writer import ShardWriter
 from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
@@ -175,9 +179,7 @@ class Job:
     def write_vocabularies(self, folder: Path) -> None:
         """Keep the values behind the ids: encoding new rows needs them."""
         for name, values in self.fitted.vocabularies.items():
-            path = folder / VOCABULARY_FOLDER / f"{name}.parquet"
-            path.parent.mkdir(exist_ok=True)
-            pq.write_table(pa.table({"value": values}), path, store_schema=False)
+            write_vocabulary(values, folder / VOCABULARY_FOLDER / f"{name}.parquet")
 
 
 def make_job(

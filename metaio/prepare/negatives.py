@@ -195,10 +195,7 @@ class Sampler:
 
     def _free(self, row: int, own: Int64) -> int:
         """Return the first item that the row's task lacks, from a drawn place of the catalogue on.
-
-        Raises:
-            DataError: there is none.
-        """
+        Raise DataError where there is none."""
         items = np.flatnonzero(self._allowed_I)
         items = np.roll(items, -int(self._key_N[row] % np.uint64(len(items))))
         rows = np.full(len(items), row)

@@ -24,11 +24,7 @@ MOST_NUMBERS = 65_536  # of one vector
 
 
 def check_schema(schema: Schema) -> None:
-    """Check what types alone cannot say.
-
-    Raises:
-        SchemaError: it makes no sense.
-    """
+    """Raise SchemaError for what makes no sense, though all types are right."""
     if not schema.sparse and not schema.dense_names:
         raise SchemaError(
             "the schema has no [[single]], [[multi]], [[dense]] or [[vector]] column. "

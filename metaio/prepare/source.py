@@ -136,11 +136,8 @@ class DuckSource:
 
     def _of_folders(self, name: str, wanted: Sequence[str]) -> list[str]:
         """Return the wanted columns (none: all) that only the names of folders such as day=1 hold.
-        DuckDB would let these count more than what a file holds.
-
-        Raises:
-            DataError: the file has another column by which a folder is called.
-        """
+        DuckDB would let these count more than what a file holds. Raise DataError for a file that
+        has another column by which a folder is called."""
         told = [c for c in re.findall(r"([^/=]+)=[^/]*/", name) if c in wanted or not wanted]
         table = scan(self._files, [name], self._options, folders=False)
         found = self._fetch(f"DESCRIBE SELECT * FROM {table}", name) if told else []
@@ -204,11 +201,8 @@ class DuckSource:
         return names
 
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
-        """Tell DuckDB what it cannot find out where a column that nobody reads is not UTF-8.
-
-        Raises:
-            DataError: the column is read, or not all files have the same header.
-        """
+        """Tell DuckDB what it cannot find out where a column that nobody reads is not UTF-8. Raise
+        DataError where it is read, or not all files have the same header."""
         header = self._header(name)
         _, column = bad_bytes(name, *header)
         same = all(self._header(other) == header for other in self._files.names)

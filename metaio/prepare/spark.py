@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -42,10 +41,10 @@ from metaio.prepare.schema import Schema
 from metaio.prepare.spark_payloads import (
     KEYED,
     PAYLOAD,
+    by_bucket,
     collected,
     dealt,
     keyed,
-    keyed_payloads,
     mapped,
     null_counts,
     payload,
@@ -126,11 +125,8 @@ def _distinct(frame: "DataFrame", column: str) -> list[str]:
 
 def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]:
     """Return the rows, where the schema needs the order of the input with each one's file and place
-    in it, and the names of the files in order.
-
-    Raises:
-        DataError: the rows have no order, since they are not those of Parquet files.
-    """
+    in it, and the names of the files in order. Raise DataError for rows without an order, which are
+    not those of Parquet files."""
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions
 
@@ -278,8 +274,8 @@ def _shard_writer(
     job: Job, target: str
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for bucket, parts in groupby(keyed_payloads(batches), key=lambda pair: pair[0]):
-            rows = joined(job.schema, [pickle.loads(payload) for _, payload in parts])
+        for bucket, parts in by_bucket(batches):
+            rows = joined(job.schema, list(parts))
             yield payload(_write_shard(job, target, bucket, rows))
 
     return write

@@ -6,6 +6,8 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -40,10 +42,11 @@ def dealt(frame: "DataFrame", num_parts: int) -> "DataFrame":
     return frame.repartition(num_parts, "bucket").sortWithinPartitions("bucket")
 
 
-def keyed_payloads(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of batches of KEYED, objects still pickled: one is held at a time."""
-    for batch in batches:
-        yield from zip(batch["bucket"].to_pylist(), batch["payload"].to_pylist(), strict=True)
+def by_bucket(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Iterator[Any]]]:
+    """Yield each bucket of batches of KEYED that were dealt, with its objects one at a time."""
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for bucket, own in groupby(rows, key=itemgetter("bucket")):
+        yield bucket, (pickle.loads(row["payload"]) for row in own)
 
 
 @contextmanager

@@ -146,11 +146,7 @@ def _with_along(
     append: Callable[[list[str], bool], Offered], inputs: list[str], along: Sequence[str]
 ) -> tuple[Offered, RefusedFilesError | None]:
     """Append inputs with what comes along, or else without it; return the files that were taken,
-    and why those that come along were not.
-
-    Raises:
-        DataError: see `_append`.
-    """
+    and why those that come along were not. Raise DataError as `_append` does."""
     try:
         return append([*inputs, *along], not along), None
     except DataError as error:
@@ -177,12 +173,8 @@ def _append(
     is_alone: bool,
 ) -> Offered:
     """Write the next increment, of files that come `is_alone` or with what is late, and return
-    them.
-
-    Raises:
-        RefusedFilesError: they are not to be trusted, or make none.
-        DataError: see extend.
-    """
+    them. Raise RefusedFilesError for those that are not to be trusted, or make none, DataError as
+    `extend` does."""
     root, schema, taken = before.root, before.schema, before.state.inputs
     memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
     try:
@@ -233,11 +225,8 @@ def _looked_at(
     is_alone: bool,
     tell: Progress,
 ) -> _Next:
-    """Return what the new rows hold, judged and numbered.
-
-    Raises:
-        RefusedFilesError: they are not to be trusted, or make no window.
-    """
+    """Return what the new rows hold, judged and numbered. Raise RefusedFilesError for those that
+    are not to be trusted, or make no window."""
     looking, rule = _looking(before, types), rule_of(before.schema)
     clock = looking.clock
     with _judged(files):

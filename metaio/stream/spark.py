@@ -6,12 +6,10 @@ find what they need of the state in its files, by mapping: the stream lies where
 """
 
 import os
-import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +28,11 @@ from metaio.prepare.source import DuckSource, refuse_counts
 from metaio.prepare.spark_payloads import (
     KEYED,
     PAYLOAD,
+    by_bucket,
     collected,
     dealt,
     failures_told,
     keyed,
-    keyed_payloads,
     mapped,
     null_counts,
     payload,
@@ -157,11 +155,8 @@ class _Spark:
 
 @failures_told()
 def _frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
-    """Return the columns that are read of all files.
-
-    Raises:
-        DataError: Spark cannot read them, or does not see a column in them.
-    """
+    """Return the columns that are read of all files. Raise DataError where Spark cannot read them,
+    or does not see a column in them."""
     from pyspark.errors import AnalysisException
 
     # Hadoop takes a bare path for one of its own default, and knows S3 by another name.
@@ -203,9 +198,9 @@ def _merger(looking: Looking) -> Callable[[_Batches], _Batches]:
     """Return what makes one Look of those of a part, and of the occurrences of its values."""
 
     def merge(batches: _Batches) -> _Batches:
-        for bucket, rows in groupby(keyed_payloads(batches), key=lambda pair: pair[0]):
+        for bucket, parts in by_bucket(batches):
             found = Look()
-            for each in (pickle.loads(pickled) for _, pickled in rows):
+            for each in parts:
                 own = each if bucket == _COUNTS else Look(seen={each[0]: [each[1]]})
                 found.add(own, looking.admissions)
             for table, occurrences in found.seen.items():
@@ -250,8 +245,8 @@ def _bucket_writer(window: Window, dataset: Path, parts: Path) -> Callable[[_Bat
 
     def write(batches: _Batches) -> _Batches:
         _check_shared(parts)
-        for bucket, rows in groupby(keyed_payloads(batches), key=lambda pair: pair[0]):
-            own = joined(window.job.schema, [pickle.loads(pickled) for _, pickled in rows])
+        for bucket, found in by_bucket(batches):
+            own = joined(window.job.schema, list(found))
             yield payload((bucket, _written(window, dataset, parts, bucket, own)))
 
     return write

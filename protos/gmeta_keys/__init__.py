@@ -49,7 +49,7 @@ def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: st
     """
     if not isinstance(raw, Mapping):
         raise wording.error(f"{raw!r} stands where a table of keys is needed. Correct it")
-    hints = _hints(kind)  # type: ignore[arg-type]
+    hints = hints_of(kind)  # type: ignore[arg-type]
     known = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     subject = f"{wording.subject}{prefix}"
     for name in raw:
@@ -69,9 +69,9 @@ def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: st
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
+def hints_of(kind: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields, which are looked up once: it takes longer than
-    all else in `parse`."""
+    all else that is done with them."""
     return get_type_hints(kind)
 
 

@@ -255,7 +255,7 @@ def test_what_a_stranger_left_in_memory_is_not_opened(
     writer = os.open(strangers / "lock", os.O_RDWR)
     try:
         with _folder_in_memory() as folder:
-            assert set(tmp_path.iterdir()) == {folder, strangers, link}
+            assert set(tmp_path.iterdir()) == {Path(folder), strangers, link}
             assert (strangers / "lock").exists()
     finally:
         os.close(writer)

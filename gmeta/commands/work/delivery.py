@@ -199,9 +199,7 @@ def roll_back(root: Path, to: int | None) -> None:
         )
     current = Channel(root).rollback(to)
     print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
-    screen(stderr=True).print(
-        f"served: version {current.number}-{current.checksum[:12]} of {root} again"
-    )
+    screen(stderr=True).print(f"served: version {current.parent.name} of {root} again")
 
 
 def publish_to(root: Path, url: str) -> None:
@@ -210,8 +208,7 @@ def publish_to(root: Path, url: str) -> None:
     if is_channel(root):
         channel = Channel(root)
         copied, noun = publish(channel, url), "version"
-        current = channel.served()
-        newest = f"version {current.number}-{current.checksum[:12]}"
+        newest = f"version {channel.served().parent.name}"
     elif is_stream(str(root)):
         with reached(url):
             copied, noun = publish_stream(root, url), "increment"
@@ -242,11 +239,8 @@ def _channel(root: Path) -> Channel:
 
 @contextmanager
 def _beside(out: Path, name: str) -> Iterator[Path]:
-    """Yield where something is made on the file system of `out`; what is left there goes.
-
-    Raises:
-        DataError: another process writes `name`, as messages call it.
-    """
+    """Yield where something is made on the file system of `out`; what is left there goes. Raise
+    DataError where another process writes `name`, as messages call it."""
     path = out.parent / f".{out.name}.whole"
     path.parent.mkdir(parents=True, exist_ok=True)
     with one_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):

@@ -161,11 +161,8 @@ def _keep_chosen(root: Path, run: EvaluatedRun) -> None:
 
 
 def _label(dataset: Dataset, label: str) -> str:
-    """Return the label asked for, "" for none.
-
-    Raises:
-        UserError: the dataset has one label without a name.
-    """
+    """Return the label asked for, "" for none. Raise UserError where the dataset has one label
+    without a name."""
     if label and not dataset.features.labels:
         raise UserError(
             f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
@@ -174,11 +171,8 @@ def _label(dataset: Dataset, label: str) -> str:
 
 
 def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
-    """Refuse sampled candidates of runs whose ids stand for other items.
-
-    Raises:
-        UserError: a run was not trained on the dataset of the first.
-    """
+    """Raise UserError for sampled candidates of runs whose ids stand for other items: of one that
+    was not trained on the dataset of the first."""
     (first, dataset), *others = own_data.items()
     for root, other in others:
         if other.fingerprint != dataset.fingerprint:

@@ -119,12 +119,14 @@ def test_what_a_killed_process_unpacked_goes_with_the_next_one_and_what_is_in_us
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pipe = tmp_path / "metaio-passing-pipe"
+    os.mkfifo(pipe)  # to open it would wait for a writer for ever
     with passing_folder() as used:
         killed = Path(f"{used}-killed")
         (killed / "unpacked").mkdir(parents=True)
         with passing_folder() as own:
-            assert {str(path) for path in tmp_path.iterdir()} == {used, own}
-    assert list(tmp_path.iterdir()) == []
+            assert {str(path) for path in tmp_path.iterdir()} == {used, own, str(pipe)}
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_what_another_writer_finished_just_before_is_not_replaced(
