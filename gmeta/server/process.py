@@ -68,7 +68,7 @@ def _folder_in_memory() -> AbstractContextManager[str]:
     """Return a folder of this process alone, in memory where the system has such a place; the
     workers hold its lock, too."""
     place = str(_IN_MEMORY) if os.access(_IN_MEMORY, os.W_OK) else None
-    return passing_folder("gmeta-serve-", place)
+    return passing_folder("gmeta-serving-", place)
 
 
 @dataclass

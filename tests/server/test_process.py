@@ -234,7 +234,7 @@ def test_what_a_stranger_left_in_memory_is_not_opened(
 ) -> None:
     """Its lock may be a pipe, whose opening would wait for a writer for ever."""
     monkeypatch.setattr(process, "_IN_MEMORY", tmp_path)
-    own, strangers, link = (tmp_path / f"gmeta-serve-{name}" for name in ("own", "its", "link"))
+    own, strangers, link = (tmp_path / f"gmeta-serving-{name}" for name in ("own", "its", "link"))
     for left in (own, strangers):
         left.mkdir()
     (own / "lock").touch()
