@@ -18,9 +18,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-def gmeta(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`gmeta ARGUMENTS`, waited for: it and its ranks are forked, see tests/forked.py."""
-    return run_forked("gmeta", *arguments, env=environment(), cwd=cwd)
+def gmeta(
+    *arguments: str | Path, cwd: Path | None = None, own_server: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """`gmeta ARGUMENTS`, waited for: it and what it starts are forked, see tests/forked.py."""
+    return run_forked("gmeta", *arguments, env=environment(), cwd=cwd, own_server=own_server)
 
 
 def evaluate(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ class Task(NamedTuple):
     anew: tuple[str, ...] = ()  # packages that it imports itself, those in `cwd`
     new_session: bool = False
     first: Callable[[], None] | None = None  # called before it begins, by each rank too
+    own_server: bool = False  # trials and stages are forked from one that it starts, as a user's
 
 
 class Forked:
@@ -110,11 +113,14 @@ def run_forked(
     anew: tuple[str, ...] = (),
     timeout_s: float = 2 * PATIENCE_S,
     first: Callable[[], None] | None = None,
+    own_server: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """As subprocess.run of `python -m PROGRAM ARGUMENTS`."""
     command = tuple(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(program, command, env, Path(folder), cwd, anew, first=first)
+        task = Task(
+            program, command, env, Path(folder), cwd, anew, first=first, own_server=own_server
+        )
         with forked(task) as running:
             code = running.wait(timeout_s)
         return subprocess.CompletedProcess(command, code, running.stdout, running.stderr)
@@ -124,21 +130,13 @@ def _become(task: Task, sign: Connection) -> None:
     """The program, from its environment to its exit."""
     if task.new_session:
         os.setsid()
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        # To append: its ranks write to the same files.
-        opened = os.open(task.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
-    os.environ.clear()
-    os.environ.update(task.env)
-    if task.cwd is not None:
-        os.chdir(task.cwd)
+    _take_surroundings(task)
     if "RANK" in task.env:
         (task.folder / f"rank-{task.env['RANK']}").write_text(str(os.getpid()))
     sign.send(None)
     sign.close()
     if "tests" not in task.anew:  # else what the fork server has imported is another code
-        _fork_ranks_too(task)
+        _fork_others_too(task)
     if task.anew:
         sys.path[:0] = [str(Path(str(task.cwd), root)) for root in SOURCE_ROOTS]
         for name in [name for name in sys.modules if name.partition(".")[0] in task.anew]:
@@ -152,6 +150,18 @@ def _become(task: Task, sign: Connection) -> None:
         runpy.run_module(task.program, run_name="__main__", alter_sys=True)
 
 
+def _take_surroundings(task: Task) -> None:
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        # To append: its ranks write to the same files.
+        opened = os.open(task.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(task.env)
+    if task.cwd is not None:
+        os.chdir(task.cwd)
+
+
 def fork_from_the_server_of_the_tests() -> None:
     """Also from a process that was forked from it: multiprocessing would start another for it."""
     server: Any = forkserver
@@ -159,9 +169,31 @@ def fork_from_the_server_of_the_tests() -> None:
         server._forkserver.ensure_running = resource_tracker.ensure_running
 
 
-def _fork_ranks_too(task: Task) -> None:
+class _ForkedBeside(ForkServerProcess):
+    """What a program forks from a server of its own: a trial, a stage. This one comes from that of
+    the tests, with the program's environment, and does not hear Ctrl-C either.
+    """
+
+    def __init__(self, task: Task, **how: Any) -> None:
+        super().__init__(**how)
+        self._task = task._replace(env=dict(os.environ), cwd=Path.cwd())
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        _take_surroundings(self._task)
+        _fork_others_too(self._task)
+        if self._task.first is not None:
+            self._task.first()
+        super().run()
+
+
+def _fork_others_too(task: Task) -> None:
+    """Ranks, trials and stages."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    from gmeta.loop import stages
+    from gmeta.tuning import trials
 
     fork_from_the_server_of_the_tests()
 
@@ -174,6 +206,13 @@ def _fork_ranks_too(task: Task) -> None:
             task._replace(program=program, arguments=arguments, env=env, new_session=True)
         )
 
+    class Context(ForkServerContext):
+        Process: Any = partial(_ForkedBeside, task)
+
+    if not task.own_server:
+        forking: tuple[Any, ...] = (trials, stages)
+        for module in forking:
+            module.forking_context = lambda preload: Context()
     handler: Any = subprocess_handler
     handler.Popen = rank
     # The agent names its own method for a log, again and again, by a look at all modules for every

@@ -43,6 +43,7 @@ import gmeta.commands.work.evaluate
 import gmeta.commands.work.export
 import gmeta.commands.work.train
 import gmeta.commands.work.tune
+import gmeta.loop.stages
 import gmeta.server.process
 import gmeta.server.worker
 import gmeta.train

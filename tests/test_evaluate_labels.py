@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from gmeta.metrics.scores import logloss, mae
 from gmeta.metrics.terms import Array
 from tests.commands import evaluate, gmeta, metrics
+from tests.metrics.scikit import scikit
 
 DRAWS = 2
 
@@ -22,7 +22,11 @@ def rmse(label_N: Array, prediction_N: Array) -> float:
     return float(np.sqrt(np.square(prediction_N.astype(np.float64) - label_N).mean()))
 
 
-OF_CLICKS = {"auc": roc_auc_score, "logloss": logloss}
+def auc(label_N: Array, score_N: Array) -> float:
+    return float(scikit.roc_auc_score(label_N, score_N))
+
+
+OF_CLICKS = {"auc": auc, "logloss": logloss}
 OF_STARS = {"mae": mae, "rmse": rmse}
 MEASURED = {"buy": OF_CLICKS, "click": OF_CLICKS, "stars": OF_STARS, "buy|click": OF_CLICKS}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import environment, evaluate, gmeta
+from tests.forked import run_forked
 
 REPOSITORY = Path(__file__).parents[1]
 STEP = re.compile(r"(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)```", flags=re.DOTALL)
@@ -20,8 +21,10 @@ def run(line: str, folder: Path) -> str:
     assert program in ("gmeta", "python")
     if line.startswith("gmeta evaluate "):
         done = evaluate(*arguments[1:], cwd=folder)
+    elif line == "python ask.py":  # the first part's newcomer.py starts a fresh one
+        done = run_forked(str(folder / "ask.py"), env=environment(), cwd=folder)
     elif program == "gmeta":
-        done = gmeta(*arguments, cwd=folder)
+        done = gmeta(*arguments, cwd=folder, own_server=True)
     else:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -54,8 +57,8 @@ def test_the_tutorial_runs_and_shows_what_it_says(tmp_path: Path) -> None:
     # The values of each model, then what adapted is ahead of the others by.
     values, differences = re.findall(r"^AUC.*$", table, flags=re.MULTILINE)
     before, after = map(float, re.findall(r"0\.\d{4}", values)[:2])
-    assert abs(before - 0.5) < 0.03
-    assert after > 0.62
+    assert abs(before - 0.5) < 0.05
+    assert after > 0.7
     assert differences.count("better") == 3  # than before, the plain run, the bias model
     even, odd = re.findall(r"even (\S+), odd (\S+)", printed["python newcomer.py"])[0]
     assert float(even) - float(odd) > 0.3

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from sklearn.metrics import average_precision_score
 
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Array
+from tests.metrics.scikit import scikit
 from tests.metrics.slow import few_rows, weighted
 
 CHOSEN = Scoring("bce", EvaluationConfig(metrics=("pr_auc", "ece", "auc", "mae")))
@@ -19,7 +19,7 @@ def test_pr_auc_agrees_with_scikit_learn(levels: int) -> None:
     score_N = rng.integers(0, levels, 3_000) / levels
     label_N = (rng.random(3_000) < score_N**2).astype(np.float32)
     value = evaluate_split(label_N, score_N, rng.integers(0, 40, 3_000), CHOSEN)["pr_auc"].value
-    assert value == pytest.approx(average_precision_score(label_N, score_N), rel=1e-12)
+    assert value == pytest.approx(scikit.average_precision_score(label_N, score_N), rel=1e-12)
 
 
 def ece_by_loop(label_N: Array, probability_N: Array) -> float:

@@ -7,13 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import (
-    log_loss,
-    mean_absolute_error,
-    ndcg_score,
-    roc_auc_score,
-    root_mean_squared_error,
-)
 
 import gmeta.metrics.scores
 from gmeta.errors import ConfigError
@@ -22,6 +15,7 @@ from gmeta.metrics.catalogue import Scoring, metric_infos
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.scores import evaluate_split, logloss, mae, split_terms
 from gmeta.metrics.terms import Array, Terms
+from tests.metrics.scikit import scikit
 
 # N rows, T tasks
 
@@ -68,7 +62,7 @@ def gauc_by_loop(label_N: Array, score_N: Array, task_N: Array) -> float:
     for task in set(task_N.tolist()):
         rows = task_N == task
         if len(set(label_N[rows].tolist())) == 2:
-            total += rows.sum() * roc_auc_score(label_N[rows], score_N[rows])
+            total += rows.sum() * scikit.roc_auc_score(label_N[rows], score_N[rows])
             weight += rows.sum()
     return total / weight
 
@@ -80,7 +74,7 @@ def ndcg_by_loop(label_N: Array, score_N: Array, task_N: Array, k: int) -> float
         if rows.sum() == 1:  # scikit-learn refuses a single document, whose only order is ideal
             values.append(1.0)
         else:
-            values.append(ndcg_score(label_N[rows][None], score_N[rows][None], k=k))
+            values.append(scikit.ndcg_score(label_N[rows][None], score_N[rows][None], k=k))
     return float(np.mean(values))
 
 
@@ -109,12 +103,12 @@ def test_auc_counts_pairs_and_halves_ties(rows: list[tuple[bool, int]]) -> None:
 def test_auc_equals_scikit_learn(levels: int) -> None:
     label_N, score_N, _ = clicks(5_000, 1, levels=max(levels, 2))
     score_N = score_N if levels > 1 else np.full_like(score_N, 0.25)
-    assert auc(label_N, score_N) == pytest.approx(roc_auc_score(label_N, score_N), abs=1e-14)
+    assert auc(label_N, score_N) == pytest.approx(scikit.roc_auc_score(label_N, score_N), abs=1e-14)
 
 
 def test_auc_of_a_million_rows_does_not_overflow() -> None:
     label_N, score_N, _ = clicks(1_000_000, 1, levels=1000)
-    assert auc(label_N, score_N) == pytest.approx(roc_auc_score(label_N, score_N), abs=1e-12)
+    assert auc(label_N, score_N) == pytest.approx(scikit.roc_auc_score(label_N, score_N), abs=1e-12)
 
 
 @pytest.mark.parametrize(("num_rows", "num_tasks"), [(40, 3), (3_000, 200), (3_000, 2_000)])
@@ -156,14 +150,15 @@ def test_ndcg_leaves_out_tasks_without_gain() -> None:
 
 def test_errors_over_rows_equal_scikit_learn() -> None:
     label_N, score_N, _ = ratings(1_000, 10)
-    assert mae(label_N, score_N) == pytest.approx(mean_absolute_error(label_N, score_N), rel=1e-6)
+    expected = scikit.mean_absolute_error(label_N, score_N)
+    assert mae(label_N, score_N) == pytest.approx(expected, rel=1e-6)
 
 
 def test_logloss_equals_scikit_learn_also_where_it_clips() -> None:
     label_N = np.array([0, 1, 1, 0, 1], np.float32)
     probability_N = np.array([0.2, 0.9, 0.0, 1.0, 1.0], np.float32)
     assert logloss(label_N, probability_N) == pytest.approx(
-        log_loss(label_N, probability_N), rel=1e-6
+        scikit.log_loss(label_N, probability_N), rel=1e-6
     )
     assert math.isfinite(logloss(label_N, probability_N))
 
@@ -185,11 +180,11 @@ def test_evaluate_split_of_ratings_agrees_with_scikit_learn() -> None:
     }
     liked_N = label_N >= 4
     expected = {
-        "mae": mean_absolute_error(label_N, score_N),
-        "rmse": root_mean_squared_error(label_N, score_N),
+        "mae": scikit.mean_absolute_error(label_N, score_N),
+        "rmse": scikit.root_mean_squared_error(label_N, score_N),
         "ndcg@1": ndcg_by_loop(label_N, score_N, task_N, 1),
         "ndcg@3": ndcg_by_loop(label_N, score_N, task_N, 3),
-        "auc": roc_auc_score(liked_N, score_N),
+        "auc": scikit.roc_auc_score(liked_N, score_N),
         "gauc": gauc_by_loop(liked_N, score_N, task_N),
     }
     assert list(values) == list(expected)

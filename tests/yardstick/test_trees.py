@@ -1,6 +1,7 @@
 """The trees learn what the bias model cannot say, from draws that obey the stored rule."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from gmeta.yardstick.rows import EpisodeRows
 from gmeta.yardstick.sums import NO_FOLD, fold_of, sum_training_rows
 from tests.yardstick.sample import FEATURES, ITEM, episode_rows
 
-pytest.importorskip("lightgbm")
+# Not imported here: each worker, which collects all tests, would import scikit-learn with it.
+pytestmark = pytest.mark.skipif(find_spec("lightgbm") is None, reason="needs lightgbm, an extra")
 
 
 def known_of(train: EpisodeRows, loss: Loss) -> Known:
