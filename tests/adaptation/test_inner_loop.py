@@ -29,7 +29,7 @@ from tests.adaptation.agreement import HEADS, assert_equals_loop
 ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=5).filter(
         lambda sizes: any(support for support, _ in sizes) and any(query for _, query in sizes)

@@ -1,7 +1,5 @@
 """examples/shard_client_loop.py does what it says, also when it is killed."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,8 @@ from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import load_manifest
 from tests.antdt.faults.service_process import running
 from tests.commands import environment
-from tests.forked import Task, forked
-from tests.waiting import PATIENCE_S, wait_until
+from tests.forked import Task, forked, run_forked
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +24,8 @@ def test_the_plain_loop_goes_on_behind_its_checkpoint_after_a_kill(tmp_path: Pat
         with forked(Task(command, tuple(map(str, arguments)), environment(), told)) as killed:
             wait_until(lambda: len(list(runs.glob("step-*"))) >= 2, "two checkpoints")
             killed.kill()
-        done = subprocess.run(
-            [sys.executable, command, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=True,
-        )
+        done = run_forked(command, *arguments, env=environment())
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("trained 4000 rows, last loss ")
     report = audit_manifest(load_manifest(max(runs.glob("step-*"))))
     assert "  4000 units in the model exactly once (16 whole shards, 0 in part)" in report.lines

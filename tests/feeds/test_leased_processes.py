@@ -222,7 +222,7 @@ def life(ranks: Ranks, config: TrainConfig) -> tuple[str, list[list[int]]]:
 def test_behind_a_killed_one_each_task_is_trained_once_an_epoch(
     click_logs: Path, tmp_path: Path, server: ShardServer
 ) -> None:
-    keys = [*LEASED, "data.tasks_per_step=4", f"data.service={server.address}", "data.processes=2"]
+    keys = [*LEASED, "data.tasks_per_step=8", f"data.service={server.address}", "data.processes=2"]
     ends = f"run.callbacks=['{__name__}:EndsAWorkerOfTheSecond']"
     killed = on_ranks(2, life, config_of(click_logs, tmp_path, *keys, ends))
     assert killed[0][0] == killed[1][0]

@@ -14,11 +14,14 @@ load_guard()  # before torch, which looks for devices once
 import torch  # noqa: E402
 
 from tests.pretended.device import start  # noqa: E402
+from tests.processes import collect_garbage_rarely  # noqa: E402
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     start()
     module, function, arguments = sys.argv[1:]
-    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    called = getattr(importlib.import_module(module), function)
+    collect_garbage_rarely()
+    result = called(*json.loads(arguments))
     print(json.dumps(result), flush=True)
     os._exit(0)  # torch would free what it believes to be memory of a GPU

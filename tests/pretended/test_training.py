@@ -21,7 +21,7 @@ RUNS = {
     ],
     "torchrec": ["sharding.exchange=torchrec"],
     "graphs": ["run.cuda_graphs=on"],
-    "graphs, processes": ["run.cuda_graphs=on", "data.processes=2"],
+    "graphs, processes": ["run.cuda_graphs=on", "data.processes=1"],
     "graphs of parts": [
         "run.cuda_graphs=on",
         "outer.accumulate_steps=2",

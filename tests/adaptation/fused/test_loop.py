@@ -99,7 +99,7 @@ def assert_same_step(
     torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["maml", "fomaml", "anil", "metasgd"]),
     model_and_layers=st.sampled_from(

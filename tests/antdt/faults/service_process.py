@@ -1,6 +1,6 @@
 """Real service processes for the fault suite: SQLite store, gRPC, killed by signal.
 
-They are forked from a server that has the imports ready, so that 100 kills fit into CI; nothing
+They are forked from a server that has the imports ready, so that many kills fit into CI; nothing
 else differs from `gmeta shard-service`.
 """
 

@@ -1,7 +1,7 @@
 """Method: kill -9 of the real service under 16 clients, on its real store.
 
 Each client keeps its own history; the oracle compares it with what the service knows in the end.
-100 kills by default; ANTDT_KILLS sets another number.
+24 kills by default; ANTDT_KILLS sets another number.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.antdt.faults.service_process import ServiceProcess
 from tests.waiting import PATIENCE_S, wait_until
 
 NUM_CLIENTS = 16
-NUM_KILLS = int(os.environ.get("ANTDT_KILLS", "100"))
+NUM_KILLS = int(os.environ.get("ANTDT_KILLS", "24"))
 
 
 class Client(threading.Thread):

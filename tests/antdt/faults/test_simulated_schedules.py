@@ -1,6 +1,6 @@
 """Method: deterministic simulation with seeded schedules, and every named crash point.
 
-500 schedules here; `make antdt-faults` runs the 10,000 of the nightly goal. A failure names its
+200 schedules here; `make antdt-faults` runs the 10,000 of the nightly goal. A failure names its
 seed: Simulation(seed).run() repeats it exactly.
 """
 
@@ -14,7 +14,7 @@ import pytest
 from tests.antdt.faults.simulation import CRASH_POINTS, Simulation
 from tests.antdt.faults.speculation import SpeculativeJob
 
-NUM_SCHEDULES = int(os.environ.get("ANTDT_SCHEDULES", "500"))
+NUM_SCHEDULES = int(os.environ.get("ANTDT_SCHEDULES", "200"))
 NUM_BLOCKS = 8
 
 
@@ -58,6 +58,8 @@ def test_dying_again_and_again_at_one_point_loses_nothing(point: str) -> None:
         simulation = Simulation(100_000 + seed, only_point=point)
         simulation.run()
         crashes += simulation.crashes
+        if crashes[point] >= NUM_SCHEDULES // 10:
+            break
     assert set(crashes) == {point}
     assert crashes[point] >= 5
 

@@ -23,7 +23,7 @@ from metaio.format.shard_writer import file_entry
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
 from tests.metaio.damage import whole_content
 
-NUM_CHANGES = 500
+NUM_CHANGES = 200
 # What a stranger may write where a number, a text, a list or an object belongs.
 VALUES: list[Any] = [
     *(None, True, -1, 0, 1, 3, 2**31, 2**40, 2**63, 2**64, 10**30, 0.5, float("nan"), 1e308),
