@@ -72,8 +72,8 @@ PROTOCOLS = (
             "itself trains on all of them."
         ),
         tuned=(20, 39),
-        by_hand=(67, 5),
-        judged_by="the three `valid-` groups in the last 39 adapted and 27 plain trials; before, "
+        by_hand=(71, 48),
+        judged_by="the three `valid-` groups in the last 43 adapted and 70 plain trials; before, "
         "`valid-user-cold`",
         why=(
             "support features put what the support rows say into both models, and most of what "
