@@ -138,8 +138,23 @@ def read_space(path: Path, config: TrainConfig) -> Space:
             '["algorithm.inner_lr"] with low = 0.01, high = 1.0, log = true'
         )
     space = tuple(_dimension(key, entry) for key, entry in raw.items())
+    _check_used(space, config)
     check_space(space, config)
     return space
+
+
+def _check_used(space: Space, config: TrainConfig) -> None:
+    """Raise UserError for a key that no trial is trained by, such as the inner rate of plain runs:
+    trials would be spent on the same training.
+    """
+    choices = {one.key: one.values for one in space if isinstance(one, Choices)}
+    names = choices.get("algorithm.name", (config.algorithm.name,))
+    for dimension in space:
+        if all(dimension.key in NOT_USED.get(name, ()) for name in names):
+            raise UserError(
+                f"--space has {dimension.key}, by which algorithm.name = {names[0]!r} does not "
+                "train: trials that differ in it would be the same. Remove it"
+            )
 
 
 def check_space(space: Space, config: TrainConfig) -> None:
@@ -296,6 +311,7 @@ NOT_OF_PLAIN = tuple(
     f"algorithm.{key}" for key in ("name", "plain_epochs", "inner_lr", "inner_steps")
 )
 FORWARD_ONLY = ("encoder",)  # they take no inner step
+NOT_USED = {PLAIN: NOT_OF_PLAIN[1:], **dict.fromkeys(FORWARD_ONLY, NOT_OF_PLAIN[2:])}
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 
 

@@ -8,6 +8,7 @@ JMLR 2018).
 
 import json
 import math
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,9 @@ class Study:
         with warnings.catch_warnings():
             # Hyperband and the like are called experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            backend = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL_FILE))
+            journal = folder / JOURNAL_FILE
+            _mend(journal)
+            backend = optuna.storages.journal.JournalFileBackend(str(journal))
             storage = optuna.storages.JournalStorage(backend)
             self._study = optuna.create_study(
                 storage=storage,
@@ -112,8 +115,9 @@ class Study:
         states = (self._states.RUNNING,)
         left = self._study.get_trials(deepcopy=False, states=states)
         for trial in left:
-            # The same values as a new trial: a killed one cannot be reopened.
-            self._study.enqueue_trial(trial.params)
+            # The same values as a new trial: a killed one cannot be reopened. One that was killed
+            # as it began has not yet taken those that were to be tried.
+            self._study.enqueue_trial(trial.system_attrs.get("fixed_params", {}) | trial.params)
             self._study.tell(trial.number, state=self._states.FAIL)
         return [trial.number for trial in left]
 
@@ -232,6 +236,17 @@ def _pruner(optuna: Any, name: PrunerName) -> Any:
     if name == "hyperband":
         return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=VALIDATIONS)
     return optuna.pruners.NopPruner()
+
+
+def _mend(journal: Path) -> None:
+    """Remove what a kill or a full disk leaves: Optuna's lock, for which it would wait, for ever
+    where the path is relative, and the beginning of a line, behind which it reads no other.
+    """
+    for lock in journal.parent.glob(f"{journal.name}.lock*"):
+        lock.unlink()
+    if journal.exists():
+        content = journal.read_bytes()
+        os.truncate(journal, content.rfind(b"\n") + 1)
 
 
 def _check_same(folder: Path, plan: Plan) -> None:

@@ -23,9 +23,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 INNER = ["algorithm.inner_lr", "algorithm.inner_steps"]
 
 
-def space_of(path: Path, text: str) -> Any:
+def space_of(path: Path, text: str, config: TrainConfig = CONFIG) -> Any:
     path.write_text(text)
-    return read_space(path, CONFIG)
+    return read_space(path, config)
 
 
 class Fixed:
@@ -138,6 +138,26 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, message:
         space_of(tmp_path / "space.toml", text)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [("none", INNER[0]), ("none", "algorithm.plain_epochs"), ("encoder", INNER[1])],
+)
+def test_a_key_that_no_trial_trains_by_is_refused(tmp_path: Path, algorithm: str, key: str) -> None:
+    config, text = (
+        config_from_dict({"algorithm": {"name": algorithm}}),
+        f'["{key}"]\nchoices=[1, 2]\n',
+    )
+    with pytest.raises(UserError) as raised:
+        space_of(tmp_path / "space.toml", text, config)
+    assert str(raised.value) == (
+        f"--space has {key}, by which algorithm.name = {algorithm!r} does not train: trials that "
+        "differ in it would be the same. Remove it"
+    )
+    # Some trials are of another algorithm, which does.
+    text += f'["algorithm.name"]\nchoices=["{algorithm}", "maml"]\n'
+    assert len(space_of(tmp_path / "space.toml", text, config)) == 2
 
 
 def test_losses_that_are_judged_differently_do_not_share_a_space() -> None:

@@ -59,6 +59,23 @@ def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
     assert study.config(values).algorithm.name in ("maml", "metasgd")
 
 
+def test_a_study_goes_on_whatever_a_kill_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where it is relative, Optuna would wait for its lock for ever
+    folder = Path("study")
+    folder.mkdir()
+    # Killed as its first trial began, which was to have the config's values.
+    opened(folder, algorithm={"inner_lr": 0.02})._study.ask()
+    for torn in (b'{"op_code":4,"wor', b""):
+        journal = folder / JOURNAL_FILE
+        journal.write_bytes(journal.read_bytes() + torn)
+        (folder / f"{JOURNAL_FILE}.lock").symlink_to(journal)
+        study = opened(folder, algorithm={"inner_lr": 0.02})
+    assert study.ask()[1] == {"algorithm.inner_lr": 0.02, "algorithm.name": "maml"}
+    assert [path.name for path in folder.glob("*lock*")] == []
+
+
 @pytest.mark.parametrize("loss", ["bce", "mse"])
 def test_a_trial_below_the_median_of_its_step_is_pruned(tmp_path: Path, loss: str) -> None:
     sign = 1.0 if loss == "bce" else -1.0  # the higher the better, or the lower
