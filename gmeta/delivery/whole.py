@@ -140,7 +140,7 @@ def alone(own: Path) -> Iterator[Path]:
     try:
         own.mkdir(parents=True, exist_ok=True)
         lock = (own / ".cache.lock").open("a")
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+    except OSError as error:
         raise UserError(
             f"the cache {own} cannot be written: {error.strerror}. "
             f"Set {CACHE_VARIABLE} to a folder that can"

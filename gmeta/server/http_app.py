@@ -146,7 +146,7 @@ def _model(request: Request) -> tuple[str, str]:
 async def _read(request: Request, service: Service) -> Inference:
     """Return what a request's body asks for. Raise RequestError."""
     encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
+    if encoding.lower() != "identity":
         raise RequestError(
             415,
             f"the body has Content-Encoding {encoding[:40]!r}; only identity is read. Send it "

@@ -1,8 +1,10 @@
 """uvicorn's connections with what it leaves out: a bound on the time and the bytes of a request's
-head, and the client certificate, which the app judges."""
+head, the body of one that asks for another protocol, and the client certificate, which the app
+judges."""
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +25,14 @@ KEEP_ALIVE_S = 75
 CERTIFICATE, TOO_MANY = "gmeta.certificate", "gmeta.too_many"
 
 _LOOK_EVERY_S = 1.0  # at the files of the certificate
+_UPGRADE = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 
 
 class Connection(HttpToolsProtocol):
     """One connection of a client."""
 
     _head_bytes = 0
-    _in_head = True
+    _in_head, _in_body = True, False
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -43,7 +46,11 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Refuse a head that does not end."""
+        """Refuse a head that does not end, and go on in HTTP/1.1 with who asks for more: httptools
+        drops the body of such a request, and each of Java's own client is one."""
+        if not self._in_body:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
         super().data_received(data)
         if self._in_head:
             self._head_bytes += len(data)
@@ -62,11 +69,17 @@ class Connection(HttpToolsProtocol):
         uvicorn's own answer is no JSON, counted by nobody, and for probes too, but a pod that is
         that busy must not be killed for it."""
         self._head_read()
+        self._in_body = True
         most, self.limit_concurrency = self.config.limit_concurrency, None
         busy = max(len(self.connections), len(self.tasks))
         extensions: Any = self.scope["extensions"]
         extensions[TOO_MANY] = most is not None and busy >= most
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Await another head."""
+        self._in_body = False
+        super().on_message_complete()
 
     def _await_head(self) -> None:
         self._head_read()

@@ -21,25 +21,25 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from gmeta.antdt.access.address import check_free, split_address
 from gmeta.antdt.log import configure_logging, event
+from gmeta.delivery.follow import RETRY_S
 from gmeta.errors import GMetaError
 from gmeta.server.config import ServeConfig
 from gmeta.server.loading import model_folder
 from gmeta.server.metrics import MULTIPROCESS_DIR
-from gmeta_keys.asked import Asked
+from gmeta_keys.asked import Asked, ending_signals
 from metaio.format.destination import passing_folder
 
 _LOOK_EVERY_S = 0.2
-_RESTART_AFTER_S = 1.0  # a worker that dies at once is not started in a tight loop
+_RESTART_AFTER_S = 1.0  # twice as long with each start that fails, up to RETRY_S
 _IN_MEMORY = Path("/dev/shm")
 _AFTER_DRAIN_S = 15.0  # then a worker is killed
-_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
 
 
 def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorker) -> int:
-    """Serve until SIGTERM or SIGINT, then answer what is under way; return the exit code.
+    """Serve until a signal, then answer what is under way; return the exit code.
     `run_worker` is what a worker process does.
 
     Raises:
@@ -75,8 +75,9 @@ def _folder_in_memory() -> AbstractContextManager[str]:
 class _Worker:
     process: BaseProcess
     sign: Connection  # readable once it serves, or has ended
-    is_again: bool = False  # in the place of one that has served
+    pause_s: float = 0.0  # before it, or the next once it has died; 0: nobody has served here
     serves: bool = False
+    again_at_s: float | None = None  # once it has died: when another takes its place
 
 
 @final
@@ -95,7 +96,7 @@ class _Workers:
     def run(self) -> int:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
         is that of a worker that could not start the first time."""
-        for number in _ENDING:
+        for number in ending_signals():
             signal.signal(number, self._asked.ask)
         workers = [self._start() for _ in range(self._config.workers)]
         code = 0
@@ -113,30 +114,35 @@ class _Workers:
                     worker.serves = worker.sign.recv()
             if worker.process.is_alive():
                 continue
-            # It counts no more in gauges of what is now.
-            mark_process_dead(worker.process.pid or 0)
-            # One that served may have died with its disk, which comes back; others serve on.
-            if not worker.serves and not worker.is_again:
-                return worker.process.exitcode or 1
-            event(logging.ERROR, "worker_died", code=worker.process.exitcode)
-            time.sleep(_RESTART_AFTER_S)
-            workers[place] = self._start(is_again=True)
+            if worker.again_at_s is None:
+                # It counts no more in gauges of what is now.
+                mark_process_dead(worker.process.pid or 0)
+                # One that served may have died with its disk, which comes back; others serve on.
+                if not worker.serves and not worker.pause_s:
+                    return worker.process.exitcode or 1
+                doubled_s = min(2 * worker.pause_s, RETRY_S)
+                worker.pause_s = _RESTART_AFTER_S if worker.serves else doubled_s
+                worker.again_at_s = time.monotonic() + worker.pause_s
+                code = worker.process.exitcode
+                event(logging.ERROR, "worker_died", code=code, again_in_s=worker.pause_s)
+            if time.monotonic() >= worker.again_at_s:
+                workers[place] = self._start(worker.pause_s)
         return 0
 
-    def _start(self, is_again: bool = False) -> _Worker:
+    def _start(self, pause_s: float = 0.0) -> _Worker:
         sign, its_sign = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=self._work, args=(its_sign,), name="gmeta-serve-worker"
         )
         # Held back until the child has set its own: in between it would take this process's, and
         # a worker that is told to end at once would serve on.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())
         try:
             process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
         its_sign.close()
-        return _Worker(process, sign, is_again)
+        return _Worker(process, sign, pause_s)
 
     def _stop(self, workers: list[_Worker]) -> None:
         config = self._config
@@ -152,9 +158,9 @@ class _Workers:
 
     def _work(self, sign: Connection) -> None:
         """Be a worker. Its model was checked already, and is again when it is replaced."""
-        for number in _ENDING:
+        for number in ending_signals():
             signal.signal(number, signal.SIG_DFL)  # until the worker has its own
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
         self._own_side.close()
         threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
         try:

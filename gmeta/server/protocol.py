@@ -149,10 +149,10 @@ def parse_http(
     parameters = _parameters(request)
     tensors = _tensors(_items(request, "inputs"), memoryview(body)[size:])
     names, binary = _outputs(columns, request, parameters)
-    request_id = request.get("id", "")
-    if not isinstance(request_id, str):
+    request_id = request.get("id")
+    if not isinstance(request_id, str | None):
         raise bad(f"id is {request_id!r:.80}; a text is needed. Correct it")
-    return make_inference(columns, tensors, parameters, names, limits, request_id, binary)
+    return make_inference(columns, tensors, parameters, names, limits, request_id or "", binary)
 
 
 def _object(text: bytes) -> dict[str, Any]:
@@ -167,14 +167,18 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _parameters(holder: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = holder.get("parameters", {})
+    found = holder.get("parameters")
+    if found is None:  # or null: some clients send every field
+        return {}
     if not isinstance(found, dict):
         raise bad(f"parameters is {found!r:.40}; an object is needed. Correct it")
     return found
 
 
 def _items(request: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    found = request.get(name, [])
+    found = request.get(name)
+    if found is None:
+        return []
     if not isinstance(found, list) or any(not isinstance(item, dict) for item in found):
         raise bad(f"{name} is {found!r:.40}; a list of objects is needed. Correct it")
     return found
@@ -184,13 +188,11 @@ def _tensors(inputs: Sequence[Mapping[str, Any]], rest: memoryview) -> list[Tens
     tensors = []
     for each in inputs:
         head = check_head(each.get("name"), each.get("datatype"), each.get("shape"))
-        size = None
-        if "parameters" in each:
-            size = _parameters(each).get("binary_data_size")
+        size = _parameters(each).get("binary_data_size")
         if size is None:
             tensors.append(tensor_from_json(*head, each.get("data")))
             continue
-        if type(size) is not int or not 0 <= size <= len(rest) or "data" in each:
+        if type(size) is not int or not 0 <= size <= len(rest) or each.get("data") is not None:
             raise bad(
                 f"input {head[0][:80]!r} has binary_data_size {size!r:.40}, and {len(rest)} bytes "
                 "are left behind the JSON; its data belongs there alone. Correct the size"

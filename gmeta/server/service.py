@@ -55,6 +55,7 @@ class Service:
         # Each worker has files of its own for them, which stay: not for one that fails to load.
         self.metrics = metrics()
         self._trouble = Trouble()
+        self._is_away = False  # no version could be seen at the last look
         self._load = load
         self._cache = cache
         self._batcher = Batcher(self._run, config.batch, self.metrics.batched)
@@ -198,10 +199,12 @@ class Service:
             with reached(folder):
                 version = version_in(folder)
         except (GMetaError, MetaIOError) as error:
-            # An exported folder may be between the old one and the new.
-            if is_url(folder) or not isinstance(error, UserError):
+            # An exported folder may be between the old one and the new, but not for two looks.
+            if is_url(folder) or not isinstance(error, UserError) or self._is_away:
                 self._refuse("", error)
+            self._is_away = True
             return False
+        self._is_away = False
         if version == before.version:
             self._trouble.end()  # the old one was put back
             self.metrics.refused.set(0)

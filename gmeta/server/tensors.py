@@ -111,7 +111,8 @@ def _array(name: str, datatype: str, data: Sequence[Any], kinds: set[type]) -> p
             return pa.array(np.array(data, _NUMBERS[datatype]))
         kind = pa.string() if datatype == "BYTES" else pa.from_numpy_dtype(_NUMBERS[datatype])
         if datatype == "FP16":
-            data = [None if value is None else np.float16(value) for value in data]
+            with np.errstate(over="ignore"):  # infinite, which its column tells
+                data = [None if value is None else np.float16(value) for value in data]
         return pa.array(data, kind)
     except (pa.ArrowException, OverflowError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,6 +26,7 @@ from gmeta.server.metrics import ServerMetrics, count_together
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
 from gmeta.server.tracing import tracing_from_environment
+from gmeta_keys.asked import ending_signals
 
 BACKLOG = 1024
 _HANDSHAKE_MS = 10_000
@@ -34,7 +34,7 @@ _KEPT_BYTES = 256 << 20  # of what batches gave back, for the next
 
 
 def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then answer what is under way and return; `tell` is called
+    """Serve until a signal, then answer what is under way and return; `tell` is called
     when requests are answered.
 
     Raises:
@@ -117,7 +117,7 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
 def _until_signal() -> asyncio.Event:
     """Return what is set when the process is told to end."""
     ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     return ended
 

@@ -1,9 +1,17 @@
 """Whether a process was asked to end, as the handlers of its signals note it."""
 
+import signal
 import time
 from typing import final
 
 _LOOK_EVERY_S = 0.2
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that ask a server to end; a closed terminal's too, unless nohup holds it
+    back."""
+    ending = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    return ending[: 2 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 3]
 
 
 @final

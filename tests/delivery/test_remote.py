@@ -3,6 +3,7 @@ publishes was stopped."""
 
 import errno
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
 from gmeta.delivery.remote import channel_at, publish, served_at
 from gmeta.delivery.retention import prune, remove_others
-from gmeta.delivery.whole import whole_version
+from gmeta.delivery.whole import alone, whole_version
 from gmeta.errors import GMetaError, UserError
 from metaio.format import destination
 from tests.commands import gmeta as gmeta_command
@@ -412,3 +413,17 @@ def test_the_command_publishes_and_refuses_what_is_no_channel(
         done = gmeta_command(*arguments)
         assert (done.returncode, done.stderr) == (2, f"error: {expected}\n")
     assert not empty.exists()
+
+
+def test_a_cache_on_a_read_only_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container's root often is."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    told = "cannot be written: Read-only file system. Set GMETA_CACHE to a folder that can"
+    with pytest.raises(UserError, match=told), alone(tmp_path / "cache"):
+        pass

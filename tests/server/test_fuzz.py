@@ -130,9 +130,9 @@ def wrong_part(rng: random.Random, request: dict[str, Any]) -> Body:
     part, values = rng.choice(
         [
             ("inputs", [3, "x", {}, [3], [[]], None]),
-            ("parameters", [3, "x", [], None]),
-            ("outputs", [3, "x", [3], [{}], [{"name": "no"}], [{"name": 3}], None]),
-            ("id", [3, [], {}, "x" * 257, None]),
+            ("parameters", [3, "x", []]),
+            ("outputs", [3, "x", [3], [{}], [{"name": "no"}], [{"name": 3}]]),
+            ("id", [3, [], {}, "x" * 257]),
         ]
     )
     request[part] = rng.choice(values)

@@ -182,6 +182,25 @@ def test_a_wrong_request_is_told_in_a_line(
     assert "\n" not in answer.json()["error"]
 
 
+def test_a_null_is_a_field_that_is_left_out(service: Service) -> None:
+    """Clients that make requests of typed objects send every field."""
+    request = request_of(QUERY)
+    expected = values(post(service, request))
+    request["inputs"] = [each | {"parameters": None} for each in request["inputs"]]
+    request["outputs"] = [{"name": "prediction", "parameters": None}]
+    for left_out in ({}, {"outputs": None}):
+        answer = post(service, request | {"id": None, "parameters": None} | left_out)
+        np.testing.assert_array_equal(values(answer), expected)
+
+
+@pytest.mark.filterwarnings("error")  # one would stand between the lines of the log
+def test_a_number_too_large_for_16_bits_is_told_alone(service: Service) -> None:
+    request = request_of(QUERY)
+    (price,) = (each for each in request["inputs"] if each["name"] == "price")
+    price |= {"datatype": "FP16", "data": [1e30] * 6}
+    assert "column price holds" in post(service, request).json()["error"]
+
+
 @pytest.mark.parametrize(
     ("extra", "told"),
     [

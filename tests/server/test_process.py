@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import http.client
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -33,10 +35,11 @@ from gmeta.errors import UserError
 from gmeta.server import process
 from gmeta.server.config import ServeConfig
 from gmeta.server.http_edge import HttpServer, http_server
-from gmeta.server.process import _folder_in_memory, _Workers
+from gmeta.server.process import _folder_in_memory, _Worker, _Workers
 from gmeta.server.versions import version_in
 from gmeta.server.worker import _serve, bound_socket
 from gmeta.serving.model import ServedModel
+from gmeta_keys.asked import ending_signals
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
 from metaio.format.destination import replace_folder
@@ -139,6 +142,30 @@ def test_metrics_are_those_of_all_workers(server: RunningServer) -> None:
     assert answered() == before + 10
 
 
+def test_who_asks_for_another_protocol_is_answered_in_this_one(server: RunningServer) -> None:
+    """Java's own client does with each request, of which httptools would drop the body."""
+    body = json.dumps(request_of(QUERY)).encode()
+    # Its second line begins as the header does, and is none.
+    parts = [body[:-1] + b', "id": "', b'Upgrade: stays"}', b""]
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n".encode()
+    whole = head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    told = []
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        for sent in (whole, whole, chunked):
+            if sent is chunked:
+                more = b"Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n"
+                connection.sendall(head + more)
+                # The head is read by then.
+                assert connection.recv(25, socket.MSG_WAITALL).startswith(b"HTTP/1.1 100")
+            connection.sendall(sent)
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            told.append(json.loads(answer.read()))
+    assert [len(one["outputs"][0]["data"]) for one in told] == [QUERY.num_rows] * 3
+    assert told[2]["id"] == "Upgrade: stays"
+
+
 def test_a_worker_that_dies_is_started_again(exported: Path) -> None:
     with running_server(exported, workers=2) as server:
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
@@ -169,6 +196,29 @@ def test_a_worker_that_cannot_start_again_leaves_the_others_serving(
         assert len({name.rpartition("_")[2] for name in names}) == 3
 
 
+def test_a_worker_that_cannot_start_is_tried_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now_s, died = [0.0], []
+    monkeypatch.setattr(process.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(process, "mark_process_dead", lambda pid: None)
+    monkeypatch.setattr(process, "event", lambda *_, **told: died.append(told["again_in_s"]))
+    dead = SimpleNamespace(is_alive=lambda: False, exitcode=1, pid=1)
+    silent = SimpleNamespace(poll=lambda: False)
+
+    def started(self: _Workers, pause_s: float = 0.0) -> _Worker:
+        return _Worker(dead, silent, pause_s)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_Workers, "_start", started)
+    keeper = _Workers(ServeConfig(tmp_path, "model"), lambda *_: None)
+    workers = [_Worker(dead, silent, serves=True) for _ in range(2)]  # type: ignore[arg-type]
+    for _ in range(1000):
+        assert keeper._look_after(workers) == 0
+        now_s[0] += 0.2
+    # The pauses of one take nothing from the other.
+    assert died == [pause_s for pause_s in (1, 2, 4, 8, 16, 32, 60, 60, 60) for _ in workers]
+
+
 def metrics_of(server: RunningServer) -> Path:
     """The folder that all workers keep their metrics in: they have mapped its files."""
     pid = server.process.pid
@@ -188,13 +238,14 @@ def test_a_worker_that_reads_its_model_takes_no_connection() -> None:
         caller.connect(("127.0.0.1", port))
 
 
-def test_a_worker_says_that_it_serves_once_it_listens(exported: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_worker_says_that_it_serves_once_it_listens(exported: Path, ending: int) -> None:
     port, told = free_port(), []
 
     def tell() -> None:
         with socket.create_connection(("127.0.0.1", port)):
             told.append(True)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(ending)
 
     asyncio.run(_serve(shared_config(exported, port), tell))
     assert told == [True]
@@ -259,6 +310,14 @@ def test_what_a_stranger_left_in_memory_is_not_opened(
             assert (strangers / "lock").exists()
     finally:
         os.close(writer)
+
+
+def test_a_server_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ending_signals() == [signal.SIGTERM, signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_in_the_middle_of_a_wait_ends_the_workers_too(tmp_path: Path) -> None:

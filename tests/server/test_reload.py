@@ -115,6 +115,16 @@ def test_a_folder_that_is_gone_for_a_moment_is_no_news(tmp_path: Path) -> None:
         assert service.refused is None
         (tmp_path / "away").rename(folder)
         assert not service.reload()
+        # Nor is the next moment; but whoever waits for a newer version hears of a mount that went.
+        folder.rename(tmp_path / "away")
+        assert not service.reload()
+        assert service.refused is None
+        assert not service.reload()
+        assert service.refused is not None
+        assert str(folder) in service.refused[1]
+        (tmp_path / "away").rename(folder)
+        assert not service.reload()
+        assert service.refused is None
 
 
 def test_a_folder_replaced_while_it_is_read_is_read_again(
