@@ -50,7 +50,8 @@ class Connection(HttpToolsProtocol):
         drops the body of such a request, and each of Java's own client is one."""
         if not self._in_body:
             head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
+            # By as many bytes: nobody's body may end elsewhere than its sender said.
+            data = _UPGRADE.sub(b"ignored:", head) + end + rest
         super().data_received(data)
         if self._in_head:
             self._head_bytes += len(data)
