@@ -158,9 +158,7 @@ def passing_folder(prefix: str = "metaio-passing-", place: str | None = None) ->
     Those of killed processes, and of all that they forked, go first: an unpacked log would stay
     until somebody wonders where the disk went.
     """
-    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
-    folder = made.with_name(made.name.removeprefix("."))
-    for left in made.parent.glob(f"{prefix}*"):
+    for left in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):
             # What is a stranger's is not opened: it may be a pipe, which would block.
             of_left = left.lstat()
@@ -169,6 +167,8 @@ def passing_folder(prefix: str = "metaio-passing-", place: str | None = None) ->
             with _descriptor(left) as descriptor:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if it is at work
                 shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
+    folder = made.with_name(made.name.removeprefix("."))
     with _descriptor(made) as descriptor:
         with suppress(OSError):  # where there are no locks, none is taken away either
             fcntl.flock(descriptor, fcntl.LOCK_EX)
