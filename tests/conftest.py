@@ -3,8 +3,11 @@
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
+from importlib import import_module
 
 # Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
 # the ranks it starts wait for each other most of the time.
@@ -24,6 +27,7 @@ from tests.processes import (
     remove_sockets,
     skipping_what_may_not_start,
 )
+from tests.workers import fork_workers
 
 # Until the tests are collected: a million objects are imported, and none of them is garbage.
 gc.disable()
@@ -35,6 +39,9 @@ for variable in (*PROXIES, *map(str.upper, PROXIES), *COLOURS):
     os.environ.pop(variable, None)
 os.environ["COLUMNS"] = "80"  # of tables, whatever terminal the suite was started from
 
+# A script that starts the suite in the background has it ignore Ctrl-C, and all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The same examples each time, however long this machine takes for one.
 settings.register_profile(
     "steady",
@@ -45,6 +52,8 @@ settings.register_profile(
 )
 settings.load_profile("steady")
 
+ROOT = Path(__file__).parents[1]
+
 # What takes seconds to make: files that use the same are tried by one worker, which makes it once.
 COSTLY = {"followed", "labelled"}
 
@@ -54,6 +63,22 @@ EXIT_STATUS = pytest.StashKey[int]()
 def pytest_xdist_auto_num_workers() -> int:
     """Return two workers a core: the suite waits half its time, for ranks and for servers."""
     return 2 * (os.cpu_count() or 1)
+
+
+def pytest_xdist_setupnodes() -> None:
+    """Fork the workers."""
+    fork_workers()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import another share of the test files first in each worker: pytest keeps what it has made of
+    them, and all workers would make it of all files at once.
+    """
+    if given := getattr(session.config, "workerinput", None):
+        files = sorted(ROOT.glob("tests/**/test_*.py"))
+        for path in files[int(given["workerid"][2:]) :: given["workercount"]]:
+            with suppress(Exception, pytest.skip.Exception):  # the collection will tell
+                import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 @pytest.hookimpl(trylast=True)

@@ -51,6 +51,11 @@ class Forked:
         """The exit code, below 0 for a signal; None as long as it runs."""
         return self._process.exitcode
 
+    def kill(self) -> None:
+        """It alone, and wait for its end."""
+        self._process.kill()
+        self._process.join()
+
     def wait(self, timeout: float | None = None) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)

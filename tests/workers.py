@@ -1,0 +1,49 @@
+"""Workers of pytest-xdist that are forked from the server of the tests: one process imports for all
+of them, and for all that they fork.
+"""
+
+import os
+import sys
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from execnet import gateway_io
+from execnet.gateway_base import ExecModel, Popen2IO
+
+from tests.forked import Forked, fork_from_the_server_of_the_tests
+
+
+class ForkedIO(Popen2IO):
+    """What execnet asks of the process of a worker, and the pipes to it."""
+
+    def __init__(self, execmodel: ExecModel) -> None:
+        (its_stdin, to_worker), (from_worker, its_stdout) = os.pipe(), os.pipe()
+        self._worker = Forked(_serve, DupFd(its_stdin), DupFd(its_stdout))
+        for fd in (its_stdin, its_stdout):
+            os.close(fd)
+        super().__init__(os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb"), execmodel)
+
+    def wait(self) -> int | None:
+        """Its exit code, once it has one."""
+        return self._worker.wait()
+
+    def kill(self) -> None:
+        """At once."""
+        self._worker.kill()
+
+
+def fork_workers() -> None:
+    """From now on, in place of fresh interpreters."""
+    io: Any = gateway_io
+    io.create_io = lambda spec, execmodel: ForkedIO(execmodel)
+
+
+def _serve(stdin: Any, stdout: Any) -> None:
+    """What execnet has a fresh interpreter do."""
+    for given, fd in ((stdin, 0), (stdout, 1)):
+        received = given.detach()
+        os.dup2(received, fd)
+        os.close(received)
+    fork_from_the_server_of_the_tests()
+    sys.stdin = os.fdopen(0, closefd=False)
+    exec(eval(sys.stdin.readline()), {})  # noqa: S307
