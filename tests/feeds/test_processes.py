@@ -6,12 +6,11 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ from metaio.errors import NoDatasetError
 from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
+from tests.forked import Forked
+from tests.processes import with_imports_ready
 from tests.waiting import PATIENCE_S, wait_until
 
 CONFIG = """
@@ -348,31 +349,21 @@ def test_one_that_fails_writes_why_and_is_named(
     processes.close()
 
 
-PARENT = """
-import sys
-from pathlib import Path
-from gmeta.parallel.ranks import start_ranks
-from tests.feeds.test_processes import episodes_of, started
-processes, local = started(Path(sys.argv[1]), Path(sys.argv[2]), start_ranks("cpu", 60), 2)
-next(episodes_of(processes, local))
-print(*[worker.process.pid for worker in processes._workers], flush=True)
-sys.stdin.read()
-"""
-
-
-def test_they_end_with_a_rank_that_is_killed(
-    click_logs: Path, tmp_path: Path, ranks: Ranks
-) -> None:
-    command = [sys.executable, "-c", PARENT, str(click_logs), str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        pids = list(map(int, parent.stdout.readline().split()))
-        assert len(pids) == 2
-        assert all(map(is_running, pids))
-        parent.kill()
+def test_they_end_with_a_rank_that_is_killed(click_logs: Path, tmp_path: Path) -> None:
+    here, there = with_imports_ready().Pipe()
+    parent = Forked(_takes_a_batch, click_logs, tmp_path, there)
+    pids = here.recv()
+    assert len(pids) == 2
+    assert all(map(is_running, pids))
+    parent.kill()
     wait_until(lambda: not any(map(is_running, pids)), "the end of both processes")
+
+
+def _takes_a_batch(data: Path, folder: Path, told: Connection) -> None:
+    processes, local = started(data, folder, start_ranks("cpu", 60), 2)
+    next(episodes_of(processes, local))
+    told.send([worker.process.pid for worker in processes._workers])
+    told.recv()
 
 
 def test_their_memory_has_no_name_and_goes_with_them(
