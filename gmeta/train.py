@@ -49,8 +49,7 @@ from gmeta.runs.lock import held_alone
 from gmeta.runs.meter import StepMeter
 from gmeta.runs.profiler import StepProfiler
 from gmeta.runs.progress import is_due
-from gmeta.prequential import forecast
-from gmeta.validation import score_validation
+from gmeta.validation import forecast, score_validation
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
