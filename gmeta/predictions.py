@@ -11,12 +11,13 @@ import torch
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.episodes import Episodes, with_query_items, with_sampled
-from gmeta.batches.labels import ScoredLabel, kinds_of, labels_checked, scored_labels
+from gmeta.batches.labels import kinds_of, labels_checked, scored_labels
 from gmeta.batches.views import STORED, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import QueryPrediction
+from gmeta.metrics.labels import ScoredLabel
 from gmeta.parallel.ranks import Ranks, gather_to_first
 from gmeta.parallel.sharding import ShardedLearner, local_learner
 from gmeta.parallel.steps import in_step

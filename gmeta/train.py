@@ -21,8 +21,7 @@ from gmeta.checkpoints.mirror import fetch_run
 from gmeta.checkpoints.settled import passed_over, settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
-from gmeta.feeds.agent import open_agent
-from gmeta.feeds.arranged import arranged_batches
+from gmeta.feeds.agent import arranged_batches, open_agent
 from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
@@ -37,7 +36,6 @@ from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.parallel.together import by_first, no_tasks, why_stopped
 from gmeta.predictions import Scored
-from gmeta.prequential import forecast
 from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import (
@@ -51,7 +49,7 @@ from gmeta.runs.lock import held_alone
 from gmeta.runs.meter import StepMeter
 from gmeta.runs.profiler import StepProfiler
 from gmeta.runs.progress import is_due
-from gmeta.validation import score_validation
+from gmeta.validation import forecast, score_validation
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:

@@ -7,9 +7,8 @@ docs/antdt.md tells the whole story. Nothing here imports torch.
 """
 
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.client.feed import ShardFeed
 from gmeta.antdt.client.lease import END, EndOfEpoch, Lease, WaitFor
-from gmeta.antdt.client.stream import UnitStream
+from gmeta.antdt.client.stream import ShardFeed, UnitStream
 from gmeta.antdt.errors import AntdtError, FencedError, LeaseLostError, ServiceUnavailableError
 from gmeta.antdt.manifests.manifest import ShardManifest, load_manifest
 from gmeta.antdt.model import DatasetSpec

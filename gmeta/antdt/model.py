@@ -173,6 +173,30 @@ class Worker:
 
 
 @dataclass(slots=True)
+class Backups:
+    """Which shards may be leased a second time, and which two leases are of one shard.
+
+    Two leases of a shard are equals: either may complete it, and the first one does. When one ends
+    in another way the other is the only one, as if it had always been.
+    """
+
+    wanted: set[int] = field(default_factory=set)  # tokens whose shard another worker may do too
+    # Of each token the other one of its shard; `LedgerState.drop_lease` keeps it true.
+    twins: dict[int, int] = field(default_factory=dict)
+
+    def pair(self, token: int, other: int) -> None:
+        """Record that the two tokens are leases of one shard."""
+        self.twins[token], self.twins[other] = other, token
+
+    def drop(self, token: int) -> None:
+        """Forget a lease that ended."""
+        self.wanted.discard(token)
+        other = self.twins.pop(token, None)
+        if other is not None:
+            del self.twins[other]
+
+
+@dataclass(slots=True)
 class Checkpoint:
     """A prepared manifest that the service still holds."""
 

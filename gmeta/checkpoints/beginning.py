@@ -11,9 +11,9 @@ import numpy as np
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.checkpoints.about import read_about
-from gmeta.checkpoints.continuation import checkpoint_to_continue_from
+from gmeta.checkpoints.continuation import checkpoint_to_continue_from, next_lineage
 from gmeta.checkpoints.growth import load_grown
-from gmeta.checkpoints.lineage import Lineage, lineage_of, next_lineage, steps_before
+from gmeta.checkpoints.lineage import Lineage, lineage_of, steps_before
 from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint
 from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
 from gmeta.config import TrainConfig

@@ -112,9 +112,10 @@ def serve(
     )
     config.check()
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.serve import serve_until_signal
+    from gmeta.server.process import serve_until_signal
+    from gmeta.server.worker import run_worker
 
-    raise typer.Exit(serve_until_signal(config, log_level))
+    raise typer.Exit(serve_until_signal(config, log_level, run_worker))
 
 
 def _check(name: str) -> None:

@@ -22,22 +22,31 @@ from torchrec.distributed import DistributedModelParallel
 from gmeta.antdt.client.agent import Plan, WorkerAgent
 from gmeta.batches.accumulate import MicroBatches, in_parts
 from gmeta.batches.ahead import mapped_ahead
+from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
+from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.config import TrainConfig
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.leased import ServiceFeed
+from gmeta.feeds.own_time import Hiding, LocalClock, ReadTime
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharding import ShardedLearner, local_learner
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import asking_to_stop
+from gmeta.parallel.together import (
+    asking_to_stop,
+    idle_if_wrong,
+    no_tasks,
+    stopping_if_wrong,
+)
 from gmeta.parallel.transport.transport import Swap
+from gmeta.runs.progress import Progress
+from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
 # The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
 PROBES_KEPT = 4
-READING_KEPT = 0.75  # from step to step: a block is read in one and used in some
 # A step's collectives one after the other: numbers of ids, totals, ids, rows, gradients of rows and
 # of layers. Each takes a slow link at least as long as a swap.
 MEETINGS_PER_STEP = 6
@@ -116,6 +125,29 @@ def open_agent(
         threads = config.data.threads if ranks.device.type == "cuda" else 0
         return StaticAgent(sharded, config.outer.accumulate_steps, threads)
     return ServiceAgent(config, feed, sharded, ranks, stop)
+
+
+def arranged_batches(
+    config: TrainConfig,
+    dataset: Dataset,
+    feed: Feed,
+    agent: Agent,
+    local: ShardedLearner,
+    progress: Progress,
+    stop: Stop,
+) -> Iterator[Episodes | MicroBatches]:
+    """Yield this rank's batches from where `progress` stands in its epoch: checked, augmented and
+    arranged. One that is wrong asks all ranks to stop before its step.
+    """
+    epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
+    arrange = local.learner.arranging().in_epoch(epoch)
+    made = feed.episodes(local, epoch, step)
+    if made is not None:
+        return idle_if_wrong(made, arrange(no_tasks(features)), stop)
+    split = config.data.train_split
+    checked = labels_checked(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)
+    batches = augmented(checked, config.augment, features, config.run.seed, epoch, step)
+    return agent.arranged(stopping_if_wrong(batches, features, stop), arrange)
 
 
 @final
@@ -220,93 +252,3 @@ class ServiceAgent(Agent):
             return f"torchrun has used {used} of {allowed} restarts; raise --max-restarts"
         self._stop.asked = True
         return ""
-
-
-@final
-class ReadTime:
-    """How long a rank reads a task, over the last steps; where processes do, arranging counts, too.
-
-    By the tasks that were read, which are others than those of the step: batches are read ahead. A
-    change of the shares puts what was read ahead back, and it is read again out of memory; that
-    says nothing about the storage.
-    """
-
-    def __init__(self) -> None:
-        self._seen_s, self._seen = 0.0, 0  # totals
-        self._newest_s, self._newest = 0.0, 0.0  # the newest steps weigh most
-        self._steps_to_skip = 0
-
-    def skip(self, num_steps: int) -> None:
-        """Leave out the next so many steps, whose tasks are in memory already."""
-        self._steps_to_skip = max(self._steps_to_skip, num_steps)
-
-    def task_s(self, read_s: float, tasks_read: int) -> float:
-        """Return the seconds that reading a task takes, from the totals of the rank's reader;
-        called once a step.
-        """
-        if self._steps_to_skip:
-            self._steps_to_skip -= 1
-        else:
-            self._newest_s = READING_KEPT * self._newest_s + read_s - self._seen_s
-            self._newest = READING_KEPT * self._newest + tasks_read - self._seen
-        self._seen_s, self._seen = read_s, tasks_read
-        return self._newest_s / self._newest if self._newest else 0.0
-
-
-@final
-class Hiding:
-    """How much of the reading the rank's own computation does not hide.
-
-    Batches are read behind the computation's back, also while it waits for its peers. A slow reader
-    whose share has become small is waited for no more, because its peers' computation hides it; it
-    is as slow as before, and with its old share all would wait for it again. So a rank's own time
-    is max(reading, computing), whatever the others do.
-    """
-
-    def __init__(self, batches_ahead: int) -> None:
-        self._batches_ahead = batches_ahead
-        self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
-
-    def shown_s(self, read_s: float, compute_s: float) -> float:
-        """Return how much of the reading a step shows that read and computed for so long."""
-        shown_s = read_s - compute_s - self._credit_s
-        self._credit_s = min(max(0.0, -shown_s), self._batches_ahead * compute_s)
-        return max(0.0, shown_s)
-
-
-@final
-class LocalClock:
-    """Time from the rows' arrival to their gradient's departure: what this rank computes by
-    itself, whatever its peers do."""
-
-    def __init__(self) -> None:
-        self._spent_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def start(self, rows_UD: Tensor) -> None:
-        """Start the clock: the rows are here. It stops when backward reaches them."""
-        if not rows_UD.requires_grad:
-            return
-        if rows_UD.is_cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            rows_UD.register_hook(lambda _: self._events.append((begin, _recorded(end))))
-            return
-        began_s = time.perf_counter()
-        rows_UD.register_hook(lambda _: self._add(time.perf_counter() - began_s))
-
-    def _add(self, seconds: float) -> None:
-        self._spent_s += seconds
-
-    def take_s(self) -> float:
-        """Return the seconds since the last call; on CUDA those of kernels that are through."""
-        while self._events and self._events[0][1].query():
-            begin, end = self._events.pop(0)
-            self._spent_s += begin.elapsed_time(end) / 1000
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
-
-
-def _recorded(event: torch.cuda.Event) -> torch.cuda.Event:
-    event.record()
-    return event

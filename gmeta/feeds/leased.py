@@ -23,10 +23,10 @@ from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
+from gmeta.feeds.asked import Asked
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.processes import processes_of
 from gmeta.feeds.service import connect, own_service, service_address
-from gmeta.feeds.worker import Asked
 from gmeta.hooks.logger import Logger, Reading
 from gmeta.parallel.ranks import Ranks, barrier, value_of_first
 from gmeta.parallel.together import by_all, by_first

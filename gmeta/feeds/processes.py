@@ -32,8 +32,8 @@ from gmeta.batches.episodes import Episodes
 from gmeta.batches.shared import Told, out_of_block
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
+from gmeta.feeds.asked import Answer, Asked, Work, places_from
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.feeds.worker import Answer, Asked, Work, places_from
 from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
 

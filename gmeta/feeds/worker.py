@@ -9,81 +9,30 @@ the config, the dataset and what was asked for: the one that the rank itself wou
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice, tee
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple, final
+from typing import final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from gmeta.batches.accumulate import MicroBatches, in_parts
-from gmeta.batches.arranging import Arranging
 from gmeta.batches.augment import augmented
-from gmeta.batches.episodes import Episodes
 from gmeta.batches.labels import kinds_of, labels_checked
 from gmeta.batches.shared import Told, into_block
-from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
+from gmeta.feeds.asked import Answer, Asked, Place, Work, places_from
 from gmeta.feeds.increment import open_data
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.numerics import keep_freed_memory
-from gmeta.parallel.exchange.planning import Planner
 from metaio.errors import MetaIOError
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import BatchReader, EpisodeRange, RangeReader
 
-Place = tuple[int, int]  # epoch, step
 _ERRORS = GMetaError, MetaIOError, OSError  # of reading, told to the rank
-
-
-class Asked(NamedTuple):
-    """A batch that a rank asks for."""
-
-    place: Place
-    # [R, 2]: first episode of the training split, and how many; None: the rank's fixed share.
-    ranges: npt.NDArray[np.int64] | None
-    num_parts: int  # that its step is worked through in
-
-
-class Answer(NamedTuple):
-    """Where the batch stands that was asked for, or why it cannot be made."""
-
-    place: Place
-    what: Told | Exception
-    seconds: float  # that it took
-
-
-def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
-    """Yield the places of a run, whose epochs have so many steps, from this one on."""
-    epoch, step = place
-    for at in range(epoch, epochs):
-        for of_epoch in range(step if at == epoch else 0, num_steps):
-            yield at, of_epoch
-
-
-@dataclass(frozen=True)
-class Work:
-    """How a process makes batches."""
-
-    config: TrainConfig
-    arranging: Arranging
-    planner: Planner
-    rank: int
-    world_size: int
-    of: int  # processes that are asked in turns
-
-    def arranged(self, batch: TaskBatch, asked: Asked) -> Episodes | MicroBatches:
-        """Return a batch that was read as the learner and its exchange take it."""
-        arrange = self.arranging.in_epoch(asked.place[0])
-        episodes = in_parts(arrange, asked.num_parts)(batch)
-        return episodes.planned(self.planner.plan(episodes))
 
 
 @final

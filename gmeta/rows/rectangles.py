@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gmeta.losses.objectives import LabelLosses, RowLoss, known_labels
-from gmeta.losses.row_losses import HALVES
 from gmeta.rows.sparse_matrix import Bags
 from gmeta_models.inputs import History, RowFeatures
 
@@ -91,17 +89,6 @@ class PaddedRows:
         """
         share_N = self.share_N.to(dtype)
         return share_N / (1.0 + prior * share_N) if prior else share_N
-
-    def row_loss(self, losses: LabelLosses, dtype: torch.dtype, prior: float = 0.0) -> RowLoss:
-        """Return the sum over the tasks of the (shrunken) mean loss of their rows, for outputs of
-        this dtype.
-        """
-        weight_N = self.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
-        weight_NL, shape_NL = weight_N.unsqueeze(1), (self.num_rows, len(losses.losses))
-        label_NL = known_labels(self.label_N, self.weight).view(shape_NL)
-        if self.weight is not None:
-            weight_NL = weight_NL * self.weight.view(shape_NL)
-        return RowLoss(losses, label_NL, losses.scaled(weight_NL), self)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gmeta.files.checked_json import read_json
 from gmeta.metrics.catalogue import predicted_by
-from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT
+from gmeta.runtimes.modules import DENSE, IDS, LENGTHS, LISTS, OUTPUT
 from gmeta.serving.folder import ExportedConfig, vocabulary_file
 from metaio.format.features import FeatureSpec
 

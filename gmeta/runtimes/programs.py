@@ -20,8 +20,20 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from gmeta.errors import GMetaError, UserError
-from gmeta.runtimes.adapted import LABEL, QUERY, SUPPORT, WEIGHT, AdaptAndPredict, recorded
-from gmeta.runtimes.forward import DENSE, IDS, LENGTHS, LISTS, OUTPUT, UnadaptedForward
+from gmeta.runtimes.modules import (
+    DENSE,
+    IDS,
+    LABEL,
+    LENGTHS,
+    LISTS,
+    OUTPUT,
+    QUERY,
+    SUPPORT,
+    WEIGHT,
+    AdaptAndPredict,
+    UnadaptedForward,
+    recorded,
+)
 from gmeta.serving.model import ServedModel
 from gmeta.serving.rows import EncodedColumns, labels_shape
 from metaio.format.features import Features

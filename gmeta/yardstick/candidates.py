@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import View
 from gmeta.errors import UserError
+from gmeta.metrics.labels import ONE_LABEL, ScoredLabel
 from gmeta.yardstick.describing import describing_columns
 from gmeta.yardstick.reading import read_rows, sample_rows
 from gmeta.yardstick.rows import Bools, EpisodeRows, Lists, joined

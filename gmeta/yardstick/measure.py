@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gmeta.batches.labels import ONE_LABEL, ScoredLabel
 from gmeta.batches.views import Shown, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
+from gmeta.metrics.labels import ONE_LABEL, ScoredLabel
 from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, choose_bias

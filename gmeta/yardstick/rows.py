@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from gmeta.batches.labels import ScoredLabel
 from gmeta.batches.views import STORED, View
+from gmeta.metrics.labels import ScoredLabel
 from metaio.format.block import Block, Rows, multi_feature_of_values
 from metaio.hashing import splitmix64, unit_interval
 from metaio.ragged import Float32, Int64, entries_of, offsets, owners, places, ragged_indices

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from metaio.recipes.by_schema import prepare_table, read_fields, whole_number
+from metaio.recipes.by_schema import prepare_table
 from metaio.recipes.by_time import (
     ByTimeConfig,
     check_ratings,
     protocol_by_time,
     schema_by_time,
 )
+from metaio.recipes.fields import read_fields, whole_number
 
 _SOURCE = "Amazon"
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.recipes.by_schema import known_words, prepare_table, read_fields, whole_number
+from metaio.recipes.by_schema import known_words, prepare_table
 from metaio.recipes.by_time import (
     ByTimeConfig,
     check_ratings,
     protocol_by_time,
     schema_by_time,
 )
+from metaio.recipes.fields import read_fields, whole_number
 
 _SOURCE = "ml-100k"
 _YEAR = re.compile(r"\((\d{4})\)\s*$")

@@ -16,7 +16,7 @@ import pyarrow.csv as pa_csv
 
 from metaio.errors import DataError
 from metaio.ragged import Int64
-from metaio.recipes.by_schema import read_fields, whole_number
+from metaio.recipes.fields import read_fields, whole_number
 
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")

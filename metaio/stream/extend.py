@@ -42,7 +42,7 @@ from metaio.stream.chain import (
     open_stream,
 )
 from metaio.stream.description import Before, check_columns, column_kinds, opened
-from metaio.stream.engine import Engine, OneMachine
+from metaio.stream.engine import Engine, OneMachine, Window
 from metaio.stream.inputs import (
     InputFile,
     Offered,
@@ -60,7 +60,6 @@ from metaio.stream.quarantine import (
     note_refusal,
 )
 from metaio.stream.screen import alarms, drift, faults, statistics_of
-from metaio.stream.shards import Window
 from metaio.stream.state import State, commit_state, new_state, remove_old_states, write_tables
 from metaio.stream.window import Clock, Look, Looking, rule_of, time_unit
 

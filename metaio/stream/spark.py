@@ -39,9 +39,9 @@ from metaio.prepare.spark_payloads import (
     quoted,
 )
 from metaio.prepare.spool import split_by_bucket
+from metaio.stream.engine import Bucket, Window, Written, adopt_buckets, write_bucket
 from metaio.stream.inputs import InputFile, described
 from metaio.stream.numbering import Numbering, Occurrences, merged
-from metaio.stream.shards import Bucket, Window, Written, adopt_buckets, write_bucket
 from metaio.stream.state import mapped_tables
 from metaio.stream.task_rows import TaskRows, TaskRowsWriter
 from metaio.stream.window import Look, Looking, encoded, look_at

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from gmeta.checkpoints.continuation import next_lineage, skipped_before
 from gmeta.checkpoints.lineage import (
     Lineage,
     TrainedIncrement,
     lineage_of,
-    next_lineage,
-    skipped_before,
     steps_before,
     told_increments,
     told_lineage,

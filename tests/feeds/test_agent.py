@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gmeta.feeds.agent import Hiding, ReadTime, StaticAgent
+from gmeta.feeds.agent import StaticAgent
+from gmeta.feeds.own_time import Hiding, ReadTime
 
 
 def test_a_reader_as_slow_as_before_shows_the_same_whoever_waits() -> None:

@@ -25,13 +25,13 @@ from gmeta.batches.augment import augmented_batch
 from gmeta.build import build
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.feeds.agent import ServiceAgent
-from gmeta.feeds.arranged import arranged_batches
+from gmeta.feeds.agent import ServiceAgent, arranged_batches
+from gmeta.feeds.asked import Asked, Work
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.feeds.processes import BLOCKS, Processes
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import Asked, Work, answer
+from gmeta.feeds.worker import answer
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner

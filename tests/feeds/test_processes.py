@@ -24,11 +24,12 @@ from gmeta.batches.transfer import unpacked
 from gmeta.build import build
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import GMetaError
+from gmeta.feeds.asked import Asked, Work, places_from
 from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import Asked, TrainingSplit, Work, places_from
+from gmeta.feeds.worker import TrainingSplit
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks

@@ -14,8 +14,7 @@ from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
-from gmeta.runtimes.adapted import QUERY, SUPPORT, AdaptAndPredict
-from gmeta.runtimes.forward import UnadaptedForward
+from gmeta.runtimes.modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
 from gmeta.runtimes.programs import (
     Example,
     adapted_program,

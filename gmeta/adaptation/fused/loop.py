@@ -25,6 +25,7 @@ from gmeta.adaptation.plan import TaskSize
 from gmeta.adaptation.rates import LayerRate, WeightRates, scaled
 from gmeta.rows.common import CommonInputs
 from gmeta.rows.rectangles import FusedLayout, kind_of_device
+from gmeta.rows.row_loss import row_loss
 from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel
 
@@ -115,7 +116,7 @@ class FusedLoop:
         dtype = _precision(rows.values_PD)
         start = self._moving if self._moves_inputs else self._still
         adapted = start(rows.values_PD, tasks, second_order)
-        loss = tasks.support.row_loss(self._objectives.inner, dtype, self._config.support_prior)
+        loss = row_loss(tasks.support, self._objectives.inner, dtype, self._config.support_prior)
         rates = self._decision.rates(self._rates)
         if isinstance(adapted, StillMlp) and (rate := self._decision.one_rate(rates)):
             # A step's gradients are linear in the loss: its rate can stand there, once for all.
@@ -131,13 +132,13 @@ class FusedLoop:
         """Return the sum over the tasks of the mean query loss at the adapted parameters."""
         if isinstance(adapted, StillMlp):
             dtype = adapted.query.outputs_NO.dtype
-            return adapted.query_loss(tasks, tasks.query.row_loss(self._objectives.outer, dtype))
+            return adapted.query_loss(tasks, row_loss(tasks.query, self._objectives.outer, dtype))
         features, dense_NO = tasks.features[1].values(adapted.rows_PD), None
         if adapted.dense is not None:
             dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
         inputs_NX = self._decision_inputs_NX(features, dense_NO)
         outputs_NO = adapted.decision.forward(inputs_NX, tasks.query)[-1]
-        return tasks.query.row_loss(self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
+        return row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
 
     def _moving(self, rows_PD: Tensor, tasks: PaddedTasks, second_order: bool) -> MovingInputs:
         gates: Sequence[Tensor | None] = ()

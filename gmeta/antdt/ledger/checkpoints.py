@@ -3,8 +3,8 @@
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.offers import check_room
 from gmeta.antdt.ledger.state import LedgerState
+from gmeta.antdt.ledger.table import check_room
 from gmeta.antdt.manifests.manifest import ShardManifest, describe_table, parse_manifest
 from gmeta.antdt.model import Checkpoint
 
@@ -107,5 +107,6 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
                 f"{table.spec}. The data or its cut changed since the checkpoint: train from the "
                 "old data, or begin without the checkpoint.",
             )
-    check_room(state, [x.spec for x in manifest.datasets if x.spec.name not in state.tables])
+    tables = state.tables
+    check_room(tables, [x.spec for x in manifest.datasets if x.spec.name not in tables])
     return manifest.digest

@@ -16,7 +16,7 @@ from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.fences import check_caller, check_process, check_registration
 from gmeta.antdt.ledger.numbers import CallNumbers, crc_of
 from gmeta.antdt.ledger.state import LedgerState
-from gmeta.antdt.ledger.table import find_table
+from gmeta.antdt.ledger.table import find_table, is_new_dataset
 from gmeta.antdt.model import Grant, Outcome, Worker
 from gmeta.antdt.readings import Readings
 
@@ -147,7 +147,7 @@ class Ledger:
 
     def _register_dataset(self, command: cmd.RegisterDataset, now_s: float) -> cmd.Reply:
         spec = command.spec
-        is_new = offers.is_new_dataset(self.state, spec)
+        is_new = is_new_dataset(self.state.tables, spec)
         if is_new:
             self._emit(ev.DatasetAdded(spec.to_dict()))
         return cmd.DatasetReply(spec.num_shards, spec.digest, is_new)
@@ -305,7 +305,7 @@ class Ledger:
     def _back_up(self, command: cmd.BackUp, now_s: float) -> cmd.Reply:
         state = self.state
         worker = state.workers.get(command.worker_id)
-        tokens = worker and state.backups.candidates(worker, state.leases, state.tables)
+        tokens = worker and offers.leases_to_back_up(state, worker)
         if tokens:
             self._emit(ev.BackupsWanted(command.action_id, tokens))
         return cmd.Changed(len(tokens or ()))

@@ -1,8 +1,8 @@
 """What a Lease call may be answered with: shards, WAIT with its cause, or END, and when END is
-allowed."""
+allowed.
 
-from collections.abc import Sequence
-from dataclasses import asdict
+At the tail of a speculative dataset also a shard that a slow worker holds: speculative execution
+(Dean and Ghemawat, MapReduce, OSDI 2004, section 3.6)."""
 
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
@@ -10,12 +10,9 @@ from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.model import (
-    MAX_DATASETS,
     MAX_LEASES_PER_WORKER,
-    MAX_SHARDS_IN_ALL,
     TOKEN_COUNTER_BITS,
     TOKEN_COUNTER_MASK,
-    DatasetSpec,
     ShardState,
     Worker,
     bad_argument,
@@ -23,43 +20,6 @@ from gmeta.antdt.model import (
 
 WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a slower one came back
 OPERATOR_RETRY_MS = 1000  # waiting for a person
-
-
-def is_new_dataset(state: LedgerState, spec: DatasetSpec) -> bool:
-    """Return False for the same spec again. Raise RefusedError for another spec under the name."""
-    table = state.tables.get(spec.name)
-    if table is None:
-        check_room(state, [spec])
-        return True
-    if table.spec != spec:
-        differing = [
-            name for name, value in asdict(spec).items() if getattr(table.spec, name) != value
-        ]
-        old = {name: getattr(table.spec, name) for name in differing}
-        new = {name: getattr(spec, name) for name in differing}
-        raise RefusedError(
-            "ALREADY_EXISTS",
-            "SPEC_CONFLICT",
-            f"dataset {spec.name!r} is registered with {old}, the call says {new}; a name stands "
-            "for one dataset. "
-            "Register the other data under another name, or start a service with an empty store.",
-        )
-    return False
-
-
-def check_room(state: LedgerState, specs: Sequence[DatasetSpec]) -> None:
-    """Raise RefusedError unless the service has room for these datasets beside its own: their
-    number is bounded, and the shards of all together, which are its memory."""
-    num_shards = sum(table.spec.num_shards for table in state.tables.values())
-    num_shards += sum(spec.num_shards for spec in specs)
-    if len(state.tables) + len(specs) > MAX_DATASETS:
-        told = f"{len(state.tables)} datasets are registered; at most {MAX_DATASETS}"
-    elif num_shards > MAX_SHARDS_IN_ALL:
-        told = f"all datasets would have {num_shards} shards; at most {MAX_SHARDS_IN_ALL}"
-    else:
-        return
-    told += " are allowed. Start another service."
-    raise RefusedError("RESOURCE_EXHAUSTED", "LIMIT", told)
 
 
 def hold_back(
@@ -117,12 +77,40 @@ def next_grant(
     positions = table.next_ready(command.max_shards)
     if positions:
         return grant(state, worker, table, command, call_crc, positions)
-    beside = state.backups.next_for(worker, table, state.leases)
+    beside = _lease_to_double(state, worker, table)
     if beside is None:
         return None
     position = state.leases[beside].position
     granted = grant(state, worker, table, command, call_crc, [position])
     return ev.BackupGranted(*granted, beside)
+
+
+def leases_to_back_up(state: LedgerState, worker: Worker) -> list[int]:
+    """Return those of the worker's leases that a decision to back it up is about: of speculative
+    datasets, where nothing is left to hand out, and without a second lease yet."""
+    free = worker.tokens - state.backups.wanted - state.backups.twins.keys()
+    tables, leases = state.tables, state.leases
+    return [token for token in sorted(free) if _is_at_its_tail(tables[leases[token].dataset])]
+
+
+def _is_at_its_tail(table: ShardTable) -> bool:
+    return table.spec.speculative and not table.counts[ShardState.READY]
+
+
+def _lease_to_double(state: LedgerState, worker: Worker, table: ShardTable) -> int | None:
+    """Return the oldest lease of the dataset beside which this worker may get one; None where there
+    is none, or where the worker is itself one of the slow ones."""
+    backups = state.backups
+    if not backups.wanted.isdisjoint(worker.tokens):
+        return None
+    # Tokens rise with time: the shard that was held longest comes first.
+    for token in sorted(backups.wanted - backups.twins.keys()):
+        lease = state.leases[token]
+        # A shard that failed too often while it had two leases waits for its last one.
+        is_exhausted = table.attempts.get(lease.position, 0) > table.spec.max_attempts
+        if lease.dataset == table.spec.name and not is_exhausted:
+            return token
+    return None
 
 
 def grant(

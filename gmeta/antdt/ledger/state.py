@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, final
 
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.backups import Backups
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.manifests.manifest import parse_manifest, restore_table
 from gmeta.antdt.model import (
     MAX_ACTIONS,
     TOKEN_COUNTER_MASK,
+    Backups,
     Checkpoint,
     DatasetSpec,
     Lease,

@@ -7,10 +7,17 @@ decides the order and there is no queue that could disagree with it.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import final
 
 from gmeta.antdt.errors import RefusedError
-from gmeta.antdt.model import DatasetSpec, Grant, ShardState
+from gmeta.antdt.model import (
+    MAX_DATASETS,
+    MAX_SHARDS_IN_ALL,
+    DatasetSpec,
+    Grant,
+    ShardState,
+)
 from gmeta.antdt.order import ShardOrder
 
 SHARDS_PER_PAGE = 4096  # one row of the store: 1e7 shards load in 29 ms
@@ -158,3 +165,40 @@ def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
             f"{', '.join(sorted(tables)[:20]) or 'none'}. Name one of these, or register it.",
         )
     return table
+
+
+def is_new_dataset(tables: Mapping[str, ShardTable], spec: DatasetSpec) -> bool:
+    """Return False for the same spec again. Raise RefusedError for another spec under the name."""
+    table = tables.get(spec.name)
+    if table is None:
+        check_room(tables, [spec])
+        return True
+    if table.spec != spec:
+        differing = [
+            name for name, value in asdict(spec).items() if getattr(table.spec, name) != value
+        ]
+        old = {name: getattr(table.spec, name) for name in differing}
+        new = {name: getattr(spec, name) for name in differing}
+        raise RefusedError(
+            "ALREADY_EXISTS",
+            "SPEC_CONFLICT",
+            f"dataset {spec.name!r} is registered with {old}, the call says {new}; a name stands "
+            "for one dataset. "
+            "Register the other data under another name, or start a service with an empty store.",
+        )
+    return False
+
+
+def check_room(tables: Mapping[str, ShardTable], specs: Sequence[DatasetSpec]) -> None:
+    """Raise RefusedError unless the service has room for these datasets beside its own: their
+    number is bounded, and the shards of all together, which are its memory."""
+    num_shards = sum(table.spec.num_shards for table in tables.values())
+    num_shards += sum(spec.num_shards for spec in specs)
+    if len(tables) + len(specs) > MAX_DATASETS:
+        told = f"{len(tables)} datasets are registered; at most {MAX_DATASETS}"
+    elif num_shards > MAX_SHARDS_IN_ALL:
+        told = f"all datasets would have {num_shards} shards; at most {MAX_SHARDS_IN_ALL}"
+    else:
+        return
+    told += " are allowed. Start another service."
+    raise RefusedError("RESOURCE_EXHAUSTED", "LIMIT", told)

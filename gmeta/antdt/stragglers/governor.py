@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger.offers import leases_to_back_up
 from gmeta.antdt.log import LOGGER_NAME, event
 from gmeta.antdt.model import MAX_EPOCHS, ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
@@ -92,11 +93,10 @@ def read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
     and how many one was."""
     if not any(table.spec.speculative for table in state.tables.values()):
         return {}
-    backups = state.backups
     found = {}
     for name, worker in state.workers.items():
-        to_back_up = len(backups.candidates(worker, state.leases, state.tables))
-        backed_up = len(backups.wanted & worker.tokens)
+        to_back_up = len(leases_to_back_up(state, worker))
+        backed_up = len(state.backups.wanted & worker.tokens)
         if to_back_up or backed_up:
             found[name] = (to_back_up, backed_up)
     return found

@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "second lease where results cannot be discarded",
-        "ledger/backups.py",
+        "ledger/offers.py",
         "return table.spec.speculative and not",
         "return not",
     ),

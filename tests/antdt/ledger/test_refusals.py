@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gmeta.antdt.errors import RefusedError, StoreFailedError
-from gmeta.antdt.ledger import checkpoints, fences, offers, operate
+from gmeta.antdt.ledger import checkpoints, fences, offers, operate, table
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest
 from gmeta.antdt.model import MAX_NOTE_CHARS, DatasetSpec
@@ -224,7 +224,7 @@ def test_a_store_of_another_job_is_not_served(scene: Scene) -> None:
     ("limit", "call", "message"),
     [
         (
-            (offers, "MAX_DATASETS"),
+            (table, "MAX_DATASETS"),
             lambda service, worker: service.register_dataset(name="e"),
             "1 datasets are registered; at most 1 are allowed. Start another service.",
         ),
@@ -338,7 +338,7 @@ def test_the_shards_of_all_datasets_together_are_bounded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that a manifest brings: each is a byte of the service's memory."""
-    monkeypatch.setattr(offers, "MAX_SHARDS_IN_ALL", 9)
+    monkeypatch.setattr(table, "MAX_SHARDS_IN_ALL", 9)
     too_many = (
         "RESOURCE_EXHAUSTED",
         "LIMIT",

@@ -1,0 +1,61 @@
+"""What a rank (processes.py) and the processes that make its batches (worker.py) say."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.arranging import Arranging
+from gmeta.batches.episodes import Episodes
+from gmeta.batches.shared import Told
+from gmeta.config import TrainConfig
+from gmeta.parallel.exchange.planning import Planner
+from metaio.read.batch import TaskBatch
+
+Place = tuple[int, int]  # epoch, step
+
+
+class Asked(NamedTuple):
+    """A batch that a rank asks for."""
+
+    place: Place
+    # [R, 2]: first episode of the training split, and how many; None: the rank's fixed share.
+    ranges: npt.NDArray[np.int64] | None
+    num_parts: int  # that its step is worked through in
+
+
+class Answer(NamedTuple):
+    """Where the batch stands that was asked for, or why it cannot be made."""
+
+    place: Place
+    what: Told | Exception
+    seconds: float  # that it took
+
+
+def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
+    """Yield the places of a run, whose epochs have so many steps, from this one on."""
+    epoch, step = place
+    for at in range(epoch, epochs):
+        for of_epoch in range(step if at == epoch else 0, num_steps):
+            yield at, of_epoch
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a process makes batches."""
+
+    config: TrainConfig
+    arranging: Arranging
+    planner: Planner
+    rank: int
+    world_size: int
+    of: int  # processes that are asked in turns
+
+    def arranged(self, batch: TaskBatch, asked: Asked) -> Episodes | MicroBatches:
+        """Return a batch that was read as the learner and its exchange take it."""
+        arrange = self.arranging.in_epoch(asked.place[0])
+        episodes = in_parts(arrange, asked.num_parts)(batch)
+        return episodes.planned(self.planner.plan(episodes))
