@@ -112,14 +112,23 @@ class Study:
 
     def _take_up(self) -> list[int]:
         """Have the trials that a killed study left unfinished tried anew; return their numbers."""
-        states = (self._states.RUNNING,)
-        left = self._study.get_trials(deepcopy=False, states=states)
-        for trial in left:
+        interrupted = []
+        queued = [trial.system_attrs["fixed_params"] for trial in self._in(self._states.WAITING)]
+        for trial in self._in(self._states.RUNNING):
+            if (state := trial.user_attrs.get("state")) is not None:  # killed behind its end
+                self._tell(trial.number, state, trial.user_attrs["score"])
+                continue
             # The same values as a new trial: a killed one cannot be reopened. One that was killed
             # as it began has not yet taken those that were to be tried.
-            self._study.enqueue_trial(trial.system_attrs.get("fixed_params", {}) | trial.params)
+            values = trial.system_attrs.get("fixed_params", {}) | trial.params
+            if values not in queued:  # as by one that was killed here
+                self._study.enqueue_trial(values)
             self._study.tell(trial.number, state=self._states.FAIL)
-        return [trial.number for trial in left]
+            interrupted.append(trial.number)
+        return interrupted
+
+    def _in(self, state: Any) -> list[Any]:
+        return list(self._study.get_trials(deepcopy=False, states=(state,)))
 
     def _propose_own_values(self) -> None:
         """Have the config's own values tried first: what is found is no worse than they are."""
@@ -161,15 +170,18 @@ class Study:
         if state != "complete":
             score = [None, *trial.user_attrs.get("scores", [])][-1]
         trial.set_user_attr("score", score)
-        trial.set_user_attr("state", state)
         trial.set_user_attr("note", note)
+        trial.set_user_attr("state", state)  # last: with it a trial has ended
+        self._tell(number, state, score)
+        return next(each for each in self.trials() if each.number == number)
+
+    def _tell(self, number: int, state: State, score: float | None) -> None:
         if state == "complete":
-            self._study.tell(trial, score)
+            self._study.tell(number, score)
         else:
             # Not as failed: the proposals learn nothing from a failure, and would come back to
             # rates that diverge.
-            self._study.tell(trial, state=self._states.PRUNED)
-        return next(each for each in self.trials() if each.number == number)
+            self._study.tell(number, state=self._states.PRUNED)
 
     def trials(self) -> list[Trial]:
         """Return all trials that ended, in order; those of a killed process as interrupted."""
