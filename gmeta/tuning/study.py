@@ -92,14 +92,17 @@ class Study:
             journal = folder / JOURNAL_FILE
             _mend(journal)
             backend = optuna.storages.journal.JournalFileBackend(str(journal))
-            storage = optuna.storages.JournalStorage(backend)
-            self._study = optuna.create_study(
-                storage=storage,
-                study_name="tune",
-                load_if_exists=True,
-                direction="maximize" if best.higher_is_better else "minimize",
-                pruner=_pruner(optuna, plan.pruner),
-            )
+            try:
+                storage = optuna.storages.JournalStorage(backend)
+                self._study = optuna.create_study(
+                    storage=storage,
+                    study_name="tune",
+                    load_if_exists=True,
+                    direction="maximize" if best.higher_is_better else "minimize",
+                    pruner=_pruner(optuna, plan.pruner),
+                )
+            except (LookupError, TypeError, ValueError) as error:
+                raise _damaged(journal, error) from error
             # A study that goes on must not draw its first proposals once more.
             begun = len(self._study.get_trials(deepcopy=False))
             self._study.sampler = optuna.samplers.TPESampler(
@@ -272,7 +275,7 @@ def _check_same(folder: Path, plan: Plan) -> None:
     try:
         found = read_json(path)
     except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}. Begin another --study") from error
+        raise _damaged(path, error) from error
     for name, value in wanted.items():
         # There and back, so that tuples are lists on both sides.
         if found.get(name) != json.loads(json.dumps(value)):
@@ -281,6 +284,10 @@ def _check_same(folder: Path, plan: Plan) -> None:
                 f"--study {folder} was begun with another {name} ({which}): its trials do not "
                 "compare. Give the same command to go on, or another --study"
             )
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged: {error}. Begin another --study")
 
 
 def _differing(found: Any, wanted: Any, prefix: str = "") -> list[str]:

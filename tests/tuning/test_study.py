@@ -224,6 +224,14 @@ def test_a_damaged_study_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
+    played(opened(tmp_path), 0.6)
+    journal = tmp_path / JOURNAL_FILE
+    journal.write_text(journal.read_text().replace("study_id", "study_it"))
+    with pytest.raises(UserError, match=f"^{journal} is damaged: 'study_id'. Begin another"):
+        opened(tmp_path)
+
+
 def test_the_best_value_at_the_end_of_its_range_is_told(tmp_path: Path) -> None:
     study = opened(tmp_path, algorithm={"inner_lr": 0.97})
     played(study, 0.6)
