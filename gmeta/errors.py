@@ -15,6 +15,10 @@ class NotFiniteError(GMetaError):
     exit_code = 3
 
 
+class NotWrittenError(GMetaError):
+    """A disk did not take what a run writes: it is full, or fails. The run is not to blame."""
+
+
 class UserError(GMetaError):
     """Something that the user can mend: a config value, a path, an option. Exit code 2."""
 

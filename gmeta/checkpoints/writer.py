@@ -28,7 +28,7 @@ from gmeta.checkpoints.lineage import Lineage, told_lineage
 from gmeta.checkpoints.loader import state_of
 from gmeta.checkpoints.mirror import Mirror
 from gmeta.config import TrainConfig
-from gmeta.errors import GMetaError
+from gmeta.errors import GMetaError, NotWrittenError
 from gmeta.files.checksums import FileEntry, describe_file
 from gmeta.internals import ShardedTensor, empty_like_sharded
 from gmeta.parallel.ranks import Ranks, gather_to_first, lost_contact, new_control_group
@@ -181,7 +181,7 @@ class CheckpointWriter:
             )
         except (OSError, RuntimeError, CheckpointException) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            self._error = lost_contact(error) or GMetaError(
+            self._error = lost_contact(error) or NotWrittenError(
                 f"checkpoint {final} cannot be written: {reason_of(error)}; {_free(self._folder)} "
                 "were free there. Free some, then go on from the checkpoint before with --resume"
             )

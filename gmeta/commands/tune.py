@@ -245,7 +245,9 @@ def _try(
     console = screen(stderr=True)
     for number in study.interrupted:
         # What it trained is tried anew, with the same values.
-        shutil.rmtree(runner.folder_of(number).root, ignore_errors=True)
+        folder = runner.folder_of(number).root
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.with_suffix(".log").unlink(missing_ok=True)
         console.print(f"trial {number}: was interrupted; its values are tried again")
     if done := study.num_tried():
         console.print(f"goes on behind {counted(done, 'trial')}")

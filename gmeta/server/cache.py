@@ -46,8 +46,10 @@ class TaskCache:
         max_bytes: int,
         ttl_s: float,
         shared: SharedSupport | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # One for all processes of a machine, which nobody sets: where the time of day was set back,
+        # rows that came later would count as the older ones.
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._shared = shared

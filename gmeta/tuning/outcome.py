@@ -30,7 +30,7 @@ def check_any_complete(study: Study, folder: Path) -> Trial:
     """Return the best trial. Raise GMetaError where none came to its end."""
     best = study.best()
     if best is None:
-        ranked = study.ranked()
+        ranked = [trial for trial in study.ranked() if trial.state != "interrupted"]
         note = next((trial.note for trial in ranked if trial.note), "it was pruned")
         raise GMetaError(
             f"0 of {counted(len(ranked), 'trial')} in {folder} came to an end; the first: {note}. "

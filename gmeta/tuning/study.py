@@ -92,14 +92,17 @@ class Study:
             journal = folder / JOURNAL_FILE
             _mend(journal)
             backend = optuna.storages.journal.JournalFileBackend(str(journal))
-            storage = optuna.storages.JournalStorage(backend)
-            self._study = optuna.create_study(
-                storage=storage,
-                study_name="tune",
-                load_if_exists=True,
-                direction="maximize" if best.higher_is_better else "minimize",
-                pruner=_pruner(optuna, plan.pruner),
-            )
+            try:
+                storage = optuna.storages.JournalStorage(backend)
+                self._study = optuna.create_study(
+                    storage=storage,
+                    study_name="tune",
+                    load_if_exists=True,
+                    direction="maximize" if best.higher_is_better else "minimize",
+                    pruner=_pruner(optuna, plan.pruner),
+                )
+            except (LookupError, TypeError, ValueError) as error:
+                raise _damaged(journal, error) from error
             # A study that goes on must not draw its first proposals once more.
             begun = len(self._study.get_trials(deepcopy=False))
             self._study.sampler = optuna.samplers.TPESampler(
@@ -112,14 +115,23 @@ class Study:
 
     def _take_up(self) -> list[int]:
         """Have the trials that a killed study left unfinished tried anew; return their numbers."""
-        states = (self._states.RUNNING,)
-        left = self._study.get_trials(deepcopy=False, states=states)
-        for trial in left:
+        interrupted = []
+        queued = [trial.system_attrs["fixed_params"] for trial in self._in(self._states.WAITING)]
+        for trial in self._in(self._states.RUNNING):
+            if (state := trial.user_attrs.get("state")) is not None:  # killed behind its end
+                self._tell(trial.number, state, trial.user_attrs["score"])
+                continue
             # The same values as a new trial: a killed one cannot be reopened. One that was killed
             # as it began has not yet taken those that were to be tried.
-            self._study.enqueue_trial(trial.system_attrs.get("fixed_params", {}) | trial.params)
+            values = trial.system_attrs.get("fixed_params", {}) | trial.params
+            if values not in queued:  # as by one that was killed here
+                self._study.enqueue_trial(values)
             self._study.tell(trial.number, state=self._states.FAIL)
-        return [trial.number for trial in left]
+            interrupted.append(trial.number)
+        return interrupted
+
+    def _in(self, state: Any) -> list[Any]:
+        return list(self._study.get_trials(deepcopy=False, states=(state,)))
 
     def _propose_own_values(self) -> None:
         """Have the config's own values tried first: what is found is no worse than they are."""
@@ -161,15 +173,18 @@ class Study:
         if state != "complete":
             score = [None, *trial.user_attrs.get("scores", [])][-1]
         trial.set_user_attr("score", score)
-        trial.set_user_attr("state", state)
         trial.set_user_attr("note", note)
+        trial.set_user_attr("state", state)  # last: with it a trial has ended
+        self._tell(number, state, score)
+        return next(each for each in self.trials() if each.number == number)
+
+    def _tell(self, number: int, state: State, score: float | None) -> None:
         if state == "complete":
-            self._study.tell(trial, score)
+            self._study.tell(number, score)
         else:
             # Not as failed: the proposals learn nothing from a failure, and would come back to
             # rates that diverge.
-            self._study.tell(trial, state=self._states.PRUNED)
-        return next(each for each in self.trials() if each.number == number)
+            self._study.tell(number, state=self._states.PRUNED)
 
     def trials(self) -> list[Trial]:
         """Return all trials that ended, in order; those of a killed process as interrupted."""
@@ -260,7 +275,7 @@ def _check_same(folder: Path, plan: Plan) -> None:
     try:
         found = read_json(path)
     except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}. Begin another --study") from error
+        raise _damaged(path, error) from error
     for name, value in wanted.items():
         # There and back, so that tuples are lists on both sides.
         if found.get(name) != json.loads(json.dumps(value)):
@@ -269,6 +284,10 @@ def _check_same(folder: Path, plan: Plan) -> None:
                 f"--study {folder} was begun with another {name} ({which}): its trials do not "
                 "compare. Give the same command to go on, or another --study"
             )
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged: {error}. Begin another --study")
 
 
 def _differing(found: Any, wanted: Any, prefix: str = "") -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, final
 
 from gmeta.config import TrainConfig
+from gmeta.errors import GMetaError
 from gmeta.forking import forking_context, start
 from gmeta.runs.folder import RunFolder
 from gmeta.tuning.study import Study, Trial
@@ -31,12 +32,13 @@ Work = Callable[[dict[str, Any], str, Connection], None]
 @dataclass(frozen=True)
 class Said:
     """What a trial's process says at its end: the run's score (None: undefined) and a line on how
-    it adapted for it, or a line on why it failed.
+    it adapted for it, or a line on why it failed; `unwritten` if that was for want of a disk.
     """
 
     score: float | None = None
     adapts: str = ""
     failure: str = ""
+    unwritten: bool = False
 
 
 @dataclass
@@ -65,6 +67,9 @@ class TrialRunner:
     def run(self, num_trials: int, parallel: int) -> Iterator[Trial]:
         """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as
         it ends. What still runs when the caller leaves is ended.
+
+        Raises:
+            GMetaError: the disk did not take what a trial wrote: no other would fare better.
         """
         try:
             while True:
@@ -91,6 +96,7 @@ class TrialRunner:
     def _start(self, number: int, values: dict[str, Any]) -> None:
         folder = self.folder_of(number)
         folder.root.parent.mkdir(exist_ok=True)
+        shutil.rmtree(folder.root, ignore_errors=True)  # of a journal that is lost
         config = trial_config(self._study.config(values), folder.root)
         log = folder.root.with_suffix(".log")
         self._running[number] = _Running(*started(self._context, self._work, config, log), folder)
@@ -110,6 +116,11 @@ class TrialRunner:
         process = running.process
         said = said_by(process, running.said)
         del self._running[number]
+        if said.unwritten:
+            raise GMetaError(
+                f"trial {number}: {said.failure}. It is not counted: once there is space, the same "
+                "command of gmeta tune tries its values again"
+            )
         if running.pruned:
             trial = self._study.ended(number, "pruned")
         elif process.exitcode or said.failure:

@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,14 @@ def test_rows_that_came_meanwhile_are_not_replaced_by_the_ones_before() -> None:
     kept = cache.get("a")
     assert kept is not None
     assert kept.support.num_rows == 2
+
+
+def test_the_time_of_a_task_is_none_that_can_be_set_back() -> None:
+    cache = TaskCache(1 << 20, 10.0)
+    cache.put("a", ROWS, state(), "v1")
+    kept = cache.get("a")
+    assert kept is not None
+    assert kept.expires_s <= time.monotonic() + 10
 
 
 def test_processes_share_the_rows(tmp_path: Path) -> None:

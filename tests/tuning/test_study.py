@@ -2,8 +2,10 @@
 
 import json
 import statistics
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -163,6 +165,29 @@ def test_what_a_killed_study_left_unfinished_is_tried_anew(tmp_path: Path) -> No
     assert opened(tmp_path).num_tried() == 2
 
 
+@pytest.mark.parametrize("at", ["its end", "the next start"])
+def test_a_kill_between_two_lines_of_the_journal_counts_no_trial_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    study = opened(tmp_path)
+    number, values = study.ask()
+    with monkeypatch.context() as killed:
+        killed.setattr(import_optuna().study.Study, "tell", Mock(side_effect=KeyboardInterrupt))
+        with suppress(KeyboardInterrupt):
+            if at == "its end":
+                study.ended(number, "complete", "", 0.8)
+            opened(tmp_path)
+    again = opened(tmp_path)
+    if at == "its end":
+        assert (again.interrupted, again.num_tried()) == ([], 1)
+        best = again.best()
+        assert best is not None
+        assert (best.number, best.score) == (0, 0.8)
+    else:
+        assert again.ask()[1] == values
+    assert again.ask()[1] != values
+
+
 def test_a_study_that_goes_on_draws_no_proposal_twice(tmp_path: Path) -> None:
     rates = []
     for _ in range(4):
@@ -196,6 +221,14 @@ def test_a_damaged_study_is_refused(tmp_path: Path) -> None:
     opened(tmp_path)
     (tmp_path / "study.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
+        opened(tmp_path)
+
+
+def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
+    played(opened(tmp_path), 0.6)
+    journal = tmp_path / JOURNAL_FILE
+    journal.write_text(journal.read_text().replace("study_id", "study_it"))
+    with pytest.raises(UserError, match=f"^{journal} is damaged: 'study_id'. Begin another"):
         opened(tmp_path)
 
 

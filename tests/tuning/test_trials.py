@@ -1,17 +1,21 @@
 """A trial's process, from its training to its score."""
 
+import errno
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gmeta.commands.work import tune
 from gmeta.config import config_from_dict
-from gmeta.errors import UserError
+from gmeta.errors import GMetaError, NotWrittenError, UserError
+from gmeta.tuning import trials
+from gmeta.tuning.trials import TrialRunner
 
 
 def test_what_was_trained_is_gone_before_it_is_scored_as_in_a_process_of_its_own(
@@ -42,3 +46,36 @@ def test_what_was_trained_is_gone_before_it_is_scored_as_in_a_process_of_its_own
             tune._train(config_from_dict({}), None)  # type: ignore[arg-type]
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("error", "is_counted"),
+    [
+        (NotWrittenError("checkpoint x cannot be written"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file"), True),
+        (UserError("data.path is empty"), True),
+    ],
+)
+def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
+    error: Exception, is_counted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left, said = Mock(), Mock()
+    monkeypatch.setattr(tune.os, "_exit", left)
+    monkeypatch.setattr(tune.os, "dup2", Mock())
+    monkeypatch.setattr(tune, "_train", Mock(side_effect=error))
+    tune.be_trial(False, {}, str(tmp_path / "log"), said)
+    told = said.send.call_args.args[0]
+    study = Mock()
+    study.trials.return_value = []
+    runner = TrialRunner(study, tmp_path, "auc", Mock(), Mock())
+    trial = Mock(**{"process.exitcode": left.call_args.args[0]}, pruned=False)
+    runner._running[3] = trial
+    monkeypatch.setattr(trials, "said_by", lambda *_: told)
+    if is_counted:
+        runner._end(3, trial)
+        study.ended.assert_called_once_with(3, "failed", told.failure)
+    else:
+        with pytest.raises(GMetaError, match=r"^trial 3: .*\. It is not counted: once there is "):
+            runner._end(3, trial)
+        study.ended.assert_not_called()

@@ -12,9 +12,10 @@ from typing import Any
 import pyarrow.compute as pc
 
 from gmeta.build import check_on_data
-from gmeta.commands.telling import told, told_errors
+from gmeta.commands.telling import WRONG_PATHS, told, told_errors
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig, config_from_dict
+from gmeta.errors import NotWrittenError
 from gmeta.evaluate import evaluate_run
 from gmeta.feeds.increment import open_data
 from gmeta.numerics import choose_products
@@ -45,7 +46,9 @@ def be_trial(is_check: bool, config: dict[str, Any], log: str, says: Connection)
     except told_errors() as error:
         line, code = told(error)
         sys.stderr.write(f"error: {line}\n")
-        says.send(Said(failure=line))
+        is_path = isinstance(error, WRONG_PATHS)
+        unwritten = isinstance(error, NotWrittenError | OSError) and not is_path
+        says.send(Said(failure=line, unwritten=unwritten))
     # A fault of the program ends the process with its traceback in the log, which is named.
     says.close()
     sys.stdout.flush()
