@@ -264,8 +264,8 @@ class MetaLearner(nn.Module):
     def predict_along(
         self, rows_UD: Tensor, episodes: Episodes, steps: Sequence[int]
     ) -> list[QueryPrediction]:
-        """Return what `predict` does, after each of these numbers of inner steps, rising ones, for
-        the price of the last: all lie on one way.
+        """Return what `predict` does after each of these ascending numbers of inner steps, for the
+        price of the last: all lie on one path.
         """
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
