@@ -61,7 +61,7 @@ class RowPlan:
 
 
 class Inputs(NamedTuple):
-    """What a learner reads of a rank's share of a step, beside the rows that are fetched for it.
+    """All that a learner reads of a rank's share of a step, but for the rows that are fetched.
 
     Its rows are one side for plain training, where every row is a query row; both sides to predict;
     for the general inner loop both sides of groups of tasks; for the fused one both, padded.

@@ -33,14 +33,14 @@ class Factors(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """What all inner steps so far add to the tasks of a rectangle: - sum_j A_j^T a G_j."""
+    """The change of all inner steps so far, for the tasks of a rectangle: - sum_j A_j^T a G_j."""
 
     weight_TIO: Tensor
     bias_T1O: Tensor
 
 
 class LayerUpdate(NamedTuple):
-    """What the inner steps so far took from a layer, each rectangle of tasks held in its own way.
+    """The change of a layer by the inner steps so far, each rectangle of tasks in its own form.
 
     `flat`, factors first, is the order of the tensors for autograd, and of their gradients.
     """
