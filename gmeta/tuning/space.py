@@ -277,8 +277,9 @@ def default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
     algorithm, outer = config.algorithm, config.outer
     space: list[Dimension] = []
     kinds = config.labels.kinds(outer.loss, labels)
-    is_solvable = len(kinds) == 1 and predicted_by(kinds[0]) != "score"
-    others = ("maml", "metasgd", *(("ridge",) if is_solvable else ()))
+    others = ["maml", "metasgd"]
+    if len(kinds) == 1 and predicted_by(kinds[0]) != "score" and algorithm.adapt_layers:
+        others.append("ridge")
     learnt = tuple(name for name in others if name != algorithm.name)
     if algorithm.name not in FORWARD_ONLY:
         if algorithm.inner_lr > 0:

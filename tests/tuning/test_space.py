@@ -211,6 +211,7 @@ def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> No
     assert choices_of(name, "buy", labels={"loss": {"buy": "softmax"}}) == ("maml", "metasgd")
     assert choices_of(name, "click", "buy") == ("maml", "metasgd")
     assert choices_of(name, "buy") == ("maml", "metasgd", "ridge")
+    assert choices_of(name, algorithm={"adapt_layers": []}) == ("maml", "metasgd")
     assert choices_of(name, algorithm={"name": "ridge"}) == ("ridge", "maml", "metasgd")
     assert choices_of(plain, run={"epochs": 1}) == ()
     assert choices_of(plain, run={"epochs": 12}) == (0, 6, 9)
