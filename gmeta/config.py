@@ -202,7 +202,7 @@ class RunConfig:
     deterministic: bool = key(
         False, "use deterministic torch kernels only; an operation that has none is refused"
     )
-    log_every_steps: int = key(10, "one metrics line per so many steps", min=1)
+    log_every_steps: int = key(10, "steps between two lines of metrics", min=1)
     loggers: tuple[str, ...] = key(
         ("tensorboard",),
         "where readings go beside metrics.jsonl: tensorboard, wandb, mlflow, or your own "
@@ -215,7 +215,7 @@ class RunConfig:
         0, "write a trace and a summary of so many steps of rank 0 to profile/; 0: none", min=0
     )
     checkpoint_every_steps: int = key(
-        0, "checkpoint after so many steps; 0: after every epoch", min=0
+        0, "steps between two checkpoints; 0: one after every epoch", min=0
     )
     checkpoint_in_background: bool = key(
         True, "write while training goes on; costs a copy of the rank's state in host memory"

@@ -9,6 +9,7 @@ Shape suffixes: N rows, U fetched rows, P distinct (task, row) pairs, D embeddin
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -30,11 +31,12 @@ from gmeta.batches.graphs import Capture, Graphs
 from gmeta.batches.groups import GROUP_WORK, least_gain
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
-from gmeta.errors import ConfigError
+from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
 from gmeta.rows.ragged import RowLayout
 from gmeta.rows.rectangles import PaddedTasks, kind_of_device
 from gmeta.rows.sides import Side, Sides, TaskGroups, WorkingRows
+from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_models.decision import DecisionModel
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
@@ -227,18 +229,27 @@ class MetaLearner(nn.Module):
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
-        terms = [self._algorithm.loss_sum(self.general_loop, rows, sides) for sides in groups]
+        loss_sum = self._algorithm.loss_sum
+        is_own = getattr(loss_sum, "__module__", "gmeta").split(".")[0] != "gmeta"
+        with failing_as(self._failed_loss, GMetaError) if is_own else nullcontext():
+            terms = [loss_sum(self.general_loop, rows, sides) for sides in groups]
         for term in terms:
             if not isinstance(term, Tensor) or term.dim():  # all of it would be added up
                 made = f"of shape {list(term.shape)}" if isinstance(term, Tensor) else repr(term)
                 raise self._wrong_loss(f"{made}; a scalar is needed, the sum over the tasks")
-        loss_sum = torch.stack(terms).sum()
+        total = torch.stack(terms).sum()
         if all(sides.support.layout.num_rows == 0 for sides in groups):
             # No inner step: what only those use must still join every collective.
-            loss_sum = loss_sum + self._zero(rows.values_PD)
-        if not loss_sum.requires_grad:
+            total = total + self._zero(rows.values_PD)
+        if not total.requires_grad:
             raise self._wrong_loss("without a gradient; one is needed, so leave out .detach()")
-        return loss_sum
+        return total
+
+    def _failed_loss(self, error: Exception) -> ConfigError:
+        said = f"algorithm.name = {self._config.name!r} cannot make its loss"
+        return ConfigError(
+            f"{said}: {kind_and_text(error)}. Mend its loss_sum; --verbose shows the line"
+        )
 
     def _wrong_loss(self, told: str) -> ConfigError:
         name = self._config.name
@@ -253,8 +264,8 @@ class MetaLearner(nn.Module):
     def predict_along(
         self, rows_UD: Tensor, episodes: Episodes, steps: Sequence[int]
     ) -> list[QueryPrediction]:
-        """Return what `predict` does, after each of these numbers of inner steps, rising ones, for
-        the price of the last: all lie on one way.
+        """Return what `predict` does after each of these ascending numbers of inner steps, for the
+        price of the last: all lie on one path.
         """
         if not isinstance(episodes.rows, Sides):
             raise ValueError(

@@ -65,7 +65,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     choose_products(config.run.precision, ranks.device)
     with ExitStack() as held:
         run = TrainingRun(config, ranks, held, passed_over(asked, config))
-        # Left from right to left: the feed hears of the last checkpoint before it closes.
+        # Closed from right to left: the feed hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
     return run.folder
@@ -77,7 +77,7 @@ class TrainingRun:
 
     def __init__(self, config: TrainConfig, ranks: Ranks, held: ExitStack, told: list[str]) -> None:
         """Build the learner, or take it from the newest checkpoint, and make the run folder, which
-        is this run's alone until `held` closes; `told` is told as it begins."""
+        is this run's alone until `held` closes; lines of `told` are printed as it begins."""
         self._config = config
         self._ranks = ranks
         self.hooks = RunHooks(config, ranks)
@@ -267,7 +267,7 @@ class TrainingRun:
 
     def _save(self) -> None:
         with self._meter.paused():
-            # What came from a value that is no number must not become a checkpoint.
+            # What a NaN led to must not become a checkpoint.
             self._guard.check()
             self.writer.finish()
             self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))

@@ -35,7 +35,7 @@ Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 @dataclass
 class Tape:
-    """What the layers that adapt worked on in a forward pass, in order of use; `called` are all."""
+    """Inputs and outputs of the layers that adapt in a pass, in order; `called` names all."""
 
     layout: RowLayout
     called: set[str] = field(default_factory=set)

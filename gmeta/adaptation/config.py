@@ -30,8 +30,8 @@ class AlgorithmConfig:
     )
     bias_rate: float = key(
         1.0,
-        "times its layer's inner rate, that of the last layer's bias: above 1, a task's mean error "
-        "is made up for sooner than its rows are told apart",
+        "inner rate of the last layer's bias, as a multiple of its layer's: above 1, a task's mean "
+        "error is corrected sooner than its rows are told apart",
         min=0.0,
     )
     learned_rates: LearnedRates = key(
@@ -53,7 +53,7 @@ class AlgorithmConfig:
     adapt_embeddings: bool | tuple[str, ...] = key(
         True,
         "whether a task also adapts its own copy of the embedding rows it uses; a list of tables: "
-        "of the rows of these alone; anil: no",
+        "only of their rows; anil: never",
     )
     inner_path: InnerPath = key(
         "auto",
@@ -78,15 +78,15 @@ class AlgorithmConfig:
     )
     cold_weight: float = key(
         0.1,
-        "encoder, metaemb: share of the outer loss that is of the task before adaptation "
+        "encoder, metaemb: share that the loss before adaptation has in the outer loss "
         "(metaemb's alpha)",
         min=0.0,
         max=1.0,
     )
     plain_epochs: int = key(
         0,
-        "so many first epochs of a run are plain training, on every row; the algorithm goes on "
-        "from there. none: no meaning",
+        "first epochs of a run that are plain training, on every row; the algorithm goes on from "
+        "there. none: without meaning",
         min=0,
     )
     content: tuple[str, ...] = key(

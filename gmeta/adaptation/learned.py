@@ -1,4 +1,4 @@
-"""What an algorithm learns beside the model and its rates."""
+"""The parts that an algorithm learns beside the model and its rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnedParts:
-    """What the inner loop asks once a task, or once a row; None: the algorithm has no such part."""
+    """Parts that the inner loop calls once a task or once a row; None: the algorithm has none."""
 
     encoder: SupportEncoder | None = None  # modulates layers by a task's support rows
     generator: IdGenerator | None = None  # makes the embedding of an id from its content

@@ -1,5 +1,5 @@
-"""Batches arranged by threads, in front of the step that they are for: on a GPU that computes, the
-host would spend more time at arranging than at launching.
+"""Batches arranged by threads ahead of their step: beside a GPU, the host would spend more time on
+arranging than on launching.
 """
 
 from collections import deque
@@ -18,9 +18,9 @@ def mapped_ahead(
     threads: int,
     waited: Callable[[float], object] = lambda _: None,
 ) -> Iterator[Found]:
-    """Yield the function's value of each item, in their order; so many threads work at those behind
-    the one that is asked for. What the function raises, its item raises in the caller. `waited` is
-    told the seconds that the caller waited for each.
+    """Yield the function's value of each item, in order, while so many threads work on the items
+    that follow. An item whose function raised raises that in the caller. `waited` is called with
+    the seconds that the caller waited for each.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="arrange") as pool:
         ahead: deque[Future[Found]] = deque()

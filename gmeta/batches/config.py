@@ -51,8 +51,8 @@ class SupportFeaturesConfig:
     )
     shrinkage: float = key(
         3.0,
-        "rows that a prior counts as in these means: the task's mean in that of a shared value, "
-        "label_prior in the task's",
+        "rows that the prior of these means counts as: of a shared value's mean the task's, of the "
+        "task's label_prior",
         min=0.0,
     )
     residual_of: str = key(
@@ -92,7 +92,7 @@ class ItemFeaturesConfig:
         "of other folds, its own label never",
     )
     shrinkage: float = key(
-        5.0, "rows of the mean label of all training rows that each of these means starts with",
+        5.0, "rows that the prior of these means counts as: the mean label of all training rows",
         min=0.0,
     )  # fmt: skip
     log_odds: bool = key(

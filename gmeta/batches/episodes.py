@@ -61,7 +61,7 @@ class RowPlan:
 
 
 class Inputs(NamedTuple):
-    """What a learner reads of a rank's share of a step, beside the rows that are fetched for it.
+    """All that a learner reads of a rank's share of a step, but for the rows that are fetched.
 
     Its rows are one side for plain training, where every row is a query row; both sides to predict;
     for the general inner loop both sides of groups of tasks; for the fused one both, padded.
@@ -237,8 +237,8 @@ def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> 
 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool, least_gain: float, device: str) -> Episodes:
-    """Return them in groups of tasks of similar size, where a cut saves so many rows of padding,
-    for a kind of device.
+    """Return both sides of every task, in groups of tasks of similar size, where a cut saves at
+    least so many rows of padding; for a kind of device.
     """
     groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)

@@ -62,9 +62,7 @@ class CudaCapture:
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Collect garbage now and not meanwhile: a GPU's memory that is given back breaks off a
-    capture.
-    """
+    """Collect garbage now and not inside: freeing a GPU's memory would break the capture."""
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()

@@ -171,7 +171,7 @@ class SupportStatistics:
 
 
 class _Totals(NamedTuple):
-    """Of the support rows of each row's task, without the row itself."""
+    """Sums over the support rows of each row's task, without the row itself."""
 
     sum_N: Floats
     square_N: Floats

@@ -1,4 +1,4 @@
-"""What an evaluation sees of the stored episodes: their support and query rows drawn anew, or fewer
+"""Views of the stored episodes for an evaluation: their support and query rows drawn anew, or fewer
 support rows.
 
 Shape suffixes: T episodes, N rows; T1 = T + 1.
@@ -61,8 +61,8 @@ STORED = View()
 
 @dataclass(frozen=True)
 class Shown:
-    """What of each task an evaluation shows: so many draws of its support and query rows, the
-    stored one first; and, beside them, no more than so many of the stored support rows.
+    """The views that an evaluation takes of each task: so many draws of its support and query rows,
+    the stored one first; and, beside them, no more than so many of the stored support rows.
     """
 
     draws: int = 1

@@ -18,7 +18,7 @@ from gmeta.errors import UserError
 from gmeta.files.local import check_local, is_url
 from gmeta.files.whole import write_whole
 from metaio.format.dataset import Dataset, open_dataset
-from metaio.format.inspection import SKEW_PERCENT, SplitSummary, damage, summarise
+from metaio.format.inspection import SKEW_PERCENT, LabelUse, SplitSummary, damage, summarise
 from metaio.format.picture import drawn
 from metaio.stream.chain import is_stream
 
@@ -165,7 +165,11 @@ def _found(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
                 "rows": summary.num_rows,
                 "support": _three(summary.support_T.tolist()),
                 "query": _three(summary.query_T.tolist()),
-                "label_mean": summary.label_mean,
+                "label_mean": summary.labels[0].mean,
+                "labels": {
+                    label.name: {"mean": label.mean, "rows": label.num_known}
+                    for label in summary.labels
+                },
                 "bundle_tasks": dataset.split(summary.name).blocks.bundle_tasks,
             }
             for summary in summaries
@@ -196,8 +200,9 @@ def _three(sizes: list[int]) -> dict[str, int]:
 
 def _sizes(summaries: list[SplitSummary]) -> Table:
     title = "Episodes (support and query rows: least / median / most)"
-    heads = ("split", "tasks", "episodes", "rows", "support", "query", "label")
-    table = table_of(title, *heads, text=("split",))
+    heads = ("split", "tasks", "episodes", "rows", "support", "query")
+    names = [label.name for label in summaries[0].labels] if summaries else []
+    table = table_of(title, *heads, *names, text=("split",))
     for summary in summaries:
         table.add_row(
             summary.name,
@@ -206,9 +211,15 @@ def _sizes(summaries: list[SplitSummary]) -> Table:
             f"{summary.num_rows:,}",
             _spread(summary.support_T.tolist()),
             _spread(summary.query_T.tolist()),
-            f"{summary.label_mean:.3f}",
+            *(_mean(label, summary.num_rows) for label in summary.labels),
         )
     return table
+
+
+def _mean(label: LabelUse, num_rows: int) -> str:
+    """Return the mean of a label, and of how many rows where it is not known in all."""
+    of = "" if label.num_known == num_rows else f" of {label.num_known:,}"
+    return f"{label.mean:.3f}{of}"
 
 
 def _spread(sizes: list[int]) -> str:

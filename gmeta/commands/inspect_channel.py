@@ -88,4 +88,5 @@ def _scores(verdict: Any) -> str:
     told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
     difference = (verdict.get("difference") or {}).get("value")
     better = "" if difference is None else f", better by {difference:+.4g}"
-    return f"{told}{better}" or "-"
+    against = "refused, promoted by hand: " if verdict.get("verdict") == "refuse" else ""
+    return f"{against}{told}{better}" or "-"

@@ -115,12 +115,13 @@ def tune(
     _check_tunable(base, dataset)
     decides = early_stop_of(base)
     base = _with_validations(base, dataset)
-    chosen = read_space(space, base) if space else default_space(base)
+    labels = dataset.features.labels
+    chosen = read_space(space, base) if space else default_space(base, labels)
     ends_early = _pruner_of(pruner, with_plain)
     sides = {"": (folder, Plan(base, chosen, ends_early, seed, dataset.fingerprint))}
     if with_plain:
         plain = plain_config(base)
-        of_plain = plain_space(chosen, plain) if space else default_space(plain)
+        of_plain = plain_space(chosen, plain) if space else default_space(plain, labels)
         beside = folder.with_name(f"{folder.name}-plain")
         sides["plain"] = (beside, Plan(plain, of_plain, ends_early, seed, dataset.fingerprint))
     for place, plan in sides.values():

@@ -186,8 +186,8 @@ class _Compared:
             elif interval.low < -margin:
                 reasons.append(
                     f"{self.metric} may be worse by {-interval.low:.4g}, the margin is {margin:.4g}"
-                    f" ({'worse' if interval.high < 0 else 'noise'}: {-value:+.4g}, 95 % "
-                    f"{-interval.high:+.4g} to {-interval.low:+.4g} over "
+                    f" ({'worse' if interval.high < 0 else 'noise'}: better by {value:.4g}, 95 % "
+                    f"{interval.low:.4g} to {interval.high:.4g}, over "
                     f"{counted(terms.num_tasks, 'task')} of {counted(len(ours), 'window')})"
                 )
         return Verdict(

@@ -362,7 +362,7 @@ class Loop:
         arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]
         arguments += ["--out", str(self.folder(number) / FROZEN_FILE)]
         _, took_s = self._run(number, arguments)
-        return Done("score", number, took_s, f"version {version.name}, which does not go on")
+        return Done("score", number, took_s, f"version {version.name}, the frozen one")
 
     def _run(
         self,

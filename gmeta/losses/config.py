@@ -24,7 +24,7 @@ class LabelsConfig:
         "by label: an earlier one that it takes place among, such as a purchase among clicks; its "
         "probability is then the product of both, over all rows (ESMM)",
     )
-    judged: str = key("", "label that the headline metrics are of; empty: the first")
+    judged: str = key("", "label of the headline metrics; empty: the first")
 
     def check(self, names: tuple[str, ...]) -> None:
         """Raise ValueError for a label named here that is none of a dataset's `names`, or a value

@@ -96,6 +96,7 @@ class ShardedLearner(nn.Module):
         self.learner = learner
         self._precision = precision
         self._threads = ThreadChoice(torch.get_num_threads())
+        self._threads_to_predict = ThreadChoice(torch.get_num_threads())
         # When it began, its work and its threads; None: something else came since.
         self._last_step: tuple[float, int, int] | None = None
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
@@ -148,12 +149,18 @@ class ShardedLearner(nn.Module):
         """
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
+        # A step passes the rows forward and back; what predicts, forward alone.
+        work = episodes.num_rows * self._num_weights * (1 + 2 * steps[-1])
+        threads = self._threads_to_predict.threads_for(work)
+        torch.set_num_threads(threads)
         # As a served model predicts: a model of somebody's own may have dropout.
         training = [part for part in self.learner.modules() if part.training]
         self.learner.eval()
+        began = time.perf_counter()
         try:
             return self.learner.predict_along(rows_UD, episodes, steps)
         finally:
+            self._threads_to_predict.took(time.perf_counter() - began, work, threads)
             for part in training:  # a part that its owner put in eval mode stays so
                 part.training = True
 

@@ -38,7 +38,7 @@ class CommonFeatures:
 
 
 class CommonInputs(NamedTuple):
-    """What the rows of a task share of the first layer's inputs."""
+    """The inputs of the first layer that all rows of a task share."""
 
     values_TU: Tensor
     order_X: Tensor  # the layer's columns, those of a row's own inputs first

@@ -145,6 +145,6 @@ class FusedLayout:
 
 
 def kind_of_device(module: nn.Module) -> str:
-    """Return whether a module is on a CPU ("cpu") or on what is handed its work ("cuda")."""
+    """Return "cpu" for a module on a CPU, "cuda" for one on an accelerator."""
     is_cpu = next(module.parameters()).device.type == "cpu"
     return "cpu" if is_cpu else "cuda"

@@ -265,10 +265,10 @@ def _type_of(key: str, entry: Any) -> Any:
     return get_type_hints(sections[section])[name]
 
 
-def default_space(config: TrainConfig) -> Space:
+def default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
     """Return the rates, the inner steps and, where there is a choice, the algorithm, its plain
     epochs and the loss, around the config's own values; of plain training the same but for
-    NOT_OF_PLAIN.
+    NOT_OF_PLAIN. `labels` are the names of the dataset's, as in its features.
 
     The rates of the outer loop are tried over two decades around the config's, whose optimizers
     may take any scale; the inner rate over at least 0.003 to 1, where it was found on every data
@@ -276,8 +276,10 @@ def default_space(config: TrainConfig) -> Space:
     """
     algorithm, outer = config.algorithm, config.outer
     space: list[Dimension] = []
-    solvable = ("ridge",) if predicted_by(outer.loss) != "score" else ()
-    others = ("maml", "metasgd", *solvable)
+    kinds = config.labels.kinds(outer.loss, labels)
+    others = ["maml", "metasgd"]
+    if len(kinds) == 1 and predicted_by(kinds[0]) != "score" and algorithm.adapt_layers:
+        others.append("ridge")
     learnt = tuple(name for name in others if name != algorithm.name)
     if algorithm.name not in FORWARD_ONLY:
         if algorithm.inner_lr > 0:

@@ -7,6 +7,7 @@ Shape suffixes: T episodes, U unique ids of a block, B tables, R rows of a table
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,15 +50,23 @@ class TableUse:
         return float(falling[:count].sum() / falling.sum())
 
 
+class LabelUse(NamedTuple):
+    """One label: its mean over the rows in which it is known, and how many these are."""
+
+    name: str
+    mean: float
+    num_known: int
+
+
 @dataclass(frozen=True)
 class SplitSummary:
-    """One split: its episodes' sizes and its use of each table."""
+    """One split: its episodes' sizes, its labels and its use of each table."""
 
     name: str
     num_tasks: int
     support_T: Int64
     query_T: Int64
-    label_mean: float
+    labels: tuple[LabelUse, ...]
     tables: tuple[TableUse, ...]
 
     @property
@@ -95,16 +104,16 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
             "use of each takes more memory than there is. Inspect it on a larger machine"
         ) from error
     tasks, support, query = ([np.zeros(0, np.int64)] for _ in range(3))
-    label_sum, num_known = 0.0, 0
+    names = dataset.features.labels or ("label",)
+    sum_L, known_L = np.zeros(len(names)), np.zeros(len(names), np.int64)
     for block in blocks:
         tasks.append(block.task_T)
         support.append(block.support_lengths_T)
         query.append(np.diff(block.row_offsets_T1) - block.support_lengths_T)
         # In float64: a billion labels of 0 and 1 are more than float32 can count.
-        label_N = block.label_N.reshape(block.num_rows, -1)[:, 0]  # of several the first
-        label_N = label_N[~np.isnan(label_N)]
-        num_known += len(label_N)
-        label_sum += float(label_N.sum(dtype=np.float64))
+        label_NL = block.label_N.reshape(block.num_rows, -1)
+        known_L += np.count_nonzero(~np.isnan(label_NL), axis=0)
+        sum_L += np.nansum(label_NL, axis=0, dtype=np.float64)
         # Positions are counted per block and carried to the ids once, not id by id.
         counts_U = np.bincount(block.positions_NF.ravel(), minlength=len(block.unique_ids_U))
         counts_U += np.bincount(block.multi_positions_V, minlength=len(block.unique_ids_U))
@@ -117,7 +126,9 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
         num_tasks=len(np.unique(np.concatenate(tasks))),
         support_T=np.concatenate(support),
         query_T=np.concatenate(query),
-        label_mean=label_sum / num_known if num_known else 0.0,
+        labels=tuple(
+            map(LabelUse, names, (sum_L / np.maximum(known_L, 1)).tolist(), known_L.tolist())
+        ),
         tables=tuple(
             TableUse(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
         ),

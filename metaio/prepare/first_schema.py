@@ -74,8 +74,12 @@ def schema_toml(found: Guess, urls: Sequence[str]) -> str:
     lines += _ids(found)
     lines += _numbers(found)
     lines += _item(found)
+    if found.encoding != "utf-8" or found.null_words:
+        lines += ["", "[text]"]
     if found.encoding != "utf-8":
-        lines += ["", "[text]", f"encoding = {_quoted(found.encoding)}"]
+        lines.append(f"encoding = {_quoted(found.encoding)}")
+    if found.null_words:
+        lines.append(f"null = [{', '.join(map(_quoted, found.null_words))}]  # these mean a null")
     left_out = found.of("left out")
     if left_out:
         lines += ["", "# Left out:"]

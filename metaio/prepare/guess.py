@@ -69,6 +69,7 @@ class Guess:
     of_item: tuple[str, ...] = ()  # columns that change with the item alone
     why: Mapping[str, str] = field(default_factory=dict)
     encoding: str = "utf-8"
+    null_words: tuple[str, ...] = ()
 
     def of(self, role: Role) -> list[Column]:
         """Return the columns of a role, in their order."""
@@ -168,6 +169,7 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
         (),
         why,
         log.encoding,
+        log.null_words,
     )
     if found.task_sizes[-1] < 2:
         raise DataError(
@@ -263,6 +265,8 @@ def _feature_role(column: Column, num_rows: int, has_row_id: bool) -> tuple[Role
     name = plain_name(column.name)
     if column.num_distinct < 2 and not pa.types.is_nested(column.type):
         return "left out", "it has one value" if column.num_distinct else "it has no value"
+    if column.is_number and re.fullmatch(LABELS[0], name, re.IGNORECASE):
+        return "left out", "it looks like another label, known only afterwards"
     if column.is_time or column.time_format:
         return "left out", "a time that does not order the rows"
     if pa.types.is_struct(column.type):

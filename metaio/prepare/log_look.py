@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.format.destination import passing_folder
 from metaio.prepare.inputs import Inputs, expand
-from metaio.prepare.sql import column_name, connected, scan, strict_csv
+from metaio.prepare.sql import column_name, connected, quoted, scan, strict_csv
 from metaio.prepare.text_faults import check_objects, fault_of, shortened
 from metaio.prepare.text_lines import DELIMITERS, fields_of
 
@@ -37,6 +37,9 @@ TIME_FORMATS = tuple(
     for hour in ("", " %H:%M", " %H:%M:%S")
 )
 TIMES_TRIED = 200
+# What many logs write for a null; Hive's is \\N in any column, the others may be names elsewhere.
+NULL_WORDS = ("\\N", "NULL", "null", "NA", "N/A", "n/a", "None")
+_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 _UTF_16 = b"\xff\xfe"  # how such a file begins
 
 
@@ -85,6 +88,7 @@ class Log:
     is_whole: bool = True
     urls: tuple[str, ...] = ()
     encoding: str = "utf-8"
+    null_words: tuple[str, ...] = ()
 
     def task_sizes(self, column: str) -> npt.NDArray[np.int64]:
         """Return how many rows each value of a column has in the whole log, ascending.
@@ -97,8 +101,8 @@ class Log:
             return np.sort(counts.field("counts").to_numpy())
         name = column_name(column)
         with _opened(self.urls) as (connection, files), _telling(files):
-            scan = _scan(files, self.encoding)
-            found = connection.sql(f"SELECT count(*) AS n FROM {scan} GROUP BY {name}").fetchnumpy()
+            read = scan(files, files.names, _csv(self.encoding, self.null_words))
+            found = connection.sql(f"SELECT count(*) AS n FROM {read} GROUP BY {name}").fetchnumpy()
         return np.sort(np.asarray(found["n"], np.int64))
 
 
@@ -119,15 +123,39 @@ def first_rows(urls: Sequence[str]) -> Log:
             encoding = "latin-1"
             found = _fetched(connection, files, encoding)
         _check_columns(connection, files, found.column_names, encoding)
+        null_words = _null_words(found) if files.kind == "text" else ()
+        if null_words:  # of numbers with such words DuckDB makes text
+            found = _fetched(connection, files, encoding, null_words)
     if not found.num_rows:
         raise DataError(f"input {files.names[0]} has 0 rows. Give a log with some")
     rows = found.slice(0, LOOKED_ROWS)
-    return Log(rows, found.num_rows == rows.num_rows, tuple(urls), encoding)
+    return Log(rows, found.num_rows == rows.num_rows, tuple(urls), encoding, null_words)
 
 
-def _fetched(connection: duckdb.DuckDBPyConnection, files: Inputs, encoding: str) -> pa.Table:
-    query = f"FROM {_scan(files, encoding)} LIMIT {LOOKED_ROWS + 1}"
-    return connection.sql(query).to_arrow_table()
+def _fetched(
+    connection: duckdb.DuckDBPyConnection,
+    files: Inputs,
+    encoding: str,
+    null_words: tuple[str, ...] = (),
+) -> pa.Table:
+    read = scan(files, files.names, _csv(encoding, null_words))
+    return connection.sql(f"FROM {read} LIMIT {LOOKED_ROWS + 1}").to_arrow_table()
+
+
+def _null_words(rows: pa.Table) -> tuple[str, ...]:
+    """Return which of NULL_WORDS stand for nulls: \\N anywhere, the others among numbers."""
+    found = set()
+    for values in rows.columns:
+        if pa.types.is_string(values.type):
+            distinct = pc.unique(values).drop_null()
+            is_word = pc.is_in(distinct, pa.array(NULL_WORDS))
+            words, others = (
+                distinct.filter(is_word).to_pylist(),
+                distinct.filter(pc.invert(is_word)),
+            )
+            is_numbers = len(others) and pc.all(pc.match_substring_regex(others, _NUMBER)).as_py()
+            found |= {word for word in words if is_numbers or word == NULL_WORDS[0]}
+    return tuple(word for word in NULL_WORDS if word in found)
 
 
 def _check_columns(
@@ -160,13 +188,10 @@ def _telling(files: Inputs) -> Iterator[None]:
         raise DataError(fault or f"{told}hand (docs/format.md)") from error
 
 
-def _scan(files: Inputs, encoding: str) -> str:
-    return scan(files, files.names, _csv(encoding))
-
-
-def _csv(encoding: str) -> str:
+def _csv(encoding: str, null_words: tuple[str, ...] = ()) -> str:
     # As prepare reads it: without a comment DuckDB would look for one.
-    return f"comment = '', encoding = '{encoding}', nullstr = ['']"
+    nulls = ", ".join(map(quoted, ("", *null_words)))
+    return f"comment = '', encoding = '{encoding}', nullstr = [{nulls}]"
 
 
 def is_list(kind: pa.DataType) -> bool:

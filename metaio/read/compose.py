@@ -1,4 +1,4 @@
-"""Makes a TaskBatch of chosen episodes of decoded blocks: positions are counted, nothing is hashed.
+"""Makes a TaskBatch of chosen episodes of decoded blocks: positions are renumbered, not hashed.
 
 Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
 ids of all multi-id features, B tables, U unique ids of all tables; E episodes chosen from one
@@ -27,7 +27,7 @@ _ROWS_AT_ONCE = 64
 
 
 class _Marked(NamedTuple):
-    """Positions of a block that some of its rows use [P], and those that stand in the rows."""
+    """The distinct positions [P] that chosen rows of a block use, and the rows' own positions."""
 
     used_P: Int64
     single: Int64
@@ -226,7 +226,7 @@ def _renumber(
         if part.marked is None:
             # All ids of a column's table move by as much: nothing is looked up.
             own_NF[:] = block.positions_NF[part.rows]
-            # Many rows at once are as one, as numpy begins anew with each.
+            # numpy has an overhead for each row: many are added to as one.
             whole = len(own_NF) // _ROWS_AT_ONCE
             many = own_NF[: whole * _ROWS_AT_ONCE].reshape(whole, shift_of_many.shape[1])
             many += shift_of_many[index]
@@ -250,7 +250,7 @@ def _shift_values(
     `tables`, ascending.
     """
     into_V[:] = block.multi_positions_V[values]
-    # A block's ids stand table by table: which are of later tables, before any of them moves.
+    # A block's ids stand table by table, so old positions tell the table: read before any moves.
     later = [into_V >= np.int32(block.unique_offsets_B1[table]) for table in tables[1:]]
     into_V += shift_B[tables[0]]
     for is_later_V, before, table in zip(later, tables, tables[1:], strict=False):

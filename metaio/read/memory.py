@@ -1,4 +1,4 @@
-"""Memory that batches use one after another."""
+"""Memory that one batch after another is made in."""
 
 import math
 import weakref
@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 
 class Memory:
-    """Memory of arrays that nobody holds any more, for the next ones.
+    """Reuses the memory of arrays that nobody holds any more.
 
-    The system clears each page of fresh memory, which takes as long as copying a batch into it. Of
-    each name at most `keep` pieces wait to be used again. Safe to use from several threads.
+    The system clears each page of fresh memory, which takes as long as copying a batch into it. At
+    most `keep` free pieces wait under each name. Safe to use from several threads.
     """
 
     def __init__(self, keep: int) -> None:
@@ -27,8 +27,8 @@ class Memory:
         num_bytes = math.prod(shape) * np.dtype(kind).itemsize
         free = self._free.setdefault(name, deque(maxlen=self._keep))
         memory = _piece(free, num_bytes)
-        # Of a memoryview: arrays hold the array that they are a part of only if that one is no part
-        # of another array. So `whole` lives as long as any of them.
+        # A view keeps alive the array that owns its memory, and no view between. Made of a
+        # memoryview, `whole` counts as an owner: it lives as long as any view of it.
         whole = np.frombuffer(memory.data, dtype=np.uint8)
         weakref.finalize(whole, free.append, memory).atexit = False
         return whole[:num_bytes].view(kind).reshape(shape)
@@ -37,8 +37,7 @@ class Memory:
 def _piece(free: deque[npt.NDArray[np.uint8]], num_bytes: int) -> npt.NDArray[np.uint8]:
     while free:
         try:
-            # The newest: what of it is still in the processor's cache need not be fetched to be
-            # written to.
+            # The newest, of which some is still in the processor's cache.
             memory = free.pop()
         except IndexError:  # another thread was faster
             break

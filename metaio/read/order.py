@@ -195,18 +195,18 @@ class EpisodeOrder:
             return episodes
         if not self._bundle_tasks:
             return episodes[self._drawn(episodes)]
-        # The first of its bundle is drawn for each: a stable sort keeps them in order.
+        # All episodes of a bundle have the key of its first: a stable sort keeps them in order.
         within = episodes - np.repeat(starts, lengths)
         order = self._drawn(episodes - within % self._bundle_tasks)
         is_short = (within >= np.repeat(lengths - lengths % self._bundle_tasks, lengths))[order]
         shuffled = np.concatenate([episodes[order[~is_short]], episodes[order[is_short]]])
-        # So that steps of whole bundles begin with one, bundles of fewer episodes come last, and
-        # what the step lacks in which the window before ended comes first.
+        # Steps begin with a whole bundle: those of fewer episodes come last, and what the step
+        # lacks that the window before began comes first.
         lacking = -int(self._window_offsets[lane][window]) % self._bundle_tasks
         return np.roll(shuffled, lacking)
 
     def _drawn(self, values: Int64) -> Int64:
-        """Return a random order of values; equal ones stay as they stand, side by side."""
+        """Return the indices of values in random order; equal ones stay together, in order."""
         # Sorting by a hash rather than numpy's shuffle, whose streams may change between releases.
         return np.argsort(splitmix64(values.astype(np.uint64) ^ self._key), kind="stable")
 

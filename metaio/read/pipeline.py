@@ -28,12 +28,12 @@ _Begun = Future[Future[TaskBatch]]
 
 # Remote blocks wait for requests, not for the CPU: more of them are fetched at once than decoded.
 _REMOTE_FETCHES = 8
-# Plans are small; this many are looked through for blocks that will be needed.
+# Plans are small: up to this many are drawn ahead, to find the blocks that will be needed.
 _MAX_PLANS_AHEAD = 4_096
 
 
 class _BusyClock:
-    """How long at least one thread of several has been at work, and what came of it."""
+    """Seconds in which at least one of several threads was at work, and tasks composed in them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class _BusyClock:
             self.num_tasks += num_tasks
 
     def read_s(self) -> float:
-        """Return the seconds until now."""
+        """Return the seconds so far."""
         with self._lock:
             under_way_s = time.perf_counter() - self._since_s if self._num_at_work else 0.0
             return self._busy_s + under_way_s
@@ -240,14 +240,14 @@ class BatchPipeline:
                 self.wait_s += time.perf_counter() - begin_s
                 yield batch
         finally:
-            # Also when the consumer stops early or fails: what has not begun is not begun.
+            # Also when the consumer stops early or fails: what has not begun is cancelled.
             for begun in queue:
                 if not begun.cancel() and begun.exception() is None:
                     begun.result().cancel()
 
     def _compose_once_loaded(self, loading: _Loading, begun: _Begun) -> None:
-        # Queued before its blocks are there, it would hold a thread that could read the next one:
-        # two threads would read whole blocks no faster than one.
+        # Submitted before its blocks are loaded, it would block a thread that could read the next
+        # one: two threads would read whole blocks no faster than one.
         missing = next((future for future, _ in loading if not future.done()), None)
         if missing is not None:
             # A future keeps its callbacks: emptied, this one does not keep other blocks alive.

@@ -111,6 +111,18 @@ def test_a_loss_that_nothing_can_learn_from_is_told_in_a_line(
     )
 
 
+def test_a_loss_that_fails_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
+        return inner_loop.adopt(rows, tasks, True)  # type: ignore[attr-defined]
+
+    with pytest.raises(ConfigError) as caught:
+        step(learner_of(Algorithm(loss_sum), monkeypatch))
+    assert str(caught.value) == (
+        "algorithm.name = 'own' cannot make its loss: AttributeError: 'GeneralLoop' object has no "
+        "attribute 'adopt'. Mend its loss_sum; --verbose shows the line"
+    )
+
+
 RATES = {"decision.0": 0.2, "decision.2": 0.3, "decision.4": 0.1}
 
 

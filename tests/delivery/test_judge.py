@@ -158,6 +158,8 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
     done = gmeta("promote", tmp_path / "bad", channel.root, "--verdict", tmp_path / "verdict.json")
     assert done.returncode == 0, done.stderr
     assert channel.promotions()[-1]["verdict"]["verdict"] == "refuse"
+    assert f"against its verdict: {kept['verdict']['reasons'][0]}" in done.stderr
+    assert "refused, promoted by hand: auc " in gmeta("inspect", channel.root).stdout
     done = gmeta("rollback", channel.root)
     assert done.returncode == 0, done.stderr
     assert channel.served().number == 1

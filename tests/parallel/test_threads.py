@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+from gmeta.parallel.sharding import ShardedLearner
 from gmeta.parallel.threads import (
     LEAST_WORK,
     LONGEST_HOLD,
@@ -87,3 +92,32 @@ def _deterministic() -> Iterator[None]:
 def test_where_bits_must_not_depend_on_the_clock_sizes_decide() -> None:
     choice = ThreadChoice(4)
     assert [choice.threads_for(work) for work in (0, THREADED_WORK - 1, THREADED_WORK)] == [1, 1, 4]
+
+
+class Recording(nn.Module):
+    """A learner that notes the threads it predicts on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(10))
+        self.threads: list[int] = []
+
+    def predict_along(self, *_: object) -> list[object]:
+        self.threads.append(torch.get_num_threads())
+        return []
+
+
+def test_predictions_too_are_made_on_the_threads_that_are_faster() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        learner = Recording()
+        sharded = ShardedLearner(nn.Module(), cast(Any, learner))
+        fetched = cast(Any, SimpleNamespace(num_rows=LEAST_WORK // 10))
+        with patch.object(sharded, "fetch", lambda episodes: (episodes, torch.zeros(0))):
+            for _ in range(2):
+                sharded.predict_along(fetched, (0, 1))
+            sharded.predict_along(cast(Any, SimpleNamespace(num_rows=0)), (1,))
+        assert learner.threads == [1, 2, 1]
+    finally:
+        torch.set_num_threads(before)

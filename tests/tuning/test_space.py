@@ -200,14 +200,18 @@ def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(
     assert ("outer.loss" in keys["none"]) == (loss == "huber")
 
 
-def test_the_default_has_what_a_loss_and_a_number_of_epochs_allow() -> None:
-    def choices_of(key: str, **raw: Any) -> tuple[Any, ...]:
-        found = [each for each in default_space(config_from_dict(raw)) if each.key == key]
+def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> None:
+    def choices_of(key: str, *labels: str, **raw: Any) -> tuple[Any, ...]:
+        found = [each for each in default_space(config_from_dict(raw), labels) if each.key == key]
         return found[0].values if found and isinstance(found[0], Choices) else ()
 
     name, plain = "algorithm.name", "algorithm.plain_epochs"
     assert choices_of(name) == ("maml", "metasgd", "ridge")
     assert choices_of(name, outer={"loss": "softmax"}) == ("maml", "metasgd")
+    assert choices_of(name, "buy", labels={"loss": {"buy": "softmax"}}) == ("maml", "metasgd")
+    assert choices_of(name, "click", "buy") == ("maml", "metasgd")
+    assert choices_of(name, "buy") == ("maml", "metasgd", "ridge")
+    assert choices_of(name, algorithm={"adapt_layers": []}) == ("maml", "metasgd")
     assert choices_of(name, algorithm={"name": "ridge"}) == ("ridge", "maml", "metasgd")
     assert choices_of(plain, run={"epochs": 1}) == ()
     assert choices_of(plain, run={"epochs": 12}) == (0, 6, 9)

@@ -25,7 +25,7 @@ Adapted = TypeVar("Adapted")
 
 
 class InnerLoop(Protocol[Tasks, Adapted]):
-    """What an algorithm asks of the inner loop, be it the general or the fused one."""
+    """The calls that an algorithm makes on an inner loop, the general or the fused one."""
 
     def adapt(self, rows: WorkingRows, tasks: Tasks, second_order: bool) -> Adapted:
         """Return theta_t of every task, after k steps on its support rows."""

@@ -1,7 +1,9 @@
 """MAML: the gradient of the query loss through the inner steps, second order and exact.
 
-    min over theta of  mean_t L_query,t(theta_t),   theta_t = k steps of  theta <- theta - a grad
-                                                               L_support,t(theta)   from theta
+    theta_t = k steps of  theta <- theta - a grad L_support,t(theta)   from theta,
+    min over theta of  mean_t L_query,t(theta_t)
+
+with k = inner_steps and a = inner_lr.
 
 Finn et al., "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", arXiv 1703.03400.
 Departs from the paper in nothing; adapt_layers and adapt_embeddings can leave parameters out of the

@@ -1,7 +1,7 @@
 """Reptile: theta moves towards where the tasks' inner steps went; no query set, first order.
 
-    meta-gradient = mean_t (theta - theta_t),   theta_t = k steps of  theta <- theta - a grad
-                                                          L_support,t(theta)   from theta
+    theta_t = k steps of  theta <- theta - a grad L_support,t(theta)   from theta,
+    meta-gradient = mean_t (theta - theta_t)
 
 Nichol et al., "On First-Order Meta-Learning Algorithms", arXiv 1803.02999, batched, and neither
 divided by a nor by k; with outer SGD at rate e it is their theta <- theta + e mean_t (theta_t -

@@ -79,7 +79,7 @@ class FastMlp(AdaptedMlp):
 
 
 class _Layers(NamedTuple):
-    """An MLP as a pass of rows finds it."""
+    """An MLP for one pass over rows."""
 
     weights_OI: Sequence[Tensor]
     biases_O: Sequence[Tensor]
@@ -96,7 +96,7 @@ class _Layers(NamedTuple):
 
     @property
     def num_shared(self) -> int:
-        """Count those of them that are not what inner steps took."""
+        """Count those of them that stand before the updates of inner steps."""
         return 2 * len(self.updates) + sum(gate is not None for gate in self.gates_NO)
 
 
@@ -117,14 +117,12 @@ class _LayerGrads:
         return [*self.weights, *self.biases, *gates, *moved]
 
 
-# Both save all tensors, so that torch notices when one is changed before backward. What else a ctx
-# keeps goes with the first backward; results it must save, as it would keep itself alive by them.
+# Both save all tensors, so that torch notices when one is changed before backward, and so that a
+# result, which refers to its ctx, does not keep it alive. All else is freed by the first backward.
 
 
 class _Forward(torch.autograd.Function):
-    """h_0, ..., h_{L-1} and z_L; h_0 again, so that the gradient of what else sees the inputs is
-    added up here.
-    """
+    """h_0, ..., h_{L-1} and z_L; h_0 too, so that gradients of its other uses are added up here."""
 
     @staticmethod
     def forward(
@@ -137,7 +135,7 @@ class _Forward(torch.autograd.Function):
                 passed.append(out_NO.relu_())
             out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
             if gate_NO is not None:
-                # Kept for the gate, whose gradient it is.
+                # Saved for the gradient of the gate.
                 ungated[at], out_NO = out_NO, out_NO * gate_NO
             saved.append(layers.updates[at].subtract(out_NO, passed[-1], layers.sides))
         ctx.set_materialize_grads(False)
@@ -213,7 +211,7 @@ class _Gradients(torch.autograd.Function):
         ctx.layers = ctx.saved = None
         count, found = len(layers.updates), _LayerGrads(layers)
         grads, hidden = tensors[: count + 1 - lowest], tensors[count + 1 - lowest :]
-        # The derivative of a pass that went down from d_L goes up again, from d_lowest.
+        # The pass went down from d_L, so its derivative goes up from d_lowest.
         below, *following = (*_contiguous(above), None)
         for at in range(lowest, count):
             onto = following[at - lowest]
@@ -240,10 +238,10 @@ class _Gradients(torch.autograd.Function):
 
 
 def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return them as rectangles can be cut from them."""
+    """Return them contiguous, as views of rectangles need them."""
     return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 
 def _onto(into: Tensor | None, rows_NI: Tensor, matrix_IO: Tensor) -> Tensor:
-    """Return rows matrix, added in place to what there is."""
+    """Return `rows_NI @ matrix_IO`, added in place to `into` if there is one."""
     return rows_NI @ matrix_IO if into is None else into.addmm_(rows_NI, matrix_IO)

@@ -1,6 +1,6 @@
-"""How far inner steps have moved one layer, in each rectangle of tasks: layer_change.py for the
-written-out derivatives of fast_mlp.py. Nothing here is differentiable but `LayerUpdate.then`; the
-derivative of each product stands below it. Products are put where they are added up, in place.
+"""How far inner steps have moved one layer, in each rectangle of tasks: layer_change.py with its
+derivatives written out, for fast_mlp.py. autograd sees `LayerUpdate.then` alone; the derivative of
+each other product is the method below it. Products are added up in place.
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
@@ -33,16 +33,16 @@ class Factors(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """What all inner steps so far add to the tasks of a rectangle: - sum_j A_j^T a G_j."""
+    """The change of all inner steps so far, for the tasks of a rectangle: - sum_j A_j^T a G_j."""
 
     weight_TIO: Tensor
     bias_T1O: Tensor
 
 
 class LayerUpdate(NamedTuple):
-    """What the inner steps so far took from a layer, each rectangle of tasks held in its own way.
+    """The change of a layer by the inner steps so far, each rectangle of tasks in its own form.
 
-    `flat`, factors first, is what autograd sees, and what their gradients are given in.
+    `flat`, factors first, is the order of the tensors for autograd, and of their gradients.
     """
 
     low_rank: tuple[int, ...]  # rectangles that keep the factors of every step
@@ -101,8 +101,8 @@ class LayerUpdate(NamedTuple):
             for at, spread in zip(self.low_rank, spreads, strict=True):
                 mine, support = sides[0][at], sides[1][at]
                 grad = mine.of(grad_NO)
-                # Of out -= s (a G) with s = x A^T + c; the minus stands where it is put to use: x
-                # gets - (g (a G)^T) A, A gets - (g (a G)^T)^T x, a G gets - s^T g.
+                # Of out -= s (a G) with s = x A^T + c; each product below takes the minus: x gets
+                # - (g (a G)^T) A, A gets - (g (a G)^T)^T x, a G gets - s^T g.
                 of_spread = torch.bmm(grad, support.of(step.scaled_grads_SO).mT)
                 if rows_grad_NI is not None:
                     activations = support.of(step.activations_SI)
@@ -204,8 +204,7 @@ class _AddStep(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         activations_SI, scaled_SO = ctx.saved_tensors
         count = sum(mine.tasks * mine.rows for mine in ctx.support)
-        # Rows of rectangles that keep factors are not written here, and must not hold what was
-        # there.
+        # Rows of rectangles that keep factors are not written here: their gradient is 0.
         like = torch.empty_like if count == len(activations_SI) else torch.zeros_like
         of_activations, of_scaled = like(activations_SI), like(scaled_SO)
         for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):

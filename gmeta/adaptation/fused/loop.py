@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gmeta.rows.sides import WorkingRows
     from gmeta_models.inputs import RowFeatures
 
-# On any device: it launches a tenth less than autograd would, and keeps less.
+# On any device: it launches a tenth fewer kernels than autograd would, and saves less memory.
 MLP_KERNEL: type[AdaptedMlp] = FastMlp
 
 
@@ -218,8 +218,8 @@ class FusedLoop:
             activations, grads = decision.step_gradients(
                 inputs_SX if second_order else inputs_SX.detach(), loss, lowest=0
             )
-        # Below the MLP are the features of any model: from d_0 on, autograd finds the way down to
-        # the rows and to the outputs of the layers over the dense columns.
+        # Below the MLP is any model's own code: from d_0 on, autograd differentiates it, by the
+        # rows and by the outputs of the layers over the dense columns.
         found = torch.autograd.grad(inputs_SX, moving, grads[0], create_graph=second_order)
         after = replace(
             adapted,

@@ -47,7 +47,7 @@ class FirstLayer(NamedTuple):
 
 
 class FirstOutputs(NamedTuple):
-    """What the first layer makes of the rows of one side."""
+    """The first layer's outputs for the rows of one side, and what inner steps move them by."""
 
     outputs_NO: Tensor  # before any inner step
     overlaps_TLS: list[Tensor]  # x A^T + c of each rectangle; none where no step needs them

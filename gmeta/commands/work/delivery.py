@@ -85,6 +85,8 @@ def promote_candidate(
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
+    if kept is not None and kept.get("verdict") == "refuse":
+        screen(stderr=True).print(f"against its verdict: {'; '.join(kept.get('reasons', []))}")
     if keep:
         _remove_older(channel, keep)
 

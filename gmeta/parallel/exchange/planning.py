@@ -28,12 +28,12 @@ class Planner(Protocol):
 
 
 class Known(NamedTuple):
-    """What the host knows of a step's exchange before any message."""
+    """What this rank's host knows of a step's exchange before any message."""
 
     counts_S: Tensor  # ids asked for, shard by shard in the order of the wire
     row_of_shard: Tensor  # these ids
-    ids_W: tuple[int, ...]  # asked of each rank
-    values_W: tuple[int, ...]  # that it gives for them
+    ids_W: tuple[int, ...]  # how many are asked of each rank
+    values_W: tuple[int, ...]  # how many numbers it gives for them
     # Rows of each group that each rank asks of this one; None: others are asked first.
     given_WG: tuple[tuple[int, ...], ...] | None
 
@@ -47,9 +47,7 @@ class Given(NamedTuple):
 
 @final
 class WirePlanner:
-    """Of WireExchange: the shards of one rank, the groups that they are in, and the rest by
-    `routes`.
-    """
+    """Plans for WireExchange: holds the shards of one rank, their groups, and `routes`."""
 
     def __init__(
         self,
@@ -67,8 +65,8 @@ class WirePlanner:
         self._is_alone = world_size == 1
 
     def plan(self, episodes: "Arranged") -> RowPlan:
-        """Sort the ids by the rank that holds their rows. Where no other rank is there to ask for
-        rows, it is known as well which this one gives out.
+        """Return the ids sorted by the rank that holds their rows; on a single rank also the rows
+        that it gives out, to itself.
         """
         routes = self._routes
         asked = routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
@@ -86,8 +84,8 @@ class WirePlanner:
         return RowPlan(known, (asked.place_U, asked.id_U, rows_G))
 
     def given(self, counts_WS: Ints, ids: Tensor) -> Given:
-        """Return the rows that this rank gives out, by the ids that each rank asks of its shards:
-        so many of each.
+        """Return the rows that this rank gives out, from the ids that each rank asks of its shards,
+        and how many these are [W, S].
         """
         row_N = np.repeat(self._first_row_WS, counts_WS.reshape(-1))
         # Ids travel as rows of a shard; here they become rows of the group that holds it.
@@ -106,7 +104,7 @@ class WirePlanner:
 
 @final
 class IdsPlanner:
-    """Of an exchange that does all on the device: TorchRec sorts ids there."""
+    """Plans for an exchange that sorts ids on the device, as TorchRec's does."""
 
     def plan(self, episodes: "Arranged") -> RowPlan:
         """Return the ids as the device needs them."""

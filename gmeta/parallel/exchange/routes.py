@@ -110,7 +110,7 @@ class Routes:
         begin_S = np.searchsorted(whole_rows, self._start_S)
         end_S = np.searchsorted(whole_rows, self._start_S + self._rows_S)
         counts_S = np.where(self.is_cut_S, 0, end_S - begin_S)
-        # The ranges of the shards one behind the other, in the order of the wire, without a loop
+        # The ranges of the shards, one after the other in the order of the wire, without a loop
         # over ranks: place i of shard s reads begin_s + (i - places before s).
         on_wire = np.repeat(begin_S - (np.cumsum(counts_S) - counts_S), counts_S)
         on_wire += np.arange(on_wire.size)

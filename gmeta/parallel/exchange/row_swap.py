@@ -81,8 +81,8 @@ class RowSwap:
         taken: Tensor | None = None,
         scale: float = 1.0,
     ) -> Swap:
-        """Start to give the others so many values each, in float16 `scale` times; in float32 theirs
-        go to `taken` if it is there.
+        """Start to send so many values to each other rank, times `scale` in float16; in float32
+        what they send arrives in `taken`, if given.
         """
         if self.wire_dtype is not None:
             if self.wire_dtype == torch.float16:
@@ -92,7 +92,7 @@ class RowSwap:
         return self._transport.swap(values, given[:-1], asked[:-1], taken)
 
     def received(self, swap: Swap, scale: float = 1.0) -> list[Tensor]:
-        """Wait for what the others gave, `scale` times in float16; return it in float32, rank by
+        """Wait for what the others sent, times `scale` in float16; return it in float32, rank by
         rank.
         """
         parts = swap.parts()

@@ -118,7 +118,7 @@ class _WireFetch(RowFetch):
     def send(self) -> None:
         """Wait for the numbers of ids that the others ask for, and let the ids travel."""
         if self._swap is None:
-            return  # nobody else is there
+            return  # there is no other rank
         self._sent = True
         for counts_S, told in zip(self._counts_WS[:-1], self._swap.parts(), strict=True):
             counts_S[:] = told.numpy()

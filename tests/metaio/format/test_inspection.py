@@ -24,7 +24,7 @@ def test_summary_counts_tasks_sizes_and_uses(write: WriteFn) -> None:
     (summary,) = summarise(open_dataset(write({"train": rows}, block_rows=60)))
     assert (summary.num_tasks, summary.num_rows) == (50, len(rows.label_N))
     assert summary.support_T.tolist() == rows.support_lengths_T.tolist()
-    assert summary.label_mean == pytest.approx(rows.label_N.mean())
+    assert summary.labels == (("label", pytest.approx(rows.label_N.mean()), len(rows.label_N)),)
     owner = np.tile([0, 1], len(rows.label_N)).repeat(rows.multi_lengths_NM.ravel())
     used = Counter(rows.ids_NF[:, [0, 2]].ravel().tolist())
     used += Counter(rows.multi_ids_V[owner == 1].tolist())

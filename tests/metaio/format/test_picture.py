@@ -12,7 +12,7 @@ def split(name: str, **uses: list[int]) -> SplitSummary:
     """A split of two tasks; each table with how often its ids occur."""
     tables = tuple(TableUse(table, len(used), np.array(used)) for table, used in uses.items())
     sizes = np.array([3, 4])
-    return SplitSummary(name, 2, sizes, sizes, 0.5, tables)
+    return SplitSummary(name, 2, sizes, sizes, (), tables)
 
 
 def test_a_table_has_one_colour_in_all_splits_and_starts_at_the_origin() -> None:

@@ -72,7 +72,22 @@ def test_each_column_is_taken_for_what_it_looks_like() -> None:
     assert not found.is_rating
     ratings = log().append_column("stars", pa.array(np.arange(ROWS) % 5 + 1))
     rated = guessed(ratings, label="stars")
-    assert (rated.is_rating, rated.mean_label, rated.roles["click"]) == (True, 3.0, "single")
+    assert (rated.is_rating, rated.mean_label, rated.roles["click"]) == (True, 3.0, "left out")
+
+
+def test_words_for_nulls_and_a_second_label_are_no_inputs(tmp_path: Path) -> None:
+    rows = ["u1,1,0.5,\\N,1,NA", "u1,2,NULL,b,0,", "u2,1,2,a,1,1", "u2,2,3e1,NA,0,0"] * 3
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(["user,item,bid,place,click,purchased", *rows]))
+    found = guess(first_rows([str(path)]), {})
+    # NA may be a place's name; \N is none.
+    assert found.null_words == ("\\N", "NULL", "NA")
+    assert [column.name for column in found.of("dense")] == ["bid"]
+    assert found.item == "item"
+    assert found.why == {"purchased": "it looks like another label, known only afterwards"}
+    assert tomllib.loads(schema_toml(found, [str(path)]))["text"] == {"null": ["\\N", "NULL", "NA"]}
+    path.write_text(path.read_text().replace(",NA", ",").replace("\\N", "NA").replace("NULL", "4"))
+    assert guess(first_rows([str(path)]), {}).null_words == ()
 
 
 def test_names_may_be_headings() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from metaio import BatchReader, DataError, SchemaError
 from metaio.format.features import Features
+from metaio.format.inspection import summarise
 from metaio.format.names import NAME_RULE
 from metaio.prepare.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
@@ -63,6 +64,21 @@ def test_every_row_of_a_batch_has_the_labels_of_its_raw_row(tmp_path: Path, comp
             np.testing.assert_array_equal(part.weight_N, batch.weight_N[first:])
             seen += batch.num_rows
     assert seen == dataset.split("train").num_rows
+
+
+def test_a_summary_has_the_mean_of_each_label_where_it_is_known(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path, labelled(), changed(**LABELS), block_rows=50)
+    for summary in summarise(dataset):
+        split = dataset.split(summary.name)
+        blocks = [dataset.read_block(summary.name, n).label_N for n in range(split.num_blocks)]
+        label_NL = np.concatenate(blocks)
+        for column, label in enumerate(summary.labels):
+            known = label_NL[~np.isnan(label_NL[:, column]), column]
+            assert label == (
+                dataset.features.labels[column],
+                pytest.approx(known.mean()),
+                known.size,
+            )
 
 
 def test_one_label_in_double_brackets_is_one_label(tmp_path: Path) -> None:
