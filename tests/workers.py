@@ -4,6 +4,7 @@ of them, and for all that they fork.
 
 import os
 import sys
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -11,6 +12,7 @@ from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
 from tests.forked import Forked, fork_from_the_server_of_the_tests
+from tests.processes import with_imports_ready
 
 
 class ForkedIO(Popen2IO):
@@ -18,7 +20,7 @@ class ForkedIO(Popen2IO):
 
     def __init__(self, execmodel: ExecModel) -> None:
         (its_stdin, to_worker), (from_worker, its_stdout) = os.pipe(), os.pipe()
-        self._worker = Forked(_serve, DupFd(its_stdin), DupFd(its_stdout))
+        self._worker = Forked(_serve, DupFd(its_stdin), DupFd(its_stdout), DupFd(2))
         for fd in (its_stdin, its_stdout):
             os.close(fd)
         super().__init__(os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb"), execmodel)
@@ -34,13 +36,25 @@ class ForkedIO(Popen2IO):
 
 def fork_workers() -> None:
     """From now on, in place of fresh interpreters."""
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    screen = {fd: os.dup(fd) for fd in (1, 2)}
+    for fd in screen:
+        os.dup2(nobody, fd)  # what ranks say that no test listens to
+    try:
+        with_imports_ready()
+        forkserver.ensure_running()
+    finally:
+        for fd, kept in screen.items():
+            os.dup2(kept, fd)
+            os.close(kept)
+        os.close(nobody)
     io: Any = gateway_io
     io.create_io = lambda spec, execmodel: ForkedIO(execmodel)
 
 
-def _serve(stdin: Any, stdout: Any) -> None:
+def _serve(*streams: Any) -> None:
     """What execnet has a fresh interpreter do."""
-    for given, fd in ((stdin, 0), (stdout, 1)):
+    for fd, given in enumerate(streams):
         received = given.detach()
         os.dup2(received, fd)
         os.close(received)

@@ -247,7 +247,11 @@ def test_a_worker_says_that_it_serves_once_it_listens(exported: Path, ending: in
             told.append(True)
         signal.raise_signal(ending)
 
-    asyncio.run(_serve(shared_config(exported, port), tell))
+    before = signal.signal(ending, signal.SIG_DFL)  # under nohup SIGHUP ends nothing
+    try:
+        asyncio.run(_serve(shared_config(exported, port), tell))
+    finally:
+        signal.signal(ending, before)
     assert told == [True]
 
 
