@@ -54,6 +54,7 @@ def test_the_suite_leaves_no_folder_of_sockets_but_that_of_its_parent(
     assert tmp_path.exists()
     monkeypatch.undo()
     monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     remove_sockets()
     assert not tmp_path.exists()
 
