@@ -71,10 +71,11 @@ def pytest_xdist_setupnodes() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Import another share of the test files first in each worker: pytest keeps what it has made of
-    them, and all workers would make it of all files at once.
+    """Import another share of the test files first in each worker of the whole suite: pytest keeps
+    what it has made of them, and all workers would make it of all files at once.
     """
-    if given := getattr(session.config, "workerinput", None):
+    is_whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and (given := getattr(session.config, "workerinput", None)):
         files = sorted(ROOT.glob("tests/**/test_*.py"))
         for path in files[int(given["workerid"][2:]) :: given["workercount"]]:
             with suppress(Exception, pytest.skip.Exception):  # the collection will tell

@@ -52,7 +52,7 @@ class Forked:
         return self._process.exitcode
 
     def kill(self) -> None:
-        """It alone, and wait for its end."""
+        """Kill it alone, and wait for its end."""
         self._process.kill()
         self._process.join()
 

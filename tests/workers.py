@@ -26,16 +26,16 @@ class ForkedIO(Popen2IO):
         super().__init__(os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb"), execmodel)
 
     def wait(self) -> int | None:
-        """Its exit code, once it has one."""
+        """Return its exit code, once it has one."""
         return self._worker.wait()
 
     def kill(self) -> None:
-        """At once."""
+        """Kill it and wait for its end."""
         self._worker.kill()
 
 
 def fork_workers() -> None:
-    """From now on, in place of fresh interpreters."""
+    """Have pytest-xdist fork its workers, in place of starting fresh interpreters."""
     nobody = os.open(os.devnull, os.O_WRONLY)
     screen = {fd: os.dup(fd) for fd in (1, 2)}
     for fd in screen:
@@ -53,7 +53,7 @@ def fork_workers() -> None:
 
 
 def _serve(*streams: Any) -> None:
-    """What execnet has a fresh interpreter do."""
+    """Do what execnet has a fresh interpreter do."""
     for fd, given in enumerate(streams):
         received = given.detach()
         os.dup2(received, fd)
