@@ -1,14 +1,22 @@
 """Prometheus metrics of a server; those of all its workers together where it has several."""
 
+import logging
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, values
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
+
+from gmeta.antdt.log import event
+from gmeta.errors import GMetaError
+from gmeta.files.places import failing_at
+from gmeta.server.shared_support import NO_ROOM
 
 # The folder in which prometheus_client keeps the metrics of several processes.
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
@@ -16,6 +24,8 @@ _VERSION = "gmeta_serve_model_info"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TASKS = (1, 2, 4, 8, 16, 32, 64)
 _ROWS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
+_FILE_BYTES = 1 << 16  # what prometheus_client begins a file with
+_SAMPLE_BYTES = 1 << 12  # more than any sample's name, labels and help take
 
 
 @final
@@ -59,6 +69,8 @@ class ServerMetrics:
         self.reloads = Counter(
             "gmeta_serve_reloads", "Newer versions found, by result.", ["result"], registry=registry
         )
+        for result in ("loaded", "refused"):  # at 0, from which an alert sees the first
+            self.reloads.labels(result)
         self.cache_bytes = self._gauge("cache_bytes", "Bytes of adapted tasks.", "livesum")
         self.cache_tasks = self._gauge("cache_tasks", "Adapted tasks that are kept.", "livesum")
         self.cache_unshared = self._gauge(
@@ -110,11 +122,16 @@ class ServerMetrics:
         """Tell which version answers from now on."""
         if self._told is not None:
             self.version.labels(*self._told).set(0)
-        self._told = (model, version)
-        self.version.labels(*self._told).set(1)
+            self._told = None
         self.exported.set(exported_at_s)
         self.loaded.set(loaded_at_s)
         self.refused.set(0)
+        try:
+            self.version.labels(model, version).set(1)
+        except GMetaError as error:  # it serves all the same
+            event(logging.ERROR, "version_not_measured", version=version, message=str(error))
+        else:
+            self._told = (model, version)
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics and their content type, in the format that the scraper asks for."""
@@ -143,4 +160,32 @@ def count_together() -> None:
     """Keep the metrics made from now on in the folder that MULTIPROCESS_DIR names, if it does:
     prometheus_client itself looks only when it is imported.
     """
+    values.MmapedDict = _ReservedFile  # type: ignore[attr-defined]
     values.ValueClass = values.get_value_class()
+
+
+@final
+class _ReservedFile(MmapedDict):  # type: ignore[misc]
+    """A file of metrics whose room is taken as it is made and grows: prometheus_client's has holes,
+    and a process dies as it counts into one on a place that is full by then. Raise GMetaError.
+    """
+
+    def __init__(self, filename: str, read_mode: bool = False) -> None:
+        try:
+            with open(filename, "ab") as file:
+                _reserve(file.fileno(), filename, _FILE_BYTES)
+        except GMetaError:  # this worker never serves, and half a file cannot be read
+            for left in Path(filename).parent.glob(f"*_{os.getpid()}.db"):
+                left.unlink()
+            raise
+        super().__init__(filename, read_mode)
+
+    def _init_value(self, key: str) -> None:
+        if self._used + _SAMPLE_BYTES > self._capacity:
+            _reserve(self._f.fileno(), self._fname, 2 * self._capacity)
+        super()._init_value(key)
+
+
+def _reserve(descriptor: int, name: str, num_bytes: int) -> None:
+    with failing_at(f"cannot keep metrics in {name}", NO_ROOM):
+        os.posix_fallocate(descriptor, 0, num_bytes)

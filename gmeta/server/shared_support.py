@@ -20,7 +20,9 @@ from typing import final
 import pyarrow as pa
 
 from gmeta.antdt.log import event
+from gmeta.files.places import failing_at
 
+NO_ROOM = "Free some of the place, or make it larger (docker run --shm-size)"
 _BUSY_S = 5.0
 _TABLE = """create table if not exists tasks (
     key text primary key, stamp text, expires_s real, used integer, num_bytes integer, rows blob
@@ -41,7 +43,7 @@ class SharedSupport:
     """Support rows by key, least recently put first to go. Safe to use from several threads."""
 
     def __init__(self, file: Path, max_bytes: int) -> None:
-        """Open the file, or begin it."""
+        """Open the file, or begin it. Raise GMetaError where its place is full."""
         # What SQLite writes before a change needs room beside the rows.
         total = shutil.disk_usage(file.parent).total or 2 * max_bytes  # 0: it has no bounds
         self._max_bytes = min(max_bytes, total // 2)
@@ -52,10 +54,11 @@ class SharedSupport:
         self._db = sqlite3.connect(
             file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = off")
-        self._db.execute(_TABLE)
-        self._db.execute("create index if not exists by_use on tasks (used)")
+        with failing_at(f"cannot keep tasks in {file}", NO_ROOM):
+            self._db.execute("pragma journal_mode = wal")
+            self._db.execute("pragma synchronous = off")
+            self._db.execute(_TABLE)
+            self._db.execute("create index if not exists by_use on tasks (used)")
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
         """Keep a task's rows for all processes and return the stamp of this put; "" of rows larger

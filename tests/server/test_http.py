@@ -4,6 +4,7 @@ wrong with a request."""
 import asyncio
 import json
 import logging
+import os
 import re
 import socket
 import struct
@@ -16,18 +17,22 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from prometheus_client import values as values_of_metrics
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.log import LOGGER_NAME
+from gmeta.errors import GMetaError
 from gmeta.server import http_app
 from gmeta.server.access import Access
 from gmeta.server.http_edge import http_server
 from gmeta.server.limits import BatchLimits, RequestLimits
+from gmeta.server.metrics import MULTIPROCESS_DIR, ServerMetrics, count_together
 from gmeta.server.service import Service
 from gmeta.server.shared_support import SharedSupport
 from gmeta.serving.model import ServedModel
 from tests.exported import random_rows, write_random_model
+from tests.full_disk import files_of_at_most
 from tests.server.serving import (
     INFER,
     get,
@@ -531,6 +536,33 @@ def test_metrics_count_what_was_answered(service: Service) -> None:
         f'gmeta_serve_model_info{{model="model",version="{service.loaded.version}"}} 1.0',
     ):
         assert line in page.splitlines()
+
+
+def test_metrics_on_a_full_place_end_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A write to a hole of a mapped file ends its process once the place is full."""
+    for name in ("MmapedDict", "ValueClass"):  # put back at the end
+        monkeypatch.setattr(values_of_metrics, name, getattr(values_of_metrics, name))
+    monkeypatch.setattr(logging.getLogger(LOGGER_NAME), "propagate", True)
+    monkeypatch.setenv(MULTIPROCESS_DIR, str(tmp_path))
+    count_together()
+    with files_of_at_most(1 << 12), pytest.raises(GMetaError, match="cannot keep metrics in "):
+        ServerMetrics()
+    assert list(tmp_path.iterdir()) == []
+    count_together()
+    metrics = ServerMetrics()
+    kinds = ["counter", *(f"gauge_live{kind}" for kind in ("max", "min", "sum")), "histogram"]
+    assert sorted(file.stem for file in tmp_path.iterdir()) == [f"{k}_{os.getpid()}" for k in kinds]
+    with files_of_at_most(1 << 16):
+        for number in range(400):
+            metrics.serves("model", f"of full place {number}", 1.0, 2.0)
+    assert "version_not_measured" in caplog.text
+    metrics.serves("model", "newest", 3.0, 4.0)
+    for file in tmp_path.iterdir():
+        assert file.stat().st_blocks * 512 >= file.stat().st_size, file
+    told = re.findall("^gmeta_serve_model_info.* 1.0", metrics.page("")[0].decode(), re.MULTILINE)
+    assert told == ['gmeta_serve_model_info{model="model",version="newest"} 1.0']
 
 
 def make_tokens(folder: Path) -> dict[str, str]:
