@@ -225,6 +225,7 @@ def _describe(
         table_format=table_format,
         item_features=config.item_features,
         labels=config.labels,
+        positive_rating=config.evaluation.positive_rating,
         source={
             "run": str(root),
             "step": step,

@@ -57,13 +57,15 @@ SCHEMA = {
     "splits": {"shares": {"train": 0.7, "test": 0.3}},
 }
 
+RATING = "evaluation.positive_rating=3.5"  # of clicks it says nothing
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, click_logs: Path) -> Path:
     """Two ranks' run on table ids: two checkpoints of two shards each."""
     folder = tmp_path_factory.mktemp("trained")
     config = write_config(folder / "train.toml", click_logs, folder / "run")
-    return _trained(config, "run.checkpoint_every_steps=4", "--nproc-per-node=2")
+    return _trained(config, "run.checkpoint_every_steps=4", "--nproc-per-node=2", RATING)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +259,8 @@ def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
     assert (old.name, new.name) == ("step-00000004", "step-00000008")
     out = tmp_path / "model"
     assert export_run(run, out, step=4).step == 4
-    assert gmeta.load(out).config.source["step"] == 4
+    config = gmeta.load(out).config
+    assert (config.source["step"], config.positive_rating) == (4, 3.5)
     with monkeypatch.context() as patched:
         patched.setattr(export, "CheckpointReader", None)  # told before it is read
         with pytest.raises(UserError) as caught:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from gmeta.delivery.gate import Predicted, predict_gate
-from gmeta.losses.config import Loss
 from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
@@ -89,11 +88,11 @@ def judge(
     served = load(candidate)
     # Checked by whoever found it, as it serves.
     against = None if champion is None else load(champion, verify=False)
-    loss = served.config.judged_loss
-    metric = loss_metric(loss)
+    scoring = served.config.judged_scoring
+    metric = loss_metric(scoring.loss)
     ours: list[Predicted] = []
     theirs: list[Predicted] = []
-    compared = _Compared(loss, metric, margin)
+    compared = _Compared(scoring, metric, margin)
     for window in range(pool + 1):
         dataset = datasets(window)
         if dataset is None:
@@ -130,7 +129,7 @@ def windows_before(newest: Dataset) -> Callable[[int], Dataset | None]:
 
 @dataclass(frozen=True)
 class _Compared:
-    loss: Loss
+    scoring: Scoring
     metric: str
     margin: float | None
 
@@ -157,8 +156,8 @@ class _Compared:
             "probability": ["auc", "logloss"],
             "rating": ["mae", "rmse"],
             "score": ["ndcg@10", "gauc", self.metric],
-        }[predicted_by(self.loss)]
-        return split_terms(*_joined(predicted), Scoring(self.loss), names)
+        }[predicted_by(self.scoring.loss)]
+        return split_terms(*_joined(predicted), self.scoring, names)
 
     def verdict(self, ours: list[Predicted], theirs: list[Predicted]) -> Verdict:
         """Return what follows from the predictions of both."""
@@ -170,7 +169,7 @@ class _Compared:
             count = int(np.count_nonzero(~np.isfinite(prediction_N)))
             reasons.append(f"{count:,} of {prediction_N.size:,} predictions are not finite")
         calibration = None
-        if is_finite and self.loss == "bce":
+        if is_finite and self.scoring.loss == "bce":
             calibration, why = _calibration(label_N, prediction_N, task_N)
             # One that is nearer to the labels than what serves is no reason to let that serve on.
             reasons += [] if theirs and _is_nearer(calibration, *_joined(theirs)) else why

@@ -9,7 +9,6 @@ import numpy as np
 from gmeta.delivery.gate import predict_gate
 from gmeta.delivery.versions import is_delta, read_version
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import evaluate_split
 from gmeta.serving.load import load
 from metaio.format.dataset import Dataset
@@ -31,7 +30,7 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
             "an export"
         )
     served = load(model)
-    scoring = Scoring(served.config.judged_loss)
+    scoring = served.config.judged_scoring
     names = [name for name in scoring.names if not scoring.is_over_candidates(name)]
     chosen = splits or [name for name, split in dataset.splits.items() if split.num_episodes]
     found = {}

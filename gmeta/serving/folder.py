@@ -21,6 +21,8 @@ from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import read_json
 from gmeta.files.checksums import FileEntry, differences, entries_of
 from gmeta.losses.config import LabelsConfig, Loss
+from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.serving.table_format import TABLE_FORMATS, TableFormat
 from gmeta.tables.widths import widths_of_tables
 from gmeta_models.config import ModelConfig
@@ -73,6 +75,7 @@ class ExportedConfig:
     support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
     item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
     labels: LabelsConfig = field(default_factory=LabelsConfig)
+    positive_rating: float = 0.0  # evaluation.positive_rating of the run
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -88,6 +91,12 @@ class ExportedConfig:
     def judged_loss(self) -> Loss:
         """Return the loss of that label."""
         return cast(Loss, self.losses[self.judged])
+
+    @property
+    def judged_scoring(self) -> Scoring:
+        """Return how predictions of that label are measured."""
+        evaluation = EvaluationConfig(positive_rating=self.positive_rating)
+        return Scoring(self.judged_loss, evaluation)
 
 
 def table_file(index: int) -> str:
@@ -191,7 +200,8 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
         inputs = {key: body.get(key, {}) for key in ("support_features", "item_features", "labels")}
-        parts = config_from_dict({**sections, **inputs, "outer": outer})
+        evaluation = {"positive_rating": body.get("positive_rating", 0.0)}
+        parts = config_from_dict({**sections, **inputs, "outer": outer, "evaluation": evaluation})
         support = parts.support_features
         if LabelPrior.configured(support) is None and support.is_used:
             raise ValueError("its support_features have no label_prior")
@@ -228,6 +238,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
         support_features=parts.support_features,
         item_features=parts.item_features,
         labels=parts.labels,
+        positive_rating=parts.evaluation.positive_rating,
     )
 
 

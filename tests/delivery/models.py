@@ -12,6 +12,7 @@ import torch
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.export import write_model
+from gmeta.losses.config import Loss
 from gmeta.serving.folder import Columns, ExportedConfig
 from gmeta.serving.table_format import TableFormat
 from gmeta_models import ModelConfig
@@ -48,6 +49,8 @@ class Model:
         table_format: TableFormat = "float32",
         stream: str = "",
         steps: int = 2,
+        loss: Loss = "bce",
+        positive_rating: float = 0.0,
     ) -> Path:
         features = Features(
             tables=tuple(TableSpec(name, len(table)) for name, table in self.tables.items()),
@@ -58,7 +61,8 @@ class Model:
         config = ExportedConfig(
             model=ModelConfig(embedding_dim=WIDTH, hidden=(16,), bottom=(8,)),
             algorithm=AlgorithmConfig(inner_steps=max(steps, 1), inner_lr=0.3 * min(steps, 1)),
-            loss="bce",
+            loss=loss,
+            positive_rating=positive_rating,
             features=features,
             columns=Columns("user", "click", None, {}),
             table_format=table_format,
@@ -71,7 +75,7 @@ class Model:
             table = pa.table({"value": pa.array(values, pa.string())})
             pq.write_table(table, folder / "vocabulary" / f"{name}.parquet", store_schema=False)
         torch.manual_seed(self.seed)
-        learner = build_learner(features, config.model, config.algorithm, "bce")
+        learner = build_learner(features, config.model, config.algorithm, loss)
         write_model(folder, config, learner.state_dict(), self.tables.__getitem__)
         return folder
 

@@ -11,13 +11,14 @@ from gmeta.delivery.channel import Channel
 from gmeta.delivery.gate import Predicted, predict_gate
 from gmeta.delivery.judge import Verdict, _Compared, judge, windows_before
 from gmeta.errors import UserError
+from gmeta.metrics.catalogue import Scoring
 from gmeta.serving.load import load
 from metaio.format.dataset import open_dataset
 from tests.commands import gmeta
 from tests.delivery.models import Model
 from tests.increments import write_increments
 
-CLICKS = _Compared("bce", "logloss", None)
+CLICKS = _Compared(Scoring("bce"), "logloss", None)
 
 
 def predicted(num_tasks: int, seed: int, noise: float = 0.2, rate: float = 1.0) -> Predicted:
@@ -72,7 +73,7 @@ def test_too_few_tasks_are_no_proof() -> None:
 
 def test_scores_of_a_ranking_loss_are_judged_by_it_and_have_no_calibration() -> None:
     champion, wild = predicted(400, 1, noise=0.1), predicted(400, 2, noise=2.0)
-    judge_of_scores = _Compared("pairwise", "pairwise", None)
+    judge_of_scores = _Compared(Scoring("pairwise"), "pairwise", None)
     # Probabilities are scores too; in other units they are still judged by their order.
     high = replace(champion, prediction_N=champion.prediction_N + 5.0)
     kept = judge_of_scores.verdict([high], [champion])

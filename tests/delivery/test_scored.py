@@ -62,6 +62,19 @@ def test_a_task_of_several_episodes_counts_once(
     assert found["splits"]["gate"]["num_tasks"] == 2
 
 
+def test_ratings_count_as_liked_from_where_the_run_says(tmp_path: Path) -> None:
+    dataset = open_dataset(str(write_increments(tmp_path / "s", (60,), num_tasks=40)[0]))
+    told = []
+    for rating in (0.0, 1.0):  # 0: from 4 on, and no label is
+        model = Model.of(SIZES).write(tmp_path / f"{rating}", "float32", "shop", 2, "mse", rating)
+        told.append(score_model(model, dataset, ["gate"])["splits"]["gate"]["scores"])
+        rows = predict_gate(gmeta.load(model), model, dataset, "gate")
+    assert told[0]["auc"] is None
+    liked, others = (rows.prediction_N[rows.label_N == one] for one in (1, 0))
+    pairs = np.sign(liked[:, None] - others[None, :]).astype(np.float64)
+    assert told[1]["auc"] == pytest.approx(float((pairs + 1).mean() / 2), abs=1e-12)
+
+
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     path = write_increments(tmp_path / "s", (60,))[0]
     channel, model = Channel(tmp_path / "channel"), Model.of({"item": 4_000, "city": 30})
