@@ -118,10 +118,16 @@ class KeyedTables(nn.Module):
 
 
 class Columns(nn.Module):
-    """From the ids of each column to keys, and what training rows say of them to dense columns."""
+    """From the ids of each column to keys, and what training rows say of them to dense columns.
+
+    A program cannot raise: where an id is of no row of its table, or a length of no list, the key
+    is the one behind all rows, at which every runtime fails when it looks the row up on a CPU.
+    """
 
     first_F: Tensor
     first_M: Tensor
+    size_F: Tensor
+    size_M: Tensor
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
@@ -131,6 +137,9 @@ class Columns(nn.Module):
         first_B = sizes.cumsum(0) - sizes
         self.register_buffer("first_F", first_B[[place[c.table] for c in features.single]])
         self.register_buffer("first_M", first_B[[place[c.table] for c in features.multi]])
+        self.register_buffer("size_F", sizes[[place[c.table] for c in features.single]])
+        self.register_buffer("size_M", sizes[[place[c.table] for c in features.multi]])
+        self._no_key = int(sizes.sum())
         self.items = served.learner.items
 
     def forward(
@@ -152,7 +161,16 @@ class Columns(nn.Module):
         if self.items is not None:
             said = self.items.of_ids(ids_NF, ids_NML, lengths_NM)
             dense_NK = torch.cat([dense_NK, said], dim=1)
-        return ids_NF + self.first_F, dense_NK, ids_NML + self.first_M.unsqueeze(1), lengths_NM
+        are_rows_NF = (ids_NF >= 0) & (ids_NF < self.size_F)
+        are_rows_NML = (ids_NML >= 0) & (ids_NML < self.size_M.unsqueeze(1))
+        are_lists_NM = (lengths_NM >= 0) & (lengths_NM <= ids_NML.shape[2])
+        key_NF = torch.where(are_rows_NF, ids_NF + self.first_F, self._no_key)
+        key_NML = torch.where(
+            are_rows_NML & are_lists_NM.unsqueeze(2),
+            ids_NML + self.first_M.unsqueeze(1),
+            self._no_key,
+        )
+        return key_NF, dense_NK, key_NML, lengths_NM
 
 
 class UnadaptedForward(nn.Module):

@@ -1,5 +1,7 @@
 """Programs of other runtimes predict what the exported model does, whatever the sizes."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from torch import Tensor
 
 import gmeta
@@ -51,6 +54,32 @@ def adapted(served: ServedModel, support: int, query: int, longest: int) -> tupl
     )
 
 
+def wrongly(example: Example, side: str = "") -> Iterator[Example]:
+    """The same rows, each with one id or length in the last row that is out of its range."""
+    for name, sizes in (("ids", (50, 8)), ("lists", (12, 50)), ("list_lengths", None)):
+        longest = example[side + "lists"].shape[2]
+        for column, wrong in enumerate(sizes or (longest + 1, longest + 1)):
+            values = example[side + name].clone()
+            values[-1, column] = -1
+            yield {**example, side + name: values}
+            values = values.clone()
+            values[-1, column] = wrong
+            yield {**example, side + name: values}
+
+
+def test_what_is_out_of_range_is_no_prediction(tmp_path: Path) -> None:
+    """Keys of all tables are numbers of one: an id behind its table is a row of the next."""
+    served = model_of(tmp_path / "model")
+    with torch.no_grad():
+        for example in wrongly(unadapted(served, 7, 3)[0]):
+            with pytest.raises(IndexError, match="index out of range"):
+                UnadaptedForward(served)(example)
+        task = adapted(served, 5, 7, 3)[0]
+        for example in itertools.chain(wrongly(task, SUPPORT), wrongly(task, QUERY)):
+            with pytest.raises(IndexError, match="index out of range"):
+                AdaptAndPredict(served)(example)
+
+
 def test_the_cases_are_of_every_model_and_algorithm() -> None:
     assert {case.get("name", "dlrm") for case in MODELS_BY_CASE.values()} == set(MODELS)
     names = {case["name"] for case in ALGORITHMS_BY_CASE.values()}
@@ -84,6 +113,9 @@ def test_onnxruntime_agrees_with_the_model(model: str, algorithm: str, tmp_path:
         feeds = {name: value.numpy() for name, value in example.items()}
         (found,) = session.run(["prediction"], feeds)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        for wrong in wrongly(example):
+            with pytest.raises(InvalidArgument, match="out of data bounds"):
+                session.run(["prediction"], {name: value.numpy() for name, value in wrong.items()})
     assert str(Path.cwd()).encode() not in (tmp_path / "model.onnx").read_bytes()
 
 
