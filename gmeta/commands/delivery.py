@@ -33,6 +33,9 @@ def promote(
     verdict: Annotated[
         Path | None, typer.Option(help="verdict of `gmeta judge --out`, kept with the version")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="promote against a --verdict that refuses it")
+    ] = False,
     keep: Annotated[
         int,
         typer.Option(
@@ -53,7 +56,7 @@ def promote(
     _check(candidate, channel)
     from gmeta.commands.work.delivery import promote_candidate
 
-    promote_candidate(candidate, channel, tables, step, verdict, keep)
+    promote_candidate(candidate, channel, tables, step, verdict, force, keep)
 
 
 def rollback(

@@ -403,7 +403,7 @@ class Loop:
             f"increments {', '.join(map(str, refused))} are set aside: {len(refused)} candidates "
             f"were refused in a row, the last because {reasons}. {serves}. Raise "
             f"judge.max_refused, or promote by hand: gmeta promote {root / 'model'} {channel} "
-            f"--verdict {root / 'verdict.json'}"
+            f"--verdict {root / 'verdict.json'} --force"
         )
 
     def folder(self, number: int) -> Path:

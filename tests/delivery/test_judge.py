@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from gmeta.commands.work.delivery import promote_candidate
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.gate import Predicted, predict_gate
 from gmeta.delivery.judge import Verdict, _Compared, judge, windows_before
@@ -156,7 +157,15 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
     assert "refuse: " in done.stdout
     kept = channel.promotions()[-1]
     assert (kept["action"], kept["verdict"]["verdict"]) == ("refused", "refuse")
-    done = gmeta("promote", tmp_path / "bad", channel.root, "--verdict", tmp_path / "verdict.json")
+    verdict = tmp_path / "verdict.json"
+    with pytest.raises(UserError) as caught:
+        promote_candidate(tmp_path / "bad", channel.root, "float32", None, verdict)
+    assert str(caught.value) == (
+        f"--verdict = '{verdict}' refuses it: {'; '.join(kept['verdict']['reasons'])}. "
+        "Pass --force to promote it all the same"
+    )
+    assert channel.served().number == 1
+    done = gmeta("promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force")
     assert done.returncode == 0, done.stderr
     assert channel.promotions()[-1]["verdict"]["verdict"] == "refuse"
     assert f"against its verdict: {kept['verdict']['reasons'][0]}" in done.stderr

@@ -200,6 +200,7 @@ def test_refused_candidates_leave_the_champion_and_are_set_aside_after_a_few(
         "increments 1, 2 are set aside: 2 candidates were refused in a row, the last because "
         "worse. None serves yet. Raise judge.max_refused, or promote by hand: "
     )
+    assert str(caught.value).endswith("verdict.json --force")
 
 
 def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(

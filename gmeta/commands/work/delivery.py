@@ -62,12 +62,20 @@ def promote_candidate(
     tables: TableFormat,
     step: int | None,
     verdict: Path | None,
+    force: bool = False,
     keep: int = 0,
 ) -> None:
     """Promote a run or an export, and print what is served from here on; with `keep`, remove the
-    versions that nobody needs."""
+    versions that nobody needs. Raise UserError for one that its verdict refuses, unless `force`."""
     channel = _channel(root)
     kept = None if verdict is None else _verdict(verdict)
+    is_refused = kept is not None and kept.get("verdict") == "refuse"
+    reasons = "; ".join(kept.get("reasons", [])) if kept is not None else ""
+    if is_refused and not force:
+        raise UserError(
+            f"--verdict = '{verdict}' refuses it: {reasons}. Pass --force to promote it all the "
+            "same"
+        )
     offered = None if is_run(candidate) else read_version(candidate)
     with _beside(root / "candidate", str(root)) as packed:
         if offered is None:
@@ -85,8 +93,8 @@ def promote_candidate(
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
     screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
-    if kept is not None and kept.get("verdict") == "refuse":
-        screen(stderr=True).print(f"against its verdict: {'; '.join(kept.get('reasons', []))}")
+    if is_refused:
+        screen(stderr=True).print(f"against its verdict: {reasons}")
     if keep:
         _remove_older(channel, keep)
 
