@@ -58,6 +58,10 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
     )
     full.add_note("met by rank 1")
     assert telling.told(full)[0].endswith("nothing half-written was kept (met by rank 1)")
+    assert telling.told(OSError(errno.EROFS, "Read-only file system", "clicks/.lock")) == (
+        "read-only file system: clicks/.lock. Name a place that can be written, or mount it so",
+        2,
+    )
 
 
 def test_a_run_that_met_a_full_disk_is_told_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

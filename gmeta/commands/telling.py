@@ -60,6 +60,11 @@ def _told(error: Exception) -> tuple[str, int]:
                 "Free some and run again; nothing half-written was kept",
                 1,
             )
+        if error.errno == errno.EROFS:
+            return (
+                f"read-only file system{where}. Name a place that can be written, or mount it so",
+                2,
+            )
         return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
     if isinstance(error, GMetaError):
         return str(error), error.exit_code

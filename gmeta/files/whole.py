@@ -1,21 +1,34 @@
 """Files that are there whole or not at all, whatever happens while they are written."""
 
+import fcntl
+import glob
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+_JUST_OPENED_S = 5.0  # its writer may not have its lock yet
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes its name once it is written and on the disk.
 
-    After a failure `path` is as it was before, and nothing is left beside it.
+    After a failure `path` is as it was before, and nothing is left beside it; what a killed process
+    left there goes with the next write.
     """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError), left.open("rb") as killed:
+            fcntl.flock(killed, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody writes it
+            if time.time() - os.fstat(killed.fileno()).st_mtime > _JUST_OPENED_S:
+                left.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
+            with suppress(OSError):  # where there are no locks, nothing is taken for left either
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()
             # Before the rename, or a power cut could leave the name with nothing in it.

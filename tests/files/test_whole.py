@@ -48,6 +48,27 @@ def test_what_fails_half_way_leaves_the_old_file_and_nothing_else(tmp_path: Path
     assert contents(tmp_path) == {"rows.parquet": b"old"}
 
 
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    target = tmp_path / "report[1].html"
+    for name in (".report[1].html.1.tmp", ".report1.html.1.tmp"):
+        (tmp_path / name).write_bytes(b"half of it")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / ".report[1].html.3.tmp").write_bytes(b"")  # just opened
+    mine, other = (tmp_path / f".report[1].html.{pid}.tmp" for pid in (os.getpid(), 2))
+    with whole_file(target) as file:
+        file.write(b"first")
+        file.flush()
+        os.utime(mine, (0, 0))
+        mine.rename(other)
+        write_whole(target, b"second")  # while somebody else writes it
+        other.rename(mine)
+    assert contents(tmp_path) == {
+        target.name: b"first",
+        ".report1.html.1.tmp": b"half of it",
+        ".report[1].html.3.tmp": b"",
+    }
+
+
 def test_a_file_is_readable_for_whom_others_of_its_writer_are(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
     write_whole(tmp_path / "whole", b"")
