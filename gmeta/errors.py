@@ -16,7 +16,11 @@ class NotFiniteError(GMetaError):
 
 
 class NotWrittenError(GMetaError):
-    """A disk did not take what a run writes: it is full, or fails. The run is not to blame."""
+    """A disk did not take what a run writes: it is full, or fails. The run is not to blame. Made of
+    what was not written, and of what to do."""
+
+    def __str__(self) -> str:
+        return ". ".join(self.args)
 
 
 class UserError(GMetaError):

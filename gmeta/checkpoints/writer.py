@@ -183,7 +183,8 @@ class CheckpointWriter:
             shutil.rmtree(temporary, ignore_errors=True)
             self._error = lost_contact(error) or NotWrittenError(
                 f"checkpoint {final} cannot be written: {reason_of(error)}; {_free(self._folder)} "
-                "were free there. Free some, then go on from the checkpoint before with --resume"
+                "were free there",
+                "Free some, then go on from the checkpoint before with --resume",
             )
         else:
             self._error = None

@@ -51,7 +51,7 @@ def test_what_was_trained_is_gone_before_it_is_scored_as_in_a_process_of_its_own
 @pytest.mark.parametrize(
     ("error", "is_counted"),
     [
-        (NotWrittenError("checkpoint x cannot be written"), False),
+        (NotWrittenError("checkpoint x cannot be written", "Go on with --resume"), False),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (FileNotFoundError(errno.ENOENT, "No such file"), True),
         (UserError("data.path is empty"), True),
@@ -78,4 +78,5 @@ def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
     else:
         with pytest.raises(GMetaError, match=r"^trial 3: .*\. It is not counted: once there is "):
             runner._end(3, trial)
+        assert "--resume" not in told.failure
         study.ended.assert_not_called()

@@ -48,7 +48,9 @@ def be_trial(is_check: bool, config: dict[str, Any], log: str, says: Connection)
         sys.stderr.write(f"error: {line}\n")
         is_path = isinstance(error, WRONG_PATHS)
         unwritten = isinstance(error, NotWrittenError | OSError) and not is_path
-        says.send(Said(failure=line, unwritten=unwritten))
+        # A trial is not resumed: it is tried again.
+        failure = error.args[0] if isinstance(error, NotWrittenError) else line
+        says.send(Said(failure=failure, unwritten=unwritten))
     # A fault of the program ends the process with its traceback in the log, which is named.
     says.close()
     sys.stdout.flush()
