@@ -187,7 +187,8 @@ def plain_space(space: Space, plain: TrainConfig) -> Space:
     Raises:
         UserError: nothing else is in it.
     """
-    kept = tuple(dimension for dimension in space if dimension.key not in NOT_OF_PLAIN)
+    left_out = ("algorithm.name", *NOT_USED[PLAIN])
+    kept = tuple(dimension for dimension in space if dimension.key not in left_out)
     if not kept:
         raise UserError(
             f"--space names {', '.join(one.key for one in space)} alone: nothing is left to tune "
@@ -267,8 +268,8 @@ def _type_of(key: str, entry: Any) -> Any:
 
 def default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
     """Return the rates, the inner steps and, where there is a choice, the algorithm, its plain
-    epochs and the loss, around the config's own values; of plain training the same but for
-    NOT_OF_PLAIN. `labels` are the names of the dataset's, as in its features.
+    epochs and the loss, around the config's own values; none of
+    NOT_USED. `labels` are the names of the dataset's, as in its features.
 
     The rates of the outer loop are tried over two decades around the config's, whose optimizers
     may take any scale; the inner rate over at least 0.003 to 1, where it was found on every data
@@ -290,7 +291,7 @@ def default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
         space.append(Choices("algorithm.support_prior", tuple(sorted(priors))))
     if algorithm.name in ("maml", "fomaml", "metasgd", "ridge"):
         space.append(Choices("algorithm.name", (algorithm.name, *learnt)))
-    if algorithm.name != PLAIN and (epochs := config.run.epochs) > 1:
+    if (epochs := config.run.epochs) > 1:
         plain = {0, epochs // 2, epochs * 3 // 4, algorithm.plain_epochs}
         space.append(Choices("algorithm.plain_epochs", tuple(sorted(plain))))
     rates = {name: getattr(outer, name) for name in ("dense_lr", "sparse_lr")}
@@ -299,8 +300,8 @@ def default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
     ]
     if outer.loss in RATING_LOSSES:
         space.append(Choices("outer.loss", RATING_LOSSES))
-    if algorithm.name == PLAIN:
-        space = [dimension for dimension in space if dimension.key not in NOT_OF_PLAIN]
+    unused = NOT_USED.get(algorithm.name, ())
+    space = [dimension for dimension in space if dimension.key not in unused]
     if not space:
         raise UserError(
             "the default space of this config is empty: all of its rates are 0. Give --space FILE"
@@ -308,12 +309,14 @@ def default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
     return tuple(space)
 
 
-# A plain run takes no inner step; what it is fine-tuned with is chosen as each is scored.
-NOT_OF_PLAIN = tuple(
-    f"algorithm.{key}" for key in ("name", "plain_epochs", "inner_lr", "inner_steps")
-)
 FORWARD_ONLY = ("encoder",)  # they take no inner step
-NOT_USED = {PLAIN: NOT_OF_PLAIN[1:], **dict.fromkeys(FORWARD_ONLY, NOT_OF_PLAIN[2:])}
+# Nor does a plain run; what it is fine-tuned with is chosen as each is scored.
+_OF_INNER_STEPS = ("algorithm.inner_lr", "algorithm.inner_steps")
+# By which keys an algorithm does not train.
+NOT_USED = {
+    PLAIN: ("algorithm.plain_epochs", *_OF_INNER_STEPS),
+    **dict.fromkeys(FORWARD_ONLY, _OF_INNER_STEPS),
+}
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
 
 
