@@ -8,6 +8,7 @@ from gmeta.commands import telling
 from gmeta.commands.work import train as work
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError, UserError
+from metaio.errors import DataError
 
 
 def waited_turns(monkeypatch: pytest.MonkeyPatch, error: Exception, **environment: str) -> float:
@@ -58,6 +59,10 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
     )
     full.add_note("met by rank 1")
     assert telling.told(full)[0].endswith("nothing half-written was kept (met by rank 1)")
+    for kind in (DataError, UserError):
+        with pytest.raises(kind) as caught:
+            raise kind("clicks could not be written") from full
+        assert telling.told(caught.value) == ("clicks could not be written", 1)
     assert telling.told(OSError(errno.EROFS, "Read-only file system", "clicks/.lock")) == (
         "read-only file system: clicks/.lock. Name a place that can be written, or mount it so",
         2,

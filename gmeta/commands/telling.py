@@ -24,6 +24,7 @@ STORE_ERRORS = (
 )
 # Several times what torchrun's agent needs to notice that a rank has ended and to end the others.
 TURN_S = 2.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # The user can mend them: another path, or its permissions.
 WRONG_PATHS = (
     FileNotFoundError,
@@ -66,6 +67,8 @@ def _told(error: Exception) -> tuple[str, int]:
                 2,
             )
         return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
+        return str(error), 1  # whichever room met it, as every other command that does
     if isinstance(error, GMetaError):
         return str(error), error.exit_code
     if isinstance(error, tuple(_loaded(STORE_ERRORS))):
