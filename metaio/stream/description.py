@@ -14,7 +14,7 @@ from metaio.prepare.job import kind_of_column
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.schema_file import parse_schema
-from metaio.prepare.values import Kind, kind_of
+from metaio.prepare.values import Kind, as_numbers, kind_of
 from metaio.stream.chain import FIRST_INCREMENT, increment_numbers, open_stream
 from metaio.stream.state import State, load_state
 from metaio.stream.window import time_unit
@@ -117,6 +117,10 @@ def check_columns(before: Before, name: str, types: dict[str, pa.DataType]) -> N
         # Integers may count microseconds too, and yet are no time stamps.
         if pa.types.is_integer(types[time]) != ("int" in description["time_type"]):
             found[time], expected[time] = str(types[time]), description["time_type"]
+    numbers = [(one.column, "dense") for one in schema.dense]
+    for column, role in [*numbers, *((one.column, "label") for one in schema.labels)]:
+        if not pa.types.is_null(types[column]):
+            as_numbers(column, pa.nulls(0, types[column]), role)
     for column, kind in found.items():
         if kind != expected[column]:
             raise DataError(

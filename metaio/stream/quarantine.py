@@ -13,7 +13,9 @@ from metaio.errors import QuarantinedError
 from metaio.format.checked_json import write_checked
 from metaio.format.manifest import canonical_json
 from metaio.format.storage import Storage
+from metaio.prepare.schema import Schema
 from metaio.stream.chain import read_of_stream
+from metaio.stream.description import Before, as_stream
 from metaio.stream.inputs import InputFile
 
 QUARANTINE = "quarantine"
@@ -44,11 +46,19 @@ class RefusedFilesError(QuarantinedError):
         self.files, self.reasons, self.kind = files, reasons, kind
 
 
-def note_refusal(root: Path, number: int, refusal: RefusedFilesError) -> None:
-    """Note what was refused as increment `number`."""
+def mark_of(schema: Schema) -> str:
+    """Return what tells whether two streams begin with the same schema."""
+    return xxhash.xxh3_64_hexdigest(canonical_json(as_stream(schema).to_json()))
+
+
+def note_refusal(before: Before, refusal: RefusedFilesError) -> None:
+    """Note what was refused as the increment that was to come."""
+    root = before.root
     files = [file._asdict() for file in refusal.files]
-    kind = {"with_next": True} if refusal.kind == "few" else {}
-    body = {"before": number, "files": files, "reasons": refusal.reasons, **kind}
+    body = {"before": before.number, "files": files, "reasons": refusal.reasons}
+    body |= {"with_next": True} if refusal.kind == "few" else {}
+    # That of a stream does not change.
+    body |= {"schema": mark_of(before.schema)} if before.description is None else {}
     _forget(root, [file.name for file in refusal.files], but=_write(root, body))
 
 
@@ -59,7 +69,8 @@ def clear_quarantine(root: Path, files: Iterable[InputFile]) -> None:
 
 def list_quarantine(root: Path) -> list[dict[str, Any]]:
     """Return what was refused and why: `before` (the increment that it was to become), `files`,
-    `reasons`, and `with_next` where the files only wait for more.
+    `reasons`, `with_next` where the files only wait for more, and of a first increment the mark of
+    the `schema`.
 
     Raises:
         FormatError: a note is damaged.
