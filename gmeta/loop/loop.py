@@ -38,7 +38,8 @@ from metaio.counted import counted
 from metaio.errors import MetaIOError
 from metaio.prepare.schema_file import load_schema
 from metaio.stream.chain import folder_of, increment_numbers, open_stream
-from metaio.stream.quarantine import list_quarantine, mark_of
+from metaio.stream.description import mark_of
+from metaio.stream.quarantine import list_quarantine
 
 STAGES = ("prepare", "train", "export", "judge", "promote", "publish", "score")
 FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"

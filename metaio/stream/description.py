@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import xxhash
 
 from metaio.errors import DataError
 from metaio.format.layout import MANIFEST_NAME
+from metaio.format.manifest import canonical_json
 from metaio.prepare.job import kind_of_column
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
@@ -39,6 +41,11 @@ class Before:
         if self.description is None:
             return None
         return {name: (own[0], own[1]) for name, own in self.description["moments"].items()}
+
+    @property
+    def mark(self) -> str:
+        """Return the mark of the schema before the first increment; "" once it does not change."""
+        return mark_of(self.schema) if self.description is None else ""
 
 
 def opened(root: Path, schema: Schema | None) -> Before:
@@ -79,6 +86,11 @@ def opened(root: Path, schema: Schema | None) -> Before:
         newest.fingerprint,
         stream.description,
     )
+
+
+def mark_of(schema: Schema) -> str:
+    """Return what tells whether two streams begin with the same schema."""
+    return xxhash.xxh3_64_hexdigest(canonical_json(as_stream(schema).to_json()))
 
 
 def as_stream(schema: Schema) -> Schema:

@@ -13,9 +13,7 @@ from metaio.errors import QuarantinedError
 from metaio.format.checked_json import write_checked
 from metaio.format.manifest import canonical_json
 from metaio.format.storage import Storage
-from metaio.prepare.schema import Schema
 from metaio.stream.chain import read_of_stream
-from metaio.stream.description import Before, as_stream
 from metaio.stream.inputs import InputFile
 
 QUARANTINE = "quarantine"
@@ -46,19 +44,12 @@ class RefusedFilesError(QuarantinedError):
         self.files, self.reasons, self.kind = files, reasons, kind
 
 
-def mark_of(schema: Schema) -> str:
-    """Return what tells whether two streams begin with the same schema."""
-    return xxhash.xxh3_64_hexdigest(canonical_json(as_stream(schema).to_json()))
-
-
-def note_refusal(before: Before, refusal: RefusedFilesError) -> None:
-    """Note what was refused as the increment that was to come."""
-    root = before.root
+def note_refusal(root: Path, number: int, refusal: RefusedFilesError, schema: str) -> None:
+    """Note what was refused as increment `number`, and the mark of a schema that may change yet."""
     files = [file._asdict() for file in refusal.files]
-    body = {"before": before.number, "files": files, "reasons": refusal.reasons}
-    body |= {"with_next": True} if refusal.kind == "few" else {}
-    # That of a stream does not change.
-    body |= {"schema": mark_of(before.schema)} if before.description is None else {}
+    kind = {"with_next": True} if refusal.kind == "few" else {}
+    body = {"before": number, "files": files, "reasons": refusal.reasons, **kind}
+    body |= {"schema": schema} if schema else {}
     _forget(root, [file.name for file in refusal.files], but=_write(root, body))
 
 
