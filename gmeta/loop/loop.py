@@ -36,7 +36,9 @@ from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import CONFIG_FILE
 from metaio.counted import counted
 from metaio.errors import MetaIOError
+from metaio.prepare.schema_file import load_schema
 from metaio.stream.chain import folder_of, increment_numbers, open_stream
+from metaio.stream.description import mark_of
 from metaio.stream.quarantine import list_quarantine
 
 STAGES = ("prepare", "train", "export", "judge", "promote", "publish", "score")
@@ -61,7 +63,7 @@ class UnderWay:
 
     stage: str
     increment: int
-    since_s: float  # since 1970
+    since_s: float  # of time.monotonic
 
 
 @final
@@ -149,15 +151,32 @@ class Loop:
         follow, taken = self.config.follow, self._files.files()
         partitions = closed_partitions(follow.inputs, follow.closed_after_s)
         notes = list_quarantine(Path(self._stream))
-        return standing(partitions, taken.keys(), self._noted.holding(notes, taken))
+        if any("schema" in note for note in notes):  # of one that was mended since they say nothing
+            own = mark_of(load_schema(follow.schema))
+            notes = [note for note in notes if note.get("schema", own) == own]
+        # One that held nothing may have been opened by its writer: no row of it was trained.
+        old = {name: taken[name] for name in self._noted.rewritten(partitions, taken)}
+        new = {name for name, file in old.items() if not file["num_bytes"]}
+        rewritten = {
+            name: f"it was rewritten since increment {file['increment']} took it, and increments "
+            "do not change. Give new rows in a file of a new name"
+            for name, file in old.items()
+            if name not in new
+        }
+        noted = self._noted.holding(notes, taken.keys() - new)
+        return standing(partitions, taken.keys() - new, noted, rewritten)
 
     def without_input(self) -> str:
-        """Return what is lacking where no partition was ever closed; "" where one was."""
+        """Return what is lacking where no increment was ever made; "" where one was, or can be."""
         if increment_numbers(self._stream):
             return ""
         log, follow = self.standing(), self.config.follow
-        if log.waiting or log.held or log.refused:
+        if log.waiting:
             return ""
+        for name, why in log.refused.items():
+            return f"no increment yet: {name} is refused: {why}"
+        if log.held:
+            return f"no increment yet: {counted(len(log.held), 'file')} have too few rows for one"
         return (
             f"no closed partition matches follow.inputs = {follow.inputs!r}. A folder is closed by "
             f"a file {SUCCESS}, or by its age with follow.closed_after_s; else correct the pattern"
@@ -377,7 +396,7 @@ class Loop:
         stage = arguments[0]
         log = log or self.folder(number) / f"{stage}.log"
         began_s = time.monotonic()
-        self.under_way = UnderWay(stage, number, time.time())
+        self.under_way = UnderWay(stage, number, began_s)
         try:
             code = self._run_stage(arguments, log)
         finally:

@@ -89,4 +89,4 @@ class LoopMetrics:
 
     def _running_s(self, stage: str) -> float:
         now = self._loop.under_way
-        return max(0.0, time.time() - now.since_s) if now and now.stage == stage else 0.0
+        return time.monotonic() - now.since_s if now and now.stage == stage else 0.0

@@ -2,6 +2,7 @@
 one HTML page that asks nothing of the network."""
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -94,7 +95,7 @@ def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
     if status.held:
         facts.append(("files held for the next increment", f"{status.held:,}"))
     if under_way is not None:
-        since_s = max(0.0, datetime.now(UTC).timestamp() - under_way.since_s)
+        since_s = time.monotonic() - under_way.since_s
         what = f" of increment {under_way.increment}" if under_way.increment else ""
         facts.append(("under way", f"{under_way.stage}{what}, {duration(since_s)}"))
     return facts

@@ -3,12 +3,13 @@ increment, refused, held for the next one, or waiting."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, final
 
 from gmeta.files.places import failing_at
 from gmeta_keys.boundary import failing_as
+from metaio.counted import duration
 from metaio.format.storage import file_system, is_local
 from metaio.prepare.inputs import is_marker
 from metaio.stream.chain import increment_numbers, open_stream
@@ -19,16 +20,19 @@ SUCCESS = "_SUCCESS"
 
 @dataclass(frozen=True)
 class Partition:
-    """A closed partition: its name and its files, as `gmeta prepare` takes them; others of it may
-    have been taken before."""
+    """A partition: its name and its files, as `gmeta prepare` takes them, some with their sizes;
+    others of it may have been taken before. It is closed unless something speaks `against` it."""
 
     name: str
     files: tuple[str, ...]
     is_begun: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    against: str = ""
 
 
 def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
-    """Return the partitions that match a glob and are closed, in the order of their names.
+    """Return the partitions that match a glob and are closed, in the order of their names, and
+    those of which that cannot be told.
 
     A folder is one of all files in it but those whose names begin with _ or a dot, and is closed by
     _SUCCESS; a file is one of itself. Either is closed too, with `closed_after_s`, once nothing was
@@ -50,14 +54,22 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
             files = sorted(name for name in entries if not is_marker(name, path))
             is_folder = list(entries) != [path]
             is_closed = f"{path}/{SUCCESS}" in entries or (not is_folder and not closed_after_s)
+            against = ""
             if not is_closed and closed_after_s and files:
-                newest_s = max(map(_written_s, entries.values()))
-                is_closed = time.time() - newest_s >= closed_after_s
-            if files and is_closed:
-                full = tuple(
-                    name if is_local(fs) else str(fs.unstrip_protocol(name)) for name in files
-                )
-                found.append(Partition(path, full))
+                age_s = time.time() - max(map(_written_s, entries.values()))
+                is_closed = age_s >= closed_after_s
+                if age_s < -closed_after_s:
+                    against = (
+                        f"it was written {duration(-age_s)} from now, so that its age does not "
+                        f"close it. Correct the clock that is wrong and touch it, or add {SUCCESS}"
+                    )
+            if files and (is_closed or against):
+                url_of = {
+                    name: name if is_local(fs) else str(fs.unstrip_protocol(name)) for name in files
+                }
+                sizes = {url: entries[name].get("size") for name, url in url_of.items()}
+                known = {url: size for url, size in sizes.items() if size is not None}
+                found.append(Partition(path, tuple(url_of.values()), False, known, against))
     return found
 
 
@@ -80,13 +92,14 @@ def standing(
     partitions: Sequence[Partition],
     taken: Set[str],
     noted: Sequence[Mapping[str, Any]],
+    rewritten: Mapping[str, str],
 ) -> Standing:
-    """Return how it stands with closed partitions, given the files that increments took, and the
-    notes of the quarantine that hold.
+    """Return how it stands with partitions, given the files that increments took, the notes of the
+    quarantine that hold, and why files that were taken are refused as they are now.
 
     Held are files that make no increment alone, as `gmeta prepare` found.
     """
-    refused: dict[str, str] = {}
+    refused = dict(rewritten)
     held: set[str] = set()
     for note in noted:
         names = [file["name"] for file in note["files"] if file["name"] not in taken]
@@ -97,8 +110,11 @@ def standing(
     waiting = []
     for partition in partitions:
         left = tuple(name for name in partition.files if name not in taken and name not in refused)
-        if not held.issuperset(left):  # one more may make an increment of all
-            waiting.append(Partition(partition.name, left, not taken.isdisjoint(partition.files)))
+        if partition.against:
+            refused |= dict.fromkeys(left, partition.against)
+        elif not held.issuperset(left):  # one more may make an increment of all
+            is_begun = not taken.isdisjoint(partition.files)
+            waiting.append(replace(partition, files=left, is_begun=is_begun))
     return Standing(waiting, sorted(held), refused)
 
 
@@ -124,6 +140,23 @@ class NotedFiles:
             if all(one["name"] in taken or self._is_as_noted(one) for one in note["files"])
         ]
 
+    def rewritten(
+        self, partitions: Sequence[Partition], taken: Mapping[str, Mapping[str, Any]]
+    ) -> list[str]:
+        """Return the files that another size tells, and then their bytes, not to be what was taken.
+
+        Raises:
+            GMetaError, MetaIOError: a file cannot be read.
+        """
+        return [
+            name
+            for partition in partitions
+            for name, size in partition.sizes.items()
+            if name in taken
+            and size != taken[name]["num_bytes"]
+            and not self._is_as_noted(taken[name])
+        ]
+
     def _is_as_noted(self, file: Mapping[str, Any]) -> bool:
         name = file["name"]
         with _reached(name):
@@ -147,26 +180,26 @@ class TakenFiles:
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
-        self._increment_of: dict[str, int] = {}
+        self._file_of: dict[str, dict[str, Any]] = {}
         self._known: set[int] = set()
 
-    def files(self) -> dict[str, int]:
-        """Return the increment that took each file, by the file's name.
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Return what each file was as the newest `increment` took it, by its name.
 
         Raises:
             FormatError: a manifest is damaged.
         """
         numbers = set(increment_numbers(self._stream))
         if not self._known <= numbers:  # the newest was taken back: its files are free again
-            self._increment_of, self._known = {}, set()
+            self._file_of, self._known = {}, set()
         new = numbers - self._known
         if new:
             stream = open_stream(self._stream)
             for number in sorted(new):
                 for file in stream.record(number).report["inputs"]:
-                    self._increment_of[file["name"]] = number
+                    self._file_of[file["name"]] = {**file, "increment": number}
             self._known |= new
-        return self._increment_of
+        return self._file_of
 
 
 def _written_s(entry: dict[str, Any]) -> float:

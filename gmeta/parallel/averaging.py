@@ -1,5 +1,4 @@
-"""The layers' gradients averaged over ranks that share memory, in place of
-DistributedDataParallel."""
+"""The layers' gradients averaged over ranks on the CPU, in place of DistributedDataParallel."""
 
 from collections.abc import Iterable
 

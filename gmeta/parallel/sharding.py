@@ -47,7 +47,6 @@ from gmeta.parallel.plan import (
 )
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.threads import ThreadChoice
-from gmeta.parallel.transport.shared_memory import SharedMemory
 from gmeta.parallel.unplaced import SPARSE_OPTIMIZERS, tables_to_place
 from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
@@ -194,10 +193,11 @@ def shard_learner(
     check_clipping(plan, outer.clip_norm)
     if not is_ours and ranks.device.type == "cpu":
         check_lookups(plan)
-    through_memory = (
-        isinstance(ranks.transport, SharedMemory)
-        and config.sharding.dense_wire_dtype == "float32"
-        and is_ours
+    # DistributedDataParallel lays out its messages anew after a process's first step, and with the
+    # place of a gradient changes the order in which gloo adds those of three ranks or more: the
+    # first step after a resume would not be that of an unbroken run.
+    is_average_ours = (
+        is_ours and ranks.device.type == "cpu" and config.sharding.dense_wire_dtype == "float32"
     )
     _choose_shapes(learner, config, ranks.device, ranks.rank)
     with tables_kept_by(PlainTables) if is_ours else nullcontext():
@@ -208,9 +208,9 @@ def shard_learner(
             plan=ShardingPlan(plans),
             # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
             sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
-            data_parallel_wrapper=_Alone() if ranks.world_size == 1 or through_memory else None,
+            data_parallel_wrapper=_Alone() if ranks.world_size == 1 or is_average_ours else None,
         )
-    if through_memory:
+    if is_average_ours and ranks.world_size > 1:
         LayerAverage(learner.parameters(), ranks)
     elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)

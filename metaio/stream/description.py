@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import xxhash
 
 from metaio.errors import DataError
 from metaio.format.layout import MANIFEST_NAME
+from metaio.format.manifest import canonical_json
 from metaio.prepare.job import kind_of_column
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
 from metaio.prepare.schema_file import parse_schema
-from metaio.prepare.values import Kind, kind_of
+from metaio.prepare.values import Kind, as_numbers, kind_of
 from metaio.stream.chain import FIRST_INCREMENT, increment_numbers, open_stream
 from metaio.stream.state import State, load_state
 from metaio.stream.window import time_unit
@@ -39,6 +41,11 @@ class Before:
         if self.description is None:
             return None
         return {name: (own[0], own[1]) for name, own in self.description["moments"].items()}
+
+    @property
+    def mark(self) -> str:
+        """Return the mark of the schema before the first increment; "" once it does not change."""
+        return mark_of(self.schema) if self.description is None else ""
 
 
 def opened(root: Path, schema: Schema | None) -> Before:
@@ -81,6 +88,11 @@ def opened(root: Path, schema: Schema | None) -> Before:
     )
 
 
+def mark_of(schema: Schema) -> str:
+    """Return what tells whether two streams begin with the same schema."""
+    return xxhash.xxh3_64_hexdigest(canonical_json(as_stream(schema).to_json()))
+
+
 def as_stream(schema: Schema) -> Schema:
     """Return the schema as that of a stream, with the defaults where it has no [stream].
 
@@ -117,6 +129,10 @@ def check_columns(before: Before, name: str, types: dict[str, pa.DataType]) -> N
         # Integers may count microseconds too, and yet are no time stamps.
         if pa.types.is_integer(types[time]) != ("int" in description["time_type"]):
             found[time], expected[time] = str(types[time]), description["time_type"]
+    numbers = [(one.column, "dense") for one in schema.dense]
+    for column, role in [*numbers, *((one.column, "label") for one in schema.labels)]:
+        if not pa.types.is_null(types[column]):
+            as_numbers(column, pa.nulls(0, types[column]), role)
     for column, kind in found.items():
         if kind != expected[column]:
             raise DataError(

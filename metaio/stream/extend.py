@@ -131,12 +131,12 @@ def extend(
         try:
             files, refusal = _with_along(append, inputs, along)
         except RefusedFilesError as error:
-            note_refusal(root, before.number, error)
+            note_refusal(root, before.number, error, before.mark)
             raise
         remove_old_states(root, before.number)
         clear_quarantine(root, files.given)
         if refusal is not None:
-            note_refusal(root, before.number, refusal)
+            note_refusal(root, before.number, refusal, before.mark)
             left_out(refusal)
     return open_stream(stream).record(before.number)
 

@@ -12,6 +12,7 @@ from metaio.format.storage import file_system
 from metaio.prepare.inputs import Member
 
 _CHUNK_BYTES = 1 << 22
+_NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
 
 
 class InputFile(NamedTuple):
@@ -71,7 +72,8 @@ def offered(given: list[str], members: dict[str, Member], read: list[InputFile])
 
 
 def refuse_known(files: Offered, taken: pa.Table) -> None:
-    """Raise DataError for a file that an increment has taken under the same name."""
+    """Raise DataError for a file that an increment has taken under the same name, unless there was
+    nothing in it."""
     row_of = {name: row for row, name in enumerate(taken["name"].to_pylist())}
     for file in files.given:
         row = row_of.get(file.name)
@@ -80,6 +82,8 @@ def refuse_known(files: Offered, taken: pa.Table) -> None:
         before = taken.slice(row, 1).to_pylist()[0]
         if before["xxh3"] == file.xxh3:
             raise DataError(_taken(file.name, before))
+        if before["xxh3"] == _NO_BYTES:
+            continue
         raise DataError(
             f"input {file.name} was taken into increment {before['increment']} with other content: "
             "it was rewritten since, and increments do not change. Give new rows in a file of a "

@@ -44,11 +44,12 @@ class RefusedFilesError(QuarantinedError):
         self.files, self.reasons, self.kind = files, reasons, kind
 
 
-def note_refusal(root: Path, number: int, refusal: RefusedFilesError) -> None:
-    """Note what was refused as increment `number`."""
+def note_refusal(root: Path, number: int, refusal: RefusedFilesError, schema: str) -> None:
+    """Note what was refused as increment `number`, and the mark of a schema that may change yet."""
     files = [file._asdict() for file in refusal.files]
     kind = {"with_next": True} if refusal.kind == "few" else {}
     body = {"before": number, "files": files, "reasons": refusal.reasons, **kind}
+    body |= {"schema": schema} if schema else {}
     _forget(root, [file.name for file in refusal.files], but=_write(root, body))
 
 
@@ -59,7 +60,8 @@ def clear_quarantine(root: Path, files: Iterable[InputFile]) -> None:
 
 def list_quarantine(root: Path) -> list[dict[str, Any]]:
     """Return what was refused and why: `before` (the increment that it was to become), `files`,
-    `reasons`, and `with_next` where the files only wait for more.
+    `reasons`, `with_next` where the files only wait for more, and of a first increment the mark of
+    the `schema`.
 
     Raises:
         FormatError: a note is damaged.

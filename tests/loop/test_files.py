@@ -120,6 +120,64 @@ def test_a_refused_file_that_is_mended_is_taken_and_is_told_no_more(root: Path) 
     assert status_of(loop).quarantined == 0
 
 
+def test_what_an_empty_file_is_filled_with_is_taken_and_another_content_is_told(root: Path) -> None:
+    """A writer opens its file, and _SUCCESS of another one comes before its rows do."""
+    folder = write_day(root / "logs", 0)
+    table = pq.read_table(folder / "part-0.parquet")
+    pq.write_table(table.slice(0, 120), folder / "part-0.parquet")
+    (folder / "part-1.parquet").touch()
+    loop = new_loop(root)
+    assert numbers(loop) == [1]
+    pq.write_table(table.slice(120), folder / "part-1.parquet")
+    assert (numbers(loop), numbers(new_loop(root))) == ([2], [])
+    pq.write_table(table, folder / "part-1.parquet")
+    for again in (loop, new_loop(root)):
+        assert numbers(again) == []
+        assert status_of(again).refused_files == {
+            str(folder / "part-1.parquet"): "it was rewritten since increment 2 took it, and "
+            "increments do not change. Give new rows in a file of a new name"
+        }
+    assert (rows(root, 1), rows(root, 2)) == (120, 120)
+    pq.write_table(table.slice(120), folder / "part-1.parquet")
+    assert numbers(loop) == []
+    assert status_of(loop).quarantined == 0
+
+
+def test_before_the_first_increment_a_mended_schema_takes_what_was_refused(root: Path) -> None:
+    for day, users in enumerate((40, 10)):
+        part = write_day(root / "logs", day, users=users) / "part-0.parquet"
+        table = pq.read_table(part)
+        nulls = pa.array([None, *table["item"].to_pylist()[1:]])
+        pq.write_table(table.set_column(1, "item", nulls) if day == 0 else table, part)
+    schema = root / "schema.toml"
+    right = schema.read_text()
+    schema.write_text(right.replace("min_rows = 4", "min_rows = 7"))
+    loop = new_loop(root)
+    assert (numbers(loop), numbers(new_loop(root))) == ([0, 0], [])
+    assert (status_of(loop).held, status_of(loop).quarantined) == (1, 1)
+    assert loop.without_input() == (
+        f"no increment yet: {root}/logs/day=000/part-0.parquet is refused: column item has 1 null; "
+        'none are allowed. Remove those rows, or allow it in the schema: null = "unknown"'
+    )
+    schema.write_text(right.replace("vocabulary = 2", 'vocabulary = 2\nnull = "unknown"'))
+    assert numbers(loop) == [1, 2]
+    assert (rows(root, 1), rows(root, 2)) == (240, 60)
+    assert loop.without_input() == ""
+
+
+def test_a_number_that_became_text_waits_for_a_person_as_an_id_does(root: Path) -> None:
+    parts = [write_day(root / "logs", day) / "part-0.parquet" for day in range(2)]
+    loop = new_loop(root)
+    table = pq.read_table(parts[1])
+    for place, name, role in ((3, "price", "dense"), (4, "click", "label")):
+        text = table.set_column(place, name, table[name].cast(pa.string()))
+        pq.write_table(text, parts[1])
+        with pytest.raises(GMetaError, match=f"ended with 2: {role} column {name} has type string"):
+            prepared(loop)
+    pq.write_table(table, parts[1])
+    assert numbers(loop) == [2]
+
+
 def test_files_that_come_late_are_part_of_the_next_increment(root: Path) -> None:
     late_rows_are_kept(root)
     first = write_day(root / "logs", 0)

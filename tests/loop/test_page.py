@@ -143,7 +143,7 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
         assert 'http-equiv="refresh"' in page
         assert page.count("<svg role") == 8
         assert "train of increment 7" not in page
-        loop.under_way = UnderWay("train", 7, time.time() - 300)
+        loop.under_way = UnderWay("train", 7, time.monotonic() - 300)
         metrics.failed("no room")
         assert "train of increment 7, 5.0 min" in get("/")
         assert "the next stage fails: no room" in get("/")

@@ -1,9 +1,10 @@
 """Which partitions are closed: by _SUCCESS, by age, or as they are."""
 
 import os
+import time
 from pathlib import Path
 
-from gmeta.loop.partitions import NotedFiles, closed_partitions
+from gmeta.loop.partitions import NotedFiles, closed_partitions, standing
 from metaio.stream.inputs import described
 
 LONG_AGO_S = 1_000_000_000
@@ -36,6 +37,21 @@ def test_a_file_is_whole_as_it_is_there_unless_an_age_is_asked_for(tmp_path: Pat
         (tmp_path / name).touch()
     assert names(f"{tmp_path}/*.parquet") == [("a.parquet", 1), ("b.parquet", 1)]
     assert names(f"{tmp_path}/*.parquet", 3_600.0) == []
+
+
+def test_what_was_written_in_the_future_is_told_and_not_taken(tmp_path: Path) -> None:
+    """By a machine whose clock is wrong: it would be closed in some years, and by then be late."""
+    (tmp_path / "day=1").mkdir()
+    part = tmp_path / "day=1" / "a.parquet"
+    part.touch()
+    os.utime(part, (time.time() + 10 * 86_400,) * 2)
+    found = closed_partitions(f"{tmp_path}/*", 3_600.0)
+    log = standing(found, set(), [], {})
+    assert not log.waiting
+    assert log.refused[str(part)].startswith("it was written 10.0 days from now, so that")
+    assert not standing(found, {str(part)}, [], {}).refused  # or the own clock went back since
+    (tmp_path / "day=1" / "_SUCCESS").touch()
+    assert standing(closed_partitions(f"{tmp_path}/*", 3_600.0), set(), [], {}).waiting
 
 
 def test_links_to_files_are_files(tmp_path: Path) -> None:

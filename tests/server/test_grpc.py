@@ -3,8 +3,10 @@
 import asyncio
 import subprocess
 import sys
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc
@@ -13,7 +15,8 @@ import pytest
 
 from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
-from gmeta.server.grpc_service import inference_handler
+from gmeta.server.errors import RequestError, bad
+from gmeta.server.grpc_service import _parsed, inference_handler
 from gmeta.server.limits import BatchLimits
 from gmeta.server.service import Service
 from gmeta.serving.model import ServedModel
@@ -248,3 +251,31 @@ def test_messages_are_those_of_a_published_client() -> None:
     ]
     assert told[0] == told[1]
     assert "inference.ModelInferRequest" in told[0]
+
+
+def test_a_refused_request_is_let_go_of_at_once() -> None:
+    """gRPC keeps what a call was aborted with in a cycle: only a full collection ends it."""
+
+    class Request:
+        pass
+
+    class Context:
+        aborted: Exception
+
+        async def abort(self, code: grpc.StatusCode, told: str) -> None:
+            self.aborted = grpc.aio.AbortError(told)
+            raise self.aborted
+
+    async def respond(request: Request, context: Context) -> None:
+        seen.append(weakref.ref(request))
+        try:
+            raise bad("of this request")
+        except RequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    seen: list[weakref.ref[Request]] = []
+    context = Context()
+    answer = _parsed(SimpleNamespace(FromString=lambda content: Request()), respond)
+    with pytest.raises(grpc.aio.AbortError, match="of this request"):
+        asyncio.run(answer(b"", context))
+    assert seen[0]() is None
