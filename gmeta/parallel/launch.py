@@ -48,7 +48,9 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # The agent hands SIGTERM on, then waits so long for the ranks' checkpoint before it kills them.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
-    # The ranks tell their own story.
+    # The ranks tell their own story: torch would print a C++ stack where Ctrl-C meets a rank as it
+    # joins the others.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in [*logging.root.manager.loggerDict]:
         # Each has a level of its own.
         if name.startswith("torch.distributed.elastic"):

@@ -90,6 +90,13 @@ def test_words_for_nulls_and_a_second_label_are_no_inputs(tmp_path: Path) -> Non
     assert guess(first_rows([str(path)]), {}).null_words == ()
 
 
+def test_a_text_of_yes_and_no_that_is_named_as_a_label_is_no_input() -> None:
+    said = log().append_column(
+        "Purchased?", pa.array(["yes" if row % 3 else "no" for row in range(ROWS)])
+    )
+    assert guessed(said).why["Purchased?"] == "it looks like another label, known only afterwards"
+
+
 def test_names_may_be_headings() -> None:
     heads = {"user_id": "Customer ID", "ts": "When", "click": "Bought?"}
     renamed = log().rename_columns([heads.get(name, name) for name in log().column_names])
