@@ -25,6 +25,15 @@ def under_torchrun() -> bool:
     return has_agent() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
+def restarts() -> tuple[int, int]:
+    """Return how many times torchrun's agent has started all ranks again, and how many times it
+    may.
+    """
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    used, allowed = (int(os.environ.get(name, "0")) for name in names)
+    return used, allowed
+
+
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
     """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks, wait for them, and return the
     job's exit code.

@@ -44,7 +44,7 @@ from metaio.read.batch import TaskBatch
 Part = TypeVar("Part")
 
 # For how many query rows the form of an adapted layer is chosen; any number is as exact.
-_EXPECTED_QUERY_ROWS = 128
+EXPECTED_QUERY_ROWS = 128
 
 
 class ServedModel:
@@ -213,7 +213,7 @@ class ServedModel:
             working = WorkingRows(rows_PD, 0.0)
             if row_P is not None:
                 working = WorkingRows(rows_PD, self.learner.rates.of_rows(lengths_B, row_P))
-            adapted = self._inner.take_steps(working, support, _EXPECTED_QUERY_ROWS, False)
+            adapted = self._inner.take_steps(working, support, EXPECTED_QUERY_ROWS, False)
         none = torch.zeros(0, dtype=torch.int64)
         rows_PD, key_P, task_P = values_PD[:0], none, none
         if fetched_row_P is not None:
