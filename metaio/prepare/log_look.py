@@ -185,8 +185,11 @@ def _telling(files: Inputs) -> Iterator[None]:
     except (duckdb.Error, pa.ArrowException, OSError) as error:
         fault = fault_of(str(error), lambda name: ("", []))
         told = f"input {files.names[0]} cannot be read: {shortened(str(error))}."
-        by_hand = "Write a schema by hand (docs/format.md)"
-        remedy = "Write that file again" if files.kind == "Parquet" else by_hand
+        remedy = "Write a schema by hand (docs/format.md)"
+        if isinstance(error, PermissionError):
+            remedy = "Check its permissions"
+        elif files.kind == "Parquet":
+            remedy = "Write that file again"
         raise DataError(fault or f"{told} {remedy}") from error
 
 

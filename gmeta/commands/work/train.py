@@ -11,7 +11,7 @@ from gmeta.config import TrainConfig
 from gmeta.parallel.launch import restarts
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.alike import settings_of_all
-from gmeta.runs.folder import RunFolder
+from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from gmeta.train import train
 
 
@@ -27,8 +27,9 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
             screen(stderr=True).print(f"restart {used} of {allowed}: all ranks begin again")
         try:
             folder = train(config, ranks)
-        except OSError as error:  # as of a full disk: the run folder is no new one any more
-            error.add_note("go on with --resume")
+        except OSError as error:  # as of a full disk
+            if (Path(config.run.dir) / CONFIG_FILE).exists():  # it is no new run any more
+                error.add_note("go on with --resume")
             raise
         if ranks.rank == 0:
             _tell(folder)
