@@ -200,8 +200,9 @@ def main() -> None:
 
 def _is_of_memory(error: Exception) -> bool:
     """Return whether memory ran out; torch says so in a RuntimeError."""
-    told = str(error)
-    return isinstance(error, MemoryError) or "out of memory" in told or "allocate memory" in told
+    # The last of a size beyond 64 bits.
+    told = ("out of memory", "allocate memory", "size calculation overflowed")
+    return isinstance(error, MemoryError) or any(one in str(error) for one in told)
 
 
 def _fail(message: str, code: int) -> None:

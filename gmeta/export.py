@@ -107,7 +107,7 @@ def export_run(
     step: int | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of a run's newest checkpoint, or that of `step`, to the folder `out`, which
+    """Write the model of a run's checkpoint to use, or that of `step`, to the folder `out`, which
     appears whole or not at all.
 
     Raises:
@@ -204,7 +204,7 @@ def _choose(run: RunFolder, step: int | None) -> Path:
     if step not in steps:
         raise UserError(
             f"run {run.root} has no checkpoint of step {step}: it has "
-            f"{', '.join(map(str, steps))}. Choose one of them, or leave out --step for the newest"
+            f"{', '.join(map(str, steps))}. Choose one of them, or leave out --step"
         )
     return steps[step]
 

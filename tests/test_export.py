@@ -275,7 +275,7 @@ def test_any_step_kept_can_be_exported_and_replaces_a_model_only_when_told(
         export_run(run, tmp_path / "other", step=5)
     assert str(caught.value) == (
         f"run {run} has no checkpoint of step 5: it has 4, 8. "
-        "Choose one of them, or leave out --step for the newest"
+        "Choose one of them, or leave out --step"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

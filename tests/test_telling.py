@@ -1,12 +1,13 @@
 """Which rank tells an error, and when: what others end by is told by none of them."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
 from gmeta.commands import telling
 from gmeta.commands.work import train as work
-from gmeta.config import TrainConfig
+from gmeta.config import RunConfig, TrainConfig
 from gmeta.errors import GMetaError, UserError
 from metaio.errors import DataError
 
@@ -69,8 +70,11 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
     )
 
 
-def test_a_run_that_met_a_full_disk_is_told_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_met_a_full_disk_is_told_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Its folder is no new one any more, so the same command again would be refused."""
+    config = TrainConfig(run=RunConfig(dir=str(tmp_path)))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -78,5 +82,9 @@ def test_a_run_that_met_a_full_disk_is_told_to_go_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(work, "train", full)
     monkeypatch.setattr(work, "be_rank", lambda *given, **_: given[3](None))
     with pytest.raises(OSError) as caught:
-        work.train_on_rank(TrainConfig(), is_new=False)
+        work.train_on_rank(config, is_new=False)
+    assert telling.told(caught.value)[0].endswith("was kept")  # no run has begun
+    (tmp_path / "config.json").touch()
+    with pytest.raises(OSError) as caught:
+        work.train_on_rank(config, is_new=False)
     assert telling.told(caught.value)[0].endswith("was kept (go on with --resume)")

@@ -353,6 +353,8 @@ def test_what_nothing_of_ours_caught_of_a_store_is_one_line() -> None:
 def test_memory_that_is_not_there_is_one_line(config: Path) -> None:
     message = refused(1, "train", config, "model.hidden=[1000000000000]", start=fresh_gmeta)
     assert message.startswith("error: out of memory: ")
+    beyond_64_bits = refused(1, "config", config, "--check", f"model.hidden=[{2**63 - 1}]")
+    assert beyond_64_bits.startswith("error: out of memory: Storage size calculation overflowed")
     assert message.endswith(
         "Less is needed with narrower or smaller tables (model.embedding_dim, hash), smaller steps "
         "(data.tasks_per_step, outer.accumulate_steps) or more ranks"

@@ -28,7 +28,11 @@ def promote(
         TableFormat, typer.Option(help="RUN: how embedding tables are held")
     ] = "float32",
     step: Annotated[
-        int | None, typer.Option(min=0, help="RUN: checkpoint to export; default: the newest")
+        int | None,
+        typer.Option(
+            min=0,
+            help="RUN: checkpoint to export; default: the newest, with early stopping the best",
+        ),
     ] = None,
     verdict: Annotated[
         Path | None, typer.Option(help="verdict of `gmeta judge --out`, kept with the version")

@@ -42,6 +42,8 @@ def init(
 
     gmeta init 'logs/*.parquet' --label click
     """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
     paths = [out / SCHEMA_FILE, out / CONFIG_FILE]
     for path in paths:
         if path.exists() and not overwrite:

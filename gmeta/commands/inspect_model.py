@@ -14,7 +14,7 @@ def is_model(path: Path) -> bool:
     """Return whether `gmeta export` wrote this folder; a damaged one counts, its config says so."""
     try:
         return '"gmeta-model"' in (path / "config.json").read_text(encoding="utf-8")[:100]
-    except (OSError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return False
 
 

@@ -12,6 +12,7 @@ from gmeta.commands import on_ranks
 from gmeta.config import load_config
 from gmeta.errors import UserError
 from gmeta.feeds.service import SERVICE_VARIABLE, SHARDS_FOLDER, needs_own_service, own_service
+from gmeta.parallel.launch import restarts
 from gmeta.parallel.stopping import AGENT_SERVES_VARIABLE
 from gmeta.runs.folder import CONFIG_FILE, LOCK_FILE
 
@@ -56,7 +57,8 @@ def train(
         raise UserError(
             f"run.dir = {str(root)!r} {what} a file: a folder is needed. Choose another run.dir"
         )
-    is_new = not (resume or _was_restarted())
+    # torchrun repeats the command as it was: a restarted rank finds what its first life wrote.
+    is_new = not (resume or restarts()[0])
     if is_new:
         _check_is_free(root)
     with ExitStack() as stack:
@@ -85,11 +87,6 @@ def _drop_unused_store(root: Path) -> None:
     a folder that is not empty."""
     if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
         shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
-
-
-def _was_restarted() -> bool:
-    # torchrun repeats the command as it was: a restarted rank finds what its first life wrote.
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _check_is_free(root: Path) -> None:

@@ -95,12 +95,17 @@ class Channel:
 
         Raises:
             GMetaError: current.json was altered.
+            UserError: a file is in the place of the channel.
         """
         path = self.root / POINTER
         try:
             return current_of(path.read_bytes(), str(path), str(self.root))
         except FileNotFoundError:
             return None
+        except NotADirectoryError as error:
+            raise UserError(
+                f"{self.root} is a file: the folder of a channel is needed. Choose another"
+            ) from error
 
     def served(self) -> Current:
         """Return what is served. Raise UserError where there is nothing."""

@@ -50,6 +50,7 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
             f"{dataset.url} has no tasks in split {split!r}: it has "
             f"{', '.join(dataset.splits)}. Name one that is not trained on with --split"
         )
+    served.choose_threads()
     known = _rows_known(model, served.config, dataset)
     whole = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
     batches = read_ranges(dataset, whole, tasks_per_batch=_TASKS_PER_BATCH)

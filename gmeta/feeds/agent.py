@@ -9,7 +9,6 @@ A change of batches is no change of the gradient: terms are weighted by their gl
 """
 
 import abc
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from gmeta.config import TrainConfig
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.feeds.own_time import Hiding, LocalClock, ReadTime
+from gmeta.parallel.launch import restarts
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import ShardedLearner, local_learner
@@ -246,8 +246,7 @@ class ServiceAgent(Agent):
         """Ask all ranks to keep the steps so far and end; torchrun starts them again. Return why
         that cannot be, or "".
         """
-        used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        used, allowed = restarts()
         if used >= allowed:
             return f"torchrun has used {used} of {allowed} restarts; raise --max-restarts"
         self._stop.asked = True

@@ -25,6 +25,15 @@ def under_torchrun() -> bool:
     return has_agent() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
+def restarts() -> tuple[int, int]:
+    """Return how many times torchrun's agent has started all ranks again, and how many times it
+    may.
+    """
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    used, allowed = (int(os.environ.get(name, "0")) for name in names)
+    return used, allowed
+
+
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
     """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks, wait for them, and return the
     job's exit code.
@@ -48,7 +57,9 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # The agent hands SIGTERM on, then waits so long for the ranks' checkpoint before it kills them.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
-    # The ranks tell their own story.
+    # The ranks tell their own story: torch would print a C++ stack where Ctrl-C meets a rank as it
+    # joins the others.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in [*logging.root.manager.loggerDict]:
         # Each has a level of its own.
         if name.startswith("torch.distributed.elastic"):

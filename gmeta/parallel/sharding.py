@@ -46,11 +46,11 @@ from gmeta.parallel.plan import (
     plan_of_tables,
 )
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.threads import ThreadChoice
 from gmeta.parallel.unplaced import SPARSE_OPTIMIZERS, tables_to_place
 from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
+from gmeta.threads import ThreadChoice
 from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
@@ -150,16 +150,13 @@ class ShardedLearner(nn.Module):
         episodes, rows_UD = self.fetch(episodes)
         # A step passes the rows forward and back; what predicts, forward alone.
         work = episodes.num_rows * self._num_weights * (1 + 2 * steps[-1])
-        threads = self._threads_to_predict.threads_for(work)
-        torch.set_num_threads(threads)
         # As a served model predicts: a model of somebody's own may have dropout.
         training = [part for part in self.learner.modules() if part.training]
         self.learner.eval()
-        began = time.perf_counter()
         try:
-            return self.learner.predict_along(rows_UD, episodes, steps)
+            with self._threads_to_predict.chosen_for(work):
+                return self.learner.predict_along(rows_UD, episodes, steps)
         finally:
-            self._threads_to_predict.took(time.perf_counter() - began, work, threads)
             for part in training:  # a part that its owner put in eval mode stays so
                 part.training = True
 

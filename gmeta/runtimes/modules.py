@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gmeta.losses.objectives import known_weights
 from gmeta.rows.ragged import RowLayout
 from gmeta.rows.sides import Side, WorkingRows
-from gmeta.serving.model import ServedModel
+from gmeta.serving.model import EXPECTED_QUERY_ROWS, ServedModel
 from gmeta.serving.tables import StoredTable
 from gmeta_models.config import Pooling
 from gmeta_models.gated import row_layers
@@ -30,8 +30,6 @@ from gmeta_models.table_projections import filled_UD
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
 OUTPUT = "prediction"
 SUPPORT, QUERY, LABEL, WEIGHT = "support.", "query.", "label", "weight"
-# For how many query rows the form of an adapted layer is chosen; any number is as exact.
-_QUERY_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -279,7 +277,7 @@ class AdaptAndPredict(nn.Module):
         working = WorkingRows(rows_PD, self._rate_of(key_P))
         with torch.enable_grad():
             # The inner loop asks for nothing else of a Side.
-            adapted = inner.take_steps(working, cast(Side, support), _QUERY_ROWS, False)
+            adapted = inner.take_steps(working, cast(Side, support), EXPECTED_QUERY_ROWS, False)
         key_NF, dense_NK, key_NML, lengths_NM = self.columns(inputs, QUERY)
         keys_Q = torch.cat([key_NF.flatten(), key_NML.flatten()])
         fetched_QD = self.tables(keys_Q)

@@ -175,7 +175,7 @@ async def _body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 size += len(part)
-                # To its end: who still sends as the connection is closed never reads the answer.
+                # To its end: a client that still sends when the connection closes reads no answer.
                 if size <= max_bytes:
                     parts.append(part)
                 else:

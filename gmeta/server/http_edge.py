@@ -46,8 +46,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Refuse a head that does not end, and go on in HTTP/1.1 with who asks for more: httptools
-        drops the body of such a request, and each of Java's own client is one."""
+        """Refuse a head that does not end. A request to upgrade stays one of HTTP/1.1: httptools
+        would drop its body, and every request of Java's own client asks for HTTP/2."""
         if not self._in_body:
             head, end, rest = data.partition(b"\r\n\r\n")
             # By as many bytes: nobody's body may end elsewhere than its sender said.
@@ -66,9 +66,9 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        """The body's time and size are the app's, and what is answered beyond the most connections:
-        uvicorn's own answer is no JSON, counted by nobody, and for probes too, but a pod that is
-        that busy must not be killed for it."""
+        """Leave the body's time and size to the app, and the answer beyond the most connections:
+        uvicorn's is no JSON, is not counted, and goes to probes too, which would have a busy pod
+        killed."""
         self._head_read()
         self._in_body = True
         most, self.limit_concurrency = self.config.limit_concurrency, None

@@ -8,7 +8,7 @@ Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embeddin
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -37,13 +37,14 @@ from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
+from gmeta.threads import ThreadChoice
 from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
 
 Part = TypeVar("Part")
 
 # For how many query rows the form of an adapted layer is chosen; any number is as exact.
-_EXPECTED_QUERY_ROWS = 128
+EXPECTED_QUERY_ROWS = 128
 
 
 class ServedModel:
@@ -82,6 +83,7 @@ class ServedModel:
         self._first_key_B = rows_B.cumsum(0) - rows_B
         self._num_keys = int(rows_B.sum())
         self._unadapted: TaskState | None = None
+        self._threads: ThreadChoice | None = None  # None: those that torch has
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
 
@@ -93,6 +95,12 @@ class ServedModel:
             f"{who} has {support_rows:,} support rows; {self.config.algorithm.name}, which solves "
             f"for as many unknowns, takes at most {MOST_SERVED_ROWS:,}. Keep the newest of them"
         )
+
+    def choose_threads(self) -> None:
+        """Have predict_batch try, from now on, whether one thread or all are faster. For a process
+        that does nothing else: it sets torch's number of them.
+        """
+        self._threads = ThreadChoice(torch.get_num_threads())
 
     def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
         # Not the tensors: a process that maps the same files shares their memory.
@@ -173,7 +181,10 @@ class ServedModel:
         ratings, before and after.
         """
         self._check_support_rows(batch.support_lengths_T.tolist())
-        with self._exclusive():
+        num_weights = sum(weight.numel() for weight in self.learner.parameters())
+        work = batch.num_rows * num_weights * (1 + 2 * self.learner.inner_steps)
+        chosen = self._threads.chosen_for(work) if self._threads else nullcontext()
+        with self._exclusive(), chosen:
             arranged = self.learner.arrange_to_predict(batch), self._fetch_UD(batch)
             episodes, rows_UD = self._there(arranged)
             return self._back(self.learner.predict(rows_UD, episodes))
@@ -202,7 +213,7 @@ class ServedModel:
             working = WorkingRows(rows_PD, 0.0)
             if row_P is not None:
                 working = WorkingRows(rows_PD, self.learner.rates.of_rows(lengths_B, row_P))
-            adapted = self._inner.take_steps(working, support, _EXPECTED_QUERY_ROWS, False)
+            adapted = self._inner.take_steps(working, support, EXPECTED_QUERY_ROWS, False)
         none = torch.zeros(0, dtype=torch.int64)
         rows_PD, key_P, task_P = values_PD[:0], none, none
         if fetched_row_P is not None:

@@ -25,7 +25,7 @@ from gmeta.tuning.study import Study, Trial
 POLL_S = 0.25  # so long a validation may lie in a run's log before it is heard
 
 # (config as JSON, path of what it prints, pipe for what it says) -> nothing; it runs in a process
-# of its own, to whose end it decides.
+# of its own, which ends with it.
 Work = Callable[[dict[str, Any], str, Connection], None]
 
 

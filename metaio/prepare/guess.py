@@ -265,7 +265,8 @@ def _feature_role(column: Column, num_rows: int, has_row_id: bool) -> tuple[Role
     name = plain_name(column.name)
     if column.num_distinct < 2 and not pa.types.is_nested(column.type):
         return "left out", "it has one value" if column.num_distinct else "it has no value"
-    if column.is_number and re.fullmatch(LABELS[0], name, re.IGNORECASE):
+    may_label = column.is_number or column.num_distinct == 2  # a text of yes and no
+    if may_label and re.fullmatch(LABELS[0], name, re.IGNORECASE):
         return "left out", "it looks like another label, known only afterwards"
     if column.is_time or column.time_format:
         return "left out", "a time that does not order the rows"

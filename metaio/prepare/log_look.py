@@ -184,8 +184,13 @@ def _telling(files: Inputs) -> Iterator[None]:
         yield
     except (duckdb.Error, pa.ArrowException, OSError) as error:
         fault = fault_of(str(error), lambda name: ("", []))
-        told = f"input {files.names[0]} cannot be read: {shortened(str(error))}. Write a schema by "
-        raise DataError(fault or f"{told}hand (docs/format.md)") from error
+        told = f"input {files.names[0]} cannot be read: {shortened(str(error))}."
+        remedy = "Write a schema by hand (docs/format.md)"
+        if isinstance(error, PermissionError):
+            remedy = "Check its permissions"
+        elif files.kind == "Parquet":
+            remedy = "Write that file again"
+        raise DataError(fault or f"{told} {remedy}") from error
 
 
 def _csv(encoding: str, null_words: tuple[str, ...] = ()) -> str:

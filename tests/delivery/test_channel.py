@@ -355,6 +355,8 @@ def test_what_is_no_channel_is_left_as_it_is(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (2, expected)
     assert [path.name for path in other.iterdir()] == ["increments"]
     assert not none.exists()
+    with pytest.raises(UserError, match="json is a file: the folder of a channel is needed"):
+        Channel(model / "config.json").current()
 
 
 def test_a_model_that_was_exported_again_is_served_already(tmp_path: Path) -> None:

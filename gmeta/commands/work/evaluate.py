@@ -105,7 +105,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
             console = screen()
-            screen(stderr=True).print("the runs are scored; now the yardstick, from training rows")
+            screen(stderr=True).print("the runs are scored; now the baselines, from training rows")
             yardsticks = [
                 measure(
                     chosen,

@@ -8,9 +8,10 @@ from gmeta.checkpoints.mirror import check_new_mirror
 from gmeta.commands.screen import print_result, screen
 from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
+from gmeta.parallel.launch import restarts
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.alike import settings_of_all
-from gmeta.runs.folder import RunFolder
+from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from gmeta.train import train
 
 
@@ -21,10 +22,14 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         check_new_mirror(config.run.mirror, Path(config.run.dir))
 
     def work(ranks: Ranks) -> None:
+        used, allowed = restarts()
+        if used and ranks.rank == 0:
+            screen(stderr=True).print(f"restart {used} of {allowed}: all ranks begin again")
         try:
             folder = train(config, ranks)
-        except OSError as error:  # as of a full disk: the run folder is no new one any more
-            error.add_note("go on with --resume")
+        except OSError as error:  # as of a full disk
+            if (Path(config.run.dir) / CONFIG_FILE).exists():  # it is no new run any more
+                error.add_note("go on with --resume")
             raise
         if ranks.rank == 0:
             _tell(folder)

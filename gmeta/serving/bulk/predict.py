@@ -61,6 +61,7 @@ def predict_files(
         served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)
     heads = support.schema.empty_table(), query.schema.empty_table()
     check_task_kinds(served.config.columns.task, *heads)
+    served.choose_threads()
     clock = Clock(advance, support.num_rows + 3 * query.num_rows)
     # Tasks are dealt to parts by their hash, so both sides of one are in the same part.
     num_parts = parts_for(support.num_rows + query.num_rows, part_rows)

@@ -60,3 +60,4 @@ def test_a_restart_that_the_controller_asks_for_loses_no_step(
     steps = [line["step"] for line in metrics(run)]
     assert all(later == earlier + 1 for earlier, later in itertools.pairwise(steps))
     assert "Traceback" not in running.stderr
+    assert running.stderr.count("restart 1 of 1: all ranks begin again") == 1

@@ -90,6 +90,13 @@ def test_words_for_nulls_and_a_second_label_are_no_inputs(tmp_path: Path) -> Non
     assert guess(first_rows([str(path)]), {}).null_words == ()
 
 
+def test_a_text_of_yes_and_no_that_is_named_as_a_label_is_no_input() -> None:
+    said = log().append_column(
+        "Purchased?", pa.array(["yes" if row % 3 else "no" for row in range(ROWS)])
+    )
+    assert guessed(said).why["Purchased?"] == "it looks like another label, known only afterwards"
+
+
 def test_names_may_be_headings() -> None:
     heads = {"user_id": "Customer ID", "ts": "When", "click": "Bought?"}
     renamed = log().rename_columns([heads.get(name, name) for name in log().column_names])
@@ -185,7 +192,7 @@ def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 0 rows"):
         first_rows([str(tmp_path / "empty.csv")])
     (tmp_path / "log.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"cannot be read: .* Write that file again$"):
         first_rows([str(tmp_path / "log.parquet")])
     rows = [f"{n % 9},{n},{n % 2}" for n in range(ROWS)]
     for name, text, told in (

@@ -1,4 +1,4 @@
-"""How many threads a rank's steps take on the CPU: whichever number is faster here and now.
+"""How many threads a step takes on the CPU: whichever number is faster here and now.
 
 Threads meet after every product, and until then they spin. With a core for each, two are 1.1 to 1.7
 times as fast as one; where another program or a container's quota takes a core from one of them,
@@ -7,6 +7,9 @@ threads is right for both, so it is tried out, again and again.
 """
 
 import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -41,6 +44,17 @@ class ThreadChoice:
         if work < LEAST_WORK:
             return 1
         return self._trial[-1] if self._trial else self._chosen
+
+    @contextmanager
+    def chosen_for(self, work: int) -> Iterator[None]:
+        """Have the block, which is a step of so much work, take the threads that are chosen."""
+        threads = self.threads_for(work)
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.took(time.perf_counter() - began, work, threads)
 
     def took(self, seconds: float, work: int, threads: int) -> None:
         """Take note of the seconds that a step of so much work took on so many threads."""

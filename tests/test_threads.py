@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from gmeta.parallel.sharding import ShardedLearner
-from gmeta.parallel.threads import (
+from gmeta.serving.load import load
+from gmeta.threads import (
     LEAST_WORK,
     LONGEST_HOLD,
     SHORTEST_HOLD,
@@ -20,6 +22,7 @@ from gmeta.parallel.threads import (
     TRIES,
     ThreadChoice,
 )
+from tests.exported import random_rows, write_random_model
 
 WORK = 2 * LEAST_WORK
 TRIAL = 2 * TRIES
@@ -119,5 +122,21 @@ def test_predictions_too_are_made_on_the_threads_that_are_faster() -> None:
                 sharded.predict_along(fetched, (0, 1))
             sharded.predict_along(cast(Any, SimpleNamespace(num_rows=0)), (1,))
         assert learner.threads == [1, 2, 1]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_served_model_chooses_too_where_it_is_asked_to(tmp_path: Path) -> None:
+    write_random_model(tmp_path)
+    served = load(tmp_path)
+    support, query = random_rows(40, seed=1, num_tasks=4), random_rows(40, seed=2, num_tasks=4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        served.predict_tasks(support, query, allow_no_support=True)
+        assert torch.get_num_threads() == 2
+        served.choose_threads()
+        served.predict_tasks(support, query, allow_no_support=True)
+        assert torch.get_num_threads() == 1  # such small work
     finally:
         torch.set_num_threads(before)
