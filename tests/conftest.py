@@ -129,12 +129,16 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """`gmeta shard-service`, invoked in this process, logs to the stderr that it was given, which
-    is closed when a later test logs.
+    is closed when a later test logs; and a library that logs to the root has a handler made there,
+    by which later tests would read each line twice.
     """
-    logger = logging.getLogger(LOGGER_NAME)
+    logger, root = logging.getLogger(LOGGER_NAME), logging.getLogger()
     before = logger.handlers, logger.level, logger.propagate
     yield
     logger.handlers, logger.level, logger.propagate = before
+    for handler in list(root.handlers):
+        if type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -212,7 +212,7 @@ def _fork_others_too(task: Task) -> None:
         )
 
     class Context(ForkServerContext):
-        Process: Any = partial(_ForkedBeside, task)
+        Process: Any = staticmethod(partial(_ForkedBeside, task))
 
     if not task.own_server:
         forking: tuple[Any, ...] = (trials, stages)

@@ -42,9 +42,11 @@ def activity_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
 
 def _as_by_support(group: Group) -> bool:
     """Return whether these bins are those by support size: of equally many query rows."""
-    return [one.results for one in group.by_activity] == [
-        one.results for one in group.by_support_rows
-    ]
+    of_activity, of_support = (
+        [one.results for one in bins] for bins in (group.by_activity, group.by_support_rows)
+    )
+    # As text: an estimate that is not known is NaN, which equals nothing.
+    return repr(of_activity) == repr(of_support)
 
 
 def _panel_of_bins(

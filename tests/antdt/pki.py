@@ -11,6 +11,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 Pair = tuple[Path, Path]  # certificate, key
+_RIGHTS = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment")
+_RIGHTS += ("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")
+_SIGNS_CERTIFICATES = x509.KeyUsage(**{name: name == "key_cert_sign" for name in _RIGHTS})
 
 
 def _name(text: str) -> x509.Name:
@@ -34,7 +37,11 @@ class Authority:
             x509.CertificateBuilder()
             .subject_name(_name(self.name))
             .public_key(self.key.public_key())
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(self.key.public_key()), critical=False
+            )
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_SIGNS_CERTIFICATES, critical=True)
         )
         self.ca.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
@@ -77,6 +84,11 @@ class Authority:
         now = datetime.now(UTC)
         return (
             builder.issuer_name(_name(self.name))
+            # Python 3.13 wants to know which key signed.
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()),
+                critical=False,
+            )
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(days=30))
             .not_valid_after(now + timedelta(days=days))

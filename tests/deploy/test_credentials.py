@@ -105,6 +105,14 @@ def test_a_service_with_them_lets_each_role_do_its_work(made: Path) -> None:
     server.stop(0.0)
 
 
+def test_python_that_checks_strictly_takes_them(made: Path) -> None:
+    ca = made / "service" / "ca.crt"
+    for holder in ("service", *ROLES):  # as Python 3.13 does
+        command = ["openssl", "verify", "-x509_strict", "-CAfile", ca, made / holder / "tls.crt"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
 def test_they_are_made_once_and_nobody_else_may_read_the_keys(made: Path) -> None:
     before = (made / "worker" / "token").read_text()
     assert run(str(made)).stdout == f"{made} has credentials: nothing to do\n"

@@ -159,8 +159,10 @@ _HELD: list[ServedModel] = []  # of a worker process
 
 
 def _begin(model: ServedModel, parent: int) -> None:
-    """Be a worker: Ctrl-C is the parent's, and its end is the end."""
+    """Be a worker: Ctrl-C is the parent's, its end is the end, and the pool ends by SIGTERM what a
+    process that died has left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the program does at it
     _HELD.append(model)
 
     def look() -> None:

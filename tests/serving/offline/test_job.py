@@ -3,6 +3,8 @@ files or none."""
 
 import multiprocessing as mp
 import os
+import signal
+import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from gmeta.serving.offline.job import MODEL_KEY, adapt_files
 from gmeta.serving.offline.states import adapt_tasks
 from tests.commands import gmeta as run_gmeta
 from tests.exported import random_rows, write_random_model
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 TASKS = 12
 
@@ -195,9 +197,22 @@ def alive(pid: str) -> bool:
 def test_a_process_that_dies_is_told_in_a_line(
     model: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "adapt_rows", lambda *_: os._exit(9))
-    with pytest.raises(GMetaError) as caught:
-        adapt_files(model, [str(files)], tmp_path / "out.parquet", 2, True, lambda *_: None)
+    first = mp.get_context("fork").Lock()
+
+    def die_alone(*_: object) -> None:
+        if not first.acquire(block=False):
+            time.sleep(PATIENCE_S)
+        os._exit(9)
+
+    monkeypatch.setattr(job, "adapt_rows", die_alone)
+    monkeypatch.setattr(job, "CHUNK_ROWS", 8)
+    # As of a program that calls it: the other process would not end by its SIGTERM.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(GMetaError) as caught:
+            adapt_files(model, [str(files)], tmp_path / "out.parquet", 2, True, lambda *_: None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert str(caught.value) == (
         "a process of gmeta adapt died, most likely since memory ran out: nothing was written. "
         "Run it again with fewer --processes"
