@@ -138,7 +138,7 @@ def test_a_full_server_says_when_to_come_back(exported: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             infer(service, message(request_of(QUERY)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        trailing = dict(caught.value.trailing_metadata())
+        trailing = dict(tuple(caught.value.trailing_metadata()))
         assert trailing["grpc-retry-pushback-ms"] == "1000"
 
 

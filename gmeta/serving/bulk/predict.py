@@ -71,7 +71,8 @@ def predict_files(
         if not allow_no_support:
             _check_support(supports, queries)
         output = schema_of(outputs_of(served.config))
-        kinds = np.dtype([(field.name, field.type.to_pandas_dtype()) for field in output])
+        # Not to_pandas_dtype: releases of pyarrow before 24 want pandas for it.
+        kinds = np.dtype([(one.name, pa.array([], one.type).to_numpy().dtype) for one in output])
         # A file of no byte cannot be mapped.
         shape = (max(query.num_rows, 1),)
         # Parts come by task, the file by row: each prediction is put where its row stands.
