@@ -9,7 +9,6 @@ from contextlib import suppress
 gc.disable()  # it would look for garbage among a million new objects, again and again
 
 import duckdb
-import fsspec.implementations.chained
 import fsspec.implementations.local
 import hypothesis
 import matplotlib.backends.backend_agg
@@ -27,6 +26,8 @@ import torch.utils.serialization
 import torch.utils.tensorboard
 import torchrec.optim.apply_optimizer_in_backward
 
+with suppress(ImportError):  # not in older releases
+    import fsspec.implementations.chained
 with suppress(ImportError):  # an extra
     import lightgbm
 

@@ -22,7 +22,7 @@ NAMES = ["prediction_click", "prediction_buy"]
 def write_buys(folder: Path) -> None:
     """Add a second label to a day: purchases, among its clicks alone."""
     path = folder / "part-0.parquet"
-    table = pq.read_table(path)
+    table = pq.ParquetFile(path).read()  # not the day that its folder is named by
     rng = np.random.default_rng(7)
     buy_N = table["click"].to_numpy() * (rng.random(len(table)) < 0.5)
     pq.write_table(table.append_column("buy", pa.array(buy_N, pa.float32())), path)
@@ -42,7 +42,7 @@ def test_a_candidate_of_two_labels_is_promoted_followed_and_served(tmp_path: Pat
     write_buys(write_day(tmp_path / "logs", 0))
     stages_of(loop)
     assert channel.served().number == 1
-    rows = pq.read_table(tmp_path / "logs" / "day=000" / "part-0.parquet").sort_by("user")
+    rows = pq.ParquetFile(tmp_path / "logs/day=000/part-0.parquet").read().sort_by("user")
     support, query = rows.slice(0, 4), rows.slice(4, 2)  # a user has six
     with gmeta.follow(channel.root, every_s=0) as follower, service_of(channel.root) as service:
         before_NL = follower.model.adapt(support).predict(query).numpy()
