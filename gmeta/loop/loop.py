@@ -36,9 +36,8 @@ from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import CONFIG_FILE
 from metaio.counted import counted
 from metaio.errors import MetaIOError
-from metaio.prepare.schema_file import load_schema
+from metaio.prepare.schema_file import load_schema, mark_of
 from metaio.stream.chain import folder_of, increment_numbers, open_stream
-from metaio.stream.description import mark_of
 from metaio.stream.quarantine import list_quarantine
 
 STAGES = ("prepare", "train", "export", "judge", "promote", "publish", "score")

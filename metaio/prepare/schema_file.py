@@ -10,9 +10,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
+import xxhash
+
 from gmeta_keys import Wording, parse
 from metaio.errors import SchemaError
 from metaio.format.features import MAX_TABLE_WIDTH, vector_of
+from metaio.format.manifest import canonical_json
 from metaio.format.names import NAME_RULE, is_name
 from metaio.prepare.rule_checks import (
     check_episodes,
@@ -20,7 +23,7 @@ from metaio.prepare.rule_checks import (
     check_splits,
     check_stream,
 )
-from metaio.prepare.rules import SplitRule
+from metaio.prepare.rules import SplitRule, StreamRule
 from metaio.prepare.schema import Schema
 
 MOST_NUMBERS = 65_536  # of one vector
@@ -256,3 +259,18 @@ def _check_inputs(schema: Schema, names: Iterable[str], told: str) -> None:
                 f"{told} {name}, which is no [[single]], [[multi]], [[dense]] or [[vector]] "
                 "column: no input would change with the item. Add the column, or take the name out"
             )
+
+
+def mark_of(schema: Schema) -> str:
+    """Return what tells whether two streams begin with the same schema."""
+    return xxhash.xxh3_64_hexdigest(canonical_json(as_stream(schema).to_json()))
+
+
+def as_stream(schema: Schema) -> Schema:
+    """Return the schema as that of a stream, with the defaults where it has no [stream].
+
+    Raises:
+        SchemaError: it cannot be.
+    """
+    # There and back: what a schema file says of a stream is checked where it is parsed.
+    return parse_schema(replace(schema, stream=schema.stream or StreamRule()).to_json())

@@ -2,20 +2,17 @@
 hold.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import xxhash
 
 from metaio.errors import DataError
 from metaio.format.layout import MANIFEST_NAME
-from metaio.format.manifest import canonical_json
 from metaio.prepare.job import kind_of_column
-from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema_file import as_stream, mark_of, parse_schema
 from metaio.prepare.values import Kind, as_numbers, kind_of
 from metaio.stream.chain import FIRST_INCREMENT, increment_numbers, open_stream
 from metaio.stream.state import State, load_state
@@ -86,21 +83,6 @@ def opened(root: Path, schema: Schema | None) -> Before:
         newest.fingerprint,
         stream.description,
     )
-
-
-def mark_of(schema: Schema) -> str:
-    """Return what tells whether two streams begin with the same schema."""
-    return xxhash.xxh3_64_hexdigest(canonical_json(as_stream(schema).to_json()))
-
-
-def as_stream(schema: Schema) -> Schema:
-    """Return the schema as that of a stream, with the defaults where it has no [stream].
-
-    Raises:
-        SchemaError: it cannot be.
-    """
-    # There and back: what a schema file says of a stream is checked where it is parsed.
-    return parse_schema(replace(schema, stream=schema.stream or StreamRule()).to_json())
 
 
 def column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kind]:
