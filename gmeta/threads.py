@@ -47,14 +47,17 @@ class ThreadChoice:
 
     @contextmanager
     def chosen_for(self, work: int) -> Iterator[None]:
-        """Have the block, which is a step of so much work, take the threads that are chosen."""
-        threads = self.threads_for(work)
+        """Have the block, which is a step of so much work, take the threads that are chosen; then
+        torch has as many as before, from which another model's choice begins.
+        """
+        before, threads = torch.get_num_threads(), self.threads_for(work)
         torch.set_num_threads(threads)
         began = time.perf_counter()
         try:
             yield
         finally:
             self.took(time.perf_counter() - began, work, threads)
+            torch.set_num_threads(before)
 
     def took(self, seconds: float, work: int, threads: int) -> None:
         """Take note of the seconds that a step of so much work took on so many threads."""

@@ -126,17 +126,27 @@ def test_predictions_too_are_made_on_the_threads_that_are_faster() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_served_model_chooses_too_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_a_served_model_chooses_too_where_it_is_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_random_model(tmp_path)
     served = load(tmp_path)
     support, query = random_rows(40, seed=1, num_tasks=4), random_rows(40, seed=2, num_tasks=4)
+    predict, took = served.learner.predict, [0]
+
+    def noted(*arguments: Any) -> Any:
+        took[0] = torch.get_num_threads()
+        return predict(*arguments)
+
+    monkeypatch.setattr(served.learner, "predict", noted)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         served.predict_tasks(support, query, allow_no_support=True)
-        assert torch.get_num_threads() == 2
+        assert took[0] == 2
         served.choose_threads()
         served.predict_tasks(support, query, allow_no_support=True)
-        assert torch.get_num_threads() == 1  # such small work
+        assert took[0] == 1  # such small work
+        assert torch.get_num_threads() == 2  # for the next model
     finally:
         torch.set_num_threads(before)

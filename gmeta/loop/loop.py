@@ -172,7 +172,8 @@ class Loop:
         log, follow = self.standing(), self.config.follow
         if log.waiting:
             return ""
-        for name, why in log.refused.items():
+        if log.refused:
+            name, why = next(iter(log.refused.items()))
             return f"no increment yet: {name} is refused: {why}"
         if log.held:
             return f"no increment yet: {counted(len(log.held), 'file')} have too few rows for one"

@@ -98,9 +98,10 @@ class ServedModel:
 
     def choose_threads(self) -> None:
         """Have predict_batch try, from now on, whether one thread or all are faster. For a process
-        that does nothing else: it sets torch's number of them.
+        that does nothing else: it changes torch's number of them meanwhile.
         """
-        self._threads = ThreadChoice(torch.get_num_threads())
+        if self._threads is None:
+            self._threads = ThreadChoice(torch.get_num_threads())
 
     def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
         # Not the tensors: a process that maps the same files shares their memory.
