@@ -171,7 +171,7 @@ def fork_from_the_server_of_the_tests() -> None:
     """Also from a process that was forked from it: multiprocessing would start another for it."""
     server: Any = forkserver
     if parent_process() is not None:
-        server._forkserver.ensure_running = resource_tracker.ensure_running
+        server.ensure_running = server._forkserver.ensure_running = resource_tracker.ensure_running
 
 
 class _ForkedBeside(ForkServerProcess):
