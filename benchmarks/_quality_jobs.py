@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from _common import REPOSITORY, environment
-from socket_paths import keep_socket_paths_short
+from _socket_paths import keep_socket_paths_short
 
 # Imported once, by the process that all commands are forked from.
 PRELOADED = ["gmeta.commands.work.evaluate", "gmeta.commands.work.train", "gmeta.commands.prepare"]

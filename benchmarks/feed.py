@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import metaio_logs
+import _metaio_logs
 import torch
 from _common import environment, finish, make_parser, positive_int, print_table, spread_of
 
@@ -98,9 +98,9 @@ class Ways(NamedTuple):
 
 def write_data(folder: Path, tasks: int) -> str:
     """Prepare a log of about so many tasks in bundles; return where."""
-    with patch.object(metaio_logs, "_MEAN_ROWS_OF_USER", ROWS):
-        metaio_logs.write_logs(folder / "logs.parquet", tasks * ROWS)
-    sizes = zip(metaio_logs.IDS, metaio_logs.CARDINALITIES, strict=True)
+    with patch.object(_metaio_logs, "_MEAN_ROWS_OF_USER", ROWS):
+        _metaio_logs.write_logs(folder / "logs.parquet", tasks * ROWS)
+    sizes = zip(_metaio_logs.IDS, _metaio_logs.CARDINALITIES, strict=True)
     schema = parse_schema(
         {
             "task": {"column": "user"},

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from _common import environment, finish, make_parser, positive_int, print_table
-from metaio_logs import logs_schema, write_logs
+from _metaio_logs import logs_schema, write_logs
 
 import metaio
 from metaio.prepare.job import PrepareOptions

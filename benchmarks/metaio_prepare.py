@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from _common import environment, finish, make_parser, positive_int, print_table, spread_of
-from metaio_logs import logs_schema, write_logs
+from _metaio_logs import logs_schema, write_logs
 
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare

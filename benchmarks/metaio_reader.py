@@ -39,8 +39,8 @@ from _common import (
     print_table,
     spread_of,
 )
-from metaio_logs import logs_schema, write_logs
-from metaio_peers import PEERS, Batch, available_peers, has_mosaic, mosaic, row_table, write_mosaic
+from _metaio_logs import logs_schema, write_logs
+from _metaio_peers import PEERS, Batch, available_peers, has_mosaic, mosaic, row_table, write_mosaic
 from peers.setup import set_up_data
 
 import metaio

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from _common import environment, finish, make_parser, positive_int, print_table, spread_of
-from metaio_logs import logs_schema, write_logs
+from _metaio_logs import logs_schema, write_logs
 
 import metaio
 from metaio.prepare.job import PrepareOptions

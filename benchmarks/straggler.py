@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import environment, finish, make_parser
-from socket_paths import keep_socket_paths_short
+from _socket_paths import keep_socket_paths_short
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.manifests.audit import audit_manifest

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.socket_paths import keep_socket_paths_short
+from benchmarks._socket_paths import keep_socket_paths_short
 
 PRELOADED = ["gmeta.antdt.service.server", "tests.preloaded"]
 HUGE_PAGE_BYTES = 2 << 20

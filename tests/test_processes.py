@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.socket_paths import (
+from benchmarks._socket_paths import (
     LONGEST_SOCKET_NAME,
     LONGEST_SOCKET_PATH,
     keep_socket_paths_short,

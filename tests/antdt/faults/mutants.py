@@ -26,7 +26,7 @@ COPIED = (
     "gmeta/antdt",
     "gmeta/commands",
     "protos",
-    "benchmarks/socket_paths.py",
+    "benchmarks/_socket_paths.py",
     "tests/antdt",
     "tests/processes.py",
     "tests/waiting.py",

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import torch
-from metaio_logs import FLOATS, IDS, LISTS
+from _metaio_logs import FLOATS, IDS, LISTS
 
 import metaio
 
