@@ -54,7 +54,7 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
     """Swaps and sums by both transports, waited for backwards; every third is never read."""
     ranks = sharing(ranks)
     found: dict[str, Any] = {}
-    for name, transport in (("shared", ranks.transport), ("gloo", Gloo(ranks.rows))):
+    for name, transport in (("shared", ranks.transport), ("gloo", Gloo(ranks.rows, ranks.control))):
         results = []
         for round_number in range(ROUNDS):
             swaps = [swapped(transport, ranks, 7 * round_number + i) for i in range(3)]
@@ -210,7 +210,7 @@ def test_memory_that_cannot_be_opened_is_told() -> None:
 
 def train_both_ways(ranks: Ranks) -> list[dict[str, Any]]:
     results = []
-    over_tcp = replace(ranks, transport=Gloo(ranks.rows))
+    over_tcp = replace(ranks, transport=Gloo(ranks.rows, ranks.control))
     for how in (sharing(ranks), over_tcp):
         run = Run(how, "mixed")
         # It lays out its messages anew after one step, and gloo then adds those of three ranks in
