@@ -236,8 +236,10 @@ def average_on_rank(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, str]:
     ranks = sharing(ranks)
     torch.manual_seed(ranks.rank)
     used, unused = nn.Linear(3, 2), nn.Linear(2, 2)
-    LayerAverage(used.parameters(), ranks)
-    (used(torch.ones(1, 3)).sum() * (ranks.rank + 1)).backward()
+    wide = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    LayerAverage([*used.parameters(), wide], ranks)
+    ((used(torch.ones(1, 3)).sum() + wide) * (ranks.rank + 1)).backward()
+    assert wide.grad is not None and wide.grad.tolist() == [1.5]
     assert used.weight.grad is not None
     LayerAverage([*unused.parameters()], ranks)
     with pytest.raises(RuntimeError) as error:
