@@ -239,7 +239,8 @@ def average_on_rank(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, str]:
     wide = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     LayerAverage([*used.parameters(), wide], ranks)
     ((used(torch.ones(1, 3)).sum() + wide) * (ranks.rank + 1)).backward()
-    assert wide.grad is not None and wide.grad.tolist() == [1.5]
+    assert wide.grad is not None
+    assert wide.grad.tolist() == [1.5]
     assert used.weight.grad is not None
     LayerAverage([*unused.parameters()], ranks)
     with pytest.raises(RuntimeError) as error:
