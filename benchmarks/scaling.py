@@ -212,7 +212,7 @@ def work_in_turns(
     group = f"store-of-{index}" if alone else "store-of-two"
     store = dist.FileStore(os.path.join(folder, group), world_size)
     shared = start_ranks("cpu", 300, store, shared_memory=True)
-    through_tcp = shared if alone else replace(shared, transport=Gloo(shared.rows))
+    through_tcp = shared if alone else replace(shared, transport=Gloo(shared.rows, shared.control))
     found: list[Turns] = []
     for work in works:
         mine: dict[str, tuple[Rank, list[Any]]] = {}

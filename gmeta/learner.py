@@ -111,6 +111,8 @@ class MetaLearner(nn.Module):
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
+        # One of somebody's own may have parameters that it does not use.
+        self._is_all_ours = all(map(_is_ours, (*self.modules(), outer_loss)))
         if (
             self._parts == NOTHING_LEARNED  # the fused loop asks no encoder and no generator
             and isinstance(model, DecisionModel)
@@ -201,7 +203,9 @@ class MetaLearner(nn.Module):
         take = self._loss_sum if self._graphs is None else self._graphs.loss_sum
         started_UD = self.starting_rows_UD(trained_UD, episodes.rows_of_tables)
         loss_sum = take(started_UD, episodes)
-        if not self._config.train_base:
+        if not self._is_all_ours:
+            loss_sum = loss_sum + self._zero(rows_UD)
+        elif not self._config.train_base:
             # A rank whose rows learn nothing still sends their gradients of 0.
             loss_sum = loss_sum + rows_UD.sum() * 0.0
         return loss_sum * weight
@@ -327,4 +331,4 @@ class MetaLearner(nn.Module):
 
 def _is_ours(part: object) -> bool:
     """Tell whether something is torch's, or of gmeta's own packages."""
-    return type(part).__module__.split(".")[0] in ("torch", "gmeta", "gmeta_models")
+    return part.__module__.split(".")[0] in ("torch", "gmeta", "gmeta_models")

@@ -50,4 +50,4 @@ class LayerAverage:
         # The gradients are parts of the message from now on: nothing is copied back.
         parts = total.split_with_sizes(self._sizes)
         for layer, part in zip(self._layers, parts, strict=True):
-            layer.grad = part.view_as(layer)
+            layer.grad = part.view_as(layer).to(layer.dtype)

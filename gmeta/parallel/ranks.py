@@ -78,7 +78,7 @@ def start_ranks(
     # torch tells groups apart by the order in which they are made: the same on every rank.
     control = dist.new_group(backend="gloo", timeout=timeout)
     rows = dist.new_group(backend="gloo", timeout=timeout)
-    transport: Transport = Alone() if world_size == 1 else Gloo(rows)
+    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
     return with_shared_memory(ranks, timeout_s) if shared_memory else ranks
 

@@ -47,17 +47,17 @@ def _parsed(
 ) -> Callable[[bytes, Any], Awaitable[Any]]:
     async def answer(content: bytes, context: Any) -> Any:
         try:
-            request = kind.FromString(content)
-        except DecodeError:
-            told = f"the call's message is no {kind.DESCRIPTOR.full_name}. Send one"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
-        try:
+            try:
+                request = kind.FromString(content)
+            except DecodeError:
+                told = f"the call's message is no {kind.DESCRIPTOR.full_name}. Send one"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
             return await respond(request, context)
         except grpc.aio.AbortError as error:
             # gRPC keeps it in a cycle with the call, and its traceback's frames the request, until
             # a full collection: hundreds of megabytes of refused requests.
-            error.__context__ = None
-            del content, request
+            error.__context__ = request = None
+            del content
             raise error.with_traceback(None) from None
 
     return answer

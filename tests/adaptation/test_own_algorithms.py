@@ -189,3 +189,20 @@ def test_decision_layers_without_a_bias_adapt_in_the_general_loop(
     assert not learner.has_fused_loop
     _, grads = step(learner)
     assert grads["model.layers.2.weight"].abs().sum() > 0
+
+
+class Spare(Unbiased):
+    """It has a parameter of no use."""
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__(config, sizes)
+        self.spare = nn.Parameter(torch.ones(2))
+
+
+def test_every_rank_has_a_gradient_of_all_parameters_to_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MODELS, "spare", Spare)
+    _, grads = step(learner_of(ALGORITHMS["maml"], monkeypatch, "spare"))
+    assert not grads["model.spare"].any()
+    assert grads["model.layers.2.weight"].any()

@@ -54,7 +54,7 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
     """Swaps and sums by both transports, waited for backwards; every third is never read."""
     ranks = sharing(ranks)
     found: dict[str, Any] = {}
-    for name, transport in (("shared", ranks.transport), ("gloo", Gloo(ranks.rows))):
+    for name, transport in (("shared", ranks.transport), ("gloo", Gloo(ranks.rows, ranks.control))):
         results = []
         for round_number in range(ROUNDS):
             swaps = [swapped(transport, ranks, 7 * round_number + i) for i in range(3)]
@@ -210,7 +210,7 @@ def test_memory_that_cannot_be_opened_is_told() -> None:
 
 def train_both_ways(ranks: Ranks) -> list[dict[str, Any]]:
     results = []
-    over_tcp = replace(ranks, transport=Gloo(ranks.rows))
+    over_tcp = replace(ranks, transport=Gloo(ranks.rows, ranks.control))
     for how in (sharing(ranks), over_tcp):
         run = Run(how, "mixed")
         # It lays out its messages anew after one step, and gloo then adds those of three ranks in
@@ -236,8 +236,11 @@ def average_on_rank(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor, str]:
     ranks = sharing(ranks)
     torch.manual_seed(ranks.rank)
     used, unused = nn.Linear(3, 2), nn.Linear(2, 2)
-    LayerAverage(used.parameters(), ranks)
-    (used(torch.ones(1, 3)).sum() * (ranks.rank + 1)).backward()
+    wide = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    LayerAverage([*used.parameters(), wide], ranks)
+    ((used(torch.ones(1, 3)).sum() + wide) * (ranks.rank + 1)).backward()
+    assert wide.grad is not None
+    assert wide.grad.tolist() == [1.5]
     assert used.weight.grad is not None
     LayerAverage([*unused.parameters()], ranks)
     with pytest.raises(RuntimeError) as error:

@@ -61,7 +61,7 @@ def ranks_on(device: torch.device) -> Ranks:
             "gloo", timeout=PATIENCE, store=store, rank=rank, world_size=world_size
         )
     control, rows = dist.new_group(timeout=PATIENCE), dist.new_group(timeout=PATIENCE)
-    transport: Transport = Alone() if world_size == 1 else Gloo(rows)
+    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
     return Ranks(rank, world_size, device, control, rows, transport)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 
 from gmeta.antdt.access.auth import Tokens
 from gmeta.server.access import Access
@@ -253,11 +254,22 @@ def test_messages_are_those_of_a_published_client() -> None:
     assert "inference.ModelInferRequest" in told[0]
 
 
-def test_a_refused_request_is_let_go_of_at_once() -> None:
+@pytest.mark.parametrize("is_message", [True, False])
+def test_a_refused_request_is_let_go_of_at_once(is_message: bool) -> None:
     """gRPC keeps what a call was aborted with in a cycle: only a full collection ends it."""
 
-    class Request:
+    class Content:
         pass
+
+    class Request:
+        DESCRIPTOR = SimpleNamespace(full_name="a request")
+
+        @classmethod
+        def FromString(cls, content: Content) -> "Request":
+            if not is_message:
+                raise DecodeError("cut short")
+            seen.append(weakref.ref(request := cls()))
+            return request
 
     class Context:
         aborted: Exception
@@ -267,15 +279,15 @@ def test_a_refused_request_is_let_go_of_at_once() -> None:
             raise self.aborted
 
     async def respond(request: Request, context: Context) -> None:
-        seen.append(weakref.ref(request))
         try:
-            raise bad("of this request")
+            raise bad("of a request")
         except RequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    seen: list[weakref.ref[Request]] = []
-    context = Context()
-    answer = _parsed(SimpleNamespace(FromString=lambda content: Request()), respond)
-    with pytest.raises(grpc.aio.AbortError, match="of this request"):
-        asyncio.run(answer(b"", context))
-    assert seen[0]() is None
+    content, context = Content(), Context()
+    seen: list[weakref.ref[Any]] = [weakref.ref(content)]
+    call = _parsed(Request, respond)(content, context)  # type: ignore[arg-type]
+    del content
+    with pytest.raises(grpc.aio.AbortError, match="a request"):
+        asyncio.run(call)  # type: ignore[arg-type]
+    assert [one() for one in seen] == [None] * (1 + is_message)

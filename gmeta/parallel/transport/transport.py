@@ -55,15 +55,15 @@ class Transport(ABC):
 
 @final
 class Gloo(Transport):
-    """Over TCP, between any hosts. `rows` carries the swaps, the job's own group the sums: in
-    `control` a checkpoint may be written meanwhile.
+    """Over TCP, between any hosts. `rows` carries the swaps and `control` the sums.
 
     Values on a GPU go through the job's own group, NCCL: nothing here waits for them, only the
     stream does.
     """
 
-    def __init__(self, rows: dist.ProcessGroup) -> None:
+    def __init__(self, rows: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self._rows = rows
+        self._control = control
 
     def swap(
         self,
@@ -87,8 +87,8 @@ class Gloo(Transport):
         return _GlooSwap(work, taken, counts_taken)
 
     def add(self, values: Tensor) -> Pending:
-        """Start one AllReduce."""
-        work: dist.Work = dist.all_reduce(values, async_op=True)
+        """Start one AllReduce over the `control` group."""
+        work: dist.Work = dist.all_reduce(values, group=self._control, async_op=True)
         return work
 
 
