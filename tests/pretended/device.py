@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -265,6 +266,9 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _copied_into(func, args, kwargs)
     if name.startswith("c10d::"):
         counts().collectives.append(name.removeprefix("c10d::").removesuffix("_"))
+        # What torch gathers of objects it would have put on the GPU itself.
+        if not on_device and name in ("c10d::allreduce_", "c10d::alltoall_base_"):
+            _check_group(name, args)
     if name == "aten::_efficientzerotensor":
         # It has no memory, and what knows that stands above this place in torch's dispatcher: a
         # kernel would read where there is nothing. Autograd makes one, as of sgn's derivative.
@@ -302,6 +306,16 @@ def _check_places(name: str, args: tuple[Any, ...], given: list[Tensor]) -> None
         raise RuntimeError(
             f"Expected all tensors to be on the same device: {name} at {place()} has tensors of "
             f"shape {shapes} on the host and others on cuda:0"
+        )
+
+
+def _check_group(name: str, args: tuple[Any, ...]) -> None:
+    """Refuse tensors of the host in the job's own group: on GPUs it is NCCL's."""
+    boxed = next(one for one in args if isinstance(one, torch.ScriptObject))
+    if dist.ProcessGroup.unbox(boxed) == dist.group.WORLD:
+        raise RuntimeError(
+            f"No backend type associated with device type cpu: {name} at {place()} has tensors of "
+            "the host for the job's own group"
         )
 
 
