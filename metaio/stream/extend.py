@@ -184,7 +184,8 @@ def _append(
         raise _few(empty, error) from error
     with source:
         engine = engine_of(source, schema, options)
-        files = offered(source.given, source.members, engine.described(source.names))
+        read = engine.described(source.names)
+        files = offered(source.given, source.members, read, source.empty)
         refuse_known(files, taken)
         twice = doubled(files, taken, source.has_rows)
         if twice:
