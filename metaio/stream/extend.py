@@ -191,7 +191,7 @@ def _append(
         if twice:
             raise RefusedFilesError(list(twice), list(twice.values()), "doubled")
         types = source.arrow_types(schema.columns)
-        check_columns(before, source.names[0], types)
+        check_columns(before, source.names[0], types, source.distinct)
         found = _looked_at(before, engine, types, files, accept, is_alone, tell)
         _write(root, found, engine, source, types, options, tell)
     return files

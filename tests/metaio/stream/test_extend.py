@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -85,6 +86,15 @@ def test_rows_that_come_into_an_empty_file_while_others_are_read_are_taken_later
     extend(first, place, schema(), OPTIONS, engine_of=Filling)
     extend([str(late)], place, options=OPTIONS)
     assert [one.report["rows"] for one in open_stream(place).records] == [400, 400]
+
+
+def test_labels_that_are_not_there_yet_are_quarantined_from_csv_too(tmp_path: Path) -> None:
+    days = [log(0), changed(log(1), "click", [None] * 400)]
+    for day, table in enumerate(days):
+        pa.csv.write_csv(table, tmp_path / f"{day}.csv")
+    extend([str(tmp_path / "0.csv")], str(tmp_path / "s"), schema(), OPTIONS)
+    with pytest.raises(QuarantinedError, match="column click has 400 nulls; none are allowed"):
+        extend([str(tmp_path / "1.csv")], str(tmp_path / "s"), options=OPTIONS)
 
 
 def test_lists_that_were_empty_so_far_may_be_filled_while_other_tasks_wait(tmp_path: Path) -> None:
