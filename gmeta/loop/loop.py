@@ -176,7 +176,7 @@ class Loop:
             name, why = next(iter(log.refused.items()))
             return f"no increment yet: {name} is refused: {why}"
         if log.held:
-            return f"no increment yet: {counted(len(log.held), 'file')} have too few rows for one"
+            return f"no increment yet: too few rows for one in {counted(len(log.held), 'file')}"
         return (
             f"no closed partition matches follow.inputs = {follow.inputs!r}. A folder is closed by "
             f"a file {SUCCESS}, or by its age with follow.closed_after_s; else correct the pattern"

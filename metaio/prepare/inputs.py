@@ -30,7 +30,7 @@ class Inputs:
     names: list[str]
     kind: FileKind
     file_systems: list[Any]
-    num_empty: int  # files of no byte, left out
+    empty: list[str]  # files of no byte, left out
     given: list[str]  # every file before archives were unpacked, and those of no byte
     members: dict[str, Member]  # by the names of files that were unpacked
 
@@ -46,18 +46,17 @@ def expand(urls: list[str], folder: Path) -> Inputs:
     given: list[str] = []
     remote: list[Any] = []
     members: dict[str, Member] = {}
-    num_empty = 0
+    empty: list[str] = []
     for fs, path in (found for url in urls for found in _files(url)):
         name = _name(fs, path)
         given.append(name)
         if path.lower().endswith(".zip"):
             unpacked = _unpacked(fs, path, name, folder)
-            full = [own for own in unpacked if Path(own).stat().st_size]
-            num_empty += len(unpacked) - len(full)
-            names += full
+            for own in unpacked:
+                (names if Path(own).stat().st_size else empty).append(own)
             members |= unpacked
         elif fs.size(path) == 0:
-            num_empty += 1
+            empty.append(name)
         else:  # which may not be known, of a web server
             names.append(name)
             remote += [] if is_local(fs) or fs in remote else [fs]
@@ -73,7 +72,7 @@ def expand(urls: list[str], folder: Path) -> Inputs:
         raise DataError(
             f"the inputs mix {' and '.join(kinds)} files. Prepare from one format at a time"
         )
-    return Inputs(names, kinds[0], remote, num_empty, given, members)
+    return Inputs(names, kinds[0], remote, empty, given, members)
 
 
 def file_names(urls: Iterable[str]) -> list[str]:

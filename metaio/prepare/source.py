@@ -87,7 +87,7 @@ class DuckSource:
         self._text = schema.text or TextRule()
         # The files that are read, and what the caller gave: some may be empty, others archives.
         self.names, self.given = self._files.names, self._files.given
-        self.members = self._files.members
+        self.members, self.empty = self._files.members, self._files.empty
         self._options = text_options(self._text)
         self._by_name = ""  # where columns stand in another order in another file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
@@ -124,7 +124,7 @@ class DuckSource:
         # instead of turning a whole column into text.
         self._asked = {} if self._files.kind == "Parquet" else asked_types(schema, self._types)
         self._table = self._scan(self._files.names, self._asked)
-        self.left_out = {"empty_files": self._files.num_empty}
+        self.left_out = {"empty_files": len(self._files.empty)}
 
     def has_rows(self, name: str) -> bool:
         """Tell whether a file that is read has any row, be it one that cannot be read."""

@@ -2,6 +2,7 @@
 hold.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,14 @@ def column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kin
     return {c.column: kind_of_column(c, types[c.column]) for c in schema.sparse}
 
 
-def check_columns(before: Before, name: str, types: dict[str, pa.DataType]) -> None:
+def check_columns(
+    before: Before,
+    name: str,
+    types: dict[str, pa.DataType],
+    distinct: Callable[[str], Iterable[str | None]],
+) -> None:
     """Raise DataError for a column of input `name`, whose types all inputs share, that does not
-    hold what it held before.
+    hold what it held before; `distinct` gives the values of one.
     """
     description, schema = before.description, before.schema
     if description is None:
@@ -114,7 +120,11 @@ def check_columns(before: Before, name: str, types: dict[str, pa.DataType]) -> N
     numbers = [(one.column, "dense") for one in schema.dense]
     for column, role in [*numbers, *((one.column, "label") for one in schema.labels)]:
         if not pa.types.is_null(types[column]):
-            as_numbers(column, pa.nulls(0, types[column]), role)
+            try:
+                as_numbers(column, pa.nulls(0, types[column]), role)
+            except DataError:
+                if any(distinct(column)):  # in CSV a column without a value is text
+                    raise
     for column, kind in found.items():
         if kind != expected[column]:
             raise DataError(

@@ -184,13 +184,14 @@ def _append(
         raise _few(empty, error) from error
     with source:
         engine = engine_of(source, schema, options)
-        files = offered(source.given, source.members, engine.described(source.names))
+        read = engine.described(source.names)
+        files = offered(source.given, source.members, read, source.empty)
         refuse_known(files, taken)
         twice = doubled(files, taken, source.has_rows)
         if twice:
             raise RefusedFilesError(list(twice), list(twice.values()), "doubled")
         types = source.arrow_types(schema.columns)
-        check_columns(before, source.names[0], types)
+        check_columns(before, source.names[0], types, source.distinct)
         found = _looked_at(before, engine, types, files, accept, is_alone, tell)
         _write(root, found, engine, source, types, options, tell)
     return files

@@ -60,13 +60,17 @@ def described(name: str) -> InputFile:
     return InputFile(name, num_bytes, digest.hexdigest())
 
 
-def offered(given: list[str], members: dict[str, Member], read: list[InputFile]) -> Offered:
-    """Return the files that were given, of which `read` are those that hold bytes.
+def offered(
+    given: list[str], members: dict[str, Member], read: list[InputFile], empty: list[str]
+) -> Offered:
+    """Return the files that were given, of which `read` are those that hold rows, and `empty` held
+    no byte when they were looked at, whatever they hold now.
 
     Raises:
         DataError: one cannot be read.
     """
-    known = {file.name: file for file in read}
+    known = {name: InputFile(name, 0, _NO_BYTES) for name in empty}
+    known |= {file.name: file for file in read}
     files = [known.get(name) or described(name) for name in dict.fromkeys(given)]
     return Offered(files, read, members)
 

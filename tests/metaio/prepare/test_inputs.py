@@ -63,7 +63,7 @@ def test_a_file_whose_size_a_web_server_does_not_say_is_not_taken_for_empty(tmp_
 
     with served(tmp_path, OfNoSize) as url:
         found = expand([f"{url}/log.csv"], tmp_path)
-    assert (found.names, found.num_empty) == ([f"{url}/log.csv"], 0)
+    assert (found.names, found.empty) == ([f"{url}/log.csv"], [])
 
 
 def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:

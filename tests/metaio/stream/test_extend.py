@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +21,9 @@ from metaio.format.inspection import damage
 from metaio.prepare.encode import Encoder, Fitted
 from metaio.prepare.schema_file import parse_schema
 from metaio.stream.chain import open_stream, reset_rows
+from metaio.stream.engine import OneMachine
 from metaio.stream.extend import extend
+from metaio.stream.inputs import InputFile
 from metaio.stream.quarantine import RefusedFilesError, list_quarantine
 from metaio.stream.state import load_state
 from tests.metaio.stream.logs import (
@@ -63,6 +66,35 @@ def test_support_is_the_newest_rows_before_the_window_and_the_gate_is_never_trai
     assert [record.number for record in records] == [1, 2, 3, 4]
     assert [r.parent for r in records] == ["", *(r.fingerprint for r in records[:-1])]
     assert [r.window[0] for r in records[1:]] == [r.window[1] for r in records[:-1]]
+
+
+def test_rows_that_come_into_an_empty_file_while_others_are_read_are_taken_later(
+    tmp_path: Path,
+) -> None:
+    late = tmp_path / "late.parquet"
+    late.touch()
+
+    class Filling(OneMachine):
+        """Somebody writes the file once it was found empty."""
+
+        def described(self, names: list[str]) -> list[InputFile]:
+            pq.write_table(log(1), late)
+            return super().described(names)
+
+    pq.write_table(log(0), tmp_path / "first.parquet")
+    place, first = str(tmp_path / "s"), [str(tmp_path / "first.parquet"), str(late)]
+    extend(first, place, schema(), OPTIONS, engine_of=Filling)
+    extend([str(late)], place, options=OPTIONS)
+    assert [one.report["rows"] for one in open_stream(place).records] == [400, 400]
+
+
+def test_labels_that_are_not_there_yet_are_quarantined_from_csv_too(tmp_path: Path) -> None:
+    days = [log(0), changed(log(1), "click", [None] * 400)]
+    for day, table in enumerate(days):
+        pa.csv.write_csv(table, tmp_path / f"{day}.csv")
+    extend([str(tmp_path / "0.csv")], str(tmp_path / "s"), schema(), OPTIONS)
+    with pytest.raises(QuarantinedError, match="column click has 400 nulls; none are allowed"):
+        extend([str(tmp_path / "1.csv")], str(tmp_path / "s"), options=OPTIONS)
 
 
 def test_lists_that_were_empty_so_far_may_be_filled_while_other_tasks_wait(tmp_path: Path) -> None:
