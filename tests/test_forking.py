@@ -18,7 +18,6 @@ context = forking_context(["json"])
 server = Path(f"/proc/{forkserver._forkserver._forkserver_pid}")
 status = (server / "status").read_text()
 print(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1])
-print(b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in (server / "environ").read_bytes())
 
 ask_for_one = forkserver.connect_to_new_process
 
@@ -34,6 +33,7 @@ try:
 except KeyboardInterrupt:
     process.join()
     print(process.exitcode)
+print(b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in (server / "environ").read_bytes())
 """
 
 
@@ -42,7 +42,7 @@ def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starti
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, env=environment()
     )
     assert ran.stderr == ""
-    blocked, forks_may_use_gpus, exit_code = ran.stdout.split()
+    blocked, exit_code, forks_may_use_gpus = ran.stdout.split()
     assert forks_may_use_gpus == "True"
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
     assert int(exit_code) == -signal.SIGTERM
