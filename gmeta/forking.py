@@ -6,6 +6,7 @@ they do not hear it.
 """
 
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,9 @@ from gmeta_keys.asked import Asked
 def forking_context(preload: Sequence[str]) -> ForkServerContext:
     """Return the context of processes that start with these modules imported."""
     context = multiprocessing.get_context("forkserver")
+    # To import fbgemm asks whether there is a GPU. Where torch asks CUDA, and not the driver's
+    # NVML, no process that is forked after that can use one.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context.set_forkserver_preload(list(preload))
     # The server's mask is that of all it forks, and keeps tracebacks of its own imports away.
     resource_tracker.ensure_running()  # its start ends with SIGINT out of the mask

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from gmeta.batches.accumulate import MicroBatches
@@ -64,6 +65,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
         make_deterministic()
     choose_products(config.run.precision, ranks.device)
     with ExitStack() as held:
+        held.callback(torch.set_num_threads, torch.get_num_threads())  # steps choose their own
         run = TrainingRun(config, ranks, held, passed_over(asked, config))
         # Closed from right to left: the feed hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:

@@ -15,7 +15,8 @@ from pathlib import Path
 from gmeta.forking import forking_context, start
 
 context = forking_context(["json"])
-status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()
+server = Path(f"/proc/{forkserver._forkserver._forkserver_pid}")
+status = (server / "status").read_text()
 print(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1])
 
 ask_for_one = forkserver.connect_to_new_process
@@ -32,6 +33,7 @@ try:
 except KeyboardInterrupt:
     process.join()
     print(process.exitcode)
+print(b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in (server / "environ").read_bytes())
 """
 
 
@@ -40,7 +42,8 @@ def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starti
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, env=environment()
     )
     assert ran.stderr == ""
-    blocked, exit_code = ran.stdout.split()
+    blocked, exit_code, forks_may_use_gpus = ran.stdout.split()
+    assert forks_may_use_gpus == "True"
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
     assert int(exit_code) == -signal.SIGTERM
 

@@ -78,6 +78,9 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
         "        self.norm = nn.BatchNorm1d(1)\n"
         "    def made(self, output):\n        return self.norm(output)[:, 0]\n"
+        "class Frozen(Normed):\n"
+        "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
+        "        self.norm.eval()\n"
         "class Dropped(Deep):\n"
         "    def made(self, output):\n"
         "        return nn.functional.dropout(output[:, 0], 0.5, self.training)\n"
@@ -108,6 +111,8 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
     for _ in range(10):  # masks differ, but not between what is compared
         checked("Dropped")
     assert checked("Own").steps == 0
+    frozen = checked("Frozen")
+    assert (frozen.training, frozen.norm.training) == (True, False)  # as its owner has put it
     for name, told in {
         "Columns": "makes [3, 1] of 3 rows; a tensor of [3] is needed. Correct what its forward "
         "returns",

@@ -25,7 +25,7 @@ from gmeta.losses.objectives import LabelLosses, Objectives, known_labels
 from gmeta.losses.row_losses import weighted_sum
 from gmeta.rows.ragged import RowLayout
 from gmeta.rows.sides import Side, Sides, WorkingRows
-from gmeta_models.config import Pooling
+from gmeta_models.config import pooling_of
 from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs
 from gmeta_models.support_encoder import SupportRows
@@ -174,8 +174,7 @@ class GeneralLoop:
             cold_N = self.output_N(self.unadapted(rows, side), side)
             error_N = self._objectives.outer.errors(cold_N, label_N, side.weight, layout)
             label_N = known_labels(label_N, side.weight)
-        pooling: Pooling = getattr(model, "pooling", None) or "mean"
-        features_NX = inputs.pooled(pooling).side_by_side_NX()
+        features_NX = inputs.pooled(pooling_of(model)).side_by_side_NX()
         dtype = features_NX.dtype
         support = SupportRows(features_NX, label_N.to(dtype), error_N.to(dtype), layout.lengths_T)
         for name, by_TMO in encoder(support).items():

@@ -8,6 +8,11 @@ from gmeta_keys import key
 Pooling = Literal["mean", "sum"]
 
 
+def pooling_of(model: object) -> Pooling:
+    """Return how a model pools lists: the mean where its `pooling` is no name, as a layer's."""
+    return "sum" if getattr(model, "pooling", None) == "sum" else "mean"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and variants; a model ignores what it has no use for."""

@@ -133,9 +133,11 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
             )
         return output
 
+    training = [part for part in model.modules() if part.training]
     model.eval()
     is_meta = outputs_of(0.0).is_meta
-    model.train()
+    for part in training:  # a part that its owner put in eval mode stays so
+        part.training = True
     if is_meta:
         return  # which has no values: served, such a model is in eval mode
     drawn = torch.get_rng_state()

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.algorithms.metaemb import id_generator
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.build import build_learner, input_sizes
 from gmeta.learner import MetaLearner
 from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta_models import ModelConfig
@@ -133,6 +135,15 @@ def test_lists_of_content_are_pooled_as_the_models_are(model: str) -> None:
     generator = build_learner(FEATURES, config, PAPER, "bce").generator
     assert isinstance(generator, IdGenerator)
     assert generator.columns.pooling == "sum"
+
+
+def test_a_layer_that_somebody_calls_pooling_is_no_name_of_a_pooling() -> None:
+    model = torch.nn.Module()
+    model.pooling = torch.nn.Linear(1, 1)
+    names = tuple(table.name for table in FEATURES.tables)
+    made = id_generator(model, PAPER, TableSizes(len(names), 4, names, input_sizes(FEATURES)))
+    assert isinstance(made.generator, IdGenerator)
+    assert made.generator.columns.pooling == "mean"
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse", "huber"])

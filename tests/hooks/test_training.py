@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
@@ -65,10 +66,12 @@ class Stuck(Logger):
 
 def trained(ranks: Ranks, config: TrainConfig) -> str:
     """How a run ended."""
+    torch.set_num_threads(2)
     try:
         train(config, ranks)
     except GMetaError as error:
         return str(error)
+    assert torch.get_num_threads() == 2  # for what comes next, such as the scoring of a trial
     return ""
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.learned import LearnedParts
-from gmeta_models.config import Pooling
+from gmeta_models.config import pooling_of
 from gmeta_models.id_generator import IdGenerator, content_columns
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def id_generator(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) 
     places = tables.adapting(config)
     assert places is not None  # embedding_alone has seen to it
     (place,) = places
-    pooling: Pooling = getattr(model, "pooling", None) or "mean"
-    columns = content_columns(tables.names[place], config.content, tables.inputs, pooling)
+    columns = content_columns(tables.names[place], config.content, tables.inputs, pooling_of(model))
     return LearnedParts(generator=IdGenerator(columns, tables.width), generated_table=place)
 
 
