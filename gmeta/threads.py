@@ -26,6 +26,13 @@ SHORTEST_HOLD, LONGEST_HOLD = 200, 3_200  # steps until the next trial
 SLOW_STEPS, TOO_SLOW = 2, 2.0
 
 
+def work_to_predict(num_rows: int, num_weights: int, inner_steps: int) -> int:
+    """Return the work of predicting, in rows x weights: an inner step passes the rows forward and
+    back, and what predicts, forward alone.
+    """
+    return num_rows * num_weights * (1 + 2 * inner_steps)
+
+
 @final
 class ThreadChoice:
     """One thread or `most`; told what each step took."""

@@ -50,7 +50,8 @@ from gmeta.parallel.unplaced import SPARSE_OPTIMIZERS, tables_to_place
 from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
-from gmeta.threads import ThreadChoice
+from gmeta.threads import ThreadChoice, work_to_predict
+from gmeta_models.modes import in_eval_mode
 from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
@@ -148,17 +149,9 @@ class ShardedLearner(nn.Module):
         """
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
-        # A step passes the rows forward and back; what predicts, forward alone.
-        work = episodes.num_rows * self._num_weights * (1 + 2 * steps[-1])
-        # As a served model predicts: a model of somebody's own may have dropout.
-        training = [part for part in self.learner.modules() if part.training]
-        self.learner.eval()
-        try:
-            with self._threads_to_predict.chosen_for(work):
-                return self.learner.predict_along(rows_UD, episodes, steps)
-        finally:
-            for part in training:  # a part that its owner put in eval mode stays so
-                part.training = True
+        work = work_to_predict(episodes.num_rows, self._num_weights, steps[-1])
+        with in_eval_mode(self.learner), self._threads_to_predict.chosen_for(work):
+            return self.learner.predict_along(rows_UD, episodes, steps)
 
 
 def shard_learner(

@@ -8,7 +8,7 @@ Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embeddin
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -37,7 +37,7 @@ from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
-from gmeta.threads import ThreadChoice
+from gmeta.threads import ThreadChoice, work_to_predict
 from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
 
@@ -182,9 +182,11 @@ class ServedModel:
         ratings, before and after.
         """
         self._check_support_rows(batch.support_lengths_T.tolist())
-        num_weights = sum(weight.numel() for weight in self.learner.parameters())
-        work = batch.num_rows * num_weights * (1 + 2 * self.learner.inner_steps)
-        chosen = self._threads.chosen_for(work) if self._threads else nullcontext()
+        chosen: AbstractContextManager[None] = nullcontext()
+        if self._threads is not None:
+            num_weights = sum(weight.numel() for weight in self.learner.parameters())
+            work = work_to_predict(batch.num_rows, num_weights, self.learner.inner_steps)
+            chosen = self._threads.chosen_for(work)
         with self._exclusive(), chosen:
             arranged = self.learner.arrange_to_predict(batch), self._fetch_UD(batch)
             episodes, rows_UD = self._there(arranged)

@@ -119,12 +119,13 @@ def check_columns(
             found[time], expected[time] = str(types[time]), description["time_type"]
     numbers = [(one.column, "dense") for one in schema.dense]
     for column, role in [*numbers, *((one.column, "label") for one in schema.labels)]:
-        if not pa.types.is_null(types[column]):
-            try:
-                as_numbers(column, pa.nulls(0, types[column]), role)
-            except DataError:
-                if any(distinct(column)):  # in CSV a column without a value is text
-                    raise
+        if pa.types.is_null(types[column]):
+            continue
+        try:
+            as_numbers(column, pa.nulls(0, types[column]), role)
+        except DataError:
+            if any(distinct(column)):  # in CSV a column without a value is text
+                raise
     for column, kind in found.items():
         if kind != expected[column]:
             raise DataError(

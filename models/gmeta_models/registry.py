@@ -21,6 +21,7 @@ from gmeta_models.gated import head_layers, row_layers
 from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE
+from gmeta_models.modes import in_eval_mode
 from gmeta_models.ple import PLE
 
 MODELS: dict[str, Callable[[ModelConfig, InputSizes], nn.Module]] = {
@@ -133,11 +134,8 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
             )
         return output
 
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    is_meta = outputs_of(0.0).is_meta
-    for part in training:  # a part that its owner put in eval mode stays so
-        part.training = True
+    with in_eval_mode(model):
+        is_meta = outputs_of(0.0).is_meta
     if is_meta:
         return  # which has no values: served, such a model is in eval mode
     drawn = torch.get_rng_state()

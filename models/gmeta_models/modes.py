@@ -1,0 +1,20 @@
+"""How a model is while it is only asked."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Have a model in eval mode inside, as one that is served: one of somebody's own may have
+    dropout. A part that its owner put in eval mode stays so afterwards.
+    """
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
