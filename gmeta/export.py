@@ -137,7 +137,9 @@ def export_run(
         description = replace(description, support_features=inputs)
     reader = CheckpointReader(checkpoint)
     names = {key: _LAYER_KEY.format(key) for key in learner.state_dict()}
-    layers = reader.read(list(names.values()))
+    read = reader.read(list(names.values()))
+    layers = {key: read[name] for key, name in names.items()}
+    _check_finite(layers, learner.state_dict())
 
     # Asked for one by one: the largest table, not the model, must fit into memory.
     widths = widths_of_tables(dataset.features, config.model)
@@ -148,12 +150,24 @@ def export_run(
 
     with new_folder(out, overwrite) as partial:
         _copy_vocabularies(dataset, partial)
-        write_model(partial, description, {k: layers[n] for k, n in names.items()}, table)
+        write_model(partial, description, layers, table)
         sizes = {path: path.stat().st_size for path in partial.rglob("*") if path.is_file()}
     table_bytes = sum(size for path, size in sizes.items() if path.name.startswith("table-"))
     num_values = sum(table.num_rows * widths[table.name] for table in dataset.features.tables)
     trained_bytes = num_values * torch.float32.itemsize
     return Exported(found_step, sum(sizes.values()), table_bytes, trained_bytes, chosen)
+
+
+def _check_finite(layers: Mapping[str, Tensor], untrained: Mapping[str, Tensor]) -> None:
+    """Raise NotFiniteError for a value that is not finite, but where a model of somebody's own
+    begins with it: a mask of -inf.
+    """
+    for name, values in layers.items():
+        if not bool((values.isfinite() | (values == untrained[name])).all()):
+            raise NotFiniteError(
+                f"layer {name} holds values that are not finite: the run diverged. "
+                "Export an earlier checkpoint with --step, or train with lower rates"
+            )
 
 
 def write_model(
@@ -167,15 +181,9 @@ def write_model(
     Files that stand in it already, such as vocabularies, become part of the model.
 
     Raises:
-        NotFiniteError: a value is not finite.
+        NotFiniteError: a value of a table is not finite.
         GMetaError: a value cannot be held in the format asked for.
     """
-    for name, values in layers.items():
-        if not bool(torch.isfinite(values).all()):
-            raise NotFiniteError(
-                f"layer {name} holds values that are not finite: the run diverged. "
-                "Export an earlier checkpoint with --step, or train with lower rates"
-            )
     _save({key: value.contiguous() for key, value in layers.items()}, folder / LAYERS_FILE)
     for index, spec in enumerate(description.features.tables):
         stored = store_table(spec.name, table(spec.name), description.table_format)

@@ -323,10 +323,11 @@ class MetaLearner(nn.Module):
         return WorkingRows(episodes.working_rows_PD(started_UD), rate)
 
     def _zero(self, rows_UD: Tensor) -> Tensor:
-        """Return a loss of 0 that reaches every parameter: a rank without work still joins every
-        collective.
+        """Return a loss of 0 that reaches every parameter that trains: a rank without work still
+        joins every collective. Others may be masks of -inf, of which 0 times the sum is no number.
         """
-        return sum((parameter.sum() * 0.0 for parameter in self.parameters()), rows_UD.sum() * 0.0)
+        trained = (parameter for parameter in self.parameters() if parameter.requires_grad)
+        return sum((parameter.sum() * 0.0 for parameter in trained), rows_UD.sum() * 0.0)
 
 
 def _is_ours(part: object) -> bool:

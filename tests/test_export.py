@@ -30,7 +30,8 @@ from gmeta.export import CheckpointReader, export_run
 from gmeta.runs.folder import list_checkpoints
 from gmeta.runtimes.write import export_for
 from gmeta.serving.folder import LAYERS_FILE, read_config
-from gmeta_models import MODELS
+from gmeta_models import MODELS, InputSizes, ModelConfig
+from gmeta_models.dlrm import DLRM
 from metaio import FormatError, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema
@@ -531,3 +532,28 @@ def test_a_diverged_model_is_not_exported(
         "Export an earlier checkpoint with --step, or train with lower rates"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+class Masked(DLRM):
+    """It has a mask, as attention of one's own often does."""
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__(config, sizes)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+
+@pytest.mark.distributed
+def test_a_mask_that_a_model_begins_with_is_exported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_mask(reader: CheckpointReader, names: list[str]) -> dict[str, torch.Tensor]:
+        given = [name for name in names if not name.endswith("mask")]
+        mask = torch.tensor([0.0, -torch.inf])
+        return {**dict.fromkeys(names, mask), **read(reader, given)}
+
+    read = CheckpointReader.read
+    monkeypatch.setattr(CheckpointReader, "read", with_mask)
+    monkeypatch.setitem(MODELS, "dlrm", Masked)
+    export_run(run, tmp_path / "model")
+    layers = load_file(tmp_path / "model" / LAYERS_FILE)
+    assert layers["model.mask"].tolist() == [0.0, -torch.inf]

@@ -48,7 +48,8 @@ def step(learner: MetaLearner) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     loss = learner(rows_UD, learner.arrange(batch), weight=0.5)
-    named = {"rows": rows_UD, **dict(learner.named_parameters())}
+    trained = ((name, one) for name, one in learner.named_parameters() if one.requires_grad)
+    named = {"rows": rows_UD, **dict(trained)}
     grads = torch.autograd.grad(loss, [*named.values()])  # refuses what the loss does not reach
     return loss.detach(), dict(zip(named, grads, strict=True))
 
@@ -192,17 +193,19 @@ def test_decision_layers_without_a_bias_adapt_in_the_general_loop(
 
 
 class Spare(Unbiased):
-    """It has a parameter of no use."""
+    """It has a parameter of no use, and a mask that does not train."""
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__(config, sizes)
         self.spare = nn.Parameter(torch.ones(2))
+        self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
 
 
 def test_every_rank_has_a_gradient_of_all_parameters_to_average(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(MODELS, "spare", Spare)
-    _, grads = step(learner_of(ALGORITHMS["maml"], monkeypatch, "spare"))
+    loss, grads = step(learner_of(ALGORITHMS["maml"], monkeypatch, "spare"))
+    assert loss.isfinite()
     assert not grads["model.spare"].any()
     assert grads["model.layers.2.weight"].any()
