@@ -16,6 +16,7 @@ import typer
 from gmeta import __version__
 from gmeta.commands.talking import with_options
 from gmeta.commands.telling import let_others_tell, told, told_errors, write_error
+from gmeta.errors import is_of_memory
 
 # Each with its line in `gmeta --help`: its own help's first sentence. A module is loaded when it is
 # asked for: the data-shard service must start without torch, and nobody waits seconds for the help
@@ -184,7 +185,7 @@ def main() -> None:
         let_others_tell(error)
         _fail(*told(error))
     except (MemoryError, RuntimeError) as error:
-        if os.environ.get("GMETA_TRACEBACK") or not _is_of_memory(error):
+        if os.environ.get("GMETA_TRACEBACK") or not is_of_memory(error):
             raise
         _fail(
             f"out of memory: {(str(error).splitlines() or [''])[0]}. Less is needed with narrower "
@@ -196,13 +197,6 @@ def main() -> None:
         if os.environ.get("RANK", "0") != "0":
             _leave(130)  # every rank is interrupted, and the first tells it
         _fail("interrupted: what was committed stays, what was half-written is dropped", 130)
-
-
-def _is_of_memory(error: Exception) -> bool:
-    """Return whether memory ran out; torch says so in a RuntimeError."""
-    # The last of a size beyond 64 bits.
-    told = ("out of memory", "allocate memory", "size calculation overflowed")
-    return isinstance(error, MemoryError) or any(one in str(error) for one in told)
 
 
 def _fail(message: str, code: int) -> None:

@@ -31,3 +31,10 @@ class UserError(GMetaError):
 
 class ConfigError(UserError):
     """A training config is wrong: an unknown key, a bad value, a contradiction."""
+
+
+def is_of_memory(error: Exception) -> bool:
+    """Return whether memory ran out; torch says so in a RuntimeError."""
+    # The last of a size beyond 64 bits.
+    told = ("out of memory", "allocate memory", "size calculation overflowed")
+    return isinstance(error, MemoryError) or any(one in str(error) for one in told)

@@ -202,10 +202,11 @@ class TrainingRun:
         seed_step(self._config.run.seed, self._progress.step, self._ranks.rank)
         # The mean over all ranks' terms: data-parallel averaging divides by the world size.
         weight = self._ranks.world_size / max(totals.num_terms, 1)
-        loss: Tensor = self._sharded(episodes, weight=weight)
-        loss.backward()
-        rows_sum = local_learner(self._sharded).exchange.gradient_sum
-        self._guard.watch(self._progress, episodes, loss, rows_sum)
+        learner = local_learner(self._sharded)
+        with learner.model_told():
+            loss: Tensor = self._sharded(episodes, weight=weight)
+            loss.backward()
+        self._guard.watch(self._progress, episodes, loss, learner.exchange.gradient_sum)
         self._optimizer.step()
         self.writer.poll()
         self.profiler.step()

@@ -88,7 +88,7 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
         "        self.noise = torch.Generator()\n"
         "        self.register_buffer('steps', torch.zeros(()), persistent=False)\n"
-        "    def get_extra_state(self):\n        return {}\n"
+        "    def get_extra_state(self):\n        return torch.zeros(1)\n"
         "    def made(self, output):\n"
         "        self.late = getattr(self, 'late', None) or nn.Linear(1, 1)\n"
         "        self.steps += self.training\n"
@@ -97,6 +97,10 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "class Pair(Deep):\n"
         "    def made(self, output):\n"
         "        return (output, output) if self.training else output[:, 0]\n"
+        "class Complex(Right):\n"
+        "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
+        "        self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))\n"
+        "class Keeping(Right):\n    def get_extra_state(self):\n        return {}\n"
         "class Unmade(Deep):\n"
         "    def __init__(self, config, sizes):\n        self.linear = nn.Linear(4, 1)\n"
         "class Failing(Deep):\n    def made(self, output):\n        return output.nothing\n"
@@ -126,6 +130,10 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         ".detach(), .item() and torch.no_grad() in its forward",
         "Normed": ": the output of a row changes with other rows, as BatchNorm makes it, so that "
         "a task would learn from others. Normalise each row alone, with LayerNorm or GroupNorm",
+        "Complex": "has complex weights, filter; real ones are needed. Keep pairs of real numbers, "
+        "and take torch.view_as_complex of them in its forward",
+        "Keeping": "keeps dict as _extra_state; checkpoints hold tensors alone. Have "
+        "get_extra_state return one, or leave it out",
         "Unmade": "cannot be made: AttributeError: cannot assign module before Module.__init__() "
         "call. Mend its __init__; --verbose shows the line",
     }.items():

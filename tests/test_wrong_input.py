@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import ClientError
 
 from gmeta.commands.antdt_sim import antdt_sim
@@ -30,6 +31,7 @@ from gmeta.parallel.ranks import Ranks
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import create_run_folder
 from gmeta.runs.lock import held_alone
+from gmeta_models.melu import MeLU
 from metaio import Provenance, open_dataset, write_dataset
 from tests.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
 from tests.metaio.conftest import FEATURES, make_rows
@@ -94,6 +96,37 @@ def test_a_run_that_another_process_trains_is_left_alone(config: Path) -> None:
         assert {path.name for path in run.iterdir()} == {".lock", "checkpoints"}
         assert written.exists()
     assert {path.name for path in run.iterdir()} == {"checkpoints"}
+
+
+class Doubled(torch.autograd.Function):
+    """Twice the outputs; nobody has written its second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, output_N: torch.Tensor) -> torch.Tensor:
+        return 2.0 * output_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient_N: torch.Tensor) -> torch.Tensor:
+        return 2.0 * gradient_N
+
+
+class OnceDifferentiable(MeLU):
+    def forward(self, inputs: Any) -> torch.Tensor:
+        output: torch.Tensor = Doubled.apply(super().forward(inputs))
+        return output
+
+
+def test_what_an_own_model_raises_in_a_step_is_told_in_a_line(config: Path) -> None:
+    name = f"{__name__}:OnceDifferentiable"
+    result = gmeta("train", config, *SMALL_MODEL, f"model.name={name}", "algorithm.name=maml")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == (
+        f"error: a step fails in {name}: RuntimeError: trying to differentiate twice a function "
+        "that was marked with @once_differentiable. Mend it, --verbose shows the line; what has "
+        'no second derivative learns with algorithm.name = "fomaml"'
+    )
 
 
 def test_a_port_in_use_is_named(config: Path) -> None:

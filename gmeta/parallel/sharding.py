@@ -8,8 +8,8 @@ Shape suffixes: U fetched rows, B tables, D embedding width.
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.graphs import CudaCapture
 from gmeta.config import TrainConfig
-from gmeta.errors import ConfigError
+from gmeta.errors import ConfigError, GMetaError, is_of_memory
 from gmeta.internals import ShardedTensor, tables_kept_by
 from gmeta.numerics import autocast
 from gmeta.parallel.averaging import LayerAverage
@@ -45,12 +45,13 @@ from gmeta.parallel.plan import (
     make_plan,
     plan_of_tables,
 )
-from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.ranks import Ranks, lost_contact
 from gmeta.parallel.unplaced import SPARSE_OPTIMIZERS, tables_to_place
 from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
 from gmeta.threads import ThreadChoice, work_to_predict
+from gmeta_keys.boundary import kind_and_text
 from gmeta_models.modes import in_eval_mode
 from metaio.format.features import Features
 
@@ -117,6 +118,28 @@ class ShardedLearner(nn.Module):
             loss: Tensor = self.learner(rows_UD, episodes, weight)
             return loss
 
+    @contextmanager
+    def model_told(self) -> Iterator[None]:
+        """Have what a model of somebody's own raises inside told in one line.
+
+        Raises:
+            ConfigError: it raised something.
+        """
+        kind = type(self.learner.model)
+        try:
+            yield
+        except GMetaError:
+            raise
+        except Exception as error:
+            is_ours = kind.__module__.startswith("gmeta_models.")
+            if is_ours or lost_contact(error) or is_of_memory(error):
+                raise
+            raise ConfigError(
+                f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "
+                "Mend it, --verbose shows the line; what has no second derivative learns with "
+                'algorithm.name = "fomaml"'
+            ) from error
+
     def _set_threads(self, work: int) -> None:
         """Choose the number of threads for the step that begins, from what earlier steps took."""
         now = time.perf_counter()
@@ -150,7 +173,8 @@ class ShardedLearner(nn.Module):
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
         work = work_to_predict(episodes.num_rows, self._num_weights, steps[-1])
-        with in_eval_mode(self.learner), self._threads_to_predict.chosen_for(work):
+        chosen = self._threads_to_predict.chosen_for(work)
+        with in_eval_mode(self.learner), chosen, self.model_told():
             return self.learner.predict_along(rows_UD, episodes, steps)
 
 

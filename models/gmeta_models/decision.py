@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from gmeta_models.mlp import outputs_of_rows
+from gmeta_models.mlp import is_mlp, outputs_of_rows
 
 if TYPE_CHECKING:
     from gmeta_models.config import Pooling
@@ -61,6 +61,18 @@ class DecisionModel(nn.Module, ABC):
         """Return what the decision layers see of rows that are not pooled yet."""
         rows = self.through_dense(inputs.pooled(self.pooling, self.history))
         return self.decision_inputs_NX(rows)
+
+    def is_in_parts(self) -> bool:
+        """Tell whether its parts are all of it: a subclass of somebody's own may have layers of
+        another kind among them, or a forward pass of its own.
+        """
+        kind, base = type(self), DecisionModel
+        return (
+            (kind.forward, kind.seen_NX, kind.through_dense)
+            == (base.forward, base.seen_NX, base.through_dense)
+            and is_mlp(self.decision_layers, activate_last=False)
+            and (self.dense_layers is None or is_mlp(self.dense_layers, activate_last=True))
+        )
 
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return one output a row: [N]; [N, outputs] of several."""

@@ -21,6 +21,16 @@ def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def is_mlp(layers: nn.Module, activate_last: bool) -> bool:
+    """Tell whether layers are such as `mlp` returns, with nothing else between them."""
+    if type(layers) is not nn.Sequential:
+        return False
+    kinds = [type(layer) for layer in layers]
+    num_linear = kinds.count(nn.Linear)
+    wanted = [nn.Linear, nn.ReLU] * num_linear
+    return kinds == (wanted if activate_last else wanted[:-1])
+
+
 def outputs_of_rows(output_NO: Tensor) -> Tensor:
     """Return a model's outputs as its callers take them: [N] of one output a row, else [N, O]."""
     return output_NO.squeeze(1) if output_NO.shape[1] == 1 else output_NO

@@ -106,6 +106,18 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     """
     if config.name in MODELS:
         return
+    for name, weight in model.named_parameters():
+        if weight.is_complex():
+            raise ValueError(
+                f"model.name = {config.name!r} has complex weights, {name}; real ones are needed. "
+                "Keep pairs of real numbers, and take torch.view_as_complex of them in its forward"
+            )
+    for name, kept in model.state_dict().items():
+        if not isinstance(kept, torch.Tensor):
+            raise ValueError(
+                f"model.name = {config.name!r} keeps {type(kept).__name__} as {name}; checkpoints "
+                "hold tensors alone. Have get_extra_state return one, or leave it out"
+            )
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
 
     def outputs_of(last: float) -> torch.Tensor:

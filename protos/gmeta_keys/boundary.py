@@ -28,5 +28,5 @@ class failing_as:  # noqa: N801 - it reads as a word of the language: with faili
 
 
 def kind_and_text(error: Exception) -> str:
-    """Return kind and message of an error that nobody wrote for the one who reads it."""
-    return f"{type(error).__name__}: {error}"
+    """Return kind and message, as one line, of an error that nobody wrote for its reader."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -22,7 +22,8 @@ from gmeta.learner import MetaLearner
 from gmeta.rows.sides import Sides, WorkingRows
 from gmeta_models import MODELS, InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
-from gmeta_models.inputs import RowFeatures
+from gmeta_models.inputs import RowFeatures, RowInputs
+from gmeta_models.melu import MeLU
 from tests import reference
 
 FEATURES = reference.some_features(2, 0, 1)
@@ -190,6 +191,35 @@ def test_decision_layers_without_a_bias_adapt_in_the_general_loop(
     assert not learner.has_fused_loop
     _, grads = step(learner)
     assert grads["model.layers.2.weight"].abs().sum() > 0
+
+
+class Smooth(MeLU):
+    """Another activation between its decision layers."""
+
+    def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
+        super().__init__(config, sizes)
+        self.decision = nn.Sequential(
+            *(nn.GELU() if isinstance(layer, nn.ReLU) else layer for layer in self.decision)
+        )
+
+
+class Halved(MeLU):
+    """A forward pass of its own."""
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        output: Tensor = super().forward(inputs) / 2
+        return output
+
+
+@pytest.mark.parametrize("model", [Smooth, Halved])
+def test_a_model_that_is_more_than_its_decision_layers_trains_as_it_predicts(
+    model: type[MeLU], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "more", model)
+    learner = learner_of(ALGORITHMS["maml"], monkeypatch, "more")
+    loss, _ = step(learner)
+    learner.use_general_loop()
+    torch.testing.assert_close(step(learner)[0], loss)
 
 
 class Spare(Unbiased):

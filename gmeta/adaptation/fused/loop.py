@@ -76,11 +76,12 @@ class FusedLoop:
     def suits(model: DecisionModel, plan: AdaptationPlan, rates: InnerRates) -> bool:
         """Tell whether this loop supports the plan: only decision layers, layers over the dense
         columns and embedding rows adapt, by steps that are taken and not solved, no weight has a
-        rate of its own, and all those layers have a bias.
+        rate of its own, all those layers have a bias, and the model is nothing else.
         """
         inside = (*_linear(model.decision_layers), *_linear(model.dense_layers))
         return (
-            not plan.solves
+            model.is_in_parts()
+            and not plan.solves
             and len(_linear(model.decision_layers)) > 1
             and all(layer in inside for layer in plan.layers.values())
             and all(layer.bias is not None for layer in inside)
