@@ -259,12 +259,15 @@ def _told(what: str) -> Iterator[None]:
             yield
     except (UserError, GMetaError, OSError):
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as raised:
+        error: BaseException = raised
+        while error.__cause__ is not None:  # torch.onnx says what it does, and why as the cause
+            error = error.__cause__
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise GMetaError(
             f"{what} cannot be exported from this model: {type(error).__name__}: {reason:.200}. "
             "Serve it by gmeta serve or --format triton, which run the model itself"
-        ) from error
+        ) from raised
 
 
 @contextmanager

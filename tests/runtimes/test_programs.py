@@ -17,6 +17,7 @@ from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import GMetaError, UserError
 from gmeta.losses import objectives
+from gmeta.runtimes import programs
 from gmeta.runtimes.modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
 from gmeta.runtimes.programs import (
     Example,
@@ -254,3 +255,12 @@ def test_a_program_that_predicts_something_else_is_refused(
         "bags_NHD, or does not treat each row on its own: serve it by gmeta serve"
     )
     assert gmeta.load(tmp_path / "model").predict(random_rows(2)).shape == (2,)
+
+
+def test_what_torch_could_not_export_is_told_by_its_cause() -> None:
+    with pytest.raises(GMetaError) as caught, programs._told("an ONNX model"):
+        raise RuntimeError("step 3/3 failed") from ValueError("no 3D attention.\nSee ...")
+    assert str(caught.value) == (
+        "an ONNX model cannot be exported from this model: ValueError: no 3D attention. "
+        "Serve it by gmeta serve or --format triton, which run the model itself"
+    )
