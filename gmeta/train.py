@@ -95,8 +95,7 @@ class TrainingRun:
         self.folder = RunFolder(Path(config.run.dir))
         by_first(lambda: held.enter_context(held_alone(self.folder.root)), ranks)
         by_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
-        checkpoints = list_checkpoints(self.folder.checkpoints)
-        newest = checkpoints[-1] if checkpoints else None
+        newest = next(reversed(list_checkpoints(self.folder.checkpoints)), None)
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_feed(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)

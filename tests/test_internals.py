@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gmeta.internals import (
     ShardedTensor,
@@ -20,7 +20,7 @@ from gmeta.internals import (
 )
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import table_shards
-from gmeta_models.internals import onednn_linear
+from gmeta_models.internals import has_hooks, onednn_linear
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import FEATURES, MODEL, Run
 from tests.test_house import PACKAGES, ROOT
@@ -52,6 +52,14 @@ def test_onednn_linear_is_torchs_linear_in_full_precision() -> None:
         found = onednn_linear(rows, weight, has).double()
         wanted = exact if has is not None else exact - bias.double()
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_what_is_called_around_a_part_of_a_model_is_seen() -> None:
+    for hooked in (nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook):
+        model = nn.Sequential(nn.Linear(2, 2))
+        assert not has_hooks(model)
+        hooked(model[0], lambda *_: None)
+        assert has_hooks(model)
 
 
 def sharded_on_rank(ranks: Ranks) -> dict[str, Any]:

@@ -8,8 +8,8 @@ Shape suffixes: U fetched rows, B tables, D embedding width.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -51,7 +51,7 @@ from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
 from gmeta.threads import ThreadChoice, work_to_predict
-from gmeta_keys.boundary import kind_and_text
+from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_models.modes import in_eval_mode
 from metaio.format.features import Features
 
@@ -118,27 +118,22 @@ class ShardedLearner(nn.Module):
             loss: Tensor = self.learner(rows_UD, episodes, weight)
             return loss
 
-    @contextmanager
-    def model_told(self) -> Iterator[None]:
-        """Have what a model of somebody's own raises inside told in one line.
-
-        Raises:
-            ConfigError: it raised something.
+    def model_told(self) -> failing_as:
+        """Return a context that raises ConfigError, in one line, for what a model of somebody's own
+        raises inside.
         """
+        return failing_as(self._as_told, GMetaError)
+
+    def _as_told(self, error: Exception) -> Exception:
         kind = type(self.learner.model)
-        try:
-            yield
-        except GMetaError:
-            raise
-        except Exception as error:
-            is_ours = kind.__module__.startswith("gmeta_models.")
-            if is_ours or lost_contact(error) or is_of_memory(error):
-                raise
-            raise ConfigError(
-                f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "
-                "Mend it, --verbose shows the line; what has no second derivative learns with "
-                'algorithm.name = "fomaml"'
-            ) from error
+        is_ours = kind.__module__.startswith("gmeta_models.")
+        if is_ours or lost_contact(error) or is_of_memory(error):
+            return error
+        return ConfigError(
+            f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "
+            "Mend it, --verbose shows the line; what has no second derivative learns with "
+            'algorithm.name = "fomaml"'
+        )
 
     def _set_threads(self, work: int) -> None:
         """Choose the number of threads for the step that begins, from what earlier steps took."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from gmeta_models.internals import has_hooks
 from gmeta_models.mlp import is_mlp, outputs_of_rows
 
 if TYPE_CHECKING:
@@ -64,12 +65,13 @@ class DecisionModel(nn.Module, ABC):
 
     def is_in_parts(self) -> bool:
         """Tell whether its parts are all of it: a subclass of somebody's own may have layers of
-        another kind among them, or a forward pass of its own.
+        another kind among them, hooks, or a forward pass of its own.
         """
         kind, base = type(self), DecisionModel
         return (
             (kind.forward, kind.seen_NX, kind.through_dense)
             == (base.forward, base.seen_NX, base.through_dense)
+            and not has_hooks(self)
             and is_mlp(self.decision_layers, activate_last=False)
             and (self.dense_layers is None or is_mlp(self.dense_layers, activate_last=True))
         )

@@ -1,9 +1,10 @@
-"""The private name of torch that the models' and inner loops' products use, behind a function of
-ours. When a new version moves it, tests/test_internals.py names it, and this is the file to mend.
+"""The private names of torch that the models' and inner loops' products use, each behind a function
+of ours. When a new version moves one, tests/test_internals.py names it, and this is the file to
+mend.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # If it moves: onednn_linear alone calls it, and whoever counts operations knows it by this name.
 ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise
@@ -16,3 +17,11 @@ def onednn_linear(rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
     """
     product: Tensor = ONEDNN_LINEAR(rows_NI, weight_OI, bias_O, "none", [], "")
     return product
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Tell whether something is called before or after a part of a model, as weight_norm has it.
+
+    If it moves: whatever `nn.Module.__call__` looks at before it calls `forward` alone.
+    """
+    return any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())

@@ -11,7 +11,8 @@ from typing import final
 class failing_as:  # noqa: N801 - it reads as a word of the language: with failing_as(...):
     """Turns whatever is raised inside into an error of ours, with the cause behind it.
 
-    `passing` are the errors that say already what is wrong. Ctrl-C and the end of the process pass.
+    `passing` are the errors that say already what is wrong; one that `told` gives back as it is
+    passes, too, and so do Ctrl-C and the end of the process.
     """
 
     def __init__(self, told: Callable[[Exception], Exception], *passing: type[Exception]) -> None:
@@ -24,7 +25,9 @@ class failing_as:  # noqa: N801 - it reads as a word of the language: with faili
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, self._passing):
-            raise self._told(error) from error
+            told = self._told(error)
+            if told is not error:
+                raise told from error
 
 
 def kind_and_text(error: Exception) -> str:
