@@ -6,11 +6,13 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gmeta.cli import main
 from gmeta.commands import on_ranks
 from gmeta.commands.work.rank import be_rank
 from gmeta.errors import GMetaError, UserError
+from gmeta.parallel.ranks import lost_contact
 
 
 @pytest.fixture(autouse=True)
@@ -98,4 +100,31 @@ def test_cuda_without_a_gpu_is_refused_before_any_rank_waits() -> None:
         be_rank("cuda", 60, {}, lambda ranks: None)
     assert str(refused.value) == (
         'run.device = "cuda", but torch sees no GPU. Set run.device = "cpu" or install the driver'
+    )
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError) as refused:
+        be_rank("auto", 60, {}, lambda ranks: None)
+    assert str(refused.value) == (
+        "LOCAL_RANK = 1, and torch sees 1 GPUs on this machine: each rank needs its own, by that "
+        "number. Start fewer ranks (--nproc-per-node), let each see all GPUs "
+        '(CUDA_VISIBLE_DEVICES), or set run.device = "cpu"'
+    )
+
+
+def test_of_what_nccl_says_the_last_error_is_told() -> None:
+    said = (
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run "
+        "with NCCL_DEBUG=WARN for details), NCCL version 2.28.3\nncclInvalidUsage: This usually "
+        "reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 1 "
+        "and rank 0 both on CUDA device 18000"
+    )
+    assert str(lost_contact(dist.DistBackendError(said))) == (
+        "lost contact with the other ranks: Duplicate GPU detected : rank 1 and rank 0 both on "
+        "CUDA device 18000. See what the first rank that failed said; --resume goes on from the "
+        "newest checkpoint"
     )
