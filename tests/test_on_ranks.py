@@ -75,6 +75,21 @@ def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
     assert capsys.readouterr().err == (f"{line}{told}" if line else "")
 
 
+def test_a_fault_has_its_traceback_and_the_process_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fault() -> None:
+        raise KeyError("nobody thought of it")
+
+    monkeypatch.setattr("gmeta.commands.config.config", fault)
+    monkeypatch.setattr("gmeta.cli._leave", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["gmeta", "config"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith("KeyError: 'nobody thought of it'\n")
+
+
 def test_what_a_rank_imports_is_never_searched_for_garbage() -> None:
     with on_ranks.importing():
         assert not gc.isenabled()
