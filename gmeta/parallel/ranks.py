@@ -200,12 +200,15 @@ def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     # itself would be to wait for all kernels that are queued by then, the next step's too.
     if ranks.world_size > 1:
         dist.all_reduce(number)
+    # Of a rank that is gone gloo tells: the device would wait for its answer without an end.
+    hosts = ranks.transport.add(torch.zeros(1))
     told = torch.empty(1, dtype=number.dtype, pin_memory=True)
     told.copy_(number, non_blocking=True)
     is_there = torch.cuda.Event()
     is_there.record()
 
     def answer_of_devices() -> bool:
+        hosts.wait()
         is_there.synchronize()
         return bool(told.item())
 
@@ -225,6 +228,14 @@ def new_control_group() -> dist.ProcessGroup:
 def barrier(ranks: Ranks) -> None:
     """Wait until every rank is here."""
     dist.barrier(group=ranks.control)
+
+
+def before_device(ranks: Ranks) -> None:
+    """Wait for the hosts of all ranks, in front of a wait for a GPU: of a rank that is gone gloo
+    tells, where a kernel of NCCL would wait for it until somebody ends this rank.
+    """
+    if ranks.device.type == "cuda":
+        barrier(ranks)
 
 
 def value_of_first(value: T, ranks: Ranks) -> T:
