@@ -8,6 +8,7 @@ import torch
 
 from gmeta.parallel import ranks as parallel_ranks
 from gmeta.parallel.ranks import any_rank_later
+from gmeta.predictions import _columns
 from gmeta.runs.meter import StepMeter
 
 LOST = "gloo: Connection closed by peer"
@@ -48,3 +49,9 @@ def test_nor_is_a_reading(monkeypatch: pytest.MonkeyPatch, left_alone: Any) -> N
         meter.read(0.0)
     with pytest.raises(RuntimeError, match=LOST), meter.paused():
         pass
+
+
+def test_nor_is_a_prediction(left_alone: Any) -> None:
+    prediction: Any = None  # the first thing that is looked at
+    with pytest.raises(RuntimeError, match=LOST):
+        _columns(prediction, SimpleNamespace(ranks=left_alone), prediction, [])  # type: ignore[arg-type]
