@@ -17,6 +17,7 @@ from gmeta import __version__
 from gmeta.commands.talking import with_options
 from gmeta.commands.telling import let_others_tell, told, told_errors, write_error
 from gmeta.errors import is_of_memory
+from gmeta_keys.boundary import failing_as
 
 # Each with its line in `gmeta --help`: its own help's first sentence. A module is loaded when it is
 # asked for: the data-shard service must start without torch, and nobody waits seconds for the help
@@ -175,6 +176,20 @@ def main() -> None:
     _open_streams()
     # fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
     logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in one.getMessage())
+    try:
+        with failing_as(_FaultError):
+            _run()
+    except _FaultError as fault:
+        error = fault.args[0]
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(1)  # an interpreter that ends as usual may abort: a collective is still under way
+
+
+class _FaultError(Exception):
+    """What nobody thought of, or what is to be told with its traceback."""
+
+
+def _run() -> None:
     try:
         app()
     except SystemExit as done:

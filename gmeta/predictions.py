@@ -18,8 +18,8 @@ from gmeta.errors import UserError
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.labels import ScoredLabel
-from gmeta.parallel.ranks import Ranks, gather_to_first
-from gmeta.parallel.sharding import ShardedLearner, local_learner
+from gmeta.parallel.ranks import Ranks, before_device, gather_to_first
+from gmeta.parallel.sharding import local_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
@@ -103,7 +103,7 @@ def predict_along(
     idle = arrange(no_tasks(scored.dataset.features))
     taken = in_step(map(arrange, batches), idle, scored.ranks, Stop(), scored.sharded)
     by_batch = [
-        [_columns(one, learner, each, labels) for one in learner.predict_along(each, steps)]
+        [_columns(one, scored, each, labels) for one in learner.predict_along(each, steps)]
         for each, _ in taken
     ]
     return [[of_steps[place] for of_steps in by_batch] for place in range(len(steps))]
@@ -125,7 +125,7 @@ def _predict_listed(batches: Iterator[Listed], scored: Scored, stop: Stop) -> li
     idle = arrange((no_tasks(dataset.features), np.zeros(0, np.bool_)))
     steps = in_step(map(arrange, batches), idle, scored.ranks, stop, scored.sharded)
     labels = scored_labels(scored.config, dataset)
-    return [_columns(learner.predict(episodes), learner, episodes, labels) for episodes, _ in steps]
+    return [_columns(learner.predict(episodes), scored, episodes, labels) for episodes, _ in steps]
 
 
 def _listed(
@@ -170,10 +170,13 @@ def gathered(columns: list[Columns], ranks: Ranks) -> Columns | None:
 
 def _columns(
     prediction: QueryPrediction,
-    learner: ShardedLearner,
+    scored: Scored,
     episodes: Episodes,
     labels: Sequence[ScoredLabel],
 ) -> Columns:
+    """Return a batch's columns. Collective."""
+    before_device(scored.ranks)
+    objectives = local_learner(scored.sharded).learner.objectives
     sampled_N = episodes.query_sampled_N.numpy()
     query_T = prediction.layout.lengths_T.cpu().numpy()
     task_N = owners(query_T)
@@ -181,10 +184,10 @@ def _columns(
     query_T = np.bincount(task_N[stored_N], minlength=len(query_T))
     support_T = prediction.support_lengths_T.cpu().numpy().astype(np.int32)
     # The loss works on logits, a reader on probabilities.
-    shown = learner.learner.objectives.outer.predictions
+    shown = objectives.outer.predictions
     outputs = shown(prediction.before_N).float(), shown(prediction.after_N).float()
     label_NL, before_NL, after_NL = (
-        values.cpu().numpy().reshape(len(task_N), learner.learner.objectives.num_labels)
+        values.cpu().numpy().reshape(len(task_N), objectives.num_labels)
         for values in (prediction.label_N, *outputs)
     )
     # Adds up to the rows of the task, also where several episodes are of one.

@@ -6,11 +6,13 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gmeta.cli import main
 from gmeta.commands import on_ranks
 from gmeta.commands.work.rank import be_rank
 from gmeta.errors import GMetaError, UserError
+from gmeta.parallel.ranks import lost_contact
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,21 @@ def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
     assert capsys.readouterr().err == (f"{line}{told}" if line else "")
 
 
+def test_a_fault_has_its_traceback_and_the_process_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fault() -> None:
+        raise KeyError("nobody thought of it")
+
+    monkeypatch.setattr("gmeta.commands.config.config", fault)
+    monkeypatch.setattr("gmeta.cli._leave", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["gmeta", "config"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith("KeyError: 'nobody thought of it'\n")
+
+
 def test_what_a_rank_imports_is_never_searched_for_garbage() -> None:
     with on_ranks.importing():
         assert not gc.isenabled()
@@ -98,4 +115,31 @@ def test_cuda_without_a_gpu_is_refused_before_any_rank_waits() -> None:
         be_rank("cuda", 60, {}, lambda ranks: None)
     assert str(refused.value) == (
         'run.device = "cuda", but torch sees no GPU. Set run.device = "cpu" or install the driver'
+    )
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError) as refused:
+        be_rank("auto", 60, {}, lambda ranks: None)
+    assert str(refused.value) == (
+        "LOCAL_RANK = 1, and torch sees 1 GPUs on this machine: each rank needs its own, by that "
+        "number. Start fewer ranks (--nproc-per-node), let each see all GPUs "
+        '(CUDA_VISIBLE_DEVICES), or set run.device = "cpu"'
+    )
+
+
+def test_of_what_nccl_says_the_last_error_is_told() -> None:
+    said = (
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run "
+        "with NCCL_DEBUG=WARN for details), NCCL version 2.28.3\nncclInvalidUsage: This usually "
+        "reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 1 "
+        "and rank 0 both on CUDA device 18000"
+    )
+    assert str(lost_contact(dist.DistBackendError(said))) == (
+        "lost contact with the other ranks: Duplicate GPU detected : rank 1 and rank 0 both on "
+        "CUDA device 18000. See what the first rank that failed said; --resume goes on from the "
+        "newest checkpoint"
     )

@@ -141,9 +141,11 @@ class Graphs:
         try:
             return _Graph(self._module, rows_UD, block, static, self._capture)
         except RuntimeError as error:
+            # The end of a capture that was broken off raises in front of what broke it off.
+            first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise GMetaError(
                 "CUDA cannot capture the step as a graph: "
-                f'{str(error).splitlines()[0][:200]}. Set run.cuda_graphs = "off" and --resume'
+                f'{str(first).splitlines()[0][:200]}. Set run.cuda_graphs = "off" and --resume'
             ) from error
 
 

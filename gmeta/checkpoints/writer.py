@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torchrec.distributed import DistributedModelParallel
@@ -174,7 +175,10 @@ class CheckpointWriter:
         )
         try:
             by_first(lambda: _make_empty(temporary), self._ranks)
-            save_shards(state, checkpoint_id=str(temporary), process_group=self._ranks.control)
+            # Nothing is copied ahead: for that torch would take memory of the first GPU that it
+            # sees, though all is in the host's memory, or the run is on the CPU.
+            writer = FileSystemWriter(temporary, per_thread_copy_ahead=0)
+            save_shards(state, storage_writer=writer, process_group=self._ranks.control)
             described = gather_to_first(_described(temporary, self._ranks.rank), self._ranks) or []
             by_first(
                 lambda: self._commit(temporary, final, progress, files, described), self._ranks

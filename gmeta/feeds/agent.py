@@ -84,11 +84,20 @@ class Agent(abc.ABC):
 class StaticAgent(Agent):
     """Shares are fixed and nobody watches."""
 
-    def __init__(self, sharded: DistributedModelParallel, micro_batches: int, threads: int) -> None:
-        """Arrange by so many threads for a GPU; 0: where batches are asked for."""
+    def __init__(
+        self,
+        sharded: DistributedModelParallel,
+        micro_batches: int,
+        threads: int,
+        enter: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Arrange by so many threads for a GPU, each of which calls `enter` as it begins; 0: where
+        batches are asked for.
+        """
         self._exchange = local_learner(sharded).exchange
         self._micro_batches = micro_batches
         self._threads = threads
+        self._enter = enter
 
     def arranged(
         self, batches: Iterator[TaskBatch], arrange: Arrange
@@ -101,7 +110,7 @@ class StaticAgent(Agent):
         def prepared(batch: TaskBatch) -> Episodes | MicroBatches:
             return self._exchange.prepared(arrange_parts(batch))
 
-        return mapped_ahead(prepared, batches, self._threads, self._waited)
+        return mapped_ahead(prepared, batches, self._threads, self._waited, self._enter)
 
     def _waited(self, seconds: float) -> None:
         self.wait_s += seconds
@@ -123,7 +132,7 @@ def open_agent(
     if not isinstance(feed, ServiceFeed):
         # Cores that compute have no time to arrange beside it.
         threads = config.data.threads if ranks.device.type == "cuda" else 0
-        return StaticAgent(sharded, config.outer.accumulate_steps, threads)
+        return StaticAgent(sharded, config.outer.accumulate_steps, threads, ranks.enter_thread)
     return ServiceAgent(config, feed, sharded, ranks, stop)
 
 

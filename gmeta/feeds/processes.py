@@ -128,7 +128,7 @@ class Processes:
             deque()
         )  # received, and not yet taken
         self._shares: Iterator[Episodes | MicroBatches] | None = None
-        self._receiver = ThreadPoolExecutor(1, thread_name_prefix="receive")
+        self._receiver = ThreadPoolExecutor(1, "receive", ranks.enter_thread)
         self.wait_s = 0.0
         self.num_tasks_composed = 0  # of batches that were asked for, also of those nobody took
         self._made_s = 0.0  # what these took

@@ -20,7 +20,7 @@ Shape suffixes: N rows, L labels, O outputs of a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -267,8 +267,9 @@ def _softplus(values: Tensor) -> Tensor:
     return F.softplus(values, threshold=50.0)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _tensor(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Kept: made anew, a copy to CUDA would be waited for in every step.
+    # Kept for good: made anew, a copy to CUDA would be waited for in every step, and a CUDA graph
+    # reads the memory of what it was captured with.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

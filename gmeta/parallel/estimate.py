@@ -90,7 +90,9 @@ def estimate(
         on_device_W, on_host_W = table_bytes(table["placement"], rows_W, columns_W, outer)
         device_W += on_device_W
         host_W += on_host_W
-        copied_W += table_bytes("device", rows_W, columns_W, outer)[0]
+        of_values, of_rows = _states(outer)
+        copied_W += (1 + of_values) * _pinned(FLOAT_BYTES * rows_W * columns_W)
+        copied_W += of_rows * _pinned(FLOAT_BYTES * rows_W)
         ids = step.ids[name]
         given_W = ids * rows_W / num_rows * columns_W  # values that a rank gives each that asks
         if table["kind"] == "data_parallel":
@@ -164,6 +166,11 @@ def _states(outer: OuterConfig) -> tuple[int, int]:
     """Return how many numbers the tables' optimizer keeps of each value, and of each row."""
     kind = STATES[optimizer_type_to_emb_opt_type(SPARSE_OPTIMIZERS[outer.sparse_optimizer])]
     return len(kind.names) - len(kind.of_rows), len(kind.of_rows)
+
+
+def _pinned(num_bytes: Values) -> Values:
+    """Return what so many bytes take in pinned memory, which torch gives out in powers of two."""
+    return np.where(num_bytes > 0, 2.0 ** np.ceil(np.log2(np.maximum(num_bytes, 1))), 0.0)
 
 
 def _held(

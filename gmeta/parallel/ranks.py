@@ -38,6 +38,13 @@ class Ranks:
     rows: dist.ProcessGroup
     transport: Transport
 
+    def enter_thread(self) -> None:
+        """Have the thread that calls it, a new one, ask CUDA for this rank's GPU: threads begin on
+        the first of the machine, where the rank would take memory of another's.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
 
 def start_ranks(
     device: str, timeout_s: int, store: Store | None = None, *, shared_memory: bool = False
@@ -50,7 +57,7 @@ def start_ranks(
     are on one host (docs/scaling.md says why not always).
 
     Raises:
-        UserError: cuda is asked for where no GPU is visible.
+        UserError: cuda is asked for where no GPU is visible, or there are fewer than ranks.
     """
     quieten()
     if device == "cuda" and not torch.cuda.is_available():
@@ -62,6 +69,7 @@ def start_ranks(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
+        _check_gpu(local_rank, torch.cuda.device_count())
         torch.cuda.set_device(where)
     else:
         keep_freed_memory()
@@ -81,6 +89,17 @@ def start_ranks(
     transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
     return with_shared_memory(ranks, timeout_s) if shared_memory else ranks
+
+
+def _check_gpu(local_rank: int, visible: int) -> None:
+    """Raise UserError where the rank has no GPU of its own, which CUDA calls an "invalid device
+    ordinal"."""
+    if local_rank >= visible:
+        raise UserError(
+            f"LOCAL_RANK = {local_rank}, and torch sees {visible} GPUs on this machine: each rank "
+            "needs its own, by that number. Start fewer ranks (--nproc-per-node), let each see all "
+            'GPUs (CUDA_VISIBLE_DEVICES), or set run.device = "cpu"'
+        )
 
 
 def with_shared_memory(ranks: Ranks, timeout_s: int) -> Ranks:
@@ -124,8 +143,10 @@ def lost_contact(error: BaseException) -> GMetaError | None:
     is_gloos = isinstance(error, RuntimeError) and _is_gloos(told)
     if not isinstance(error, dist.DistError) and not is_gloos:
         return None
+    # NCCL says where it stood first, and what was wrong in the end.
+    reason = told.rpartition("Last error:")[2].strip() or told
     return GMetaError(
-        f"lost contact with the other ranks: {told.splitlines()[0][:200]}. "
+        f"lost contact with the other ranks: {reason.splitlines()[0][:200].rstrip('.')}. "
         "See what the first rank that failed said; --resume goes on from the newest checkpoint"
     )
 
@@ -179,12 +200,15 @@ def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     # itself would be to wait for all kernels that are queued by then, the next step's too.
     if ranks.world_size > 1:
         dist.all_reduce(number)
+    # Of a rank that is gone gloo tells: the device would wait for its answer without an end.
+    hosts = ranks.transport.add(torch.zeros(1))
     told = torch.empty(1, dtype=number.dtype, pin_memory=True)
     told.copy_(number, non_blocking=True)
     is_there = torch.cuda.Event()
     is_there.record()
 
     def answer_of_devices() -> bool:
+        hosts.wait()
         is_there.synchronize()
         return bool(told.item())
 
@@ -204,6 +228,14 @@ def new_control_group() -> dist.ProcessGroup:
 def barrier(ranks: Ranks) -> None:
     """Wait until every rank is here."""
     dist.barrier(group=ranks.control)
+
+
+def before_device(ranks: Ranks) -> None:
+    """Wait for the hosts of all ranks, in front of a wait for a GPU: of a rank that is gone gloo
+    tells, where a kernel of NCCL would wait for it until somebody ends this rank.
+    """
+    if ranks.device.type == "cuda":
+        barrier(ranks)
 
 
 def value_of_first(value: T, ranks: Ranks) -> T:

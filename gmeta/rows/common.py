@@ -16,7 +16,7 @@ them, O output width.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -73,7 +73,7 @@ class CommonInputs(NamedTuple):
         return both_TX.index_select(1, self.order_X.argsort())
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: a CUDA graph reads the memory of what it was captured with
 def _columns(
     features: tuple[int, ...], first: int, dim: int, width: int, device: torch.device
 ) -> tuple[Tensor, int]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gmeta.parallel.ranks import Ranks, sum_over_ranks
+from gmeta.parallel.ranks import Ranks, before_device, sum_over_ranks
 
 
 class StepMeter:
@@ -42,7 +42,8 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of what is done inside out of the speed of steps."""
+        """Leave the time of what is done inside out of the speed of steps. Collective."""
+        before_device(self._ranks)
         self._loss.item()  # what the device still has to do does
         began = time.perf_counter()
         yield
@@ -52,6 +53,7 @@ class StepMeter:
         """Return the means since the last reading. Collective. `wait_s` is the reader's running
         total; `loss` is None if no step had a query row.
         """
+        before_device(self._ranks)
         # Waits for the device: the time below covers the work.
         loss = self._loss.item() / max(self._shown_steps, 1)
         elapsed_s = time.perf_counter() - self._began

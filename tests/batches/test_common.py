@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches import for_fused as blocks
 from gmeta.build import build_learner
+from gmeta.rows.common import _columns
 from gmeta.rows.rectangles import PaddedTasks
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
@@ -77,3 +79,12 @@ def test_of_little_work_nothing_stands_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert common_features(batch) == (0, 2)
     monkeypatch.setattr(blocks, "LEAST_COMMON_WORK", {"cpu": 8 * 6 * 8 + 1})
     assert common_features(batch) is None
+
+
+def test_what_a_graph_of_cuda_reads_is_never_dropped() -> None:
+    def order_X(feature: int) -> torch.Tensor:
+        return _columns((feature,), 0, 1, 300, torch.device("cpu"))[0]
+
+    captured = order_X(0)
+    assert len({id(order_X(feature)) for feature in range(300)}) == 300
+    assert order_X(0) is captured

@@ -216,7 +216,10 @@ def test_shapes_beyond_the_most_are_eager_and_it_is_told_once(
 
 def test_a_step_that_cannot_be_captured_ends_the_run_with_one_line() -> None:
     def refused(_: object) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        finally:  # as torch.cuda.graph, once its capture is broken off
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     learner = learner_of(Case("melu", "maml", buckets=True)).double()
     assert learner.use_graphs(refused) == ""

@@ -81,8 +81,8 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
         writer.save(Progress(step=step))
     writer.finish()
 
-    def disk_full(state: Any, *, checkpoint_id: str, process_group: Any) -> None:
-        (Path(checkpoint_id) / "half.distcp").write_bytes(b"half")
+    def disk_full(state: Any, *, storage_writer: Any, process_group: Any) -> None:
+        (storage_writer.path / "half.distcp").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with mock.patch("gmeta.checkpoints.writer.save_shards", disk_full):
@@ -90,7 +90,7 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
         writer._thread.join()  # as a later step finds it
         messages = [message_of(writer.poll)]
 
-    def unforeseen(state: Any, *, checkpoint_id: str, process_group: Any) -> None:
+    def unforeseen(state: Any, *, storage_writer: Any, process_group: Any) -> None:
         raise AttributeError("a thread may die of anything")
 
     with mock.patch("gmeta.checkpoints.writer.save_shards", unforeseen):

@@ -294,7 +294,9 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _check_places(name: str, args: tuple[Any, ...], given: list[Tensor]) -> None:
     """Refuse arguments of host and device that torch refuses on CUDA."""
-    on_host = [one for one in given if not isinstance(one, OnDevice) and one.dim()]
+    # Kernels that go element by element take a single number of the host; joining takes none.
+    joins = name in ("aten::cat", "aten::stack")
+    on_host = [one for one in given if not isinstance(one, OnDevice) and (one.dim() or joins)]
     if not on_host:
         return
     if name in ("aten::index", "aten::index_put", "aten::index_put_"):
@@ -385,6 +387,52 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+class _Threads(threading.local):
+    """Whether this thread was told which GPU of the machine it is on."""
+
+    told = False
+
+
+_threads = _Threads()
+_on_cpu = False
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """Refuse whatever takes memory of a GPU inside: what is done there is the CPU's."""
+    global _on_cpu
+    _on_cpu = True
+    try:
+        yield
+    finally:
+        _on_cpu = False
+
+
+def _set_device(_: object) -> None:
+    _threads.told = True
+
+
+def _ask_for_gpu() -> None:
+    """Refuse what Python's own threads would get of the machine's first GPU: it is another rank's.
+    For the main thread start_ranks chooses, for autograd's threads torch does.
+    """
+    name = threading.current_thread().name
+    if _on_cpu:
+        raise RuntimeError(f"a run on the CPU asks for a GPU at {place()}")
+    if not _threads.told and not name.startswith(("MainThread", "Dummy")):
+        raise RuntimeError(f"thread {name} asks for a GPU at {place()}, and was not told which")
+
+
+def asked_for(made: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function of torch.cuda that is asked for what is on the current GPU."""
+
+    def asked(*_: Any) -> Any:
+        _ask_for_gpu()
+        return made()
+
+    return asked
 
 
 class _Stream:
@@ -492,11 +540,11 @@ def start() -> None:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
+        "current_device": asked_for(lambda: 0),
+        "set_device": _set_device,
         "is_bf16_supported": lambda *_, **__: True,
-        "current_stream": lambda *_: _Stream(),
-        "default_stream": lambda *_: _Stream(),
+        "current_stream": asked_for(_Stream),
+        "default_stream": asked_for(_Stream),
         "Stream": _Stream,
         "Event": _Event,
         "CUDAGraph": _Graph,
@@ -518,7 +566,10 @@ _empty_of_torch = torch.empty
 def _empty(*size: Any, pin_memory: bool = False, **rest: Any) -> Tensor:
     """torch.empty, with the pinned memory that a CPU build of torch has none of."""
     made = _empty_of_torch(*size, **rest)
-    return _Pinned.add(made) if pin_memory else made
+    if not pin_memory:
+        return made
+    _ask_for_gpu()
+    return _Pinned.add(made)
 
 
 def to_device(module: nn.Module) -> nn.Module:

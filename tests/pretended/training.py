@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,14 @@ import gmeta.train as training
 from gmeta.config import load_config
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Alone, Gloo, Transport
-from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting
+from tests.pretended.device import (
+    CUDA,
+    HOST,
+    Counts,
+    PretendedDevice,
+    counting,
+    without_gpu,
+)
 from tests.pretended.learner_steps import HEADS
 from tests.pretended.mutants import MUTANTS
 from tests.pretended.tables import stand_in
@@ -153,7 +160,7 @@ def _run(
     path.write_text(CONFIG.format(data=data, run=run, model=model, layers=layers))
     config = load_config(path, overrides)
     steps: list[Counts] = []
-    with PretendedDevice() if device == CUDA else nullcontext(), _counting_steps(steps):
+    with PretendedDevice() if device == CUDA else without_gpu(), _counting_steps(steps):
         training.train(config, ranks_on(device))
     metrics = run / "metrics.jsonl"
     readings = [json.loads(line) for line in metrics.read_text().splitlines()]

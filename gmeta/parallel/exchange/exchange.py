@@ -22,7 +22,7 @@ class Exchange(ABC):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Of this rank's rows in the last backward, on the device: finite where the gradient was.
-        self.gradient_sum = torch.tensor(0.0)
+        self.gradient_sum = torch.zeros((), device=device)
 
     def saw_gradient(self, grad_UD: Tensor) -> None:
         """Take note of the gradient of all rows of a step."""
