@@ -2,9 +2,11 @@
 increment, refused, held for the next one, or waiting."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, final
 
 from gmeta.files.places import failing_at
@@ -16,6 +18,7 @@ from metaio.stream.chain import increment_numbers, open_stream
 from metaio.stream.inputs import described
 
 SUCCESS = "_SUCCESS"
+_LISTED_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,11 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     with _reached(pattern):
         fs, root = file_system(pattern)
         fs.invalidate_cache()
-        for path in sorted(map(str, fs.glob(root))):
-            if is_marker(path, root):
-                continue
-            inner = fs.find(path, detail=True).items()
+        for path, inner in _listed(fs, root):
             # A link to a file is one, too.
-            entries = {str(p): one for p, one in inner if one["type"] == "file" or fs.isfile(p)}
+            entries = {
+                str(p): one for p, one in inner.items() if one["type"] == "file" or fs.isfile(p)
+            }
             files = sorted(name for name in entries if not is_marker(name, path))
             is_folder = list(entries) != [path]
             is_closed = f"{path}/{SUCCESS}" in entries or (not is_folder and not closed_after_s)
@@ -71,6 +73,14 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
                 known = {url: size for url, size in sizes.items() if size is not None}
                 found.append(Partition(path, tuple(url_of.values()), False, known, against))
     return found
+
+
+def _listed(fs: Any, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each path that matches a glob, and all that is there, by its path. A store answers
+    after a while: one partition after the other, a year by the hour would take minutes."""
+    paths = [path for path in sorted(map(str, fs.glob(pattern))) if not is_marker(path, pattern)]
+    with ThreadPoolExecutor(1 if is_local(fs) else _LISTED_TOGETHER) as pool:
+        yield from zip(paths, pool.map(partial(fs.find, detail=True), paths), strict=True)
 
 
 def _reached(place: str) -> failing_as:

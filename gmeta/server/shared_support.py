@@ -59,6 +59,11 @@ class SharedSupport:
             self._db.execute("pragma synchronous = off")
             self._db.execute(_TABLE)
             self._db.execute("create index if not exists by_use on tasks (used)")
+            # Added up anew, the bytes of all tasks would take milliseconds with each put.
+            self._db.execute(
+                "create table if not exists total (one integer primary key, num_bytes)"
+            )
+            self._db.execute("insert or ignore into total values (1, 0)")
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
         """Keep a task's rows for all processes and return the stamp of this put; "" of rows larger
@@ -69,7 +74,8 @@ class SharedSupport:
         with self._lock:
             try:
                 if len(rows) > self._max_bytes:  # its older rows go, and nobody else's
-                    self._db.execute("delete from tasks where key = ?", (key,))
+                    with self._transaction():
+                        self._drop(key)
                     return ""
                 try:
                     self._put(key, stamp, expires_s, rows)
@@ -78,7 +84,7 @@ class SharedSupport:
                         raise
                     # Others may have filled the place: half of what is kept makes room.
                     with self._transaction():
-                        self._db.execute("delete from tasks where key = ?", (key,))
+                        self._drop(key)
                         self._make_room(self._total() // 2)
                     self._put(key, stamp, expires_s, rows)
             except sqlite3.Error as error:
@@ -123,11 +129,13 @@ class SharedSupport:
 
     def _put(self, key: str, stamp: str, expires_s: float, rows: bytes) -> None:
         with self._transaction():
+            self._drop(key)
             self._db.execute(
-                "insert or replace into tasks values "
+                "insert into tasks values "
                 "(?, ?, ?, (select coalesce(max(used), 0) + 1 from tasks), ?, ?)",
                 (key, stamp, expires_s, len(rows), rows),
             )
+            self._db.execute("update total set num_bytes = num_bytes + ?", (len(rows),))
             self._make_room(self._max_bytes)
 
     def _failed(self, error: sqlite3.Error) -> None:
@@ -137,17 +145,22 @@ class SharedSupport:
         self._is_failing = True
 
     def _total(self) -> int:
-        (total,) = self._db.execute("select coalesce(sum(num_bytes), 0) from tasks").fetchone()
+        (total,) = self._db.execute("select num_bytes from total").fetchone()
         return int(total)
 
     def _make_room(self, most: int) -> None:
-        total = self._total()
-        while total > most:
-            oldest = self._db.execute(
-                "select key, num_bytes from tasks order by used limit 1"
-            ).fetchone()
-            self._db.execute("delete from tasks where key = ?", (oldest[0],))
-            total -= oldest[1]
+        while self._total() > most:
+            (oldest,) = self._db.execute("select key from tasks order by used limit 1").fetchone()
+            self._drop(oldest)
+
+    def _drop(self, key: str) -> None:
+        """Remove a task, if it is there."""
+        self._db.execute(
+            "update total set num_bytes = num_bytes - "
+            "coalesce((select num_bytes from tasks where key = ?), 0)",
+            (key,),
+        )
+        self._db.execute("delete from tasks where key = ?", (key,))
 
 
 def _to_bytes(table: pa.Table) -> bytes:

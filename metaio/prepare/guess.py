@@ -157,7 +157,7 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
                 why[column.name] = reason
     (label,) = (name for name, role in roles.items() if role == "label")
     (task,) = (name for name, role in roles.items() if role == "task")
-    values = pc.cast(rows[label], pa.float64())
+    values = pc.cast(rows[label], pa.float64(), safe=False)  # integers beyond 2^53, too
     median = pc.quantile(values, 0.5, interpolation="higher")[0].as_py()
     found = Guess(
         columns,

@@ -1,7 +1,7 @@
 """Work of several threads whose results come in order, and how much of it fits into memory."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ Result = TypeVar("Result")
 # A bucket is held about three times over: as read, the keys and ranks that sort it (which of narrow
 # rows are as large), and one block of it as rows, positions and Arrow arrays.
 _COPIES_OF_A_BUCKET = 3
+_FEWEST_MERGED = 16
 
 
 def buckets_at_once(memory_bytes: int, threads: int, largest_bytes: int) -> int:
@@ -19,6 +20,14 @@ def buckets_at_once(memory_bytes: int, threads: int, largest_bytes: int) -> int:
     # A task of two million rows makes a bucket of its own size: then fewer are built at once.
     at_once = memory_bytes // (_COPIES_OF_A_BUCKET * max(largest_bytes, 1))
     return max(1, min(threads, at_once))
+
+
+def are_to_be_merged(sizes: Sequence[int]) -> bool:
+    """Tell whether parts of so many entries are to become one: once there are some, and those
+    behind the first hold half as many as it. So memory follows the distinct entries, and the work
+    all of them: merged every few parts, ten million distinct ones took minutes.
+    """
+    return len(sizes) > _FEWEST_MERGED and 2 * sum(sizes[1:]) >= sizes[0]
 
 
 def map_in_order(

@@ -207,6 +207,8 @@ def is_list(kind: pa.DataType) -> bool:
 def described(name: str, values: pa.ChunkedArray) -> Column:
     """Return what a column looks like."""
     kind = values.type
+    if pa.types.is_decimal(kind):  # Python's would not go together with floats
+        values = values.cast(pa.float64())
     separator = _separator(values) if pa.types.is_string(kind) else ""
     split = pc.split_pattern(values, separator) if separator else values
     flat = pc.list_flatten(split) if is_list(split.type) else split

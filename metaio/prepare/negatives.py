@@ -16,12 +16,11 @@ from metaio.errors import DataError
 from metaio.format.features import vector_of
 from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.encoded_rows import EncodedRows, joined, take_rows, value_starts
+from metaio.prepare.in_order import are_to_be_merged
 from metaio.prepare.schema import Schema, SparseColumn
 from metaio.prepare.values import list_hashes
 from metaio.ragged import Int64, offsets, ragged_indices, run_starts
 
-# Parts are merged once there are this many, so that memory follows the distinct items.
-_MERGE_AFTER = 16
 # An item that a task has is drawn anew so often; then the next one that it lacks is taken.
 _ATTEMPTS = 32
 _SALT = np.uint64(0x4E6)
@@ -74,7 +73,7 @@ class CatalogueBuilder:
     def add(self, part: Catalogue) -> None:
         """Add the items of other rows."""
         self._parts.append(part)
-        if len(self._parts) >= _MERGE_AFTER:
+        if are_to_be_merged([len(part.train_I) for part in self._parts]):
             self._parts = [self.merged()]
 
     def of_rows(self, rows: EncodedRows) -> Catalogue:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from metaio.errors import DataError
 from metaio.prepare.encode import Fitted, task_keys
+from metaio.prepare.in_order import are_to_be_merged
 from metaio.prepare.raw_columns import as_lists, dense_input
 from metaio.prepare.schema import Schema, SparseColumn
 from metaio.prepare.splits import Splits, rows_of_splits, split_of
@@ -22,9 +23,6 @@ from metaio.ragged import Int64
 
 # Rounding gives a constant column a deviation of up to so much of its mean.
 _NOISE = 1e-10
-# Batches of counts are merged once there are this many, so that memory follows the distinct values.
-_MERGE_AFTER = 16
-
 
 # Of a dense column: the count, the mean and the sum of squared deviations from it.
 Moments = tuple[int, float, float]
@@ -50,7 +48,7 @@ class Survey:
             for name, parts in theirs.items():
                 own = ours.setdefault(name, [])
                 own.extend(parts)
-                if len(own) > _MERGE_AFTER:
+                if are_to_be_merged([len(part) for part in own]):
                     ours[name] = [merged(own)]
         add_moments(self.moments, other.moments)
 
@@ -153,13 +151,25 @@ def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
 
 
 def merged(parts: list[pa.Table]) -> pa.Table:
-    """Return the counts of each value of all parts."""
+    """Return the counts of each value of all parts.
+
+    Raises:
+        DataError: there are too many texts for an array of Arrow.
+    """
     types = {part.schema.field("value").type for part in parts}
     if len(types) > 1:
         # Two columns of one table, one of integers and one of text: text can hold both.
         parts = [part.set_column(0, "value", part["value"].cast(pa.string())) for part in parts]
-    found = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
-    return pa.table({"value": found["value"], "count": found["count_sum"]})
+    try:
+        found = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
+        counted = pa.table({"value": found["value"], "count": found["count_sum"]})
+        counted.validate(full=True)  # Arrow counts their bytes by 32 bits, beyond which it is wrong
+    except pa.ArrowException as error:
+        raise DataError(
+            "the distinct texts of a column of ids, or of the task, take more than 2 GiB. Write "
+            "them as integers, such as a hash of 63 bits"
+        ) from error
+    return counted
 
 
 def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:

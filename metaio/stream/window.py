@@ -13,6 +13,7 @@ import pyarrow as pa
 from metaio.errors import DataError
 from metaio.prepare.encode import Encoder, task_keys
 from metaio.prepare.encoded_rows import EncodedRows
+from metaio.prepare.in_order import are_to_be_merged
 from metaio.prepare.labels import labels_of
 from metaio.prepare.rules import StreamRule
 from metaio.prepare.schema import Schema
@@ -24,8 +25,6 @@ from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
 from metaio.stream.numbering import Occurrences, merged
 
-# Parts are merged once there are this many, so that memory follows the distinct values.
-_MERGE_AFTER = 16
 _DAY_S = 86_400
 
 
@@ -118,7 +117,7 @@ class Look:
         for table, parts in other.seen.items():
             known = self.seen.setdefault(table, [])
             known.extend(parts)
-            if len(known) > _MERGE_AFTER:
+            if are_to_be_merged([len(part.values) for part in known]):
                 self.seen[table] = [merged(known, admissions[table])]
 
 

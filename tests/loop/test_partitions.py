@@ -1,8 +1,11 @@
 """Which partitions are closed: by _SUCCESS, by age, or as they are."""
 
 import os
+import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from gmeta.loop.partitions import NotedFiles, closed_partitions, standing
 from metaio.stream.inputs import described
@@ -72,6 +75,24 @@ def test_a_glob_of_another_file_system_names_whole_urls() -> None:
     fs.pipe("/logs/day=1/_SUCCESS", b"")
     (found,) = closed_partitions("memory://logs/day=*", 0.0)
     assert found.files == ("memory:///logs/day=1/a.parquet",)
+
+
+def test_partitions_of_a_store_are_listed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    fs, both = fsspec.filesystem("memory"), threading.Barrier(2, timeout=60)
+    for day in (1, 2):
+        fs.pipe(f"/hours/hour={day}/a.parquet", b"x")
+        fs.pipe(f"/hours/hour={day}/_SUCCESS", b"")
+    find = type(fs).find
+
+    def once_both_are_asked(self: object, path: str, **options: object) -> object:
+        if path.startswith("/hours/hour="):  # not where the glob is looked for
+            both.wait()
+        return find(self, path, **options)
+
+    monkeypatch.setattr(type(fs), "find", once_both_are_asked)
+    assert names("memory://hours/hour=*") == [("hour=1", 1), ("hour=2", 1)]
 
 
 def test_a_note_holds_where_a_store_says_another_size_than_was_read() -> None:

@@ -158,6 +158,31 @@ def test_a_task_larger_than_the_room_of_all_takes_nobody_elses(tmp_path: Path) -
     assert [shared.get(key, "", 0.0) is not None for key in "abc"] == [False, True, True]
 
 
+def test_a_put_costs_as_much_whatever_the_number_of_tasks(tmp_path: Path) -> None:
+    shared = SharedSupport(tmp_path / "support.db", 1 << 30)
+    steps: list[int] = []
+
+    def count() -> int:
+        steps[-1] += 1
+        return 0
+
+    shared._db.set_progress_handler(count, 1)  # at each instruction of SQLite's
+    for number in range(300):
+        steps.append(0)
+        shared.put(f"{number:03d}", ROWS, 10.0)
+    assert steps[-1] < 2 * steps[1]
+
+
+def test_the_bytes_of_all_tasks_are_kept_along(tmp_path: Path) -> None:
+    shared = SharedSupport(tmp_path / "support.db", 20_000)
+    for number in range(60):  # new ones, others of the same key, and some that are too large
+        num_rows = 5_000 if number % 7 == 0 else number * 97 % 800
+        shared.put("abcdefgh"[number * 5 % 8], pa.table({"item": range(num_rows)}), 10.0)
+        (found,) = shared._db.execute("select coalesce(sum(num_bytes), 0) from tasks").fetchone()
+        assert shared._total() == found <= 20_000
+    assert sum(shared.get(key, "", 0.0) is not None for key in "abcdefgh") > 2
+
+
 def full_after(shared: SharedSupport, more_pages: int) -> None:
     """Let the file grow by so many pages and no more, as a full disk does."""
     (pages,) = shared._db.execute("pragma page_count").fetchone()

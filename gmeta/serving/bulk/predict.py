@@ -5,6 +5,7 @@ predictions.
 Shape suffixes: N rows.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +74,20 @@ def predict_files(
         output = schema_of(outputs_of(served.config))
         # Not to_pandas_dtype: releases of pyarrow before 24 want pandas for it.
         kinds = np.dtype([(one.name, pa.array([], one.type).to_numpy().dtype) for one in output])
-        # A file of no byte cannot be mapped.
-        shape = (max(query.num_rows, 1),)
         # Parts come by task, the file by row: each prediction is put where its row stands.
-        found_N = np.memmap(folder / "predictions", kinds, "w+", shape=shape)
+        found_N = _reserved(folder / "predictions", kinds, query.num_rows)
         without = _predict(served, supports, queries, found_N, clock)
         _write(query, output, found_N, written, out.suffix, clock)
     return Predicted(query.num_rows, without, clock.seconds)
+
+
+def _reserved(path: Path, kinds: np.dtype[np.void], num_rows: int) -> npt.NDArray[np.void]:
+    """Return an array in a new file that has all of its room: where the disk fills up, writing into
+    a hole would end the process by a signal. Raise OSError."""
+    shape = (max(num_rows, 1),)  # a file of no byte cannot be mapped
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shape[0] * kinds.itemsize)
+    return np.memmap(path, kinds, "r+", shape=shape)
 
 
 def _check_support(support: TaskSpool, query: TaskSpool) -> None:

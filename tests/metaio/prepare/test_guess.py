@@ -405,3 +405,13 @@ def test_labels_that_are_no_stars_are_good_from_their_median_on(tmp_path: Path) 
     assert found["model"]["output_bias"] == pytest.approx(50, abs=1)
     assert found["outer"]["loss"] == "mse"
     assert "evaluation" not in tomllib.loads((tmp_path / "stars" / "train.toml").read_text())
+
+
+@pytest.mark.parametrize(("kind", "most"), [(pa.decimal128(21, 1), 5.0), (pa.int64(), 2.0**60)])
+def test_labels_of_any_type_of_numbers_are_dealt_with(kind: pa.DataType, most: float) -> None:
+    score = pa.array(np.arange(ROWS) % 3 + int(most) - 2).cast(kind)
+    found = guessed(log().append_column("score", score), label="score")
+    assert found.is_rating
+    assert found.median_label == pytest.approx(most - 1)
+    assert episodes_of(found).query_rows == 10
+    assert "# threshold" in schema_toml(found, ["log.parquet"])

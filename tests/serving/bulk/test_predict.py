@@ -190,6 +190,22 @@ def test_what_fails_while_it_is_written_leaves_the_old_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.parquet", "query", "support"]
 
 
+def test_predictions_have_their_room_before_the_first_of_them(
+    exported: Path,
+    sides: tuple[pa.Table, pa.Table],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def on_a_full_disk(descriptor: int, first: int, num_bytes: int) -> None:
+        assert (first, num_bytes) == (0, 900 * 16)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(predict.os, "posix_fallocate", on_a_full_disk)
+    result = invoked(exported, tmp_path / "support", tmp_path / "query", "--out", tmp_path / "out")
+    assert "No space left on device. Free space" in str(result.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["query", "support"]
+
+
 class Stops:
     """Writes one batch; then the disk is full."""
 

@@ -1,0 +1,58 @@
+"""The survey of a log of any length: what it holds, and how often it is merged."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from metaio.errors import DataError
+from metaio.prepare import survey
+from metaio.prepare.survey import Survey
+
+
+def part_of(values: range) -> Survey:
+    """A batch of a table's values, each of them once."""
+    counted = pa.table({"value": list(values), "count": [1] * len(values)})
+    return Survey(len(values), counts={"item": [counted]})
+
+
+@pytest.mark.parametrize("apart", [10, 0])
+def test_work_follows_the_rows_and_memory_the_values(
+    monkeypatch: pytest.MonkeyPatch, apart: int
+) -> None:
+    real, read, total = survey.merged, 0, Survey()
+
+    def counting(parts: list[pa.Table]) -> pa.Table:
+        nonlocal read
+        read += sum(map(len, parts))
+        return real(parts)
+
+    monkeypatch.setattr(survey, "merged", counting)
+    batches = 250
+    for batch in range(batches):
+        total.add(part_of(range(batch * apart, batch * apart + 10)))
+        held, distinct = sum(map(len, total.counts["item"])), 10 + batch * apart
+        assert held <= 1.5 * distinct + 170  # of some parts that are not yet merged
+    assert read < 5 * total.num_rows
+    found = real(total.counts["item"])
+    assert len(found) == distinct
+    assert sum(found["count"].to_pylist()) == 10 * batches
+
+
+def test_more_texts_than_32_bits_count_the_bytes_of_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What Arrow's grouping returns then, without the 2 GiB: offsets that begin anew."""
+    offsets = pa.py_buffer(np.array([0, 4, -4, 3], np.int32))
+    texts = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"abcd"))
+
+    class Grouped:
+        def aggregate(self, of: object) -> dict[str, pa.Array]:
+            return {"value": texts, "count_sum": pa.array([1, 1, 1])}
+
+    class Joined:
+        def group_by(self, key: str) -> Grouped:
+            return Grouped()
+
+    monkeypatch.setattr(survey.pa, "concat_tables", lambda parts: Joined())
+    with pytest.raises(DataError, match="more than 2 GiB"):
+        survey.merged([pa.table({"value": ["a"], "count": [1]})])
