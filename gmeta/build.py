@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
 import torch
 from torch import nn
 

@@ -226,6 +226,8 @@ def _leave(code: int) -> None:
     thread of the libraries aborts the interpreter on its way out ("terminate called without ...").
     """
     logging.shutdown()
+    if "gmeta.forking" in sys.modules:
+        sys.modules["gmeta.forking"].remove_folder()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

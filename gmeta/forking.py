@@ -7,11 +7,12 @@ they do not hear it.
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
@@ -32,7 +33,18 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _folders[os.getpid()] = util.get_temp_dir()
     return context
+
+
+_folders: dict[int, str] = {}  # of the server's socket, by the process that asked for it
+
+
+def remove_folder() -> None:
+    """Remove the folder of the server's socket, for a process that ends without what Python does
+    at its exit.
+    """
+    shutil.rmtree(_folders.pop(os.getpid(), ""), ignore_errors=True)
 
 
 def start(process: BaseProcess) -> None:

@@ -25,7 +25,7 @@ def read_toml(what: str, path: Path) -> dict[str, Any]:
         ConfigError: there is no such file, or it is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"{what} {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"

@@ -167,6 +167,12 @@ def test_a_missing_file_and_broken_toml_are_one_line(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"config {str(broken)!r} is no TOML: ")
 
 
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text('[data]\npath = "d"\n[run]\ndir = "r"\n', encoding="utf-8-sig")
+    assert load_config(path).data.path == "d"
+
+
 def test_every_key_has_a_line_of_help() -> None:
     described = {key: text for key, _, text in describe_config()}
     assert all(described.values())

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from gmeta.forking import _interrupt_held
 from tests.commands import environment
@@ -10,8 +11,9 @@ from tests.commands import environment
 # In a process of its own: in the tests' multiprocessing has started its helpers before.
 INTERRUPTED = """
 import os, signal, time
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
+from gmeta.cli import _leave
 from gmeta.forking import forking_context, start
 
 context = forking_context(["json"])
@@ -34,6 +36,8 @@ except KeyboardInterrupt:
     process.join()
     print(process.exitcode)
 print(b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in (server / "environ").read_bytes())
+print(util.get_temp_dir())
+_leave(0)  # as every command ends
 """
 
 
@@ -42,7 +46,8 @@ def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starti
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, env=environment()
     )
     assert ran.stderr == ""
-    blocked, exit_code, forks_may_use_gpus = ran.stdout.split()
+    blocked, exit_code, forks_may_use_gpus, sockets = ran.stdout.split()
+    assert not Path(sockets).exists()
     assert forks_may_use_gpus == "True"
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
     assert int(exit_code) == -signal.SIGTERM

@@ -186,6 +186,9 @@ import importlib, sys
 for name, unwanted in eval(sys.argv[1]):
     importlib.import_module(name)
     print(name, *(one for one in unwanted if one in sys.modules))
+names = list(sys.modules)
+if "torch" in names and names.index("numpy") > names.index("torch.version"):
+    print("torch imports numpy: a Ctrl-C meanwhile is lost, and numpy half there")
 """
 
 

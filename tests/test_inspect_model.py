@@ -89,3 +89,9 @@ def test_other_folders_are_no_models(tmp_path: Path) -> None:
     assert not is_model(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe")
     assert not is_model(tmp_path)
+
+
+def test_a_model_whose_config_is_damaged_is_told_as_one(model: Path) -> None:
+    (model / "config.json").write_text("{")  # a copy that was cut short
+    with pytest.raises(GMetaError, match="is not JSON: it was cut short or edited"):
+        inspect(str(model), verify=False, picture=None)

@@ -5,13 +5,15 @@ from pathlib import Path
 
 from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
 from gmeta.metrics.catalogue import predicted_by
-from gmeta.serving.folder import ExportedConfig, check_files, read_config, table_file
+from gmeta.serving.folder import LAYERS_FILE, ExportedConfig, check_files, read_config, table_file
 from gmeta.tables.widths import widths_of_tables
 from metaio.counted import counted
 
 
 def is_model(path: Path) -> bool:
     """Return whether `gmeta export` wrote this folder; a damaged one counts, its config says so."""
+    if (path / LAYERS_FILE).is_file():
+        return True
     try:
         return '"gmeta-model"' in (path / "config.json").read_text(encoding="utf-8")[:100]
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):

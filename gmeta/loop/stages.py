@@ -82,6 +82,7 @@ _ending = Asked()  # no stage is begun any more
 def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    log.open("ab").close()  # what is wrong with it is told here: the stage has nowhere else
     stage = _told((tuple(arguments), str(log)))
     process = stage.process
     _under_way.append(process)

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import final
 
+import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
 import torch
 from prometheus_client.multiprocess import mark_process_dead
 

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
 import torch
 from torch import Tensor
 

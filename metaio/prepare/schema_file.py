@@ -36,7 +36,7 @@ def load_schema(path: str | Path) -> Schema:
         SchemaError: it is missing, not TOML, has an unknown key or a value that makes no sense.
     """
     try:
-        body = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        body = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SchemaError(
             f"schema {path} cannot be read: {error.strerror}. Check the path"

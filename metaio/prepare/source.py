@@ -175,6 +175,7 @@ class DuckSource:
             rows = self._connection.sql(describe).fetchall()
         except duckdb.InvalidInputException as error:
             if "Invalid unicode" not in str(error):
+                self._look_for_ragged_rows(name)
                 raise self._refusal(error, name) from error
             self._spell_out(name, error)
             rows = self._fetch(f"DESCRIBE SELECT * FROM {self._scan([name], None)}", name)

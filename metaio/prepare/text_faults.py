@@ -57,6 +57,9 @@ def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) ->
         return f"[time] holds {date[1]}, which is not of its format {date[2]}. Correct one of them"
     if "not latin-1 encoded" in message:
         return _NOT_LATIN
+    unknown = re.search(r"Error when sniffing file \"(.*)\"", message)
+    if unknown:
+        return f"input {unknown[1]} is no CSV in UTF-8: its lines have no columns. {_ENCODING}"
     line = re.search(r"CSV Error on Line: (\d+)", message)
     if line is None:
         return None

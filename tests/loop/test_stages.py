@@ -26,6 +26,11 @@ def test_a_stage_that_sigterm_comes_before_is_ended_at_once(tmp_path: Path) -> N
     assert stages.run_stage(["--version"], tmp_path / "log") == -signal.SIGTERM
 
 
+def test_a_log_that_cannot_be_written_is_told_by_the_loop(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        stages.run_stage(["--version"], tmp_path)
+
+
 def test_a_signal_in_the_middle_of_a_wait_ends_the_loop_too(tmp_path: Path) -> None:
     assert exit_code_of(follow_interrupted, write_loop(tmp_path)) == 0
 

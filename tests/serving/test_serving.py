@@ -271,6 +271,8 @@ task = model.adapt({**rows, "click": [0, 1]})
 print(*task.predict(rows).tolist(), *model.predict(rows).tolist())
 import torch
 assert not torch.distributed.is_initialized()
+names = list(sys.modules)
+assert names.index("numpy") < names.index("torch.version"), "numpy's import may lose a Ctrl-C"
 print(*(name for name in ("torchrec", "fbgemm_gpu", "duckdb", "matplotlib") if name in sys.modules))
 """
 

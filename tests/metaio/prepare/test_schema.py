@@ -220,3 +220,12 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         f"schema {tmp_path}/bad.toml is not TOML: Invalid value (at line 2, column 10). Correct "
         "that line"
     )
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "schema.toml"
+    item = '[[single]]\ncolumn = "item"\nhash = 9\n[episodes]\nquery_rows = 1\n'
+    path.write_text(f'[task]\ncolumn = "user"\n[label]\ncolumn = "y"\n{item}')
+    expected = load_schema(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows' editors write it
+    assert load_schema(path) == expected

@@ -59,6 +59,7 @@ NO_ROW = "Correct that row; a line that is no row needs comment under [text] in 
         (ROWS, "1,2,1,9", f"it has 4 fields, the header has 3. {NO_ROW}"),
         (MANY, "1,2,1,9", f"it has 4 fields, the header has 3. {NO_ROW}"),
         (ROWS, "# exported", f"it has 1 fields, the header has 3. {NO_ROW}"),
+        (ROWS * 800, "1,2", f"it has 2 fields, the header has 3. {NO_ROW}"),  # nobody's columns
         (MANY, "1,2", f"it has 2 fields, the header has 3. {NO_ROW}"),
         (
             MANY,
@@ -76,6 +77,11 @@ def test_a_line_that_does_not_fit_is_told_with_file_and_line(
     (tmp_path / "in/a.csv").unlink()
     del files["a.csv"]
     assert refused(tmp_path, files) == told
+
+
+def test_a_file_that_is_no_text_of_the_encoding_is_told(tmp_path: Path) -> None:
+    told = refused(tmp_path, {"a.csv": (HEAD + ROWS * 800).encode("utf-16")})
+    assert told.startswith("input a.csv is no CSV in UTF-8: its lines have no columns. Say how ")
 
 
 LATIN = b"6,caf\xe9 \x93,7,1\n"
