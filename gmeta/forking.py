@@ -33,7 +33,8 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _folders[os.getpid()] = util.get_temp_dir()
+    if multiprocessing.parent_process() is None:  # else the folder may be that of the parent
+        _folders[os.getpid()] = util.get_temp_dir()
     return context
 
 
