@@ -77,10 +77,15 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
 
 def _listed(fs: Any, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each path that matches a glob, and all that is there, by its path. A store answers
-    after a while: one partition after the other, a year by the hour would take minutes."""
+    after a while: one partition after the other, a year by the hour would take minutes. Clients of
+    another kind, such as that of FTP, have one connection, which threads would mix up."""
     paths = [path for path in sorted(map(str, fs.glob(pattern))) if not is_marker(path, pattern)]
-    with ThreadPoolExecutor(1 if is_local(fs) else _LISTED_TOGETHER) as pool:
-        yield from zip(paths, pool.map(partial(fs.find, detail=True), paths), strict=True)
+    find = partial(fs.find, detail=True)
+    if not fs.async_impl:
+        yield from zip(paths, map(find, paths), strict=True)
+        return
+    with ThreadPoolExecutor(_LISTED_TOGETHER) as pool:
+        yield from zip(paths, pool.map(find, paths), strict=True)
 
 
 def _reached(place: str) -> failing_as:

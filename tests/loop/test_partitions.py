@@ -92,7 +92,26 @@ def test_partitions_of_a_store_are_listed_together(monkeypatch: pytest.MonkeyPat
         return find(self, path, **options)
 
     monkeypatch.setattr(type(fs), "find", once_both_are_asked)
+    monkeypatch.setattr(type(fs), "async_impl", True)  # as clients of stores are
     assert names("memory://hours/hour=*") == [("hour=1", 1), ("hour=2", 1)]
+
+
+def test_a_client_of_one_connection_is_asked_by_no_other_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/one/day=1/a.parquet", b"x")
+    fs.pipe("/one/day=1/_SUCCESS", b"")
+    find = type(fs).find
+
+    def asked_here(self: object, path: str, **options: object) -> object:
+        assert threading.current_thread() is threading.main_thread()
+        return find(self, path, **options)
+
+    monkeypatch.setattr(type(fs), "find", asked_here)
+    assert names("memory://one/day=*") == [("day=1", 1)]
 
 
 def test_a_note_holds_where_a_store_says_another_size_than_was_read() -> None:
