@@ -55,7 +55,12 @@ def test_onednn_linear_is_torchs_linear_in_full_precision() -> None:
 
 
 def test_what_is_called_around_a_part_of_a_model_is_seen() -> None:
-    for hooked in (nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook):
+    for hooked in (
+        nn.Module.register_forward_hook,
+        nn.Module.register_forward_pre_hook,
+        nn.Module.register_full_backward_hook,
+        nn.Module.register_full_backward_pre_hook,
+    ):
         model = nn.Sequential(nn.Linear(2, 2))
         assert not has_hooks(model)
         hooked(model[0], lambda *_: None)

@@ -24,4 +24,5 @@ def has_hooks(model: nn.Module) -> bool:
 
     If it moves: whatever `nn.Module.__call__` looks at before it calls `forward` alone.
     """
-    return any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
+    kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+    return any(getattr(part, kind) for part in model.modules() for kind in kinds)
