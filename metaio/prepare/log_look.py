@@ -207,14 +207,14 @@ def is_list(kind: pa.DataType) -> bool:
 def described(name: str, values: pa.ChunkedArray) -> Column:
     """Return what a column looks like."""
     kind = values.type
-    if pa.types.is_decimal(kind):  # Python's would not go together with floats
-        values = values.cast(pa.float64())
     separator = _separator(values) if pa.types.is_string(kind) else ""
     split = pc.split_pattern(values, separator) if separator else values
     flat = pc.list_flatten(split) if is_list(split.type) else split
     lengths = pc.unique(pc.list_value_length(values).drop_null()) if is_list(kind) else []
     comparable = not (pa.types.is_nested(flat.type) or pa.types.is_null(flat.type))
-    span = pc.min_max(flat).as_py() if comparable else {"min": None, "max": None}
+    # Python's decimals would not go together with floats.
+    ordered = flat.cast(pa.float64()) if pa.types.is_decimal(flat.type) else flat
+    span = pc.min_max(ordered).as_py() if comparable else {"min": None, "max": None}
     return Column(
         name,
         kind,

@@ -16,7 +16,7 @@ from metaio.errors import DataError
 from metaio.format.dataset import open_dataset
 from metaio.prepare.first_schema import episodes_of, schema_toml
 from metaio.prepare.guess import Guess, guess
-from metaio.prepare.log_look import Log, first_rows
+from metaio.prepare.log_look import Log, described, first_rows
 from tests.commands import gmeta
 
 ROWS = 4_000
@@ -415,3 +415,9 @@ def test_labels_of_any_type_of_numbers_are_dealt_with(kind: pa.DataType, most: f
     assert found.median_label == pytest.approx(most - 1)
     assert episodes_of(found).query_rows == 10
     assert "# threshold" in schema_toml(found, ["log.parquet"])
+
+
+def test_ids_of_decimals_beyond_2_53_are_told_apart() -> None:
+    ids = pa.chunked_array([pa.array([2**60, 2**60 + 1, None]).cast(pa.decimal128(20, 0))])
+    found = described("user", ids)
+    assert (found.num_distinct, found.least, found.num_null) == (2, 2.0**60, 1)
