@@ -164,7 +164,7 @@ def merged(parts: list[pa.Table]) -> pa.Table:
         found = pa.concat_tables(parts).group_by("value").aggregate([("count", "sum")])
         counted = pa.table({"value": found["value"], "count": found["count_sum"]})
         counted.validate(full=True)  # Arrow counts their bytes by 32 bits, beyond which it is wrong
-    except pa.ArrowException as error:
+    except (pa.ArrowInvalid, pa.ArrowCapacityError) as error:
         raise DataError(
             "the distinct texts of a column of ids, or of the task, take more than 2 GiB. Write "
             "them as integers, such as a hash of 63 bits"

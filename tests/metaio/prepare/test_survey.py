@@ -56,3 +56,12 @@ def test_more_texts_than_32_bits_count_the_bytes_of_are_refused(
     monkeypatch.setattr(survey.pa, "concat_tables", lambda parts: Joined())
     with pytest.raises(DataError, match="more than 2 GiB"):
         survey.merged([pa.table({"value": ["a"], "count": [1]})])
+
+
+def test_memory_that_runs_out_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(parts: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    monkeypatch.setattr(survey.pa, "concat_tables", full)
+    with pytest.raises(MemoryError):
+        survey.merged([pa.table({"value": ["a"], "count": [1]})])
