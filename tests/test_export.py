@@ -25,8 +25,8 @@ from gmeta.adaptation.config import PLAIN
 from gmeta.checkpoints.summary import summarise_checkpoint
 from gmeta.cli import app
 from gmeta.commands.screen import size_text
-from gmeta.errors import GMetaError, UserError
-from gmeta.export import CheckpointReader, export_run
+from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.export import CheckpointReader, _check_finite, export_run
 from gmeta.runs.folder import list_checkpoints
 from gmeta.runtimes.write import export_for
 from gmeta.serving.folder import LAYERS_FILE, read_config
@@ -557,3 +557,9 @@ def test_a_mask_that_a_model_begins_with_is_exported(
     export_run(run, tmp_path / "model")
     layers = load_file(tmp_path / "model" / LAYERS_FILE)
     assert layers["model.mask"].tolist() == [0.0, -torch.inf]
+
+
+def test_a_layer_of_another_shape_than_it_begins_with_is_looked_at_alone() -> None:
+    _check_finite({"seen": torch.ones(3)}, {"seen": torch.zeros(2)})  # one's own may grow
+    with pytest.raises(NotFiniteError, match="layer seen holds values that are not finite"):
+        _check_finite({"seen": torch.full((3,), torch.inf)}, {"seen": torch.full((1,), torch.inf)})
