@@ -101,6 +101,7 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
         "        self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))\n"
         "class Keeping(Right):\n    def get_extra_state(self):\n        return {}\n"
+        "class Unkept(Right):\n    def get_extra_state(self):\n        return self.nothing\n"
         "class Unmade(Deep):\n"
         "    def __init__(self, config, sizes):\n        self.linear = nn.Linear(4, 1)\n"
         "class Failing(Deep):\n    def made(self, output):\n        return output.nothing\n"
@@ -134,6 +135,8 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "and take torch.view_as_complex of them in its forward",
         "Keeping": "keeps dict as _extra_state; checkpoints hold tensors alone. Have "
         "get_extra_state return one, or leave it out",
+        "Unkept": "cannot be saved: AttributeError: 'Unkept' object has no attribute 'nothing'. "
+        "Mend its get_extra_state; --verbose shows the line",
         "Unmade": "cannot be made: AttributeError: cannot assign module before Module.__init__() "
         "call. Mend its __init__; --verbose shows the line",
     }.items():

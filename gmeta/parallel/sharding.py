@@ -127,7 +127,8 @@ class ShardedLearner(nn.Module):
     def _as_told(self, error: Exception) -> Exception:
         kind = type(self.learner.model)
         is_ours = kind.__module__.startswith("gmeta_models.")
-        if is_ours or lost_contact(error) or is_of_memory(error):
+        is_of_device = isinstance(error, torch.AcceleratorError)  # whichever kernel it came from
+        if is_ours or is_of_device or lost_contact(error) or is_of_memory(error):
             return error
         return ConfigError(
             f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "

@@ -112,7 +112,9 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
                 f"model.name = {config.name!r} has complex weights, {name}; real ones are needed. "
                 "Keep pairs of real numbers, and take torch.view_as_complex of them in its forward"
             )
-    for name, kept in model.state_dict().items():
+    with _told(config, "be saved", "get_extra_state"):
+        state = model.state_dict()
+    for name, kept in state.items():
         if not isinstance(kept, torch.Tensor):
             raise ValueError(
                 f"model.name = {config.name!r} keeps {type(kept).__name__} as {name}; checkpoints "
