@@ -65,6 +65,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             raise ConfigError(
                 f"data.{key} = {split!r} is not in {config.data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
+                f"{', or leave it out' * (key == 'valid_split')}"
             )
         if split and not dataset.splits[split].num_episodes:
             raise ConfigError(

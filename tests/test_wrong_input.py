@@ -19,6 +19,7 @@ import pytest
 import torch
 from aiohttp import ClientError
 
+from gmeta.build import check_on_data
 from gmeta.commands.antdt_sim import antdt_sim
 from gmeta.commands.evaluate import evaluate
 from gmeta.commands.export import export, predict
@@ -68,6 +69,8 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(
         f"error: data.train_split = 'tran' is not in {click_logs}: it has train, valid, user-cold, "
         "item-cold, user-item-cold. Name one of them"
     )
+    with pytest.raises(UserError, match=r"Name one of them, or leave it out$"):  # as a stream must
+        check_on_data(load_config(config, ["data.valid_split=vali"]))
     assert not (config.parent / "run").exists()
 
 

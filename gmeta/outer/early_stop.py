@@ -74,7 +74,8 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
     ):
         if value and not config.data.valid_splits:
             raise ConfigError(
-                f"run.{key} = {value}, but there is no split to score. Set data.valid_split"
+                f"run.{key} = {value}, but there is no split to score. Set data.valid_split, "
+                f"or leave run.{key} out"
             )
     named, label = label_of(run.early_stop_metric)
     scoring = scoring_of(config, label)

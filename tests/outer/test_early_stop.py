@@ -55,7 +55,8 @@ def test_a_run_ends_with_the_reason() -> None:
     [
         (
             {"run": {"early_stop_patience": 3}},
-            "run.early_stop_patience = 3, but there is no split to score. Set data.valid_split",
+            "run.early_stop_patience = 3, but there is no split to score. Set data.valid_split, or "
+            "leave run.early_stop_patience out",
         ),
         (
             {"run": {"early_stop_metric": "ndgc@5"}},
