@@ -248,6 +248,20 @@ def test_a_file_where_a_folder_belongs_is_named(config: Path, tmp_path: Path) ->
     assert file.read_text() == "mine"
 
 
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = {"run": {"dir": str(tmp_path / "a")}}
+    create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))
+    # Of a read-only mount; root may write where permissions forbid it.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "a")
+    with pytest.raises(UserError) as caught:
+        evaluate(tmp_path / "a")
+    assert str(caught.value) == (
+        f"{tmp_path / 'a'} cannot be written: name another folder for the report by --out"
+    )
+
+
 def test_a_run_without_a_checkpoint_has_nothing_to_evaluate(tmp_path: Path) -> None:
     described = {"run": {"dir": str(tmp_path / "a")}}
     create_run_folder(config_from_dict(described), describe_environment(1, "0" * 32))

@@ -1,6 +1,7 @@
 """`gmeta evaluate`."""
 
 import difflib
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -103,6 +104,9 @@ def evaluate(
     _check_comparable(roots, configs, label)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
+    place = next(each for each in (out, *out.parents) if each.exists())
+    if not os.access(place, os.W_OK):  # told before minutes are spent
+        raise UserError(f"{place} cannot be written: name another folder for the report by --out")
     config, overrides = configs[0], overrides or []
     _check_overrides(run, config, overrides, label)
     if on_ranks.starts_ranks(nproc_per_node):
