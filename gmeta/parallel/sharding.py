@@ -130,11 +130,13 @@ class ShardedLearner(nn.Module):
         is_of_device = isinstance(error, torch.AcceleratorError)  # whichever kernel it came from
         if is_ours or is_of_device or lost_contact(error) or is_of_memory(error):
             return error
-        return ConfigError(
+        told = (
             f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "
-            "Mend it, --verbose shows the line; what has no second derivative learns with "
-            'algorithm.name = "fomaml"'
+            "Mend it, --verbose shows the line"
         )
+        if isinstance(error, RuntimeError):  # as torch raises
+            told += '; what has no second derivative learns with algorithm.name = "fomaml"'
+        return ConfigError(told)
 
     def _set_threads(self, work: int) -> None:
         """Choose the number of threads for the step that begins, from what earlier steps took."""
