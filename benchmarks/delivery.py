@@ -76,7 +76,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--numbering", action="store_true", help="numbering_speedup alone")
     options = parser.parse_args()
-    sizes = Sizes(24, 2_500, 1_000_000, 20, 5, 9, 200, 1_000_000)
+    sizes = Sizes(24, 2_500, 1_000_000, 20, 3, 9, 200, 1_000_000)
     if not options.quick:
         sizes = Sizes(100, 3_000, 10_000_000, 100, 40, 51, 500, 10_000_000)
     if options.numbering:

@@ -54,7 +54,7 @@ from gmeta.parallel.transport.transport import Gloo
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 
-STEPS = 6  # of a turn
+STEPS = 4  # of a turn
 # sharding.shared_memory = false, true
 TCP, SHARED = "tcp", "shared memory"
 BFLOAT16 = "tcp, bfloat16"
