@@ -176,7 +176,7 @@ class CheckpointWriter:
         try:
             by_first(lambda: _make_empty(temporary), self._ranks)
             # Nothing is copied ahead: for that torch would take memory of the first GPU that it
-            # sees, though all is in the host's memory, or the run is on the CPU.
+            # sees, which is another rank's, also where the run is on the CPU.
             writer = FileSystemWriter(temporary, per_thread_copy_ahead=0)
             save_shards(state, storage_writer=writer, process_group=self._ranks.control)
             described = gather_to_first(_described(temporary, self._ranks.rank), self._ranks) or []

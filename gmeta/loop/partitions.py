@@ -3,7 +3,6 @@ increment, refused, held for the next one, or waiting."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -13,6 +12,7 @@ from gmeta.files.places import failing_at
 from gmeta_keys.boundary import failing_as
 from metaio.counted import duration
 from metaio.format.storage import file_system, is_local
+from metaio.prepare.in_order import map_in_order
 from metaio.prepare.inputs import is_marker
 from metaio.stream.chain import increment_numbers, open_stream
 from metaio.stream.inputs import described
@@ -81,11 +81,8 @@ def _listed(fs: Any, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
     another kind, such as that of FTP, have one connection, which threads would mix up."""
     paths = [path for path in sorted(map(str, fs.glob(pattern))) if not is_marker(path, pattern)]
     find = partial(fs.find, detail=True)
-    if not fs.async_impl:
-        yield from zip(paths, map(find, paths), strict=True)
-        return
-    with ThreadPoolExecutor(_LISTED_TOGETHER) as pool:
-        yield from zip(paths, pool.map(find, paths), strict=True)
+    found = map_in_order(_LISTED_TOGETHER, find, paths) if fs.async_impl else map(find, paths)
+    yield from zip(paths, found, strict=True)
 
 
 def _reached(place: str) -> failing_as:

@@ -101,25 +101,12 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     """Try a model of somebody's own on a few rows.
 
     Raises:
-        ValueError: it fails, or returns something else than an output for each row alone, with a
-            gradient.
+        ValueError: it fails, holds what cannot be trained or saved, or returns something else than
+            an output for each row alone, with a gradient.
     """
     if config.name in MODELS:
         return
-    for name, weight in model.named_parameters():
-        if weight.is_complex():
-            raise ValueError(
-                f"model.name = {config.name!r} has complex weights, {name}; real ones are needed. "
-                "Keep pairs of real numbers, and take torch.view_as_complex of them in its forward"
-            )
-    with _told(config, "be saved", "get_extra_state"):
-        state = model.state_dict()
-    for name, kept in state.items():
-        if not isinstance(kept, torch.Tensor):
-            raise ValueError(
-                f"model.name = {config.name!r} keeps {type(kept).__name__} as {name}; checkpoints "
-                "hold tensors alone. Have get_extra_state return one, or leave it out"
-            )
+    _check_kept(model, config)
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
 
     def outputs_of(last: float) -> torch.Tensor:
@@ -176,6 +163,24 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
             "BatchNorm makes it, so that a task would learn from others. Normalise each row alone, "
             "with LayerNorm or GroupNorm"
         )
+
+
+def _check_kept(model: nn.Module, config: ModelConfig) -> None:
+    """Raise ValueError for what the optimizer cannot train, or a checkpoint cannot hold."""
+    for name, weight in model.named_parameters():
+        if weight.is_complex():
+            raise ValueError(
+                f"model.name = {config.name!r} has complex weights, {name}; real ones are needed. "
+                "Keep pairs of real numbers, and take torch.view_as_complex of them in its forward"
+            )
+    with _told(config, "be saved", "get_extra_state"):
+        state = model.state_dict()
+    for name, kept in state.items():
+        if not isinstance(kept, torch.Tensor):
+            raise ValueError(
+                f"model.name = {config.name!r} keeps {type(kept).__name__} as {name}; checkpoints "
+                "hold tensors alone. Have get_extra_state return one, or leave it out"
+            )
 
 
 def _options(config: ModelConfig, make: Any) -> tuple[Any, ...]:
