@@ -32,6 +32,10 @@ from tests.workers import fork_workers
 # Until the tests are collected: a million objects are imported, and none of them is garbage.
 gc.disable()
 
+# Tests compute on the CPU, or on a GPU that pretends: ranks are forked from processes of the suite,
+# and no fork can use a GPU that torch has looked for in the process before. benchmarks/gpu.py does.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # No test calls beyond this machine; a proxy of the network around it would be asked for it too.
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 COLOURS = ("FORCE_COLOR", "PY_COLORS", "CLICOLOR_FORCE", "GITHUB_ACTIONS")

@@ -57,8 +57,9 @@ def test_constant_sums_are_the_same_and_are_never_differentiated() -> None:
 def test_the_transpose_sums_what_a_scatter_does(num_rows: int, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     index_V = torch.randint(0, num_rows, (500,), generator=generator)
-    rows_PD = torch.zeros(num_rows, 2, dtype=torch.float64, requires_grad=True)
+    rows_PD = torch.randn(num_rows, 2, dtype=torch.float64, requires_grad=True)
     gathered = Bags.single(index_V, num_rows, device=device).pool(rows_PD)
+    assert torch.equal(gathered, rows_PD[index_V])
     upstream = torch.randn(500, 2, generator=generator, dtype=torch.float64)
     (grad_PD,) = torch.autograd.grad(gathered, rows_PD, upstream)
     torch.testing.assert_close(grad_PD, torch.zeros_like(rows_PD).index_add(0, index_V, upstream))
