@@ -141,11 +141,11 @@ def tune(
     print_result({**first, **found})
 
 
-def _trial(is_check: bool, config: dict[str, Any], log: str, says: Connection) -> None:
+def _trial(is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
     # In the trial's process: this one stays without torch.
     from gmeta.commands.work.tune import be_trial
 
-    be_trial(is_check, config, log, says)
+    be_trial(is_check, config, log, place, says)
 
 
 def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -24,9 +25,9 @@ from gmeta.tuning.study import Study, Trial
 
 POLL_S = 0.25  # so long a validation may lie in a run's log before it is heard
 
-# (config as JSON, path of what it prints, pipe for what it says) -> nothing; it runs in a process
-# of its own, which ends with it.
-Work = Callable[[dict[str, Any], str, Connection], None]
+# (config as JSON, path of what it prints, place among those that run at a time, pipe for what it
+# says) -> nothing; it runs in a process of its own, which ends with it.
+Work = Callable[[dict[str, Any], str, int, Connection], None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class _Running:
     process: Any
     said: Connection
     folder: RunFolder
+    place: int  # among those that run at a time, from 0 on
     heard: int = 0
     pruned: bool = False
 
@@ -99,7 +101,10 @@ class TrialRunner:
         shutil.rmtree(folder.root, ignore_errors=True)  # of a journal that is lost
         config = trial_config(self._study.config(values), folder.root)
         log = folder.root.with_suffix(".log")
-        self._running[number] = _Running(*started(self._context, self._work, config, log), folder)
+        taken = {each.place for each in self._running.values()}
+        place = next(place for place in count() if place not in taken)
+        process, said = started(self._context, self._work, config, log, place)
+        self._running[number] = _Running(process, said, folder, place)
 
     def _hear(self, number: int, running: _Running) -> None:
         """Report the validations that the run has logged since the last time."""
@@ -147,11 +152,12 @@ class TrialRunner:
 
 
 def started(
-    context: ForkServerContext, work: Work, config: TrainConfig, log: Path
+    context: ForkServerContext, work: Work, config: TrainConfig, log: Path, place: int = 0
 ) -> tuple[Any, Connection]:
     """Start a process that does `work` with a config; return it, and what hears what it says."""
     said, says = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(config.to_json(), str(log), says), daemon=True)
+    arguments = config.to_json(), str(log), place, says
+    process = context.Process(target=work, args=arguments, daemon=True)
     start(process)
     says.close()
     return process, said

@@ -1,6 +1,7 @@
 """A trial's process, from its training to its score."""
 
 import errno
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
     monkeypatch.setattr(tune.os, "_exit", left)
     monkeypatch.setattr(tune.os, "dup2", Mock())
     monkeypatch.setattr(tune, "_train", Mock(side_effect=error))
-    tune.be_trial(False, {}, str(tmp_path / "log"), said)
+    tune.be_trial(False, {}, str(tmp_path / "log"), 0, said)
     told = said.send.call_args.args[0]
     study = Mock()
     study.trials.return_value = []
@@ -80,3 +81,31 @@ def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
             runner._end(3, trial)
         assert "--resume" not in told.failure
         study.ended.assert_not_called()
+
+
+def test_trials_at_a_time_take_the_gpus_by_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places: list[int] = []
+
+    def process(target: Any, args: Any, daemon: bool) -> Mock:
+        places.append(args[2])
+        return Mock()
+
+    context = Mock(Process=process, **{"Pipe.return_value": (Mock(), Mock())})
+    study = Mock(**{"config.return_value": config_from_dict({})})
+    runner = TrialRunner(study, tmp_path, "auc", Mock(), context)
+    for number in range(4):
+        runner._start(number, {})
+    del runner._running[1]  # it has ended, and its place is free
+    runner._start(4, {})
+    assert places == [0, 1, 2, 3, 1]
+    monkeypatch.setattr(tune.os, "_exit", Mock())
+    monkeypatch.setattr(tune.os, "dup2", Mock())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    on = []
+    monkeypatch.setattr(tune, "_train", lambda *_: on.append(os.environ["LOCAL_RANK"]))
+    for place in places:
+        tune.be_trial(False, {}, str(tmp_path / "log"), place, Mock())
+    assert on == ["0", "1", "2", "0", "1"]

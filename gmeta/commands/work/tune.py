@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pyarrow.compute as pc
+import torch
 
 from gmeta.build import check_on_data
 from gmeta.commands.telling import WRONG_PATHS, told, told_errors
@@ -27,12 +28,17 @@ from gmeta.tuning.trials import Said
 from gmeta.validation import mean_scores, scores_of
 
 
-def be_trial(is_check: bool, config: dict[str, Any], log: str, says: Connection) -> None:
+def be_trial(
+    is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
+) -> None:
     """Train and score the config of a trial, as JSON, in this process, which ends with it, or check
     it and its dataset as `gmeta train` does before it starts ranks; what is printed goes to the
-    file `log`, what came of it (Said) to `says`.
+    file `log`, what came of it (Said) to `says`. `place`, among the trials that run at a time, is
+    for the GPUs: they are taken by turns.
     """
     _leave_with_tune()
+    if gpus := torch.cuda.device_count():
+        os.environ["LOCAL_RANK"] = str(place % gpus)
     opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number in (1, 2):
         os.dup2(opened, number)
