@@ -73,7 +73,7 @@ class LayerUpdate(NamedTuple):
         for at, matrix in zip(self.materialised, self.matrices, strict=False):
             # Before the first step there are no matrices, and the loop is empty.
             out, rows = sides[0][at].of(out_NO), sides[0][at].of(rows_NI)
-            _add_times(out, rows, matrix.weight_TIO).add_(matrix.bias_T1O)
+            out.baddbmm_(rows, matrix.weight_TIO).add_(matrix.bias_T1O)
         saved: Saved = []
         for step in self.factors:
             saved.append([])
@@ -117,7 +117,7 @@ class LayerUpdate(NamedTuple):
                 sides[0][at].of(rows_grad_NI).baddbmm_(grad, matrix.weight_TIO.mT)
             if wanted:
                 # Of out += x D + b.
-                of_weight = _times(sides[0][at].of(rows_NI).mT, grad)
+                of_weight = torch.bmm(sides[0][at].of(rows_NI).mT, grad)
                 found += of_weight, grad.sum(dim=1, keepdim=True)
             else:
                 found += None, None
@@ -163,8 +163,8 @@ class LayerUpdate(NamedTuple):
         for at, matrix in zip(self.materialised, self.matrices, strict=False):
             mine = support[at]
             below = mine.of(below_grad_SI)
-            _add_times(mine.of(grads_grad_SO), below, matrix.weight_TIO)
-            found += _times(below.mT, mine.of(grads_SO)), None
+            mine.of(grads_grad_SO).baddbmm_(below, matrix.weight_TIO)
+            found += torch.bmm(below.mT, mine.of(grads_SO)), None
         return found
 
     def _empty(self, step: Factors) -> Factors:
@@ -196,7 +196,7 @@ class _AddStep(torch.autograd.Function):
                 weight_TIO = torch.baddbmm(weight_TIO, activations, scaled, alpha=-1)
                 found += weight_TIO, torch.sub(more_T1O, bias_T1O, alpha=bias_rate)
             else:
-                found += _times(activations, scaled).neg_(), bias_T1O.mul_(-bias_rate)
+                found += torch.bmm(activations, scaled).neg_(), bias_T1O.mul_(-bias_rate)
         return tuple(found)
 
     @staticmethod
@@ -210,7 +210,7 @@ class _AddStep(torch.autograd.Function):
         for mine, weight_TIO, bias_T1O in zip(ctx.support, grads[::2], grads[1::2], strict=True):
             activations, scaled = mine.of(activations_SI), mine.of(scaled_SO)
             _put_minus(mine.of(of_activations), scaled, weight_TIO.mT)
-            moved = _times(activations, weight_TIO).add_(bias_T1O, alpha=ctx.bias_rate)
+            moved = torch.bmm(activations, weight_TIO).add_(bias_T1O, alpha=ctx.bias_rate)
             torch.neg(moved, out=mine.of(of_scaled))
         before = grads if any(ctx.needs_input_grad[4:]) else ()
         return (None, None, of_activations, of_scaled, *before)
@@ -219,24 +219,3 @@ class _AddStep(torch.autograd.Function):
 def _put_minus(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor) -> None:
     """Set block = - left right; what it held, maybe NaN, is not read."""
     block_TLO.baddbmm_(left_TLK, right_TKO, beta=0, alpha=-1)
-
-
-def _add_times(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor) -> Tensor:
-    """Add left right to the block, and return it."""
-    if _is_slow_column(right_TKO):
-        return block_TLO.add_(_times(left_TLK, right_TKO))
-    return block_TLO.baddbmm_(left_TLK, right_TKO)
-
-
-def _times(left_TLK: Tensor, right_TKO: Tensor) -> Tensor:
-    """Return left right inside each task."""
-    if _is_slow_column(right_TKO):
-        return (left_TLK * right_TKO.mT).sum(dim=2, keepdim=True)
-    return torch.bmm(left_TLK, right_TKO)
-
-
-def _is_slow_column(right_TKO: Tensor) -> bool:
-    """Tell whether it is a single column, as the last layer has it, on a CPU: a product with it
-    takes MKL five times as long as a sum, 4 % of a step. On CUDA it is one launch in place of two.
-    """
-    return right_TKO.shape[2] == 1 and right_TKO.device.type == "cpu"

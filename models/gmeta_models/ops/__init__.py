@@ -1,1 +1,0 @@
-"""Torch operations that the models are made of."""
