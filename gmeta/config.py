@@ -19,9 +19,9 @@ from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
 from gmeta.losses.config import LabelsConfig, Loss
 from gmeta.metrics.config import EvaluationConfig
-from gmeta.settings import describe_settings, read_toml, settings_from_dict
+from gmeta.settings import describe_settings, settings_from_dict
 from gmeta.tables.sharding import ShardingConfig
-from gmeta_keys import key
+from gmeta_keys import key, read_toml
 from gmeta_models.config import ModelConfig
 
 
@@ -291,7 +291,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
     """
-    raw = read_toml("config", Path(path))
+    raw = read_toml("config", Path(path), ConfigError)
     for override in overrides:
         _override(raw, override)
     config = config_from_dict(raw)

@@ -136,10 +136,11 @@ def export_run(
         inputs = replace(config.support_features, label_prior=learner.statistics.prior)
         description = replace(description, support_features=inputs)
     reader = CheckpointReader(checkpoint)
-    names = {key: _LAYER_KEY.format(key) for key in learner.state_dict()}
+    untrained = learner.state_dict()
+    names = {key: _LAYER_KEY.format(key) for key in untrained}
     read = reader.read(list(names.values()))
     layers = {key: read[name] for key, name in names.items()}
-    _check_finite(layers, learner.state_dict())
+    _check_finite(layers, untrained)
 
     # Asked for one by one: the largest table, not the model, must fit into memory.
     widths = widths_of_tables(dataset.features, config.model)

@@ -37,6 +37,7 @@ from gmeta.rows.ragged import RowLayout
 from gmeta.rows.rectangles import PaddedTasks, kind_of_device
 from gmeta.rows.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta_keys.boundary import failing_as, kind_and_text
+from gmeta_keys.plugins import is_ours
 from gmeta_models.decision import DecisionModel
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
@@ -112,7 +113,7 @@ class MetaLearner(nn.Module):
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
         # One of somebody's own may have parameters that it does not use.
-        self._is_all_ours = all(map(_is_ours, (*self.modules(), outer_loss)))
+        self._is_all_ours = all(map(is_ours, (*self.modules(), outer_loss)))
         if (
             self._parts == NOTHING_LEARNED  # the fused loop asks no encoder and no generator
             and isinstance(model, DecisionModel)
@@ -141,10 +142,8 @@ class MetaLearner(nn.Module):
         self._fused_loop = None
 
     def use_graphs(self, capture: Capture) -> str:
-        """Take steps as graphs from now on (batches/graphs.py), if that is safe; return why it is
-        not, or "".
-        """
-        own = [part for part in (*self.model.modules(), self.rates) if not _is_ours(part)]
+        """Take steps as graphs from now on (batches/graphs.py); return why not, "" if it does."""
+        own = [part for part in (*self.model.modules(), self.rates) if not is_ours(part)]
         if not self.has_fused_loop:
             return f"{self._config.name} adapts this model in the general loop"
         if own:
@@ -234,8 +233,8 @@ class MetaLearner(nn.Module):
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
         loss_sum = self._algorithm.loss_sum
-        is_own = getattr(loss_sum, "__module__", "gmeta").split(".")[0] != "gmeta"
-        with failing_as(self._failed_loss, GMetaError) if is_own else nullcontext():
+        told = failing_as(self._failed_loss, GMetaError)
+        with nullcontext() if is_ours(loss_sum) else told:
             terms = [loss_sum(self.general_loop, rows, sides) for sides in groups]
         for term in terms:
             if not isinstance(term, Tensor) or term.dim():  # all of it would be added up
@@ -328,8 +327,3 @@ class MetaLearner(nn.Module):
         """
         trained = (parameter for parameter in self.parameters() if parameter.requires_grad)
         return sum((parameter.sum() * 0.0 for parameter in trained), rows_UD.sum() * 0.0)
-
-
-def _is_ours(part: object) -> bool:
-    """Tell whether something is torch's, or of gmeta's own packages."""
-    return part.__module__.split(".")[0] in ("torch", "gmeta", "gmeta_models")

@@ -1,4 +1,4 @@
-"""The config files of training and of the data-shard service: how they are read, and what is said
+"""The config files of training and of the data-shard service: what their keys are, and what is said
 of a mistake in one.
 """
 
@@ -6,32 +6,14 @@ import dataclasses
 import difflib
 import json
 import re
-import tomllib
 import types
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gmeta.errors import ConfigError
 from gmeta_keys import Wording, parse
 
 Settings = TypeVar("Settings")
-
-
-def read_toml(what: str, path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file; `what` says in errors where its path was given.
-
-    Raises:
-        ConfigError: there is no such file, or it is no TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(
-            f"{what} {str(path)!r} cannot be read: {error.strerror}. Give a TOML file"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} {str(path)!r} is no TOML: {error}. Mend that line") from error
 
 
 def describe_settings(kind: Any) -> list[tuple[str, str, str]]:

@@ -6,8 +6,8 @@ from typing import Literal
 
 from gmeta.errors import ConfigError
 from gmeta.files.local import check_local
-from gmeta.settings import read_toml, settings_from_dict
-from gmeta_keys import key
+from gmeta.settings import settings_from_dict
+from gmeta_keys import key, read_toml
 from metaio.format.storage import file_system
 
 
@@ -93,7 +93,7 @@ def load_follow_config(path: Path) -> FollowConfig:
         ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
         UrlError: no installed package of fsspec reads follow.mirror.
     """
-    config = settings_from_dict(FollowConfig, read_toml("config", path))
+    config = settings_from_dict(FollowConfig, read_toml("config", path, ConfigError))
     for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
         if not getattr(config.follow, name):
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")

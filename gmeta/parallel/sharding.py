@@ -52,6 +52,7 @@ from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
 from gmeta.threads import ThreadChoice, work_to_predict
 from gmeta_keys.boundary import failing_as, kind_and_text
+from gmeta_keys.plugins import is_ours
 from gmeta_models.modes import in_eval_mode
 from metaio.format.features import Features
 
@@ -126,9 +127,8 @@ class ShardedLearner(nn.Module):
 
     def _as_told(self, error: Exception) -> Exception:
         kind = type(self.learner.model)
-        is_ours = kind.__module__.startswith("gmeta_models.")
         is_of_device = isinstance(error, torch.AcceleratorError)  # whichever kernel it came from
-        if is_ours or is_of_device or lost_contact(error) or is_of_memory(error):
+        if is_ours(kind) or is_of_device or lost_contact(error) or is_of_memory(error):
             return error
         told = (
             f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "

@@ -16,7 +16,7 @@ from gmeta.errors import ConfigError, UserError
 from gmeta.losses.config import LOSSES
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.outer.early_stop import early_stop_of
-from gmeta.settings import read_toml
+from gmeta_keys import read_toml
 
 # Values are rounded to so many digits: more than a validation split can tell apart.
 DIGITS = 3
@@ -131,7 +131,7 @@ def read_space(path: Path, config: TrainConfig) -> Space:
     Raises:
         UserError: no such file, no TOML, no key, or a key or value that a config does not take.
     """
-    raw = read_toml("--space", path)
+    raw = read_toml("--space", path, ConfigError)
     if not raw:
         raise UserError(
             f"--space {str(path)!r} names 0 keys: at least one is needed. Write e.g. "

@@ -2,7 +2,6 @@
 makes no sense though all types are right.
 """
 
-import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import xxhash
 
-from gmeta_keys import Wording, parse
+from gmeta_keys import Wording, parse, read_toml
 from metaio.errors import SchemaError
 from metaio.format.features import MAX_TABLE_WIDTH, vector_of
 from metaio.format.manifest import canonical_json
@@ -35,15 +34,7 @@ def load_schema(path: str | Path) -> Schema:
     Raises:
         SchemaError: it is missing, not TOML, has an unknown key or a value that makes no sense.
     """
-    try:
-        body = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise SchemaError(
-            f"schema {path} cannot be read: {error.strerror}. Check the path"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise SchemaError(f"schema {path} is not TOML: {error}. Correct that line") from error
-    return parse_schema(body)
+    return parse_schema(read_toml("schema", Path(path), SchemaError))
 
 
 def parse_schema(body: dict[str, Any]) -> Schema:

@@ -10,7 +10,7 @@ from torch import nn
 
 from gmeta_keys import Wording, parse
 from gmeta_keys.boundary import failing_as, kind_and_text
-from gmeta_keys.plugins import Registry
+from gmeta_keys.plugins import Registry, is_subclass_of
 from gmeta_models.cbml import CBML
 from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.dcnv2 import dcnv2
@@ -43,12 +43,12 @@ _WORDING = Wording(
 )
 
 
-def _is_model(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, nn.Module)
-
-
 NAMED_MODELS = Registry(
-    "model.name", "gmeta.models", MODELS, "a subclass of torch.nn.Module", _is_model
+    "model.name",
+    "gmeta.models",
+    MODELS,
+    "a subclass of torch.nn.Module",
+    is_subclass_of(nn.Module),
 )
 
 

@@ -10,8 +10,10 @@ import difflib
 import functools
 import math
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 # Counts of rows, tasks and steps lie in int64 tensors and arrays.
@@ -38,6 +40,22 @@ def key(default: Any, help: str, **bounds: float) -> Any:
     if default is dict:
         return dataclasses.field(default_factory=dict, metadata={"help": help, **bounds})
     return dataclasses.field(default=default, metadata={"help": help, **bounds})
+
+
+def read_toml(what: str, path: Path, error: type[Exception]) -> dict[str, Any]:
+    """Return the tables of a TOML file; `what` says in errors where its path was given.
+
+    Raises:
+        error: there is no such file, or it is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as fault:
+        raise error(
+            f"{what} {str(path)!r} cannot be read: {fault.strerror}. Give a TOML file"
+        ) from fault
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{what} {str(path)!r} is no TOML: {fault}. Mend that line") from fault
 
 
 def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: str = "") -> Part:

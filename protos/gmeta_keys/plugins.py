@@ -114,6 +114,11 @@ def _entry_points(path: tuple[str, ...]) -> Any:  # of a class that Python 3.12 
     return entry_points()
 
 
+def is_ours(part: object) -> bool:
+    """Tell whether a class, function or value of one is torch's, or of gmeta's own packages."""
+    return part.__module__.split(".")[0] in ("torch", "gmeta", "gmeta_models")
+
+
 def is_subclass_of(kind: type) -> Callable[[Any], bool]:
     """Return what says of a value whether it is a class of this kind."""
     return lambda found: isinstance(found, type) and issubclass(found, kind)

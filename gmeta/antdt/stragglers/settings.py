@@ -6,7 +6,8 @@ from pathlib import Path
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig
 from gmeta.errors import ConfigError
-from gmeta.settings import read_toml, settings_from_dict
+from gmeta.settings import settings_from_dict
+from gmeta_keys import read_toml
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
     """
     if path is None:
         return StragglerConfig()
-    config = settings_from_dict(StragglerConfig, read_toml("config", path))
+    config = settings_from_dict(StragglerConfig, read_toml("config", path, ConfigError))
     _check_together(config.monitor)
     return config
 

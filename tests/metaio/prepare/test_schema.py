@@ -211,13 +211,13 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SchemaError) as caught:
         load_schema(tmp_path / "no.toml")
     assert str(caught.value) == (
-        f"schema {tmp_path}/no.toml cannot be read: No such file or directory. Check the path"
+        f"schema '{tmp_path}/no.toml' cannot be read: No such file or directory. Give a TOML file"
     )
     (tmp_path / "bad.toml").write_text("[task]\ncolumn = user\n")
     with pytest.raises(SchemaError) as caught:
         load_schema(tmp_path / "bad.toml")
     assert str(caught.value) == (
-        f"schema {tmp_path}/bad.toml is not TOML: Invalid value (at line 2, column 10). Correct "
+        f"schema '{tmp_path}/bad.toml' is no TOML: Invalid value (at line 2, column 10). Mend "
         "that line"
     )
 
