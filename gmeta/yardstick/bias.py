@@ -26,8 +26,7 @@ from gmeta.losses.config import Loss
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.metrics.scores import logloss, mae
 from gmeta.metrics.terms import mean_of
-from gmeta.yardstick.describing import NO_ITEM
-from gmeta.yardstick.rows import EpisodeRows, Floats
+from gmeta.yardstick.rows import NO_ITEM, EpisodeRows, Floats
 from gmeta.yardstick.sums import NO_FOLD, TrainingSums, fold_of
 from metaio.ragged import Int64
 

@@ -17,9 +17,15 @@ import numpy.typing as npt
 from gmeta.batches.views import View
 from gmeta.errors import UserError
 from gmeta.metrics.labels import ONE_LABEL, ScoredLabel
-from gmeta.yardstick.describing import describing_columns
-from gmeta.yardstick.reading import read_rows, sample_rows
-from gmeta.yardstick.rows import Bools, EpisodeRows, Lists, joined
+from gmeta.yardstick.rows import (
+    Bools,
+    EpisodeRows,
+    Lists,
+    describing_columns,
+    joined,
+    read_rows,
+    sample_rows,
+)
 from metaio.format.dataset import Dataset
 from metaio.format.features import vector_of
 from metaio.prepare.raw_ids import item_rule_of

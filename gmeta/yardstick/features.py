@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gmeta.yardstick.bias import BiasModel, middle, shown
-from gmeta.yardstick.describing import NO_ITEM, lists_of
-from gmeta.yardstick.rows import Bools, EpisodeRows, Floats, Lists
+from gmeta.yardstick.rows import NO_ITEM, Bools, EpisodeRows, Floats, Lists, lists_of
 from gmeta.yardstick.sums import TrainingSums
 from metaio.format.features import Features
 from metaio.ragged import Int64

@@ -1,10 +1,11 @@
-"""Stored blocks as plain rows: labels, ids and the task of each, without embeddings or torch.
+"""Stored blocks as plain rows: labels, ids and the task of each, without embeddings or torch; and
+which columns follow from the item, told by the rows alone.
 
 Shape suffixes: T episodes, N rows, F single-id features, K dense columns, V ids of one multi-id
 feature; T1 = T + 1, N1 = N + 1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy.typing as npt
 from gmeta.batches.views import STORED, View
 from gmeta.metrics.labels import ScoredLabel
 from metaio.format.block import Block, Rows, multi_feature_of_values
+from metaio.format.dataset import Dataset
+from metaio.format.features import Features
 from metaio.hashing import splitmix64, unit_interval
 from metaio.ragged import Float32, Int64, entries_of, offsets, owners, places, ragged_indices
 
@@ -21,6 +24,9 @@ Bools = npt.NDArray[np.bool_]
 
 # Which fold or half a task is in, which of its rows are drawn: kept apart by these.
 FOLD_STREAM, SAMPLE_STREAM, DRAW_STREAM, MASK_STREAM, HALF_STREAM = 1, 2, 3, 4, 5
+NO_ITEM = -1
+# A column describes the item if it agrees with the item's first row in so many of its rows.
+DESCRIBING_SHARE = 0.99
 
 
 @dataclass(frozen=True)
@@ -207,3 +213,50 @@ def uniform(names: Int64, stream: int, seed: int) -> Floats:
     key = splitmix64(np.array([(stream << 32) ^ (seed % 2**32)], dtype=np.uint64))
     mixed = splitmix64(splitmix64(names.astype(np.uint64)) ^ key)
     return unit_interval(mixed)
+
+
+def read_rows(dataset: Dataset, split: str) -> Iterator[EpisodeRows]:
+    """Yield the rows of a split, a stored block at a time.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    for block in range(dataset.split(split).num_blocks):
+        yield rows_of(dataset.read_block(split, block))
+
+
+def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> EpisodeRows:
+    """Return whole episodes of a split: all if they have no more than `max_rows` rows, else about
+    as many as that; the seed and a task's id decide which.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    share = max_rows / max(dataset.split(split).num_rows, 1)
+    return joined(share_of(rows, share, seed) for rows in read_rows(dataset, split))
+
+
+def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tuple[bool, ...]:
+    """Return which sparse columns follow from the item, as a film's director; itself, too."""
+    if item == NO_ITEM:
+        return (False,) * len(features.sparse)
+    _, first, index_N = np.unique(rows.ids_of(item), return_index=True, return_inverse=True)
+    found = []
+    for column in range(len(features.sparse)):
+        lists = lists_of(rows, column)
+        # Of equal lists these sums are equal; of others hardly ever.
+        weight_V = np.random.default_rng(0).random(4099)[lists.ids_V % 4099]
+        mark_N = np.bincount(lists.row_V, weight_V, minlength=rows.num_rows)
+        # A share, not all: a log may correct a film's genre once.
+        agrees_N = np.isclose(mark_N, mark_N[first][index_N])
+        found.append(bool(agrees_N.mean() >= DESCRIBING_SHARE))
+    return tuple(found)
+
+
+def lists_of(rows: EpisodeRows, column: int) -> Lists:
+    """Return a sparse column's ids as lists: of one id in a single column."""
+    num_single = rows.ids_NF.shape[1]
+    if column >= num_single:
+        lists: Lists = rows.multi[column - num_single]
+        return lists
+    return Lists(rows.ids_NF[:, column], offsets(np.ones(rows.num_rows, np.int64)))

@@ -16,7 +16,6 @@ import pytest
 import gmeta
 from gmeta.antdt.log import LOGGER_NAME
 from gmeta.delivery import follow as follow_module
-from gmeta.delivery import pieces
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.follow import load_current
 from gmeta.delivery.packing import pack
@@ -233,12 +232,14 @@ def test_work_in_small_pieces_rests_and_lets_other_threads_on(
         rests.append(clock[0])
         clock[0] += rest_s
 
-    monkeypatch.setattr(pieces, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=slept))
+    monkeypatch.setattr(
+        follow_module, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=slept)
+    )
 
     def piece() -> None:
         clock[0] += 0.0002
 
-    with pieces.in_small_pieces():
+    with follow_module._in_small_pieces():
         for _ in range(9):
             piece()
     assert len(rests) == 3

@@ -9,8 +9,7 @@ from torch import Tensor
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.outer.schedules import rate_scale
+from gmeta.outer.optimizers import build_optimizer, rate_scale
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
 from gmeta.tables.sharding import ExchangeKind, ShardingConfig

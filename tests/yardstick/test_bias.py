@@ -16,8 +16,7 @@ from gmeta.yardstick.bias import (
     BiasModel,
     choose_bias,
 )
-from gmeta.yardstick.describing import NO_ITEM
-from gmeta.yardstick.rows import EpisodeRows
+from gmeta.yardstick.rows import NO_ITEM, EpisodeRows
 from gmeta.yardstick.sums import fold_of, sum_training_rows
 from tests.yardstick.sample import FEATURES, ITEM, PlainRow, episode_rows, plain
 

@@ -7,9 +7,8 @@ import pytest
 
 from gmeta.losses.config import Loss
 from gmeta.yardstick.bias import BiasModel
-from gmeta.yardstick.describing import describing_columns
 from gmeta.yardstick.features import SHARED_PRIOR, VALUE_PRIOR, Known
-from gmeta.yardstick.rows import EpisodeRows
+from gmeta.yardstick.rows import EpisodeRows, describing_columns
 from gmeta.yardstick.sums import NO_FOLD, fold_of, sum_training_rows
 from tests.yardstick.sample import FEATURES, ITEM, PlainRow, episode_rows, mean, plain
 

@@ -9,9 +9,8 @@ import pytest
 from gmeta.losses.config import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, error, sigmoid
-from gmeta.yardstick.describing import describing_columns
 from gmeta.yardstick.features import Known
-from gmeta.yardstick.rows import EpisodeRows
+from gmeta.yardstick.rows import EpisodeRows, describing_columns
 from gmeta.yardstick.sums import NO_FOLD, fold_of, sum_training_rows
 from tests.yardstick.sample import FEATURES, ITEM, episode_rows
 

@@ -23,17 +23,17 @@ from gmeta.adaptation.fused.fast_mlp import FastMlp
 from gmeta.adaptation.fused.still_inputs import FirstLayer, StillMlp, first_outputs
 from gmeta.adaptation.plan import TaskSize
 from gmeta.adaptation.rates import LayerRate, WeightRates, scaled
+from gmeta.losses.objectives import RowLoss, known_labels
+from gmeta.losses.row_losses import HALVES
 from gmeta.rows.common import CommonInputs
 from gmeta.rows.rectangles import FusedLayout, kind_of_device
-from gmeta.rows.row_loss import row_loss
-from gmeta_models.decision import DecisionModel
-from gmeta_models.gated import GatedModel
+from gmeta_models.decision import DecisionModel, GatedModel
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.mlp import AdaptedMlp
     from gmeta.adaptation.plan import AdaptationPlan
     from gmeta.adaptation.rates import InnerRates
-    from gmeta.losses.objectives import Objectives, RowLoss
+    from gmeta.losses.objectives import LabelLosses, Objectives
     from gmeta.rows.rectangles import PaddedFeatures, PaddedRows, PaddedTasks
     from gmeta.rows.sides import WorkingRows
     from gmeta_models.inputs import RowFeatures
@@ -117,7 +117,7 @@ class FusedLoop:
         dtype = _precision(rows.values_PD)
         start = self._moving if self._moves_inputs else self._still
         adapted = start(rows.values_PD, tasks, second_order)
-        loss = row_loss(tasks.support, self._objectives.inner, dtype, self._config.support_prior)
+        loss = _row_loss(tasks.support, self._objectives.inner, dtype, self._config.support_prior)
         rates = self._decision.rates(self._rates)
         if isinstance(adapted, StillMlp) and (rate := self._decision.one_rate(rates)):
             # A step's gradients are linear in the loss: its rate can stand there, once for all.
@@ -133,13 +133,13 @@ class FusedLoop:
         """Return the sum over the tasks of the mean query loss at the adapted parameters."""
         if isinstance(adapted, StillMlp):
             dtype = adapted.query.outputs_NO.dtype
-            return adapted.query_loss(tasks, row_loss(tasks.query, self._objectives.outer, dtype))
+            return adapted.query_loss(tasks, _row_loss(tasks.query, self._objectives.outer, dtype))
         features, dense_NO = tasks.features[1].values(adapted.rows_PD), None
         if adapted.dense is not None:
             dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
         inputs_NX = self._decision_inputs_NX(features, dense_NO)
         outputs_NO = adapted.decision.forward(inputs_NX, tasks.query)[-1]
-        return row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
+        return _row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
 
     def _moving(self, rows_PD: Tensor, tasks: PaddedTasks, second_order: bool) -> MovingInputs:
         gates: Sequence[Tensor | None] = ()
@@ -317,6 +317,18 @@ class _Layers:
             tasks.support,
             tuple(1.0 if name is None else plan.bias_rate(name) for name in self.names),
         )
+
+
+def _row_loss(
+    rows: PaddedRows, losses: LabelLosses, dtype: torch.dtype, prior: float = 0.0
+) -> RowLoss:
+    """Return the sum over the tasks of their rows' (shrunken) mean loss, of this dtype."""
+    weight_N = rows.mean_weights_N(torch.float32 if dtype in HALVES else dtype, prior)
+    weight_NL, shape_NL = weight_N.unsqueeze(1), (rows.num_rows, len(losses.losses))
+    label_NL = known_labels(rows.label_N, rows.weight).view(shape_NL)
+    if rows.weight is not None:
+        weight_NL = weight_NL * rows.weight.view(shape_NL)
+    return RowLoss(losses, label_NL, losses.scaled(weight_NL), rows)
 
 
 def _linear(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
