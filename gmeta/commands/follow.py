@@ -2,7 +2,9 @@
 
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +25,7 @@ from gmeta_keys.asked import Asked
 from metaio.errors import MetaIOError
 
 if TYPE_CHECKING:
-    from gmeta.loop.live import LivePage, PageFile
+    from gmeta.loop.live import LivePage
 
 _DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
 
@@ -65,13 +67,13 @@ def follow(
     # (loop/stages.py).
     loop = Loop(settings, run_stage, last_line)
     measured, asked = LoopMetrics(loop), Asked()
-    live, file = None, None
+    live, draw = None, None
     if listen or page is not None:
         # Drawing loads matplotlib, half a second: for those who look.
-        from gmeta.loop.live import LivePage, PageFile
+        from gmeta.loop.live import LivePage, draw_page
 
         live = LivePage(loop, measured, listen, tls, proofs) if listen else None
-        file = None if page is None else PageFile(page, loop, measured)
+        draw = None if page is None else partial(draw_page, page, loop, measured)
     if not once:
 
         def end(*_: object) -> None:
@@ -79,7 +81,7 @@ def follow(
             end_stage()
 
         signal.signal(signal.SIGTERM, end)
-    _run(loop, measured, asked, once, file, live)
+    _run(loop, measured, asked, once, draw, live)
 
 
 def _check_listen(address: str, is_secured: bool) -> None:
@@ -106,7 +108,7 @@ def _run(
     measured: LoopMetrics,
     asked: Asked,
     once: bool,
-    page: "PageFile | None",
+    draw: Callable[[], None] | None,
     live: "LivePage | None",
 ) -> None:
     """Take stage after stage until a signal has `asked` to end, or `once` nothing is left to do."""
@@ -127,8 +129,8 @@ def _run(
             lacking = loop.without_input() if done is None else ""
             # When there is time, or at last a minute has passed: it takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
-            if page is not None and not is_drawn and is_idle:
-                page.draw()
+            if draw is not None and not is_drawn and is_idle:
+                draw()
                 is_drawn, drawn_s = True, time.monotonic()
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
@@ -140,9 +142,9 @@ def _run(
             if str(error) != told:  # not every few seconds
                 told = str(error)
                 _tell(f"waiting: {told}")
-                if page is not None:
+                if draw is not None:
                     with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
-                        page.draw()
+                        draw()
             asked.wait(every_s)
             continue
         if done is None:

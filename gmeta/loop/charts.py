@@ -1,14 +1,14 @@
 """What the page of a stream draws of its increments, one panel a question."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from gmeta.loop.day import Day
 from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.metrics.texts import MetricInfo
+from gmeta.report.lines import axis_label
 from gmeta.report.render import Axes, Chart, Panel, light
 
 # How a line is drawn: colour of the palette, marker, dashes.
@@ -18,8 +18,8 @@ _BEFORE = ("series-2", "s", "-")
 # Stages that are drawn as one: each alone is too thin to be seen.
 _STAGES = {"prepare": ("prepare",), "train": ("train",), "deliver": ("export", "judge", "promote")}
 
-Value = Callable[[Day], float | None]
-Line = tuple[str, Value, Style]
+Values = Sequence[float | None]  # of each increment
+Line = tuple[str, Values, Style]
 
 
 def stream_chart(days: Sequence[Day]) -> Chart:
@@ -27,12 +27,12 @@ def stream_chart(days: Sequence[Day]) -> Chart:
     if not days:
         return Chart("stream", "Stream", "", [])
     panels = [
-        _of_bars(days, "Training rows", "rows", [("rows", lambda day: day.record.num_rows)]),
+        _of_bars(days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]),
         _of_bars(
             days,
             "Ids that came (up) and went (down)",
             "ids",
-            [("new", lambda day: day.new), ("freed", lambda day: -day.freed)],
+            [("new", [day.new for day in days]), ("freed", [-day.freed for day in days])],
         ),
         *_forecasts(days),
         *_gates(days),
@@ -41,7 +41,10 @@ def stream_chart(days: Sequence[Day]) -> Chart:
             days,
             "Where the time goes",
             "seconds",
-            [(name, partial(_seconds, stages)) for name, stages in _STAGES.items()],
+            [
+                (name, [sum(day.took_s.get(stage, 0.0) for stage in own) for day in days])
+                for name, own in _STAGES.items()
+            ],
         ),
     ]
     return Chart("stream", "Stream", "", [panel for panel in panels if panel is not None])
@@ -53,11 +56,11 @@ def _forecasts(days: Sequence[Day]) -> list[Panel | None]:
     panels = []
     for info, name in _infos(name for day in days for name in day.forecast):
         lines: list[Line] = [
-            ("continued", partial(_forecast, name), _GOES_ON),
-            ("frozen", partial(_frozen, name), _FROZEN),
+            ("continued", [day.forecast.get(name) for day in days], _GOES_ON),
+            ("frozen", [day.frozen.get(name) for day in days], _FROZEN),
         ]
         if name == "auc":
-            lines.append(("best possible", lambda day: day.best_auc, _BEST))
+            lines.append(("best possible", [day.best_auc for day in days], _BEST))
         panels.append(
             _of_lines(days, f"{info.label} before training on it (prequential)", info, lines)
         )
@@ -68,10 +71,13 @@ def _gates(days: Sequence[Day]) -> list[Panel | None]:
     """Return what the judge compared; a candidate that was refused is crossed."""
     panels = []
     for info, name in _infos(name for day in days for name in day.verdict.get("candidate", {})):
+        candidates = _judged("candidate", name, days)
+        pairs = zip(candidates, days, strict=True)
+        refused = [value if day.refused else None for value, day in pairs]
         lines: list[Line] = [
-            ("candidate", partial(_judged, "candidate", name), _GOES_ON),
-            ("champion", partial(_judged, "champion", name), _BEFORE),
-            ("refused", partial(_refused, name), ("series-3", "X", "")),
+            ("candidate", candidates, _GOES_ON),
+            ("champion", _judged("champion", name, days), _BEFORE),
+            ("refused", refused, ("series-3", "X", "")),
         ]
         panels.append(_of_lines(days, f"{info.label} of gate tasks", info, lines))
     return panels
@@ -104,11 +110,11 @@ def _shipped(days: Sequence[Day]) -> Panel | None:
 
 
 def _of_bars(
-    days: Sequence[Day], title: str, unit: str, parts: Sequence[tuple[str, Value]]
+    days: Sequence[Day], title: str, unit: str, parts: Sequence[tuple[str, Values]]
 ) -> Panel | None:
     """Return bars that are stacked: what is below zero downwards."""
     numbers = [day.record.number for day in days]
-    values = [(label, [value(day) or 0 for day in days]) for label, value in parts]
+    values = [(label, [value or 0 for value in own]) for label, own in parts]
     if not any(any(heights) for _, heights in values):
         return None
 
@@ -133,8 +139,10 @@ def _of_lines(
     days: Sequence[Day], title: str, info: MetricInfo, lines: Sequence[Line]
 ) -> Panel | None:
     found = []
-    for label, value, style in lines:
-        known = [(day.record.number, one) for day in days if (one := value(day)) is not None]
+    numbers = [day.record.number for day in days]
+    for label, values, style in lines:
+        pairs = zip(numbers, values, strict=True)
+        known = [(number, value) for number, value in pairs if value is not None]
         if known:
             found.append((label, known, style))
     if not found:
@@ -142,13 +150,11 @@ def _of_lines(
 
     def draw(axes: Axes) -> None:
         for label, known, (color, marker, dashes) in found:
-            numbers, values = zip(*known, strict=True)
             shape = {"marker": marker, "markersize": 5, "linestyle": dashes or "none"}
-            axes.plot(numbers, values, color=light(color), linewidth=1.6, label=label, **shape)
-        better = "higher" if info.higher_is_better else "lower"
-        unit = f", {info.unit}" if info.unit else ""
-        named = f"{info.label}{unit}\n({better} is better)"
-        _framed(axes, days, named, has_legend=True, counts=False)
+            axes.plot(
+                *zip(*known, strict=True), color=light(color), linewidth=1.6, label=label, **shape
+            )
+        _framed(axes, days, axis_label(info), has_legend=True, counts=False)
 
     told = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in found)
     return Panel(title, f"{title}, by increment; at the newest: {told}", draw)
@@ -190,22 +196,6 @@ def _infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
     return found
 
 
-def _forecast(name: str, day: Day) -> float | None:
-    return day.forecast.get(name)
-
-
-def _frozen(name: str, day: Day) -> float | None:
-    return day.frozen.get(name)
-
-
-def _judged(who: str, name: str, day: Day) -> float | None:
-    found = (day.verdict.get(who) or {}).get(name)
-    return None if found is None else float(found)
-
-
-def _refused(name: str, day: Day) -> float | None:
-    return _judged("candidate", name, day) if day.refused else None
-
-
-def _seconds(stages: Sequence[str], day: Day) -> float:
-    return sum(day.took_s.get(stage, 0.0) for stage in stages)
+def _judged(who: str, name: str, days: Sequence[Day]) -> list[float | None]:
+    found = ((day.verdict.get(who) or {}).get(name) for day in days)
+    return [None if value is None else float(value) for value in found]

@@ -22,16 +22,9 @@ from metaio.errors import MetaIOError
 _REFRESH_S = 10
 
 
-@final
-class PageFile:
-    """The page as a file, drawn anew as the loop goes on."""
-
-    def __init__(self, path: Path, loop: Loop, metrics: LoopMetrics) -> None:
-        self._path, self._loop, self._metrics = path, loop, metrics
-
-    def draw(self) -> None:
-        """Write the page as the stream stands now, which takes a second."""
-        write_whole(self._path, stream_page(self._loop, self._metrics.status).encode())
+def draw_page(path: Path, loop: Loop, metrics: LoopMetrics) -> None:
+    """Write the page to a file as the stream stands now, which takes a second."""
+    write_whole(path, stream_page(loop, metrics.status).encode())
 
 
 @final

@@ -52,7 +52,8 @@ def make_plan(
     Raises:
         ConfigError: a kind does not fit the device, the width or the number of ranks.
     """
-    cluster = Cluster(ranks.world_size, _local_size(), ranks.device.type)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cluster = Cluster(ranks.world_size, local_size, ranks.device.type)
     if config.default != "planner":
         return plan_on(tables, config, tasks_per_step, cluster)
     # By rank 0 for all: ranks that planned for themselves might differ.
@@ -183,10 +184,6 @@ def plan_lines(described: dict[str, Any]) -> list[str]:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     return ", ".join(names[:MAX_SHOWN]) + more
-
-
-def _local_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _measured(cluster: Cluster, device: torch.device) -> Cluster:

@@ -42,9 +42,7 @@ def draw_lines(
             )
     axes.set_xticks(range(len(ticks)), list(ticks))
     axes.set_xlabel(label)
-    axes.set_ylabel(
-        f"{with_unit(info)}\n({'higher' if info.higher_is_better else 'lower'} is better)"
-    )
+    axes.set_ylabel(axis_label(info))
     axes.grid(axis="y")
 
 
@@ -81,6 +79,11 @@ def whiskers(estimates: Sequence[Estimate]) -> Any:
 def or_zero(value: float) -> float:
     """Return the value, 0 where it is not finite."""
     return value if math.isfinite(value) else 0.0
+
+
+def axis_label(info: MetricInfo) -> str:
+    """Return a metric's label with its unit and, below, which values are better."""
+    return f"{with_unit(info)}\n({'higher' if info.higher_is_better else 'lower'} is better)"
 
 
 def with_unit(info: MetricInfo) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
 import torch
-from torch import Tensor
 
 from gmeta.build import build_learner, check_registered, statistics_of
 from gmeta.errors import GMetaError
@@ -92,7 +91,8 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
             f"{folder} cannot be built ({error}). Load it with the release that wrote it"
         ) from error
     # Compared here, since torch tells of a misfit in as many lines as there are layers.
-    lacking = [name for name, value in wanted.items() if _shape(tensors.get(name)) != value.shape]
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]
     if lacking or len(tensors) > len(wanted):
         what = f"it lacks {lacking[0]} and {len(lacking) - 1} more" if lacking else "it holds more"
         raise GMetaError(
@@ -102,10 +102,6 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     learner = built()
     learner.load_state_dict(tensors)
     return learner
-
-
-def _shape(tensor: Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape
 
 
 def _encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:

@@ -11,6 +11,7 @@ from metaio.errors import shown
 from metaio.format.names import is_name
 from metaio.prepare.guess import MOST_DISTINCT_SHARE, Guess
 from metaio.prepare.log_look import Column
+from metaio.prepare.schema import TextRule
 
 HASHED_ROWS = 1_000_000
 NEGATIVES = 4  # of each positive row
@@ -74,12 +75,12 @@ def schema_toml(found: Guess, urls: Sequence[str]) -> str:
     lines += _ids(found)
     lines += _numbers(found)
     lines += _item(found)
-    if found.encoding != "utf-8" or found.null_words:
+    if found.text != TextRule():
         lines += ["", "[text]"]
-    if found.encoding != "utf-8":
-        lines.append(f"encoding = {_quoted(found.encoding)}")
-    if found.null_words:
-        lines.append(f"null = [{', '.join(map(_quoted, found.null_words))}]  # these mean a null")
+    if found.text.encoding != "utf-8":
+        lines.append(f"encoding = {_quoted(found.text.encoding)}")
+    if found.text.null:
+        lines.append(f"null = [{', '.join(map(_quoted, found.text.null))}]  # these mean a null")
     left_out = found.of("left out")
     if left_out:
         lines += ["", "# Left out:"]

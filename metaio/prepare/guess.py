@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from metaio.errors import DataError, shown
 from metaio.prepare.log_look import Column, Log, described, is_list
+from metaio.prepare.schema import TextRule
 
 # A vocabulary is kept in memory and copied into every export; beyond it ids are hashed.
 MOST_DISTINCT_SHARE = 0.5
@@ -68,8 +69,7 @@ class Guess:
     task_sizes: npt.NDArray[np.int64]  # rows of each task, ascending
     of_item: tuple[str, ...] = ()  # columns that change with the item alone
     why: Mapping[str, str] = field(default_factory=dict)
-    encoding: str = "utf-8"
-    null_words: tuple[str, ...] = ()
+    text: TextRule = TextRule()  # noqa: RUF009 - frozen
 
     def of(self, role: Role) -> list[Column]:
         """Return the columns of a role, in their order."""
@@ -168,8 +168,7 @@ def guess(log: Log, given: Mapping[Role, str]) -> Guess:
         log.task_sizes(task),
         (),
         why,
-        log.encoding,
-        log.null_words,
+        log.text,
     )
     if found.task_sizes[-1] < 2:
         raise DataError(

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 from metaio.errors import DataError
 from metaio.format.destination import passing_folder
 from metaio.prepare.inputs import Inputs, expand
-from metaio.prepare.sql import column_name, connected, quoted, scan, strict_csv
+from metaio.prepare.schema import TextRule
+from metaio.prepare.sql import column_name, connected, scan, strict_csv, text_options
 from metaio.prepare.text_faults import check_objects, fault_of, shortened
 from metaio.prepare.text_lines import DELIMITERS, fields_of
 
@@ -87,8 +88,7 @@ class Log:
     rows: pa.Table
     is_whole: bool = True
     urls: tuple[str, ...] = ()
-    encoding: str = "utf-8"
-    null_words: tuple[str, ...] = ()
+    text: TextRule = TextRule()  # noqa: RUF009 - frozen
 
     def task_sizes(self, column: str) -> npt.NDArray[np.int64]:
         """Return how many rows each value of a column has in the whole log, ascending.
@@ -101,7 +101,7 @@ class Log:
             return np.sort(counts.field("counts").to_numpy())
         name = column_name(column)
         with _opened(self.urls) as (connection, files), _telling(files):
-            read = scan(files, files.names, _csv(self.encoding, self.null_words))
+            read = scan(files, files.names, text_options(self.text))
             found = connection.sql(f"SELECT count(*) AS n FROM {read} GROUP BY {name}").fetchnumpy()
         return np.sort(np.asarray(found["n"], np.int64))
 
@@ -114,31 +114,26 @@ def first_rows(urls: Sequence[str]) -> Log:
     """
     with _opened(urls) as (connection, files), _telling(files):
         with fsspec.open(files.names[0], "rb", compression="infer") as file:
-            encoding = "utf-16" if file.read(2) == _UTF_16 else "utf-8"
+            text = TextRule("utf-16" if file.read(2) == _UTF_16 else "utf-8")
         try:
-            found = _fetched(connection, files, encoding)
+            found = _fetched(connection, files, text)
         except duckdb.InvalidInputException as error:
             if "Invalid unicode" not in str(error) or files.kind != "text":
                 raise
-            encoding = "latin-1"
-            found = _fetched(connection, files, encoding)
-        _check_columns(connection, files, found.column_names, encoding)
-        null_words = _null_words(found) if files.kind == "text" else ()
-        if null_words:  # of numbers with such words DuckDB makes text
-            found = _fetched(connection, files, encoding, null_words)
+            text = TextRule("latin-1")
+            found = _fetched(connection, files, text)
+        _check_columns(connection, files, found.column_names, text)
+        text = replace(text, null=_null_words(found) if files.kind == "text" else ())
+        if text.null:  # of numbers with such words DuckDB makes text
+            found = _fetched(connection, files, text)
     if not found.num_rows:
         raise DataError(f"input {files.names[0]} has 0 rows. Give a log with some")
     rows = found.slice(0, LOOKED_ROWS)
-    return Log(rows, found.num_rows == rows.num_rows, tuple(urls), encoding, null_words)
+    return Log(rows, found.num_rows == rows.num_rows, tuple(urls), text)
 
 
-def _fetched(
-    connection: duckdb.DuckDBPyConnection,
-    files: Inputs,
-    encoding: str,
-    null_words: tuple[str, ...] = (),
-) -> pa.Table:
-    read = scan(files, files.names, _csv(encoding, null_words))
+def _fetched(connection: duckdb.DuckDBPyConnection, files: Inputs, text: TextRule) -> pa.Table:
+    read = scan(files, files.names, text_options(text))
     return connection.sql(f"FROM {read} LIMIT {LOOKED_ROWS + 1}").to_arrow_table()
 
 
@@ -159,14 +154,14 @@ def _null_words(rows: pa.Table) -> tuple[str, ...]:
 
 
 def _check_columns(
-    connection: duckdb.DuckDBPyConnection, files: Inputs, names: list[str], encoding: str
+    connection: duckdb.DuckDBPyConnection, files: Inputs, names: list[str], text: TextRule
 ) -> None:
     """Raise what is wrong with a file of which each line was taken for one value."""
     if files.kind == "JSON":
         check_objects(files.names[0], names)
     mark = next((mark for mark in DELIMITERS if mark in names[0]), "")
     if files.kind == "text" and len(names) == 1 and mark:
-        table = strict_csv(files.names[0], _csv(encoding), mark, fields_of(names[0], mark))
+        table = strict_csv(files.names[0], text_options(text), mark, fields_of(names[0], mark))
         connection.sql(f"SELECT count(*) FROM {table}").fetchall()
 
 
@@ -191,12 +186,6 @@ def _telling(files: Inputs) -> Iterator[None]:
         elif files.kind == "Parquet":
             remedy = "Write that file again"
         raise DataError(fault or f"{told} {remedy}") from error
-
-
-def _csv(encoding: str, null_words: tuple[str, ...] = ()) -> str:
-    # As prepare reads it: without a comment DuckDB would look for one.
-    nulls = ", ".join(map(quoted, ("", *null_words)))
-    return f"comment = '', encoding = '{encoding}', nullstr = [{nulls}]"
 
 
 def is_list(kind: pa.DataType) -> bool:

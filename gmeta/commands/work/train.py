@@ -50,21 +50,23 @@ def _tell(folder: RunFolder) -> None:
         [line[key] for line in history if isinstance(line.get(key), int | float)]
         for key in ("samples_per_s", "data_wait_share")
     )
+    speed = statistics.median(speeds) if speeds else None
+    wait = statistics.mean(waits) if waits else None
     print_result(
         {
             "run": folder.root,
             "step": max((line["step"] for line in history), default=0),
             "loss": next((one["loss"] for one in reversed(history) if "loss" in one), None),
             "valid": next((one["valid"] for one in reversed(history) if "valid" in one), None),
-            "samples_per_s": statistics.median(speeds) if speeds else None,
-            "data_wait_share": statistics.mean(waits) if waits else None,
+            "samples_per_s": speed,
+            "data_wait_share": wait,
         }
     )
     parts = ("metrics.jsonl", "tensorboard/", "checkpoints/")
     found = ", ".join(part for part in parts if (folder.root / part).exists())
     lines = [f"\ntrained: {folder.root}  ({found})"]
-    if speeds and waits:  # a finished run that is resumed takes no step, and its log may be gone
-        speed, wait = statistics.median(speeds), statistics.mean(waits)
+    # A finished run that is resumed takes no step, and its log may be gone.
+    if speed is not None and wait is not None:
         lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]
     if line := best_not_kept(folder):
         lines += [line]

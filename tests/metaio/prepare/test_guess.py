@@ -81,13 +81,13 @@ def test_words_for_nulls_and_a_second_label_are_no_inputs(tmp_path: Path) -> Non
     path.write_text("\n".join(["user,item,bid,place,click,purchased", *rows]))
     found = guess(first_rows([str(path)]), {})
     # NA may be a place's name; \N is none.
-    assert found.null_words == ("\\N", "NULL", "NA")
+    assert found.text.null == ("\\N", "NULL", "NA")
     assert [column.name for column in found.of("dense")] == ["bid"]
     assert found.item == "item"
     assert found.why == {"purchased": "it looks like another label, known only afterwards"}
     assert tomllib.loads(schema_toml(found, [str(path)]))["text"] == {"null": ["\\N", "NULL", "NA"]}
     path.write_text(path.read_text().replace(",NA", ",").replace("\\N", "NA").replace("NULL", "4"))
-    assert guess(first_rows([str(path)]), {}).null_words == ()
+    assert guess(first_rows([str(path)]), {}).text.null == ()
 
 
 def test_a_text_of_yes_and_no_that_is_named_as_a_label_is_no_input() -> None:
