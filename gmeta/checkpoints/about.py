@@ -13,7 +13,7 @@ from gmeta.errors import GMetaError
 from gmeta.files.checked_json import read_json
 from gmeta.files.checksums import FileEntry, entries_of
 from gmeta.runs.progress import Progress
-from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio.format.manifest import checksum_of, signed
 
 PROGRESS_FILE = "progress.json"
 TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
@@ -41,7 +41,7 @@ def read_about(path: Path) -> dict[str, Any]:
         about = read_json(path / PROGRESS_FILE)
         checksum = about.pop("checksum", None)
         # Older releases wrote neither.
-        if (checksum or "files" in about) and checksum != xxh3_hex(canonical_json(about)):
+        if (checksum or "files" in about) and checksum != checksum_of(about):
             raise ValueError("it does not match its own checksum")
         # Not one is there by default: a step that is not said would be taken for the first.
         for item in fields(Progress):
@@ -71,9 +71,7 @@ def describe(progress: Progress, writer: Mapping[str, Any], files: Mapping[str, 
     """Return the text of progress.json: where the checkpoint stands, who the `writer` was, and the
     checkpoint's other files."""
     listed = {name: asdict(entry) for name, entry in files.items()}
-    about = {**asdict(progress), **writer, "files": listed}
-    about["checksum"] = xxh3_hex(canonical_json(about))
-    return json.dumps(about)
+    return json.dumps(signed({**asdict(progress), **writer, "files": listed}))
 
 
 def files_of(about: Mapping[str, Any]) -> dict[str, FileEntry]:

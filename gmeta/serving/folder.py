@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -29,7 +29,7 @@ from gmeta_models.config import ModelConfig
 from metaio.errors import MetaIOError
 from metaio.format.destination import flush_to_disk, folder_of_one_writer, replace_folder
 from metaio.format.features import Features
-from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio.format.manifest import checksum_of, signed, xxh3_hex
 from metaio.format.names import is_name
 from metaio.format.typed import typed
 from metaio.prepare.schema import Schema
@@ -135,9 +135,7 @@ def write_config(folder: Path, config: ExportedConfig) -> None:
     schema = config.columns.schema
     body["features"] = config.features.to_json()
     body["columns"] = {**vars(config.columns), "schema": schema.to_json() if schema else None}
-    body = json.loads(json.dumps(body, default=asdict))
-    body["checksum"] = xxh3_hex(canonical_json(body))
-    (folder / CONFIG_FILE).write_text(json.dumps(body, indent=1))
+    (folder / CONFIG_FILE).write_text(json.dumps(signed(body), indent=1))
 
 
 def checksum_in(folder: Path) -> str:
@@ -174,21 +172,19 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
     except ValueError as error:
         raise GMetaError(f"{path} is not JSON: it was cut short or edited. {REMEDY}") from error
     # Any folder of a run has a config.json too.
-    if body.pop("format", None) != FORMAT_NAME:
+    if body.get("format") != FORMAT_NAME:
         raise UserError(
             f"{path} is not of format {FORMAT_NAME}: {folder} is no exported model. "
             "Give a folder that `gmeta export` wrote"
         )
     # Before the checksum: another version may take it of other things.
-    version = body.pop("version", None)
+    version = body.get("version")
     if version != FORMAT_VERSION:
         raise GMetaError(
             f"{path} has format version {version}: this release reads version {FORMAT_VERSION}. "
             "Export the run again with this release, or load it with the one that wrote it"
         )
-    checksum = body.pop("checksum", None)
-    signed = {"format": FORMAT_NAME, "version": version, **body}
-    if checksum != xxh3_hex(canonical_json(signed)):
+    if body.get("checksum") != checksum_of(body):
         raise GMetaError(f"{path} does not match its own checksum: it was edited. {REMEDY}")
     return _from_json(path, body)
 

@@ -9,17 +9,14 @@ from typing import Any
 
 from metaio.errors import FormatError
 from metaio.format.destination import flush_to_disk
-from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio.format.manifest import checksum_of, signed
 
 VERSION = 1
 
 
 def write_checked(path: Path, kind: str, body: Mapping[str, Any]) -> None:
     """Write a JSON file of this kind; it takes its name once it is on the disk."""
-    # There and back, so that the checksum sees what a reader will see: lists, not tuples.
-    told = {"format": kind, "version": VERSION, **body}
-    found: dict[str, Any] = json.loads(json.dumps(told, default=vars))
-    found["checksum"] = _checksum_of(found)
+    found = signed({"format": kind, "version": VERSION, **body})
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     flush_to_disk([partial])
@@ -46,7 +43,7 @@ def checked(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]
             f"{name} has version {body.get('version')!r:.20}, this release reads version "
             f"{VERSION}. Read it with the release that wrote it"
         )
-    if body.get("checksum") != _checksum_of(body):
+    if body.get("checksum") != checksum_of(body):
         raise FormatError(f"{name} does not match its own checksum: it was edited. {remedy}")
     return body
 
@@ -66,8 +63,3 @@ def fits(value: Any, shape: Any) -> bool:
         return False
     keys = value if "" in shape else shape
     return all(key in value and fits(value[key], shape.get(key, shape.get(""))) for key in keys)
-
-
-def _checksum_of(body: Mapping[str, Any]) -> str:
-    signed = {key: value for key, value in body.items() if key != "checksum"}
-    return xxh3_hex(canonical_json(signed))

@@ -1,6 +1,7 @@
 """The manifest: what a dataset holds, and the checksums that every other file is held against."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,9 +134,20 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def xxh3_hex(data: bytes | memoryview) -> str:
-    """Return xxh3_64 as 16 hexadecimal digits."""
-    return f"{xxhash.xxh3_64_intdigest(data):016x}"
+xxh3_hex = xxhash.xxh3_64_hexdigest  # 16 digits
+
+
+def checksum_of(body: Mapping[str, Any]) -> str:
+    """Return the checksum of a JSON object, of all in it but its own: reformatting the file does no
+    harm, changing a value does."""
+    return xxh3_hex(canonical_json({name: body[name] for name in body if name != "checksum"}))
+
+
+def signed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its checksum behind all of the rest."""
+    # There and back, so that the checksum sees what a reader will see: lists, not tuples.
+    found: dict[str, Any] = json.loads(json.dumps(body, default=vars))
+    return {**found, "checksum": checksum_of(found)}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -144,12 +156,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body["features"] = manifest.features.to_json()
     if manifest.stream is None:
         del body["stream"]  # manifests of datasets that stand alone stay as they were
-    # There and back, so that the checksum sees what a reader will see: lists, not tuples.
-    body = json.loads(json.dumps(body, default=vars))
-    # Last, over all of the rest.
-    body["checksum"] = xxh3_hex(canonical_json(body))
-    # Indented for people; the checksum is over the canonical form.
-    return json.dumps(body, indent=1).encode()
+    return json.dumps(signed(body), indent=1).encode()
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
@@ -171,9 +178,7 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
             f"{FORMAT_VERSION}. "
             "Prepare the dataset again, or read it with the release that wrote it"
         )
-    # Over the canonical form: reformatting the file does no harm, changing a value does.
-    checksum = body.pop("checksum", None)
-    if checksum != xxh3_hex(canonical_json(body)):
+    if body.pop("checksum", None) != checksum_of(body):
         raise _altered(name, "does not match its own checksum")
     kept = {key: value for key, value in body.items() if key not in ("format", "version")}
     try:
