@@ -7,7 +7,7 @@ from metaio.format.features import Features
 from metaio.ragged import offsets
 
 NO_ITEM = -1
-# A column describes the item if it agrees with the item's first row in so many of its rows.
+# A column describes the item if it agrees with the item's first row in so many of its others.
 DESCRIBING_SHARE = 0.99
 
 
@@ -16,7 +16,11 @@ def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tupl
     does."""
     if item == NO_ITEM:
         return (False,) * len(features.sparse)
-    _, first, index_N = np.unique(rows.ids_of(item), return_index=True, return_inverse=True)
+    id_N = rows.ids_of(item)
+    _, first, index_N = np.unique(id_N, return_index=True, return_inverse=True)
+    # Row 0 is no item: it stands for all that the vocabulary lacks. A first row agrees with itself.
+    tells_N = id_N != 0
+    tells_N[first] = False
     found = []
     for column in range(len(features.sparse)):
         lists = lists_of(rows, column)
@@ -24,8 +28,9 @@ def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tupl
         weight_V = np.random.default_rng(0).random(4099)[lists.ids_V % 4099]
         mark_N = np.bincount(lists.row_V, weight_V, minlength=rows.num_rows)
         # A share, not all: a log may correct a film's genre once.
-        agrees_N = np.isclose(mark_N, mark_N[first][index_N])
-        found.append(bool(agrees_N.mean() >= DESCRIBING_SHARE))
+        agrees_N = np.isclose(mark_N, mark_N[first][index_N])[tells_N]
+        share = float(agrees_N.mean()) if agrees_N.size else 0.0
+        found.append(column == item or share >= DESCRIBING_SHARE)
     return tuple(found)
 
 
