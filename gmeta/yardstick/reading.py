@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from gmeta.yardstick.rows import EpisodeRows, joined, rows_of, share_of
+from gmeta.yardstick.rows import EpisodeRows, joined, rows_of, share_of, some_rows
 from metaio.format.dataset import Dataset
 
 
@@ -24,4 +24,8 @@ def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> Episo
         FormatError: a file is missing or damaged.
     """
     share = max_rows / max(dataset.split(split).num_rows, 1)
-    return joined(share_of(rows, share, seed) for rows in read_rows(dataset, split))
+
+    def drawn(share: float) -> EpisodeRows:
+        return joined(share_of(rows, share, seed) for rows in read_rows(dataset, split))
+
+    return some_rows(drawn, share)

@@ -4,7 +4,7 @@ Shape suffixes: T episodes, N rows, F single-id features, K dense columns, V ids
 feature; T1 = T + 1, N1 = N + 1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -199,7 +199,15 @@ def share_of(rows: EpisodeRows, share: float, seed: int) -> EpisodeRows:
 
 def some_of(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
     """Return whole tasks with about `max_rows` rows, or all if they have no more."""
-    return share_of(rows, max_rows / max(rows.num_rows, 1), seed)
+    return some_rows(lambda share: share_of(rows, share, seed), max_rows / max(rows.num_rows, 1))
+
+
+def some_rows(drawn: Callable[[float], EpisodeRows], share: float) -> EpisodeRows:
+    """Return what is drawn at this share of the tasks; at the next larger one at which there is
+    any, as of few large tasks, such as advertisers, hashes may choose none.
+    """
+    rows = drawn(share)
+    return rows if rows.num_rows or share >= 1.0 else some_rows(drawn, 2 * share)
 
 
 def uniform(names: Int64, stream: int, seed: int) -> Floats:

@@ -11,6 +11,8 @@ from gmeta.errors import UserError
 from gmeta.losses.config import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.measure import Yardsticks, measure
+from gmeta.yardstick.reading import sample_rows
+from gmeta.yardstick.rows import some_of
 from metaio import Provenance, open_dataset, write_dataset
 from tests.yardstick.sample import FEATURES, raw_rows, write_data
 
@@ -72,6 +74,18 @@ def test_rows_are_those_of_the_split_query_rows_alone(tmp_path: Path) -> None:
             expected += [(split, task, support, y) for y in block.label_N[first + support : last]]
     rows = zip(*(table[name].to_pylist() for name in table.column_names[:4]), strict=True)
     assert list(rows) == expected
+
+
+@pytest.mark.parametrize("num_tasks", [1, 60])
+def test_of_large_tasks_at_least_one_is_drawn(num_tasks: int, tmp_path: Path) -> None:
+    """As many rows as are wanted are less than a task has: of advertisers, say."""
+    with write_dataset(str(tmp_path / "data"), FEATURES, Provenance("user", "label")) as writer:
+        writer.split("train").write(raw_rows(num_tasks, "bce"))
+    dataset = open_dataset(str(tmp_path / "data"))
+    for seed in range(8):
+        drawn = sample_rows(dataset, "train", 1, seed)
+        assert 1 <= len(drawn.task_T) <= 9
+        assert len(some_of(drawn, 1, seed).task_T) >= 1
 
 
 def test_without_lightgbm_the_report_says_how_to_get_it(
