@@ -1,5 +1,6 @@
 """The yardstick of a stored dataset: the same rows, and no label that it must not know."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,17 @@ def test_without_lightgbm_the_report_says_how_to_get_it(
     found = measured(write_data(tmp_path / "data", "mse"), "mse")
     assert [model.name for model in found.models] == ["bias model"]
     assert found.notes == ("boosted trees: they need the extra, pip install 'gmeta[lightgbm]'",)
+
+
+def test_trees_have_the_run_s_huber_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(trees, "available", lambda: True)
+    monkeypatch.setattr(trees, "grow", lambda *given: asked.extend(given))
+    config = config_of(write_data(tmp_path / "data", "huber"), "huber")
+    config = replace(config, outer=replace(config.outer, huber_delta=7.0))
+    found = measure(config, open_dataset(str(tmp_path / "data")), ["cold"])
+    assert asked[-1] == 7.0
+    assert found.notes == ("boosted trees: none, there are too few training tasks",)
 
 
 def test_trees_can_be_left_out(tmp_path: Path) -> None:
