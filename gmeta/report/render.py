@@ -8,6 +8,7 @@ serves light and dark.
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -151,9 +152,11 @@ def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     # Dates and versions in the file would make two reports of one evaluation differ.
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    figure.savefig(
-        buffer, format=kind, dpi=PNG_DPI if kind == "png" else 72, metadata=metadata, **options
-    )
+    dpi = PNG_DPI if kind == "png" else 72
+    with warnings.catch_warnings():
+        # A sheet has boxes for what its font lacks; the page, in the browser's fonts, has not.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata, **options)
     return buffer.getvalue()
 
 

@@ -93,7 +93,8 @@ class Choices:
 
     def held(self, value: Any) -> Any:
         """Return what a study knows a value by; None where it is none of the choices."""
-        return json.dumps(value) if value in self.values else None
+        # As it stands there: a file may have 3 for 3.0.
+        return next((json.dumps(each) for each in self.values if _is_same(each, value)), None)
 
     def ends(self) -> list[Any]:
         """Return the values that a config must allow: all of them."""
@@ -318,6 +319,10 @@ NOT_USED = {
     **dict.fromkeys(FORWARD_ONLY, _OF_INNER_STEPS),
 }
 RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def _log_range(key: str, low: float, high: float) -> Range:

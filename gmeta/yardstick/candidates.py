@@ -179,7 +179,7 @@ def candidates_of(
     place = np.searchsorted(items.ids_of(item), pair[:, 1])
     tasks, begins = np.unique(pair[:, 0], return_index=True)
     of_task = dict.fromkeys(scored.tolist(), np.zeros(0, np.int64))
-    of_task |= dict(zip(tasks.tolist(), np.split(place, begins[1:]), strict=True))
+    of_task |= dict(zip(tasks.tolist(), np.split(place, begins)[1:], strict=True))
     for task, own in of_task.items():
         if items.num_rows - len(own) < per_positive:
             raise UserError(

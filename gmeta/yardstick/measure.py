@@ -118,7 +118,8 @@ def measure(
         return Yardsticks(found, (trees.MISSING,))
     describing = describing_columns(train, dataset.features, bias.item)
     known = Known(sums, dataset.features, bias, describing)
-    grown = trees.grow(loss, known, train, valid, dataset.manifest.support_is_past, SEED)
+    is_past, delta = dataset.manifest.support_is_past, config.outer.huber_delta
+    grown = trees.grow(loss, known, train, valid, is_past, SEED, delta)
     if grown is None:
         few = f"boosted trees{of_label}: none, there are too few training tasks"
         return Yardsticks(found, (few,))

@@ -5,7 +5,7 @@ Shape suffixes: T episodes, N rows, F single-id features, K dense columns, V ids
 feature; T1 = T + 1, N1 = N + 1.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +25,7 @@ Bools = npt.NDArray[np.bool_]
 # Which fold or half a task is in, which of its rows are drawn: kept apart by these.
 FOLD_STREAM, SAMPLE_STREAM, DRAW_STREAM, MASK_STREAM, HALF_STREAM = 1, 2, 3, 4, 5
 NO_ITEM = -1
-# A column describes the item if it agrees with the item's first row in so many of its rows.
+# A column describes the item if it agrees with the item's first row in so many of its others.
 DESCRIBING_SHARE = 0.99
 
 
@@ -205,7 +205,15 @@ def share_of(rows: EpisodeRows, share: float, seed: int) -> EpisodeRows:
 
 def some_of(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
     """Return whole tasks with about `max_rows` rows, or all if they have no more."""
-    return share_of(rows, max_rows / max(rows.num_rows, 1), seed)
+    return some_rows(lambda share: share_of(rows, share, seed), max_rows / max(rows.num_rows, 1))
+
+
+def some_rows(drawn: Callable[[float], EpisodeRows], share: float) -> EpisodeRows:
+    """Return what is drawn at this share of the tasks; at the next larger one at which there is
+    any, as of few large tasks, such as advertisers, hashes may choose none.
+    """
+    rows = drawn(share)
+    return rows if rows.num_rows or share >= 1.0 else some_rows(drawn, 2 * share)
 
 
 def uniform(names: Int64, stream: int, seed: int) -> Floats:
@@ -233,14 +241,22 @@ def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> Episo
         FormatError: a file is missing or damaged.
     """
     share = max_rows / max(dataset.split(split).num_rows, 1)
-    return joined(share_of(rows, share, seed) for rows in read_rows(dataset, split))
+
+    def drawn(share: float) -> EpisodeRows:
+        return joined(share_of(rows, share, seed) for rows in read_rows(dataset, split))
+
+    return some_rows(drawn, share)
 
 
 def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tuple[bool, ...]:
     """Return which sparse columns follow from the item, as a film's director; itself, too."""
     if item == NO_ITEM:
         return (False,) * len(features.sparse)
-    _, first, index_N = np.unique(rows.ids_of(item), return_index=True, return_inverse=True)
+    id_N = rows.ids_of(item)
+    _, first, index_N = np.unique(id_N, return_index=True, return_inverse=True)
+    # Row 0 is no item: it stands for all that the vocabulary lacks. A first row agrees with itself.
+    tells_N = id_N != 0
+    tells_N[first] = False
     found = []
     for column in range(len(features.sparse)):
         lists = lists_of(rows, column)
@@ -248,8 +264,9 @@ def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tupl
         weight_V = np.random.default_rng(0).random(4099)[lists.ids_V % 4099]
         mark_N = np.bincount(lists.row_V, weight_V, minlength=rows.num_rows)
         # A share, not all: a log may correct a film's genre once.
-        agrees_N = np.isclose(mark_N, mark_N[first][index_N])
-        found.append(bool(agrees_N.mean() >= DESCRIBING_SHARE))
+        agrees_N = np.isclose(mark_N, mark_N[first][index_N])[tells_N]
+        share = float(agrees_N.mean()) if agrees_N.size else 0.0
+        found.append(column == item or share >= DESCRIBING_SHARE)
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ from metaio.ragged import Int64, places
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "bce": {"objective": "binary", "metric": "binary_logloss"},
     "mse": {"objective": "regression", "metric": "l2"},
-    "huber": {"objective": "huber", "metric": "huber", "alpha": 1.0},
+    "huber": {"objective": "huber", "metric": "huber"},
     "mae": {"objective": "regression_l1", "metric": "l1"},
 }
 # Predictions of the label rank as scores do.
@@ -112,6 +112,7 @@ def grow(
     valid: Sequence[EpisodeRows],
     support_is_past: bool,
     seed: int,
+    huber_delta: float = 1.0,
 ) -> Trees | None:
     """Return trees grown on the training tasks `train`, chosen by the mean loss of the groups of
     tasks `valid`, or, where there are none, on the tasks of one fold of `train`; None where one of
@@ -133,6 +134,7 @@ def grow(
     against = _dataset(library, _joined(judges), data, np.repeat(1.0 / sizes, sizes))
     is_fraction = loss == "bce" and bool((given.label_N % 1 != 0).any())
     objective = FRACTIONS if is_fraction else OBJECTIVES[loss]
+    objective = objective | {"alpha": huber_delta}  # read by "huber" alone
     objective = objective | {"num_threads": _threads(library, objective, data)}
     found: dict[Setting, tuple[float, int]] = {}
     best = Setting()

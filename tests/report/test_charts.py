@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -151,3 +152,10 @@ def test_names_with_dollar_signs_are_shown_as_they_are() -> None:
     assert any("p$100_$" in one.label for chart in charts.values() for one in chart.series)
     for chart in charts.values():
         assert png_sheet(chart)
+
+
+def test_a_name_that_the_font_lacks_is_no_warning_on_the_terminal() -> None:
+    chart = charts_for(run_of("bce", "模型"), baseline_of("bce"))["groups"]
+    with warnings.catch_warnings(action="error"):
+        png_sheet(chart)
+    assert "模型, adapted" in [one.label for one in chart.series]

@@ -202,6 +202,18 @@ def test_the_page_shows_the_yardstick_how_it_was_chosen_and_what_must_not_be_mis
 
 
 @needs_browser
+def test_a_phone_shows_a_long_name_in_its_width(tmp_path: Path) -> None:
+    run, path = run_of("bce", "a_run_of_one_long_word" * 4), tmp_path / "report.html"
+    path.write_text(_drawn(summarise([run]), run))
+    with open_browser() as browser:
+        browser.driver.set_window_size(400, 800)
+        browser.open(path.as_uri())
+        script = "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
+        needed, shown = browser.driver.execute_script(script)
+    assert needed <= shown
+
+
+@needs_browser
 def test_a_laptop_shows_the_verdict_on_each_baseline(tmp_path: Path) -> None:
     run, path = run_of("bce"), tmp_path / "report.html"
     rivals = [yardstick_of("bce"), yardstick_of("bce", "boosted trees", "trees")]

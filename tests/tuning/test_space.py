@@ -83,6 +83,13 @@ def test_choices_may_be_lists() -> None:
     assert choices.held([32]) is None
 
 
+def test_a_number_is_held_as_the_choices_have_it() -> None:
+    """Optuna refuses a text that is none of them, and a config has 3.0 where a file may have 3."""
+    choices = Choices("algorithm.support_prior", (0, 3))
+    assert (choices.held(3.0), choices.held(1.0)) == ("3", None)
+    assert Choices("model.linear", (1, 2)).held(True) is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -163,6 +163,25 @@ def test_the_film_s_columns_are_found_where_the_schema_lists_none(
     assert dataset.features.dense == ("hour", "length")
 
 
+def test_tasks_of_new_items_alone_meet_all_known_ones(tmp_path: Path) -> None:
+    user = np.repeat(np.arange(8), 6)
+    is_cold = user >= 6
+    columns = {"user": user, "film": np.arange(48) % 12 + 99 * is_cold, "clicked": user % 2}
+    columns["split"] = np.where(is_cold, "cold", "train")
+    pq.write_table(pa.table(columns), tmp_path / "raw.parquet")
+    body = {key: SCHEMA[key] for key in ("task", "label", "episodes")}
+    body |= {"item": {"column": "film"}, "single": [{"column": "film", "vocabulary": 1}]}
+    prepare([str(tmp_path / "raw.parquet")], str(tmp_path / "data"),
+            parse_schema({**body, "splits": {"column": "split"}}))  # fmt: skip
+    dataset = open_dataset(str(tmp_path / "data"))
+    found = candidates_of(dataset, ["cold"], 4, 0.5)
+    assert found.items.ids_of(0).tolist() == list(range(1, 13))
+    (rows,) = read_rows(dataset, "cold")
+    assert not rows.ids_NF.any()
+    (listed,) = found.parts(rows, STORED)
+    assert set(listed.rows.ids_NF[listed.is_sampled_M, 0]) <= set(range(1, 13))
+
+
 @pytest.mark.parametrize("name", ["mrr", "hr@1", "hr@3", "ndcg@3", "p@3", "recall@2", "hr@99"])
 def test_metrics_are_those_of_a_loop_over_lists(name: str) -> None:
     """Ties stand in every order with equal chance: all orders are tried."""

@@ -129,5 +129,13 @@ def test_what_follows_from_the_item_describes_it() -> None:
     assert describing_columns(rows, FEATURES, ITEM) == (False, True, True)
 
 
+def test_rows_of_unknown_items_and_items_of_one_row_tell_nothing_of_what_describes_them() -> None:
+    rows = episode_rows(60, "mse")
+    rows.ids_NF[::10, ITEM] = 0  # whatever the vocabulary lacks
+    assert describing_columns(rows, FEATURES, ITEM) == (True, True, True)
+    rows.ids_NF[:, ITEM] = np.arange(rows.num_rows)
+    assert describing_columns(rows, FEATURES, ITEM) == (False, True, False)
+
+
 def _no_fold(rows: EpisodeRows) -> np.ndarray:
     return np.full(rows.num_rows, NO_FOLD)

@@ -1,5 +1,6 @@
 """The yardstick of a stored dataset: the same rows, and no label that it must not know."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from gmeta.errors import UserError
 from gmeta.losses.config import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.measure import Yardsticks, measure
+from gmeta.yardstick.reading import sample_rows
+from gmeta.yardstick.rows import some_of
 from metaio import Provenance, open_dataset, write_dataset
 from tests.yardstick.sample import FEATURES, raw_rows, write_data
 
@@ -74,6 +77,18 @@ def test_rows_are_those_of_the_split_query_rows_alone(tmp_path: Path) -> None:
     assert list(rows) == expected
 
 
+@pytest.mark.parametrize("num_tasks", [1, 60])
+def test_of_large_tasks_at_least_one_is_drawn(num_tasks: int, tmp_path: Path) -> None:
+    """As many rows as are wanted are less than a task has: of advertisers, say."""
+    with write_dataset(str(tmp_path / "data"), FEATURES, Provenance("user", "label")) as writer:
+        writer.split("train").write(raw_rows(num_tasks, "bce"))
+    dataset = open_dataset(str(tmp_path / "data"))
+    for seed in range(8):
+        drawn = sample_rows(dataset, "train", 1, seed)
+        assert 1 <= len(drawn.task_T) <= 9
+        assert len(some_of(drawn, 1, seed).task_T) >= 1
+
+
 def test_without_lightgbm_the_report_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +96,17 @@ def test_without_lightgbm_the_report_says_how_to_get_it(
     found = measured(write_data(tmp_path / "data", "mse"), "mse")
     assert [model.name for model in found.models] == ["bias model"]
     assert found.notes == ("boosted trees: they need the extra, pip install 'gmeta[lightgbm]'",)
+
+
+def test_trees_have_the_run_s_huber_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(trees, "available", lambda: True)
+    monkeypatch.setattr(trees, "grow", lambda *given: asked.extend(given))
+    config = config_of(write_data(tmp_path / "data", "huber"), "huber")
+    config = replace(config, outer=replace(config.outer, huber_delta=7.0))
+    found = measure(config, open_dataset(str(tmp_path / "data")), ["cold"])
+    assert asked[-1] == 7.0
+    assert found.notes == ("boosted trees: none, there are too few training tasks",)
 
 
 def test_trees_can_be_left_out(tmp_path: Path) -> None:

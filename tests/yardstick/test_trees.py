@@ -52,6 +52,20 @@ def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(
     np.testing.assert_array_equal(grown.predict(known, cold), again.predict(known, cold))
 
 
+def test_huber_s_loss_is_squared_as_far_as_the_run_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large labels, such as prices, steps as of a delta of 1 would be nothing."""
+    monkeypatch.setattr(trees, "MAX_TREES", 20)
+    train = episode_rows(60, "mse")
+    found = []
+    for scale in (1.0, 1024.0):  # a power of two changes no digit
+        scaled = replace(train, label_N=train.label_N * scale)
+        known = known_of(scaled, "huber")
+        grown = trees.grow("huber", known, scaled, [], False, 0, huber_delta=scale)
+        assert grown is not None
+        found.append(grown.predict(known, scaled) / scale)
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
 def test_fractions_of_clicks_are_no_clicks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "MAX_TREES", 60)
     train, cold = episode_rows(150, "bce"), episode_rows(100, "bce", 2, 2000)
