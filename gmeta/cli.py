@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -171,14 +172,16 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
-def main() -> None:
-    """Run the command line and end the process with the right exit code."""
+def main(work: Callable[[], object] = app) -> None:
+    """Run the command line, or other work in its place, and end the process with the right exit
+    code.
+    """
     _open_streams()
     # fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
     logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in one.getMessage())
     try:
         with failing_as(_FaultError):
-            _run()
+            _run(work)
     except _FaultError as fault:
         error = fault.args[0]
         sys.excepthook(type(error), error, error.__traceback__)
@@ -189,9 +192,10 @@ class _FaultError(Exception):
     """What nobody thought of, or what is to be told with its traceback."""
 
 
-def _run() -> None:
+def _run(work: Callable[[], object]) -> None:
     try:
-        app()
+        work()
+        _leave(0)
     except SystemExit as done:
         _leave(done.code if isinstance(done.code, int) else int(done.code is not None))
     except told_errors() as error:

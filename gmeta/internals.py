@@ -53,6 +53,22 @@ def tables_kept_by(kind: type[nn.Module]) -> Iterator[None]:
         kernels.SplitTableBatchedEmbeddingBagsCodegen = before
 
 
+def update_in_backward(
+    tables: nn.Module, optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    """Have TorchRec fuse this optimizer into the backward of tables that it has not placed yet.
+
+    torch's `_apply_optimizer_in_backward` says it by the same attributes, and comes with eight
+    optimizers that are compiled where it is imported: 0.2 s of the start of each rank.
+
+    If they move: what TorchRec's ShardedEmbeddingCollection and its planner read of a parameter.
+    """
+    for table in tables.parameters():
+        told: Any = table
+        told._in_backward_optimizers = []
+        told._optimizer_classes, told._optimizer_kwargs = [optimizer], [settings]
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Have `function` called when the backward that runs now has done its last operation.
 

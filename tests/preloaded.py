@@ -20,11 +20,9 @@ import rich.emoji
 import tensorboard.plugins.hparams.api_pb2
 import tensorboard.plugins.hparams.metadata
 import torch.distributed.launcher.api
-import torch.distributed.optim
 import torch.profiler
 import torch.utils.serialization
 import torch.utils.tensorboard
-import torchrec.optim.apply_optimizer_in_backward
 
 with suppress(ImportError):  # not in older releases
     import fsspec.implementations.chained

@@ -1,13 +1,15 @@
 """`gmeta config`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from gmeta.commands import on_ranks
 from gmeta.commands.screen import screen, show_table
-from gmeta.config import describe_config, load_config
+from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
 from gmeta.tuning.written import config_toml
 
@@ -43,17 +45,28 @@ def config(
         for key, default, meaning in describe_config():
             table.add_row(key, default, meaning)
         return show_table(screen(), table)
-    resolved = load_config(path, overrides or [])
     if check:
-        # Loading torch takes seconds: not before the keys are known to be right.
-        from gmeta.commands.work.before_ranks import check_for_ranks
-
-        check_for_ranks(resolved, is_new=False)
+        resolved = checked(path, overrides or [])
         screen().print(
             f"{path} is right: {resolved.algorithm.name} with {resolved.model.name} on "
             f"{resolved.data.path}, into {resolved.run.dir}"
         )
         return None
+    resolved = load_config(path, overrides or [])
     command = " ".join(["gmeta config", str(path), *(overrides or [])])
     typer.echo(config_toml(resolved, command, every=not short), nl=False)
     return None
+
+
+def checked(path: Path, overrides: Sequence[str]) -> TrainConfig:
+    """Return a config that was held against its data, model and algorithm.
+
+    Raises:
+        ConfigError, FormatError: see load_config and check_for_ranks.
+    """
+    resolved = load_config(path, overrides)
+    # Loading torch takes seconds: not before the keys are known to be right.
+    with on_ranks.importing():
+        from gmeta.commands.work.before_ranks import check_for_ranks
+    check_for_ranks(resolved, is_new=False)
+    return resolved

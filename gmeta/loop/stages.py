@@ -42,7 +42,6 @@ _PRELOADED = [
     "pydantic.plugin._loader",
     "pydantic.type_adapter",
     "rich._emoji_codes",
-    "torch.distributed.optim",
     "torch.profiler",
     "torch.utils.serialization",
     "torch.utils.tensorboard",

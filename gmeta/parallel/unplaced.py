@@ -4,9 +4,9 @@ import torch
 import torchrec.optim
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from gmeta.config import TrainConfig
+from gmeta.internals import update_in_backward
 from gmeta.tables.names import module_name
 from gmeta.tables.widths import collections_of_tables, widths_of_tables
 from gmeta_models.config import ModelConfig
@@ -32,11 +32,8 @@ def tables_to_place(features: Features, config: TrainConfig) -> nn.Module:
     outer = config.outer
     tables = _collections(features, config.model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
-    apply_optimizer_in_backward(
-        SPARSE_OPTIMIZERS[outer.sparse_optimizer],
-        tables.parameters(),
-        {"lr": outer.sparse_lr, **epsilon},
-    )
+    settings = {"lr": outer.sparse_lr, **epsilon}
+    update_in_backward(tables, SPARSE_OPTIMIZERS[outer.sparse_optimizer], settings)
     return tables
 
 

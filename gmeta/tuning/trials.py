@@ -194,7 +194,6 @@ def trial_processes(parallel: int, preload: str) -> Iterator[ForkServerContext]:
     with tempfile.TemporaryDirectory(prefix="gmeta-tune-") as folder:
         tempfile.tempdir = folder
         try:
-            # The second is imported by training once it places its tables: .25 s of every trial.
-            yield forking_context([preload, "torch.distributed.optim"])
+            yield forking_context([preload])
         finally:
             tempfile.tempdir = before

@@ -31,11 +31,19 @@ from gmeta.serving.model import ServedModel
 from gmeta_models import MODELS
 from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
-from metaio.format.features import FeatureSpec
+from metaio.format.features import Features, FeatureSpec
 from tests.exported import FEATURES, random_rows
 from tests.runtimes.models import ALGORITHMS_BY_CASE, MODELS_BY_CASE, model_of
 
 SIZES = ((1, 1), (7, 3), (30, 5))  # rows and longest list
+# Labels and weights; as many columns of a kind as an example would have rows, or ids in a list.
+WITH_LABELS = replace(
+    FEATURES,
+    single=(*FEATURES.single, FeatureSpec("town", "city")),
+    dense=tuple("abcd"),
+    labels=("click", "buy"),
+    weight="seconds",
+)
 STATISTICS = SupportFeaturesConfig(task=True, columns=("*",), label_prior=(0.5, 0.5))
 
 
@@ -133,9 +141,18 @@ def test_the_modules_that_programs_record_predict_what_the_model_does(
 
 
 # Two, as recording takes seconds; the test before this holds all pairs against the model.
-@pytest.mark.parametrize(("model", "algorithm"), [("melu", "maml"), ("cbml", "encoder")])
-def test_a_program_adapts_to_a_task_of_any_size(model: str, algorithm: str, tmp_path: Path) -> None:
-    served = model_of(tmp_path / "model", model, algorithm)
+@pytest.mark.parametrize(
+    ("model", "algorithm", "features"),
+    [
+        pytest.param("melu", "maml", WITH_LABELS, id="melu-maml-labels"),
+        pytest.param("cbml", "encoder", FEATURES, id="cbml-encoder"),
+    ],
+)
+def test_a_program_adapts_to_a_task_of_any_size(
+    model: str, algorithm: str, features: Features, tmp_path: Path
+) -> None:
+    served = model_of(tmp_path / "model", model, algorithm, features=features)
+    objectives._tensor.cache_clear()  # as in a process that has predicted nothing before
     torch.export.save(adapted_program(served), tmp_path / "adapt.pt2")
     program = torch.export.load(tmp_path / "adapt.pt2").module()
     assert str(Path.cwd()).encode() not in (tmp_path / "adapt.pt2").read_bytes()
@@ -143,6 +160,7 @@ def test_a_program_adapts_to_a_task_of_any_size(model: str, algorithm: str, tmp_
         example, expected = adapted(served, support, query, longest)
         with torch.inference_mode():
             torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
+    assert bool(example["support.label"].isnan().any()) == bool(features.labels)
 
 
 # Not every algorithm takes several labels, or such as are not known.
@@ -166,21 +184,6 @@ def test_a_program_adapts_by_weights_and_by_the_labels_that_are_known(
     example, expected = adapted(served, 20, 9, 4)
     assert bool(example["support.label"].isnan().any()) == bool(labels)
     torch.testing.assert_close(AdaptAndPredict(served)(example), expected, rtol=0, atol=1e-6)
-
-
-def test_a_program_of_several_labels_with_weights_is_recorded(tmp_path: Path) -> None:
-    # As many columns of a kind as an example would have rows, or ids in a list.
-    dense, single = tuple("abcd"), (*FEATURES.single, FeatureSpec("town", "city"))
-    features = replace(
-        FEATURES, single=single, dense=dense, labels=("click", "buy"), weight="seconds"
-    )
-    served = model_of(tmp_path / "model", "melu", features=features)
-    objectives._tensor.cache_clear()  # as in a process that has predicted nothing before
-    program = adapted_program(served).module()
-    example, expected = adapted(served, 20, 9, 4)
-    assert bool(example["support.label"].isnan().any())
-    with torch.inference_mode():
-        torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
 
 
 def test_statistics_of_support_rows_are_those_of_none_without_adaptation(tmp_path: Path) -> None:
