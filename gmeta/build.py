@@ -41,7 +41,7 @@ from gmeta.tables.sharding import check_sharding
 from gmeta.tables.widths import widths_of_tables
 from gmeta_keys.plugins import Registry, package_told
 from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
-from gmeta_models.decision import head_layers
+from gmeta_models.gated import head_layers
 from gmeta_models.passing import start_as_sum
 from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
 from gmeta_models.table_projections import TableProjections

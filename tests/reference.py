@@ -16,7 +16,7 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.plan import adaptable_layers
 from gmeta.learner import MetaLearner
 from gmeta.losses.row_losses import LossFunction, row_losses_N
-from gmeta_models.decision import GatedModel, head_layers
+from gmeta_models.gated import GatedModel, head_layers
 from gmeta_models.inputs import RowInputs
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch

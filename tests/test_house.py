@@ -95,7 +95,7 @@ def test_no_chain_of_imports_is_long() -> None:
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     depth, module = deepest(imports)
-    assert depth <= 12, f"{module} stands {depth} imports deep"
+    assert depth <= 13, f"{module} stands {depth} imports deep"
     for name, path in MODULES.items():
         imports[name] -= {node.module or "" for node in late_imports(path)}
     depth, module = deepest(imports)

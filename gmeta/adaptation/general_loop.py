@@ -26,7 +26,7 @@ from gmeta.losses.row_losses import weighted_sum
 from gmeta.rows.ragged import RowLayout
 from gmeta.rows.sides import Side, Sides, WorkingRows
 from gmeta_models.config import pooling_of
-from gmeta_models.decision import GatedModel, row_layers
+from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs
 from gmeta_models.support_encoder import SupportRows
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath
-from gmeta_models.decision import head_layers, row_layers
+from gmeta_models.gated import head_layers, row_layers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,7 +23,7 @@ from gmeta.rows.sides import Side, WorkingRows
 from gmeta.serving.model import EXPECTED_QUERY_ROWS, ServedModel
 from gmeta.serving.tables import StoredTable
 from gmeta_models.config import Pooling
-from gmeta_models.decision import row_layers
+from gmeta_models.gated import row_layers
 from gmeta_models.inputs import History, RowInputs
 from gmeta_models.table_projections import filled_UD
 

@@ -38,7 +38,7 @@ from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
 from gmeta.serving.tasks import TaskPredictions, predict_tasks
 from gmeta.threads import ThreadChoice, work_to_predict
-from gmeta_models.decision import row_layers
+from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
 
 Part = TypeVar("Part")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta_models.config import InputSizes, ModelConfig
-from gmeta_models.decision import GatedModel
+from gmeta_models.gated import GatedModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
 

@@ -1,7 +1,6 @@
-"""The contracts of models: what the inner loops read of those that end in an MLP over pooled
-features, of those that start each task from gated layers, and of those with a tower an output.
+"""The contract of models that end in an MLP over pooled features: what the fused inner loop reads.
 
-Shape suffixes: N rows, T tasks, X inputs of the decision layers or of a tower, O outputs.
+Shape suffixes: N rows, X inputs of the decision layers.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from gmeta_models.internals import has_hooks
@@ -81,57 +79,3 @@ class DecisionModel(nn.Module, ABC):
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return one output a row: [N]; [N, outputs] of several."""
         return outputs_of_rows(self.decision_layers(self.seen_NX(inputs)))
-
-
-class GatedModel(DecisionModel):
-    """A model that starts each task from gated parameters: W_t = diag(g_t) W and b_t = g_t b.
-
-    The inner loop asks for the gates once a task, applies them, and adapts from there. `forward`
-    alone works on rows whose tasks it does not know, with the ungated parameters.
-    """
-
-    gate: nn.Module  # what makes the gates: its layers work on tasks, not rows, and never adapt
-
-    @abstractmethod
-    def gates_TO(self, mean_TX: Tensor) -> dict[str, Tensor]:
-        """Return the gates of each gated decision layer, by its name in this module: [T, O].
-
-        A task is known by the mean of its support rows' decision inputs; 0 if it has none.
-        """
-
-
-class TowerModel(nn.Module, ABC):
-    """A model whose outputs are each made by an `mlp` of its own, from an input of its own."""
-
-    towers: nn.ModuleList  # one for each output; the last layer of each has one output and no ReLU
-
-    @abstractmethod
-    def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
-        """Return what each tower sees of the rows: [N, X] for every output."""
-
-    def forward(self, inputs: RowInputs) -> Tensor:
-        """Return the outputs of every row: [N], or [N, O] of several."""
-        seen = self.tower_inputs_NX(inputs)
-        made = [tower(seen_NX) for tower, seen_NX in zip(self.towers, seen, strict=True)]
-        return outputs_of_rows(torch.cat(made, dim=1))
-
-
-def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of `model` that work on rows, by name, in order of definition."""
-    of_tasks = set(model.gate.modules()) if isinstance(model, GatedModel) else set()
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module not in of_tasks
-    }
-
-
-def head_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the layers that make the outputs, by name: the last of each tower, or the model's last
-    one by order of definition.
-    """
-    layers = row_layers(model)
-    if not isinstance(model, TowerModel):
-        return dict([layers.popitem()])
-    heads = {list(tower.modules())[-1] for tower in model.towers}
-    return {name: layer for name, layer in layers.items() if layer in heads}

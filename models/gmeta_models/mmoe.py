@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gmeta_models.config import InputSizes, ModelConfig
-from gmeta_models.decision import TowerModel
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mlp import mlp
+from gmeta_models.towers import TowerModel
 
 
 class MMoE(TowerModel):

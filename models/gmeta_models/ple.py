@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gmeta_models.config import InputSizes, ModelConfig
-from gmeta_models.decision import TowerModel
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mmoe import experts, mixed_NH, towers
+from gmeta_models.towers import TowerModel
 
 
 class ExtractionLevel(nn.Module):

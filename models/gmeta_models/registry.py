@@ -14,10 +14,10 @@ from gmeta_keys.plugins import Registry, is_subclass_of
 from gmeta_models.cbml import CBML
 from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.dcnv2 import dcnv2
-from gmeta_models.decision import head_layers, row_layers
 from gmeta_models.deepfm import DeepFM
 from gmeta_models.din import DIN
 from gmeta_models.dlrm import DLRM
+from gmeta_models.gated import head_layers, row_layers
 from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE

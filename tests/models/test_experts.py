@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gmeta_models import InputSizes, ModelConfig, RowInputs, build_model
-from gmeta_models.decision import head_layers
+from gmeta_models.gated import head_layers
 from gmeta_models.mmoe import MMoE
 from gmeta_models.ple import PLE
 from tests.models.inputs import row, some_inputs

@@ -15,7 +15,7 @@ from torch import nn
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta_models.decision import head_layers
+from gmeta_models.gated import head_layers
 
 
 def head_only(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:

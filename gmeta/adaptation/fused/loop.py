@@ -27,7 +27,8 @@ from gmeta.losses.objectives import RowLoss, known_labels
 from gmeta.losses.row_losses import HALVES
 from gmeta.rows.common import CommonInputs
 from gmeta.rows.rectangles import FusedLayout, kind_of_device
-from gmeta_models.decision import DecisionModel, GatedModel
+from gmeta_models.decision import DecisionModel
+from gmeta_models.gated import GatedModel
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.mlp import AdaptedMlp

@@ -1,0 +1,49 @@
+"""The contract of models whose initial parameters depend on the task: gates on decision layers.
+
+Shape suffixes: T tasks, X inputs of the decision layers, O a layer's output width.
+"""
+
+from abc import abstractmethod
+
+from torch import Tensor, nn
+
+from gmeta_models.decision import DecisionModel
+from gmeta_models.towers import TowerModel
+
+
+class GatedModel(DecisionModel):
+    """A model that starts each task from gated parameters: W_t = diag(g_t) W and b_t = g_t b.
+
+    The inner loop asks for the gates once a task, applies them, and adapts from there. `forward`
+    alone works on rows whose tasks it does not know, with the ungated parameters.
+    """
+
+    gate: nn.Module  # what makes the gates: its layers work on tasks, not rows, and never adapt
+
+    @abstractmethod
+    def gates_TO(self, mean_TX: Tensor) -> dict[str, Tensor]:
+        """Return the gates of each gated decision layer, by its name in this module: [T, O].
+
+        A task is known by the mean of its support rows' decision inputs; 0 if it has none.
+        """
+
+
+def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of `model` that work on rows, by name, in order of definition."""
+    of_tasks = set(model.gate.modules()) if isinstance(model, GatedModel) else set()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module not in of_tasks
+    }
+
+
+def head_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers that make the outputs, by name: the last of each tower, or the model's last
+    one by order of definition.
+    """
+    layers = row_layers(model)
+    if not isinstance(model, TowerModel):
+        return dict([layers.popitem()])
+    heads = {list(tower.modules())[-1] for tower in model.towers}
+    return {name: layer for name, layer in layers.items() if layer in heads}

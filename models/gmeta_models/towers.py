@@ -1,0 +1,28 @@
+"""The contract of models with a tower for each output: what they share is below the towers.
+
+Shape suffixes: N rows, X inputs of a tower, O outputs of a row.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.inputs import RowInputs
+from gmeta_models.mlp import outputs_of_rows
+
+
+class TowerModel(nn.Module, ABC):
+    """A model whose outputs are each made by an `mlp` of its own, from an input of its own."""
+
+    towers: nn.ModuleList  # one for each output; the last layer of each has one output and no ReLU
+
+    @abstractmethod
+    def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
+        """Return what each tower sees of the rows: [N, X] for every output."""
+
+    def forward(self, inputs: RowInputs) -> Tensor:
+        """Return the outputs of every row: [N], or [N, O] of several."""
+        seen = self.tower_inputs_NX(inputs)
+        made = [tower(seen_NX) for tower, seen_NX in zip(self.towers, seen, strict=True)]
+        return outputs_of_rows(torch.cat(made, dim=1))
