@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
-from gmeta.delivery.channel import Channel, Current
+from gmeta.delivery.channel import Channel
 from gmeta.delivery.delta import write_delta
-from gmeta.delivery.versions import Chain, Version, read_version
+from gmeta.delivery.versions import Version, read_version
 from gmeta.delivery.whole import keep_whole, whole_version
 from gmeta.errors import GMetaError, UserError
 from gmeta.serving.folder import ExportedConfig, new_folder, read_config
@@ -32,7 +32,9 @@ def pack(
     if current is None:
         return _packed_whole(model, out, overwrite, "the channel has no version yet")
     try:
-        chain, known = _served(channel, current)
+        # Every file is checked: rows beside a damaged one would not be in the delta, and no server
+        # could make that whole.
+        chain, known = channel.chain(current.number), whole_version(channel, current.number)
     except UserError:
         raise
     except GMetaError as error:
@@ -60,12 +62,6 @@ def _packed_whole(model: Path, out: Path, overwrite: bool, why: str) -> tuple[Ve
         partial.rmdir()
         model.rename(partial)
     return read_version(out), why
-
-
-def _served(channel: Channel, current: Current) -> tuple[Chain, Path]:
-    """Return the chain of what is served and its model, every file checked: rows beside a damaged
-    one would not be in the delta, and no server could make that whole."""
-    return channel.chain(current.number), whole_version(channel, current.number)
 
 
 def _misfit(old: ExportedConfig, new: ExportedConfig) -> str:

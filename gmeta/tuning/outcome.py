@@ -41,17 +41,7 @@ def check_any_complete(study: Study, folder: Path) -> Trial:
 
 def results_json(study: Study, decides: EarlyStop) -> str:
     """Return all trials as JSON, the best first, with the score of every validation."""
-    trials = [
-        {
-            "number": trial.number,
-            "state": trial.state,
-            "score": trial.score,
-            "values": trial.values,
-            "scores": list(trial.scores),
-            "note": trial.note,
-        }
-        for trial in study.ranked()
-    ]
+    trials = [vars(trial) for trial in study.ranked()]
     return json.dumps({"metric": decides.metric, "trials": trials}, indent=2)
 
 
