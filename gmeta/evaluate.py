@@ -18,7 +18,7 @@ from gmeta.build import build, check_registered
 from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.choice import check_config, checkpoint_to_use
 from gmeta.checkpoints.lineage import lineage_of
-from gmeta.checkpoints.loader import load_checkpoint
+from gmeta.checkpoints.loader import load_checkpoint, of_first
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import data_of, open_named
@@ -79,7 +79,7 @@ def evaluate_run(
     folder = RunFolder(root)
     config = folder.read_config()
     config = own_config = replace(config, evaluation=evaluation or config.evaluation)
-    checkpoint = checkpoint_of(folder)
+    checkpoint = of_first(checkpoint_of(folder), ranks)
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, folder.read_environment())
     own, step = config.algorithm, step_of(checkpoint)

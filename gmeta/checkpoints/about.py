@@ -52,11 +52,21 @@ def read_about(path: Path) -> dict[str, Any]:
         entries_of(about.get("files", {}))
         lineage_of(about)
     except (OSError, ValueError, LookupError) as error:
+        check_there(path)
         raise GMetaError(
             f"checkpoint {path} cannot be loaded: its {PROGRESS_FILE} is missing or broken "
             f"({error!r}). {FALL_BACK}"
         ) from error
     return about
+
+
+def check_there(path: Path) -> None:
+    """Raise GMetaError where a checkpoint is gone: a run that trains removes its older ones."""
+    if not path.exists():
+        raise GMetaError(
+            f"checkpoint {path} is gone: a run that trains keeps the newest alone, as many as "
+            "run.keep_last says. Give the command again, which takes a newer one"
+        )
 
 
 def _check_number(name: str, value: Any) -> None:

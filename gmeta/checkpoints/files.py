@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from gmeta.checkpoints.about import FALL_BACK, PROGRESS_FILE, files_of, read_about
+from gmeta.checkpoints.about import FALL_BACK, PROGRESS_FILE, check_there, files_of, read_about
 from gmeta.checkpoints.index import INDEX_FILE, read_index
 from gmeta.errors import GMetaError
 from gmeta.files.checksums import differences
@@ -41,6 +41,7 @@ def damage_told(path: Path, remedy: str = FALL_BACK) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
+        check_there(path)
         raise GMetaError(
             f"checkpoint {path} cannot be read: {reason_of(error).rstrip('.')}. {remedy}"
         ) from error

@@ -14,7 +14,7 @@ from gmeta.checkpoints.about import FALL_BACK, files_of, read_about, read_progre
 from gmeta.checkpoints.files import DAMAGE, check_files, first_failure, reason_of
 from gmeta.checkpoints.index import IndexedReader, grown
 from gmeta.errors import GMetaError, UserError
-from gmeta.parallel.ranks import Ranks, lost_contact
+from gmeta.parallel.ranks import Ranks, lost_contact, value_of_first
 from gmeta.parallel.sharding import TABLES_PREFIX
 from gmeta.parallel.together import by_all
 from gmeta.runs.progress import Progress
@@ -49,6 +49,7 @@ def load_checkpoint(
         # torch makes it at the first step, and only what is there can be filled.
         _create_state(optimizer)
     state = state_of(sharded, optimizer)
+    path = of_first(path, ranks)
     # Each rank its share: all of it is read once, whatever their number.
     by_all(lambda: check_files(path, ranks.rank, ranks.world_size), ranks)
     progress = read_progress(path)
@@ -89,6 +90,13 @@ def load_checkpoint(
     if optimizer is not None:
         optimizer.load_state_dict(optimizer.state_dict())  # filled in place
     return progress
+
+
+def of_first(path: Path, ranks: Ranks) -> Path:
+    """Return the checkpoint that rank 0 chose: of a run that trains meanwhile, another rank may
+    have found a newer one, and half of a model would be of each. Collective.
+    """
+    return path.with_name(value_of_first(path.name, ranks))
 
 
 def state_of(

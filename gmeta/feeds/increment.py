@@ -31,10 +31,18 @@ def open_named(named: str) -> Dataset:
     path, _, number = named.rpartition(":")
     if path and number.isdecimal() and number.isascii():
         return open_stream(path).dataset(number_of(number))
-    if is_stream(named):
-        stream = open_stream(named)
-        return stream.dataset(stream.newest.number)
-    return open_dataset(named)
+    newest = newest_named(named)
+    return open_dataset(named) if newest == named else open_named(newest)
+
+
+def newest_named(named: str) -> str:
+    """Return STREAM:NUMBER of the increment that is a stream's newest now, and any other name as it
+    is.
+
+    Raises:
+        FormatError: the stream is damaged.
+    """
+    return f"{named}:{open_stream(named).newest.number}" if is_stream(named) else named
 
 
 def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:

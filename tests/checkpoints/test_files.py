@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.files import damage_told
 from gmeta.commands.inspect_run import inspect_checkpoint
 from gmeta.errors import GMetaError
@@ -13,15 +14,29 @@ from tests.sealed import seal
 
 def test_the_reason_of_a_damaged_index_is_one_sentence_of_the_line() -> None:
     """An older release wrote no checksums: it is pickle that finds the damage."""
-    with pytest.raises(GMetaError) as caught, damage_told(Path("c"), remedy="Take another"):
+    with pytest.raises(GMetaError) as caught, damage_told(Path(), remedy="Take another"):
         pickle.loads(b"x")
-    assert str(caught.value) == ("checkpoint c cannot be read: invalid load key, 'x'. Take another")
+    assert str(caught.value) == ("checkpoint . cannot be read: invalid load key, 'x'. Take another")
 
 
 def test_damage_that_has_no_words_is_told_by_its_kind() -> None:
-    with pytest.raises(GMetaError) as caught, damage_told(Path("c"), remedy="Take another"):
+    with pytest.raises(GMetaError) as caught, damage_told(Path(), remedy="Take another"):
         raise EOFError
-    assert str(caught.value) == "checkpoint c cannot be read: EOFError. Take another"
+    assert str(caught.value) == "checkpoint . cannot be read: EOFError. Take another"
+
+
+def test_what_its_run_removed_meanwhile_is_gone_and_not_damaged(tmp_path: Path) -> None:
+    path, told = tmp_path / "step-00000004", []
+    with pytest.raises(GMetaError) as caught:
+        read_about(path)
+    told.append(str(caught.value))
+    with pytest.raises(GMetaError) as caught, damage_told(path):
+        (path / ".metadata").read_bytes()
+    told.append(str(caught.value))
+    assert told == 2 * [
+        f"checkpoint {path} is gone: a run that trains keeps the newest alone, as many as "
+        "run.keep_last says. Give the command again, which takes a newer one"
+    ]
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../" * 12 + "etc/passwd", "../config.json", ""])

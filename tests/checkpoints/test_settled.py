@@ -9,7 +9,7 @@ import pytest
 from gmeta.checkpoints.settled import settled
 from gmeta.config import TrainConfig, config_from_dict, load_config
 from gmeta.errors import ConfigError, UserError
-from gmeta.feeds.increment import open_data, open_named
+from gmeta.feeds.increment import newest_named, open_data, open_named
 from gmeta.runs.folder import RunFolder
 from metaio.errors import NoDatasetError
 from tests.commands import evaluate, gmeta
@@ -154,6 +154,9 @@ def test_a_stream_is_named_with_and_without_a_number(stream: Path) -> None:
         assert place is not None
         numbers.append(place.increment)
     assert numbers == [1, 2, 1]
+    # What all ranks and runs of an evaluation go by, whatever lands meanwhile.
+    names = [f"{stream}:2", f"{stream}:1", str(stream / "increments" / "000001")]
+    assert [newest_named(one) for one in (str(stream), *names[1:])] == names
 
 
 def test_a_run_is_scored_on_another_increment(stream: Path, tmp_path: Path) -> None:

