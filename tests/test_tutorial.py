@@ -21,8 +21,8 @@ def run(line: str, folder: Path) -> str:
     assert program in ("gmeta", "python")
     if line.startswith("gmeta evaluate "):
         done = evaluate(*arguments[1:], cwd=folder)
-    elif line == "python ask.py":  # the first part's newcomer.py starts a fresh one
-        done = run_forked(str(folder / "ask.py"), env=environment(), cwd=folder)
+    elif line != "python make_logs.py" and program == "python":  # tests/serving has a fresh one
+        done = run_forked(str(folder / arguments[0]), env=environment(), cwd=folder)
     elif program == "gmeta":
         done = gmeta(*arguments, cwd=folder, own_server=True)
     else:
