@@ -177,8 +177,6 @@ def main(work: Callable[[], object] = app) -> None:
     code.
     """
     _open_streams()
-    # fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
-    logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in one.getMessage())
     try:
         with failing_as(_FaultError):
             _run(work)

@@ -1,11 +1,15 @@
 """How a command talks: -q, -v and --json, which its ranks and processes inherit."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from typing import TextIO
+
+# fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
+logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in one.getMessage())
 
 VARIABLE = "GMETA_VERBOSITY"
 JSON_VARIABLE = "GMETA_JSON"
