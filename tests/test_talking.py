@@ -11,7 +11,7 @@ import pytest
 from gmeta import cli
 from gmeta.cli import COMMANDS, load_command
 from gmeta.commands.talking import WITH_JSON
-from tests.commands import SMALL_MODEL, gmeta, write_config
+from tests.commands import SMALL_MODEL, evaluate, gmeta, write_config
 
 
 def commands_of(name: str) -> list[Any]:
@@ -30,7 +30,8 @@ def test_every_command_can_be_quiet_and_verbose(name: str) -> None:
 
 def found(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
     """The one JSON object that a command prints."""
-    done = gmeta(*arguments, "--json")
+    command, *rest = arguments
+    done = evaluate(*rest, "--json") if command == "evaluate" else gmeta(*arguments, "--json")
     assert done.returncode == code, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     value: dict[str, Any] = json.loads(line)

@@ -15,7 +15,7 @@ import pytest
 
 from gmeta.config import load_config
 from metaio import Provenance, write_dataset
-from tests.commands import environment, gmeta, metrics
+from tests.commands import environment, evaluate, gmeta, metrics
 from tests.forked import Task, forked
 from tests.waiting import wait_until
 from tests.yardstick.sample import FEATURES, raw_rows
@@ -94,7 +94,7 @@ def test_a_study_finds_a_config_that_trains_and_evaluates_to_its_score(
     assert best.run.dir == str(tmp_path / "run")
     again = gmeta("train", study / "best.toml")
     assert again.returncode == 0, again.stderr
-    evaluated = gmeta("evaluate", tmp_path / "run", "--split", "valid", "--no-trees", "--json")
+    evaluated = evaluate(tmp_path / "run", "--split", "valid", "--no-trees", "--json")
     assert evaluated.returncode == 0, evaluated.stderr
     found = json.loads(evaluated.stdout)["evaluation"]
     (run,), group = found["runs"], found["groups"][0]

@@ -2,6 +2,7 @@
 process with a pretended GPU, and prints what it returns as JSON, behind whatever else is printed.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 from tests.pretended.process import load_guard
 
 load_guard()  # before torch, which looks for devices once
+gc.disable()  # until all is imported: none of that is garbage
 
 import torch  # noqa: E402
 

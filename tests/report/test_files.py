@@ -29,12 +29,26 @@ def names_of(kind: Any) -> list[str]:
     return [item.name for item in dataclasses.fields(kind)]
 
 
+def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have pictures be empty files: to draw them takes longer than all else of a report."""
+    monkeypatch.setattr(files, "png_sheet", lambda chart: b"")
+    monkeypatch.setattr(page, "svg_panel", lambda chart, index: "<svg></svg>")
+
+
+def write(folder: Path, loss: Loss) -> files.ReportPaths:
+    """The report of a run and its baseline; of ratings without pictures, see test_charts.py."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if loss == "mse":
+            draw_nothing(monkeypatch)
+        return files.write(folder, [run_of(loss), baseline_of(loss)])
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Loss, files.ReportPaths]:
-    """The report of a run and its baseline, for two losses."""
+    """The report for two losses."""
     folder = tmp_path_factory.mktemp("reports")
     losses: tuple[Loss, ...] = ("bce", "mse")
-    return {loss: files.write(folder / loss, [run_of(loss), baseline_of(loss)]) for loss in losses}
+    return {loss: write(folder / loss, loss) for loss in losses}
 
 
 def test_a_report_is_one_page_one_json_and_its_pictures(
@@ -66,9 +80,7 @@ def test_predictions_are_those_of_every_run(written: dict[Loss, files.ReportPath
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are empty files: to draw them takes longer than all else of a report."""
-    monkeypatch.setattr(files, "png_sheet", lambda chart: b"")
-    monkeypatch.setattr(page, "svg_panel", lambda chart, index: "<svg></svg>")
+    draw_nothing(monkeypatch)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -86,7 +98,7 @@ def test_predictions_of_a_yardstick_have_no_stage_before(tmp_path: Path) -> None
 def test_equal_runs_give_equal_bytes(
     tmp_path: Path, written: dict[Loss, files.ReportPaths], loss: Loss
 ) -> None:
-    files.write(tmp_path, [run_of(loss), baseline_of(loss)])
+    write(tmp_path, loss)
     assert contents(tmp_path) == contents(written[loss].html.parent)
 
 
@@ -139,6 +151,7 @@ def test_refused_runs_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_found_is_told_before_anything_is_written(tmp_path: Path) -> None:
     told = []
 
