@@ -188,7 +188,9 @@ class ServedModel:
             work = work_to_predict(batch.num_rows, num_weights, self.learner.inner_steps)
             chosen = self._threads.chosen_for(work)
         with self._exclusive(), chosen:
-            arranged = self.learner.arrange_to_predict(batch), self._fetch_UD(batch)
+            # As they are stored: the learner itself makes of them what the inner loop takes.
+            stored_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
+            arranged = self.learner.arrange_to_predict(batch), stored_UD
             episodes, rows_UD = self._there(arranged)
             return self._back(self.learner.predict(rows_UD, episodes))
 

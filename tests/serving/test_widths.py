@@ -53,6 +53,10 @@ def test_narrow_tables_serve_what_their_projections_would(
     after = mine.adapt(support).predict(query)
     torch.testing.assert_close(after, other.adapt(support).predict(query), rtol=0, atol=1e-5)
     assert float((after - mine.predict(query)).abs().max()) > 1e-4
+    # As of files, and where a version is judged.
+    of_tasks = mine.predict_tasks(support, query)
+    torch.testing.assert_close(of_tasks.after_N, after, rtol=0, atol=1e-5)
+    torch.testing.assert_close(of_tasks.before_N, mine.predict(query), rtol=0, atol=1e-5)
 
 
 def test_a_config_of_widths_that_cannot_be_is_refused(tmp_path: Path) -> None:
