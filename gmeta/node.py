@@ -16,6 +16,8 @@ from gmeta.errors import UserError
 def start(arguments: Sequence[str]) -> None:
     """Hold the config of `gmeta train` against its data and model, then start the node's ranks."""
     match [one for one in arguments if not one.startswith("-")]:
+        case []:
+            raise UserError("train-node needs a command: name one, such as train CONFIG")
         case ["train"]:
             raise UserError("train needs a config: name its TOML file before the options")
         case ["train", config, *overrides]:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import TextIO
 
 # fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
-logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in one.getMessage())
+logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in str(one.msg))
 
 VARIABLE = "GMETA_VERBOSITY"
 JSON_VARIABLE = "GMETA_JSON"

@@ -1,6 +1,7 @@
 """Where commands print: what a file gets, what a terminal gets."""
 
 import io
+import logging
 import math
 import re
 import sys
@@ -110,3 +111,11 @@ def test_a_result_is_one_line_of_json_and_what_is_no_number_is_null(
     shown = capsys.readouterr()
     assert shown.out == '{"out": "a", "scores": [0.5, null], "by": {"1": null}}\n'
     assert shown.err == "for people\n"
+
+
+def test_fbgemm_s_warnings_alone_are_left_out_and_no_faulty_line_of_a_program_fails() -> None:
+    def is_kept(**said: object) -> bool:
+        return bool(logging.getLogger().filter(logging.makeLogRecord(said)))
+
+    assert is_kept(msg="%d tasks", args=("ten",))
+    assert not is_kept(msg="_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gmeta import node
+from gmeta.errors import UserError
 from gmeta.runs.folder import list_checkpoints
 from tests.antdt.faults.service_process import free_port
 from tests.commands import SMALL_MODEL, environment, metrics, write_config
@@ -63,3 +65,9 @@ def test_a_mistake_in_the_config_is_told_once_and_starts_no_rank(
     assert node.returncode == 2
     assert node.stderr == "error: outer.dense_lrr is unknown; did you mean outer.dense_lr?\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("words", "lacking"), [([], "a command"), (["train", "-q"], "a config")])
+def test_a_node_that_is_not_told_enough_starts_no_rank(words: list[str], lacking: str) -> None:
+    with pytest.raises(UserError, match=f"needs {lacking}: name"):
+        node.start(words)
