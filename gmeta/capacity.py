@@ -29,6 +29,7 @@ from gmeta.parallel.stated import Asked, Cluster, Speeds
 from gmeta.parallel.unplaced import tables_to_place
 from gmeta.tables.sharding import check_sharding
 from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
+from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
@@ -237,10 +238,11 @@ def counted_flops(
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
     if learner.items is not None:
         learner.items.take(learner.items.no_sums())
-    # torch knows of no operations of the forms that add to what is there.
+    # torch knows of no operations of the forms that add to what is there, nor of oneDNN's.
     unknown_to_torch = {
         torch.ops.aten.baddbmm_: _operations,
         torch.ops.aten.addmm_: _operations,
+        ONEDNN_LINEAR: lambda rows, weight, *_, **__: _operations(None, rows, weight[::-1]),
     }
     with FlopCounterMode(display=False, custom_mapping=unknown_to_torch) as counter:
         episodes = learner.arrange(batch)

@@ -20,7 +20,7 @@ from gmeta.internals import (
 )
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import table_shards
-from gmeta_models.internals import has_hooks
+from gmeta_models.internals import has_hooks, onednn_linear
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import FEATURES, MODEL, Run
 from tests.test_house import PACKAGES, ROOT
@@ -43,6 +43,15 @@ def test_call_after_backward_comes_behind_the_last_operation_of_backward() -> No
     first.register_post_accumulate_grad_hook(lambda _: order.append("last gradient"))
     middle.sum().backward()
     assert order == ["last gradient", "after"]
+
+
+def test_onednn_linear_is_torchs_linear_in_full_precision() -> None:
+    rows, weight, bias = torch.randn(70, 300), torch.randn(9, 300), torch.randn(9)
+    exact = torch.nn.functional.linear(rows.double(), weight.double(), bias.double())
+    for has in (bias, None):
+        found = onednn_linear(rows, weight, has).double()
+        wanted = exact if has is not None else exact - bias.double()
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def test_what_is_called_around_a_part_of_a_model_is_seen() -> None:

@@ -11,7 +11,7 @@ from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
-from gmeta_models.pairwise_dots import PairwiseDots
+from gmeta_models.ops.pairwise_dots import PairwiseDots
 
 
 class DLRM(DecisionModel):

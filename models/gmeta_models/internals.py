@@ -1,8 +1,22 @@
-"""The private names of torch that the models use, each behind a function of ours. When a new
-version moves one, tests/test_internals.py names it, and this is the file to mend.
+"""The private names of torch that the models' and inner loops' products use, each behind a function
+of ours. When a new version moves one, tests/test_internals.py names it, and this is the file to
+mend.
 """
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+# If it moves: onednn_linear alone calls it, and whoever counts operations knows it by this name.
+ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise
+
+
+def onednn_linear(rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return rows W^T + b by oneDNN: [N, O]. Not differentiable; float32 on a CPU.
+
+    If it moves: torch's own F.linear is right too, and slower on AMD's processors.
+    """
+    product: Tensor = ONEDNN_LINEAR(rows_NI, weight_OI, bias_O, "none", [], "")
+    return product
 
 
 def has_hooks(model: nn.Module) -> bool:

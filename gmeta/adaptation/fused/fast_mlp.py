@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.adaptation.fused.layer_update import LayerUpdate
 from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.rates import WeightRates, scaled
+from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.layer_update import Grads, Saved, Sides
@@ -133,7 +133,7 @@ class _Forward(torch.autograd.Function):
             if at:
                 # In place: its derivative asks only where z > 0, and there h > 0 too.
                 passed.append(out_NO.relu_())
-            out_NO = F.linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
+            out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
             if gate_NO is not None:
                 # Saved for the gradient of the gate.
                 ungated[at], out_NO = out_NO, out_NO * gate_NO
@@ -193,7 +193,7 @@ class _Gradients(torch.autograd.Function):
         for at in reversed(range(lowest, len(layers.updates))):
             gate_SO = layers.gates_NO[at]
             shared = grads[0] if gate_SO is None else grads[0] * gate_SO
-            below = F.linear(shared, layers.weights_OI[at].mT)
+            below = linear(shared, layers.weights_OI[at].mT)
             # Inner gradients are of support rows alone: sides[1] whatever rows `layers` are of.
             saved.insert(0, layers.updates[at].subtract_back(below, grads[0], layers.sides[1]))
             if at:
@@ -226,7 +226,7 @@ class _Gradients(torch.autograd.Function):
             if gate_SO is None:
                 carried = _onto(onto, below, matrix_IO)
             else:
-                carried = F.linear(below, layers.weights_OI[at])
+                carried = linear(below, layers.weights_OI[at])
                 found.gates[at], shared = carried * grad, grad * gate_SO
                 carried = carried.mul_(gate_SO) if onto is None else onto.addcmul_(carried, gate_SO)
             found.weights[at] = shared.mT @ below

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gmeta.adaptation.rates import scaled
+from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.layer_update import Rectangles
@@ -179,7 +179,7 @@ class _FirstProducts(torch.autograd.Function):
         overlaps = [torch.bmm(rows, activations.mT) for rows, activations in pairs]
         if bias_O is not None:
             overlaps = [overlap.add_(1.0) for overlap in overlaps]
-        return F.linear(inputs_RV, weight_OV, bias_O), *overlaps
+        return linear(inputs_RV, weight_OV, bias_O), *overlaps
 
     @staticmethod
     @once_differentiable
@@ -190,7 +190,7 @@ class _FirstProducts(torch.autograd.Function):
         assert outputs_RO is not None  # overlaps are used beside them alone
         outputs_RO, found_RV = outputs_RO.contiguous(), None
         if ctx.needs_input_grad[0]:
-            found_RV = F.linear(outputs_RO, weight_OV.mT)
+            found_RV = linear(outputs_RO, weight_OV.mT)
             of_support, of_query = _sides(inputs_RV, constant_SV, support)
             # Views: what is added to them is added to the gradient of the inputs.
             to_support, to_query = _sides(found_RV, constant_SV, support)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta_models.pairwise_dots import PairwiseDots
+from gmeta_models.ops.pairwise_dots import PairwiseDots
 
 
 def by_indexing(vectors_NFD: Tensor) -> Tensor:

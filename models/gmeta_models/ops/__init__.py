@@ -1,0 +1,1 @@
+"""Torch operations that the models are made of."""
