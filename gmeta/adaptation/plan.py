@@ -47,10 +47,9 @@ class AdaptationPlan:
 
         Raises:
             ValueError: the config names a layer that the model does not have, or a path that does
-                not exist, or nothing would adapt, or two layers that adapt share a weight.
+                not exist, or nothing would adapt.
         """
         layers = adaptable_layers(model, config.adapt_layers) if takes_steps else {}
-        _check_unshared(layers)
         if takes_steps and not layers and not config.adapt_embeddings:
             raise ValueError(
                 "algorithm.adapt_layers = [] and algorithm.adapt_embeddings = false: "
@@ -91,19 +90,6 @@ class AdaptationPlan:
         # By the longest task of the group: its rectangle is as long for every task in it.
         costs = PathCosts(size, self.config.inner_steps, width_in, width_out, uses)
         return "low_rank" if costs.low_rank <= costs.materialised else "materialised"
-
-
-def _check_unshared(layers: Mapping[str, nn.Linear]) -> None:
-    owners: dict[nn.Parameter, str] = {}
-    for name, layer in layers.items():
-        for parameter in layer.parameters(recurse=False):
-            owner = owners.setdefault(parameter, name)
-            if owner != name:
-                raise ValueError(
-                    f"algorithm.adapt_layers: {owner} and {name} share a weight, which would adapt "
-                    "in each of them on its own. Have the model call one layer in both places, or "
-                    "leave one of the two out"
-                )
 
 
 class PathCosts(NamedTuple):

@@ -170,19 +170,6 @@ def test_a_pattern_that_matches_no_layer_is_refused_with_the_layers_there_are() 
     )
 
 
-def test_layers_that_share_a_weight_do_not_both_adapt() -> None:
-    model = build_model(
-        ModelConfig(name="melu", embedding_dim=4, hidden=(4, 4)), InputSizes(1, 0, 0)
-    )
-    first, second, _ = (one for one in model.modules() if isinstance(one, nn.Linear))
-    second.weight = first.weight
-    with pytest.raises(
-        ValueError, match=r"decision\.0 and decision\.2 share a weight, which would"
-    ):
-        MetaLearner(model, AlgorithmConfig(), "bce")
-    MetaLearner(model, AlgorithmConfig(adapt_layers=("decision.0",)), "bce")
-
-
 def test_nothing_to_adapt_is_refused() -> None:
     assert refusal(AlgorithmConfig(adapt_layers=(), adapt_embeddings=False)) == (
         "algorithm.adapt_layers = [] and algorithm.adapt_embeddings = false: nothing would adapt. "
