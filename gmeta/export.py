@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
+from gmeta import __version__
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build, check_registered, plugins_of
 from gmeta.checkpoints.choice import check_config, checkpoint_to_use
@@ -245,7 +245,7 @@ def _describe(
             "dataset_fingerprint": dataset.fingerprint,
             **({"stream": place.stream, "increment": place.increment} if place else {}),
             "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "gmeta": version("gmeta"),
+            "gmeta": __version__,
             "torch": torch.__version__,
             "plugins": plugins_of(config.model, config.algorithm),
         },

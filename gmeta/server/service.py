@@ -6,10 +6,10 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, final
 
+from gmeta import __version__
 from gmeta.antdt.log import event
 from gmeta.delivery.follow import Trouble
 from gmeta.delivery.remote import reached
@@ -156,7 +156,7 @@ class Service:
 
     def server_metadata(self) -> dict[str, Any]:
         """Return the server's metadata as the protocol's JSON has it."""
-        return {"name": "gmeta", "version": package_version("gmeta"), "extensions": EXTENSIONS}
+        return {"name": "gmeta", "version": __version__, "extensions": EXTENSIONS}
 
     def model_metadata(self) -> dict[str, Any]:
         """Return the model's metadata as the protocol's JSON has it."""

@@ -199,7 +199,7 @@ def _check_given(columns: Iterable[Column], given: Mapping[Role, str]) -> None:
                 f"column {name!r} is {column.type}: a label is a number or a truth value. "
                 "Name another column, or write numbers"
             )
-        if role == "time" and not (column.is_number or column.is_time or column.time_format):
+        if role == "time" and not column.tells_time:
             raise DataError(
                 f"column {name!r} is {column.type}: its values are no times that are known here. "
                 "Leave out --time, and give the column and its format under [time] in the schema"
@@ -231,7 +231,7 @@ def _fits(column: Column, role: Role, pattern: str) -> bool:
     if role == "label":
         return column.is_number
     if role == "time":
-        return column.is_number or column.is_time or bool(column.time_format)
+        return column.tells_time
     return not column.is_list and not column.is_time
 
 

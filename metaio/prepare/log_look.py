@@ -80,6 +80,12 @@ class Column:
         """Tell whether values are dates or times, of which the type tells."""
         return bool(pa.types.is_temporal(self.type))
 
+    @property
+    def tells_time(self) -> bool:
+        """Tell whether values can say when: dates and times, texts of them, numbers."""
+        counts = self.is_number and not pa.types.is_boolean(self.type)
+        return counts or self.is_time or bool(self.time_format)
+
 
 @dataclass(frozen=True)
 class Log:

@@ -116,7 +116,7 @@ def _entry_points(path: tuple[str, ...]) -> Any:  # of a class that Python 3.12 
 
 def is_ours(part: object) -> bool:
     """Tell whether a class, function or value of one is torch's, or of gmeta's own packages."""
-    return part.__module__.split(".")[0] in ("torch", "gmeta", "gmeta_models")
+    return str(part.__module__).split(".")[0] in ("torch", "gmeta", "gmeta_models")
 
 
 def is_subclass_of(kind: type) -> Callable[[Any], bool]:
