@@ -28,7 +28,7 @@ from gmeta.yardstick.rows import (
 )
 from metaio.format.dataset import Dataset
 from metaio.format.features import vector_of
-from metaio.prepare.raw_ids import item_rule_of
+from metaio.prepare.schema_file import item_rule_of
 from metaio.ragged import Int64, offsets
 
 # Rows that are predicted at once, sampled ones among them: a longer task stays whole.
@@ -138,7 +138,7 @@ def candidates_of(
         UserError: nothing names an item, or a task lacks fewer items than are asked for.
         FormatError: a file is missing or damaged.
     """
-    rule, features = item_rule_of(dataset), dataset.features
+    rule, features = item_rule_of(dataset.manifest), dataset.features
     names = [feature.name for feature in features.single]
     name = item_column or (rule.column if rule is not None else "")
     if name not in names:
