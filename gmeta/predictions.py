@@ -19,7 +19,7 @@ from gmeta.feeds.reader import open_reader
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.labels import ScoredLabel
 from gmeta.parallel.ranks import Ranks, before_device, gather_to_first
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
