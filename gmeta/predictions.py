@@ -25,7 +25,7 @@ from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
 from gmeta.report.runs import PLACES
 from gmeta.yardstick.candidates import Candidates, places_N2
-from gmeta.yardstick.rows import raw_rows, rows_of
+from gmeta.yardstick.reading import raw_rows, rows_of
 from metaio.format.block import build_block
 from metaio.format.dataset import Dataset
 from metaio.prepare.raw_ids import item_place

@@ -17,15 +17,8 @@ import numpy.typing as npt
 from gmeta.batches.views import View
 from gmeta.errors import UserError
 from gmeta.metrics.labels import ONE_LABEL, ScoredLabel
-from gmeta.yardstick.rows import (
-    Bools,
-    EpisodeRows,
-    Lists,
-    describing_columns,
-    joined,
-    read_rows,
-    sample_rows,
-)
+from gmeta.yardstick.reading import read_rows, sample_rows
+from gmeta.yardstick.rows import Bools, EpisodeRows, Lists, describing_columns, joined
 from metaio.format.dataset import Dataset
 from metaio.format.features import vector_of
 from metaio.prepare.schema_file import item_rule_of
