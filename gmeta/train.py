@@ -296,5 +296,4 @@ class TrainingRun:
             self.hooks.tell(forecast(self._scored, self._beginning.lineage))
 
     def _is_best(self) -> bool:
-        progress, keeps = self._progress, self._config.run.keep_best
-        return keeps and progress.scored_step == progress.step == progress.best_step
+        return self._config.run.keep_best and self._progress.is_best
