@@ -1,4 +1,4 @@
-"""What workers report of themselves, and what the monitor says of them: its settings, verdicts."""
+"""What workers report of themselves, and what the monitor says of them, by which settings."""
 
 from dataclasses import dataclass
 from operator import add, sub

@@ -49,7 +49,12 @@ def promotions_at(place: str) -> list[dict[str, Any]]:
 
 
 def pointer_at(url: str) -> tuple[bytes, Current]:
-    """Return the pointer of the channel at a URL, as it is written and as it is read."""
+    """Return the pointer of the channel at a URL, its bytes and what they say.
+
+    Raises:
+        UserError: there is no channel.
+        GMetaError: the pointer was altered, or it cannot be reached.
+    """
     fs, root = file_system(url)
     name = f"{url}/{POINTER}"
     with reached(url):

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.delivery.cache import alone, cache_folder
-from gmeta.delivery.channel import (
-    POINTER,
-    PROMOTIONS,
-    VERSIONS,
-    Channel,
-    Current,
-)
+from gmeta.delivery.channel import POINTER, PROMOTIONS, VERSIONS, Channel, Current
 from gmeta.delivery.pointer import pointer_at, reached
 from gmeta.delivery.retention import remove_others
 from gmeta.delivery.versions import (

@@ -1,5 +1,4 @@
-"""`gmeta judge`, `promote`, `rollback` and `publish`, once their options are
-known to be right."""
+"""`gmeta judge`, `promote`, `rollback` and `publish`, once their options are known to be right."""
 
 import shutil
 from collections.abc import Callable
