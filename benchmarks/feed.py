@@ -47,7 +47,7 @@ from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
 from gmeta.parallel import sharding
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharding import ShardedLearner, local_learner
+from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
 from gmeta.tables import updates
 from gmeta.tables.given import GivenRows
 from metaio.format.dataset import open_dataset

@@ -41,9 +41,8 @@ from _socket_paths import keep_socket_paths_short
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest
-from gmeta.antdt.monitor import STRAGGLERS
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot
-from gmeta.antdt.reports import MonitorConfig
+from gmeta.antdt.reports import STRAGGLERS, MonitorConfig
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.simulation.config import JobConfig, Outcome
 from gmeta.antdt.simulation.job import run_antdt, run_static

@@ -21,7 +21,7 @@ from gmeta.metrics.catalogue import loss_metric
 from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import scoring_of
 from gmeta.parallel.ranks import value_of_first
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.together import by_all
 from gmeta.predictions import Columns, Scored, gathered, predict_along, predict_split
 from gmeta.report.evaluation import FineTuning

@@ -19,13 +19,13 @@ from gmeta.feeds.reader import open_reader
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.labels import ScoredLabel
 from gmeta.parallel.ranks import Ranks, before_device, gather_to_first
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
 from gmeta.report.runs import PLACES
 from gmeta.yardstick.candidates import Candidates, places_N2
-from gmeta.yardstick.rows import raw_rows, rows_of
+from gmeta.yardstick.reading import raw_rows, rows_of
 from metaio.format.block import build_block
 from metaio.format.dataset import Dataset
 from metaio.prepare.raw_ids import item_place

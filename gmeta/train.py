@@ -32,7 +32,8 @@ from gmeta.outer.early_stop import early_stop_of
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import Ranks, value_of_first
-from gmeta.parallel.sharding import described_plan, local_learner, shard_learner
+from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharding import described_plan, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.parallel.together import by_first, no_tasks, why_stopped
@@ -295,5 +296,4 @@ class TrainingRun:
             self.hooks.tell(forecast(self._scored, self._beginning.lineage))
 
     def _is_best(self) -> bool:
-        progress, keeps = self._progress, self._config.run.keep_best
-        return keeps and progress.scored_step == progress.step == progress.best_step
+        return self._config.run.keep_best and self._progress.is_best

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gmeta.parallel.sharding import ShardedLearner
+from gmeta.parallel.sharded_learner import ShardedLearner
 from gmeta.serving.load import load
 from gmeta.threads import (
     LEAST_WORK,

@@ -18,7 +18,8 @@ from gmeta.config import OuterConfig, TrainConfig
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks, start_ranks
-from gmeta.parallel.sharding import local_learner, shard_learner, table_shards
+from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta_models import InputSizes, ModelConfig, build_model
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch

@@ -7,35 +7,21 @@ transfers; the time that a rank waits for its peers says nothing about the rank 
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, final
+from typing import final
 
-from gmeta.antdt.reports import MonitorConfig, Report
+from gmeta.antdt.reports import (
+    CAUSES,
+    STRAGGLERS,
+    Cause,
+    MonitorConfig,
+    Report,
+    Verdict,
+    WorkerHealth,
+)
 from gmeta.antdt.windows import LongWindows, Window, tasks_per_s, windows_of
 
-Verdict = Literal["unknown", "healthy", "transient", "persistent", "deterministic"]
-Cause = Literal["", "compute", "reader", "network"]
-CAUSES: tuple[Cause, ...] = ("compute", "reader", "network")
 CUT_AFTER = 0.2  # of a window: no window is cut shorter
-STRAGGLERS = ("transient", "persistent", "deterministic")
-
-
-@dataclass(frozen=True)
-class WorkerHealth:
-    """What the monitor says about one worker, with its evidence."""
-
-    worker_id: str
-    verdict: Verdict
-    cause: Cause = ""
-    ratio: float = 1.0  # own time per task over the others' median, in the short windows
-    tasks_per_s: float = 0.0  # by compute and data wait alone, in the short windows
-    tasks_per_s_long: float = 0.0
-    tasks_per_s_newest: float = 0.0  # in the newest window alone
-    overhead_ms: float = 0.0  # of a step whatever its tasks, where batches of two sizes were seen
-    slow_for_s: float = 0.0
-    evidence: str = ""
-    peer_wait_ms: float = 0.0  # of a step, the least of the short windows
 
 
 @final

@@ -1,14 +1,19 @@
-"""What workers report of themselves, and the settings by which the monitor judges it."""
+"""What workers report of themselves, and what the monitor says of them, by which settings."""
 
 from dataclasses import dataclass
 from operator import add, sub
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gmeta_keys import key
 
 # Fields of a report's message, each with _ms, and of a DatasetStatus: as people are shown them.
 SPENT = ("compute", "data_wait", "communication", "peer_wait")
 SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
+
+Verdict = Literal["unknown", "healthy", "transient", "persistent", "deterministic"]
+Cause = Literal["", "compute", "reader", "network"]
+CAUSES: tuple[Cause, ...] = ("compute", "reader", "network")
+STRAGGLERS = ("transient", "persistent", "deterministic")
 
 
 @dataclass(frozen=True)
@@ -53,3 +58,20 @@ class Report(NamedTuple):
     def own_ms(self) -> tuple[float, float, float]:
         """Return the rank's own time by cause, in the order of CAUSES."""
         return (self.compute_ms, self.data_wait_ms, self.communication_ms)
+
+
+@dataclass(frozen=True)
+class WorkerHealth:
+    """What the monitor says about one worker, with its evidence."""
+
+    worker_id: str
+    verdict: Verdict
+    cause: Cause = ""
+    ratio: float = 1.0  # own time per task over the others' median, in the short windows
+    tasks_per_s: float = 0.0  # by compute and data wait alone, in the short windows
+    tasks_per_s_long: float = 0.0
+    tasks_per_s_newest: float = 0.0  # in the newest window alone
+    overhead_ms: float = 0.0  # of a step whatever its tasks, where batches of two sizes were seen
+    slow_for_s: float = 0.0
+    evidence: str = ""
+    peer_wait_ms: float = 0.0  # of a step, the least of the short windows

@@ -15,14 +15,12 @@ import numpy.typing as npt
 import torch
 
 from gmeta.batches.config import AugmentConfig
+from gmeta.batches.draws import ID_STREAM, SHARE_STREAM, mixed_key, rearranged, row_draws, uniform
 from metaio.format.block import with_one_unknown
 from metaio.format.features import OOV_ROW, Features
-from metaio.hashing import UInt64, splitmix64, unit_interval
-from metaio.ragged import Int64, offsets, owners, places, ragged_indices, row_sums
+from metaio.hashing import splitmix64
+from metaio.ragged import owners
 from metaio.read.batch import TaskBatch
-
-# What keeps the random streams of different purposes apart.
-_SHARE_STREAM, _ROW_STREAM, _ID_STREAM = 1, 2, 3
 
 
 def augmented(
@@ -79,7 +77,7 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
     """
     rows_T = np.diff(batch.row_offsets_T1.numpy())
     task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
-    share_T = min_share + (max_share - min_share) * _uniform(task_T, key, _SHARE_STREAM)
+    share_T = min_share + (max_share - min_share) * uniform(task_T, key, SHARE_STREAM)
     support_T = np.clip(np.rint(share_T * rows_T).astype(np.int64), 1, np.maximum(rows_T - 1, 1))
     # Of a single row neither side can be given up; it stays what it was.
     support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
@@ -87,17 +85,6 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
     draw_N = row_draws(batch.task_T.numpy(), batch.row_offsets_T1.numpy(), key)
     order_N = np.lexsort((draw_N, owners(rows_T)))
     return rearranged(batch, order_N, support_T)
-
-
-def row_draws(task_T: Int64, row_offsets_T1: Int64, key: int) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each row [N], by `key`, its task and its place in the episode:
-    in the order of these numbers the rows of an episode are shuffled.
-    """
-    rows_T = np.diff(row_offsets_T1)
-    within_N = places(rows_T)
-    # Tasks are mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
-    names_N = np.repeat(splitmix64(task_T.astype(np.uint64)), rows_T) + within_N.astype(np.uint64)
-    return _uniform(names_N, key, _ROW_STREAM)
 
 
 def drop_ids(
@@ -112,9 +99,7 @@ def drop_ids(
     ids_U = batch.unique_ids_U.numpy()
     # Mixed before the table is added: id 7 of table 1 must not share the fate of id 8 of table 0.
     named_U = splitmix64(ids_U.astype(np.uint64)) + table_U.astype(np.uint64)
-    is_oov_U = dropped_B[table_U] & (
-        (_uniform(named_U, key, _ID_STREAM) < rate) | (ids_U == OOV_ROW)
-    )
+    is_oov_U = dropped_B[table_U] & ((uniform(named_U, key, ID_STREAM) < rate) | (ids_U == OOV_ROW))
     kept_U, kept_B, position_U = with_one_unknown(ids_U, is_oov_U, table_U, len(dropped_B))
     return replace(
         batch,
@@ -123,39 +108,3 @@ def drop_ids(
         positions_NF=torch.from_numpy(position_U[batch.positions_NF.numpy()]),
         multi_positions_V=torch.from_numpy(position_U[batch.multi_positions_V.numpy()]),
     )
-
-
-def rearranged(batch: TaskBatch, order_N: Int64, support_T: Int64) -> TaskBatch:
-    """Return the batch with these of its rows, in this order, which keeps every episode's rows
-    together; so many of each episode's first ones are its support.
-    """
-    rows_T = np.diff(batch.row_offsets_T1.numpy())
-    kept_T = np.bincount(owners(rows_T)[order_N], minlength=len(rows_T))
-    values_N = row_sums(batch.multi_lengths_NM.numpy())
-    order_V = ragged_indices(offsets(values_N)[order_N], values_N[order_N])
-    rows = torch.from_numpy(order_N)
-    return replace(
-        batch,
-        row_offsets_T1=torch.from_numpy(offsets(kept_T)),
-        support_lengths_T=torch.from_numpy(support_T),
-        label_N=batch.label_N[rows],
-        dense_NK=batch.dense_NK[rows],
-        positions_NF=batch.positions_NF[rows],
-        multi_positions_V=batch.multi_positions_V[torch.from_numpy(order_V)],
-        multi_lengths_NM=batch.multi_lengths_NM[rows],
-        row_id_N=batch.row_id_N[rows] if batch.row_id_N.numel() else batch.row_id_N,
-        weight_N=batch.weight_N[rows] if batch.weight_N.numel() else batch.weight_N,
-    )
-
-
-def _uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each name: its hash under the key."""
-    return unit_interval(splitmix64(names ^ splitmix64(np.uint64(mixed_key(key, stream)))))
-
-
-def mixed_key(*parts: int) -> int:
-    """Return one number of 64 bits, mixed of several."""
-    mixed = np.zeros(1, dtype=np.uint64)
-    for part in parts:
-        mixed = splitmix64(mixed + np.uint64(part % 2**64))
-    return int(mixed[0])

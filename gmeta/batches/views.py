@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gmeta.batches.augment import mixed_key, rearranged, row_draws
+from gmeta.batches.draws import mixed_key, rearranged, row_draws
 from metaio.ragged import Int64, owners, places
 from metaio.read.batch import TaskBatch
 

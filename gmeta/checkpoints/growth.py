@@ -17,7 +17,7 @@ from gmeta.checkpoints.loader import load_checkpoint, state_of
 from gmeta.config import ADAGRADS, OuterConfig
 from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import TABLES_PREFIX, local_learner
+from gmeta.parallel.sharded_learner import TABLES_PREFIX, local_learner
 from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 

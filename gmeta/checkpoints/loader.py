@@ -15,7 +15,7 @@ from gmeta.checkpoints.files import DAMAGE, check_files, first_failure, reason_o
 from gmeta.checkpoints.index import IndexedReader, grown
 from gmeta.errors import GMetaError, UserError
 from gmeta.parallel.ranks import Ranks, lost_contact, value_of_first
-from gmeta.parallel.sharding import TABLES_PREFIX
+from gmeta.parallel.sharded_learner import TABLES_PREFIX
 from gmeta.parallel.together import by_all
 from gmeta.runs.progress import Progress
 

@@ -14,6 +14,8 @@ from gmeta.commands.inspect_model import inspect_model, is_model
 from gmeta.commands.inspect_stream import inspect_stream
 from gmeta.commands.screen import first_progress, print_result, screen, show_table, table_of
 from gmeta.delivery.channel import Channel, is_channel
+from gmeta.delivery.pointer import is_channel_at, promotions_at
+from gmeta.delivery.remote import channel_at
 from gmeta.errors import UserError
 from gmeta.files.local import check_local, is_url
 from gmeta.files.whole import write_whole
@@ -91,9 +93,6 @@ def _other_kind(place: str) -> Callable[[bool], None] | None:
     if is_stream(place):
         return partial(inspect_stream, place)
     if is_url(place):
-        # It loads torch, which takes seconds: not for a folder of this machine.
-        from gmeta.delivery.remote import channel_at, is_channel_at, promotions_at
-
         if not is_channel_at(place):
             return None
         return partial(inspect_channel, place, channel_at(place), promotions_at(place))

@@ -12,14 +12,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
-from gmeta.delivery.remote import channel_at, reached, served_at
+from gmeta.delivery.pointer import reached, served_at
+from gmeta.delivery.remote import channel_at
+from gmeta.delivery.trouble import Trouble
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
 from metaio.errors import MetaIOError
 
-RETRY_S = 60.0  # between two tries of a version that could not be loaded
 _PIECE_S = 0.0005
 _REST_S = 0.012
 
@@ -34,36 +35,6 @@ class Served:
     number: int
     checksum: str
     since_s: float  # when it was promoted, in seconds since 1970
-
-
-@final
-class Trouble:
-    """Why the newest version does not serve: `told` names it ("" where not even that is known) with
-    the reason, and is None where nothing is wrong. One that could not be loaded is not tried again
-    at once: a disk or a network may have failed, and time mends that."""
-
-    def __init__(self) -> None:
-        self.told: tuple[str, str] | None = None
-        self._failed: tuple[str, str] | None = None  # that is put off
-        self._again_at_s = 0.0
-
-    def puts_off(self, version: str) -> bool:
-        """Return whether a version failed a short while ago, whatever went wrong since."""
-        if (self._failed or ("",))[0] != version or time.monotonic() >= self._again_at_s:
-            return False
-        self.told = self._failed
-        return True
-
-    def is_news(self, version: str, error: Exception) -> bool:
-        """Note why a version does not serve, and return whether that was not told yet."""
-        before, self.told = (self.told, self._failed), (version, str(error))
-        if version:
-            self._failed, self._again_at_s = self.told, time.monotonic() + RETRY_S
-        return self.told not in before
-
-    def end(self) -> None:
-        """Note that the newest version serves."""
-        self.told = self._failed = None
 
 
 def load_current(place: str | Path, verify: bool = True, cache: Path | None = None) -> Served:

@@ -8,15 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gmeta.delivery.channel import (
-    POINTER,
-    PROMOTIONS,
-    VERSIONS,
-    Channel,
-    Current,
-    current_of,
-    entries_of,
-)
+from gmeta.delivery.cache import alone, cache_folder
+from gmeta.delivery.channel import POINTER, PROMOTIONS, VERSIONS, Channel, Current
+from gmeta.delivery.pointer import pointer_at, reached
 from gmeta.delivery.retention import remove_others
 from gmeta.delivery.versions import (
     DELTA_FORMAT,
@@ -27,29 +21,14 @@ from gmeta.delivery.versions import (
     files_of,
     read_version,
 )
-from gmeta.delivery.whole import alone, cache_folder
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
-from gmeta.files.places import failing_at
 from gmeta.files.whole import write_whole
 from gmeta.serving.folder import CONFIG_FILE, DELTA_FILE
-from gmeta_keys.boundary import failing_as
 from metaio.errors import MetaIOError
 from metaio.format.destination import put_file, put_folder, remove_folder, whole_folder
 from metaio.format.manifest import xxh3_hex
 from metaio.format.storage import file_system, is_local
-
-
-def served_at(place: str | Path) -> Current:
-    """Return what the channel at a path or a URL serves now; of a URL the pointer alone is read.
-
-    Raises:
-        UserError: there is no channel, or it has no version.
-        GMetaError: its pointer was altered, or it cannot be reached.
-    """
-    if not is_url(place):
-        return Channel(place).served()
-    return _pointer(str(place))[1]
 
 
 def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
@@ -65,7 +44,7 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
     url = str(place).rstrip("/")
     with alone((cache or cache_folder()) / "channels" / xxh3_hex(url.encode())) as root:
         copy = Channel(root)
-        content, current = _pointer(url)
+        content, current = pointer_at(url)
         with reached(url):
             chain = _chain(url, current)
             for parent, name, described in reversed(chain):
@@ -73,29 +52,6 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
         write_whole(copy.root / POINTER, content)
         remove_others(copy, [parent.number for parent, _, _ in chain])
     return copy
-
-
-def is_channel_at(place: str) -> bool:
-    """Return whether a channel is at a URL.
-
-    Raises:
-        UrlError: no installed package reads such URLs.
-        GMetaError: it cannot be reached.
-    """
-    fs, root = file_system(place)
-    with reached(place):
-        return bool(fs.exists(f"{root.rstrip('/')}/{POINTER}"))
-
-
-def promotions_at(place: str) -> list[dict[str, Any]]:
-    """Return every verdict and every move of the pointer of the channel at a URL, oldest first.
-
-    Raises:
-        GMetaError: it cannot be reached.
-    """
-    fs, root = file_system(place)
-    with reached(place):
-        return entries_of(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
 
 
 def publish(channel: Channel, url: str) -> list[int]:
@@ -144,19 +100,6 @@ def publish(channel: Channel, url: str) -> list[int]:
             for name in set(there) - kept:
                 remove(name)
     return copied
-
-
-def _pointer(url: str) -> tuple[bytes, Current]:
-    fs, root = file_system(url)
-    name = f"{url}/{POINTER}"
-    with reached(url):
-        try:
-            content: bytes = fs.cat_file(f"{root.rstrip('/')}/{POINTER}")
-        except FileNotFoundError:
-            raise UserError(
-                f"{url} holds no channel: there is no {POINTER}. Run: gmeta publish CHANNEL {url}"
-            ) from None
-    return content, current_of(content, name, "CHANNEL")
 
 
 def _chain(url: str, current: Current) -> list[tuple[Parent, str, bytes]]:
@@ -224,7 +167,7 @@ def _is_own(channel: Channel, url: str) -> bool:
     """Return whether the pointer at a URL names a version of this channel; False where there is no
     pointer, or a torn one. Raise UserError where it names a version of another."""
     try:
-        _, there = _pointer(url)
+        _, there = pointer_at(url)
     except UserError:
         return False
     except GMetaError as error:
@@ -257,12 +200,3 @@ def _sizes(fs: Any, versions: str) -> dict[str, dict[str, int]]:
 def _sizes_here(folder: Path) -> dict[str, int]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def reached(place: str | Path) -> failing_as:
-    """Return a block that says in one line what goes wrong at a URL or a path, or on the way from
-    there to the cache: GMetaError."""
-    return failing_at(
-        f"{place} cannot be read or written",
-        "Look at the place, the credentials and the space on the disk",
-    )

@@ -1,35 +1,24 @@
 """A version of a channel as one exported folder: a full version as it stands, a chain of deltas
 made whole once a machine, in a cache that processes share."""
 
-import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from gmeta.delivery.cache import alone, cache_folder
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.delta import write_whole_model
 from gmeta.delivery.versions import Chain
-from gmeta.errors import GMetaError, UserError
+from gmeta.errors import GMetaError
 from gmeta.files.local import link_or_copy
 from gmeta.serving.folder import CONFIG_FILE, check_files, read_config
-from metaio.format.destination import WITHOUT_LOCKS, copy_folder, whole_folder
+from metaio.format.destination import copy_folder, whole_folder
 from metaio.format.manifest import xxh3_hex
 
-CACHE_VARIABLE = "GMETA_CACHE"
 _KEPT = 3  # the one that serves, the one before it, and the one that comes
 
 _log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Return where versions are made whole: GMETA_CACHE, or a folder of the user's own cache."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gmeta"
 
 
 def whole_version(
@@ -127,28 +116,3 @@ def _drop_oldest(cache: Path) -> None:
 def _own(channel: Channel, cache: Path | None) -> Path:
     """Return a channel's folder of the cache: another's versions are not this one's to drop."""
     return (cache or cache_folder()) / xxh3_hex(str(channel.root.absolute()).encode())
-
-
-@contextmanager
-def alone(own: Path) -> Iterator[Path]:
-    """Wait until no other process works in a folder of the cache, which is made if need be, and
-    yield it.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        own.mkdir(parents=True, exist_ok=True)
-        lock = (own / ".cache.lock").open("a")
-    except OSError as error:
-        raise UserError(
-            f"the cache {own} cannot be written: {error.strerror}. "
-            f"Set {CACHE_VARIABLE} to a folder that can"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
-                raise
-        yield own

@@ -31,7 +31,7 @@ from gmeta.feeds.own_time import Hiding, LocalClock, ReadTime
 from gmeta.parallel.launch import restarts
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import ShardedLearner, local_learner
+from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import (
     asking_to_stop,

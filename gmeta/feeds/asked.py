@@ -1,19 +1,23 @@
 """What a rank (processes.py) and the processes that make its batches (worker.py) say."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gmeta.batches.accumulate import MicroBatches, in_parts
-from gmeta.batches.arranging import Arranging
 from gmeta.batches.episodes import Episodes
-from gmeta.batches.shared import Told
 from gmeta.config import TrainConfig
 from gmeta.parallel.exchange.planning import Planner
 from metaio.read.batch import TaskBatch
+
+if TYPE_CHECKING:
+    from gmeta.batches.arranging import Arranging
+    from gmeta.batches.shared import Told
 
 Place = tuple[int, int]  # epoch, step
 

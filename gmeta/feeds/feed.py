@@ -16,7 +16,7 @@ from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:
     from gmeta.feeds.processes import Processes
-    from gmeta.parallel.sharding import ShardedLearner
+    from gmeta.parallel.sharded_learner import ShardedLearner
 
 
 class Feed(abc.ABC):

@@ -35,7 +35,7 @@ from metaio.read.batch import TaskBatch
 from metaio.read.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 
 if TYPE_CHECKING:
-    from gmeta.parallel.sharding import ShardedLearner
+    from gmeta.parallel.sharded_learner import ShardedLearner
 
 # Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
 SMALL_SHARD_TASKS = 16

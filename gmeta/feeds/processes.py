@@ -38,7 +38,7 @@ from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
 
 if TYPE_CHECKING:
-    from gmeta.parallel.sharding import ShardedLearner
+    from gmeta.parallel.sharded_learner import ShardedLearner
 
 BLOCKS = 3  # of each process: batches that were asked for and not yet taken
 MOST_UNASKED = 4  # eight were no faster on an H200

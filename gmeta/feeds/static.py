@@ -15,7 +15,7 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:
-    from gmeta.parallel.sharding import ShardedLearner
+    from gmeta.parallel.sharded_learner import ShardedLearner
 
 
 @final

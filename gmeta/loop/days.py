@@ -2,17 +2,23 @@
 alone, so what cannot be read is not there.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from gmeta.errors import UserError
 from gmeta.files.checked_json import json_object, read_json
 from gmeta.loop.day import Day
-from gmeta.loop.loop import ENDED_FILE, FROZEN_FILE, Loop
+from gmeta.loop.stage import ENDED_FILE, FROZEN_FILE
 from gmeta.runs.folder import PREQUENTIAL_FILE
 from metaio.stream.chain import IncrementRecord, increment_numbers, open_stream
+
+if TYPE_CHECKING:
+    from gmeta.loop.loop import Loop
 
 _SHOWN = 200  # of the newest increments: more are no picture
 TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast

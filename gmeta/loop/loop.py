@@ -12,7 +12,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -31,6 +30,7 @@ from gmeta.loop.partitions import (
     closed_partitions,
     standing,
 )
+from gmeta.loop.stage import ENDED_FILE, FROZEN_FILE, Done, UnderWay
 from gmeta.runs.folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.folder import RunFolder, write_json
 from gmeta.serving.folder import CONFIG_FILE
@@ -40,29 +40,8 @@ from metaio.prepare.schema_file import load_schema, mark_of
 from metaio.stream.chain import folder_of, increment_numbers, open_stream
 from metaio.stream.quarantine import list_quarantine
 
-STAGES = ("prepare", "train", "export", "judge", "promote", "publish", "score")
-FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"
 SET_ASIDE = 3  # exit code of a verdict, and of `gmeta prepare` for rows that are quarantined
 RunStage = Callable[[list[str], Path], int]
-
-
-@dataclass(frozen=True)
-class Done:
-    """One stage that ended: of which increment (0: not known yet), how, and in how long."""
-
-    stage: str
-    increment: int
-    took_s: float
-    told: str
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """The stage that a loop is in: of which increment (0: not known yet), since when."""
-
-    stage: str
-    increment: int
-    since_s: float  # of time.monotonic
 
 
 @final

@@ -10,7 +10,8 @@ from typing import final
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gmeta.errors import GMetaError
-from gmeta.loop.loop import STAGES, Done, Loop
+from gmeta.loop.loop import Loop
+from gmeta.loop.stage import STAGES, Done
 from gmeta.loop.status import Status, status_of
 from metaio.errors import MetaIOError
 

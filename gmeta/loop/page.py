@@ -15,7 +15,8 @@ from markupsafe import Markup
 from gmeta.loop.charts import stream_chart
 from gmeta.loop.day import Day
 from gmeta.loop.days import days_of
-from gmeta.loop.loop import Loop, UnderWay
+from gmeta.loop.loop import Loop
+from gmeta.loop.stage import UnderWay
 from gmeta.loop.status import Status
 from gmeta.report.render import PALETTE, svg_panel
 from metaio.counted import duration

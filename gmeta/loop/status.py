@@ -1,14 +1,18 @@
 """How it stands with a loop now: how fresh the served model is, what waits, what alarms."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gmeta.delivery.channel import Current
-from gmeta.loop.loop import Loop
 from metaio.counted import counted, duration
 from metaio.stream.chain import increment_numbers, open_stream
+
+if TYPE_CHECKING:
+    from gmeta.loop.loop import Loop
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import add_over_ranks
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharded_learner import local_learner
 from gmeta.tables.given import GivenRows
 from gmeta.tables.groups import table_groups
 from gmeta.tables.updates import FastGroup, row_numbers_N, summed_by_row

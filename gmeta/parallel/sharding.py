@@ -1,20 +1,14 @@
-"""Sharded tables in front of the replicated layers.
-
-Tables are spread over the ranks (AlltoAll of ids and rows), dense layers are replicated
-(AllReduce): arXiv 2401.04338, section 3.
-
-Shape suffixes: U fetched rows, B tables, D embedding width.
+"""Spreads a learner over the ranks: its tables by a plan (AlltoAll of ids and rows), its layers as
+copies (AllReduce): arXiv 2401.04338, section 3.
 """
 
 import logging
-import time
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
@@ -27,15 +21,11 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from gmeta.batches.accumulate import Arranged, MicroBatches, accumulated_loss
-from gmeta.batches.episodes import Episodes
 from gmeta.batches.graphs import CudaCapture
 from gmeta.config import TrainConfig
-from gmeta.errors import ConfigError, GMetaError, is_of_memory
+from gmeta.errors import ConfigError
 from gmeta.internals import ShardedTensor, tables_kept_by
-from gmeta.numerics import autocast
 from gmeta.parallel.averaging import LayerAverage
-from gmeta.parallel.exchange.exchange import Exchange
 from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.plan import (
@@ -45,35 +35,23 @@ from gmeta.parallel.plan import (
     make_plan,
     plan_of_tables,
 )
-from gmeta.parallel.ranks import Ranks, lost_contact
+from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharded_learner import TABLES_PREFIX, ShardedLearner, local_learner
 from gmeta.parallel.unplaced import SPARSE_OPTIMIZERS, tables_to_place
 from gmeta.tables.names import module_name
 from gmeta.tables.plain import PlainTables
 from gmeta.tables.sharding import WireDtype
-from gmeta.threads import ThreadChoice, work_to_predict
-from gmeta_keys.boundary import failing_as, kind_and_text
-from gmeta_keys.plugins import is_ours
-from gmeta_models.modes import in_eval_mode
 from metaio.format.features import Features
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
-    from gmeta.learner import MetaLearner, QueryPrediction
+    from gmeta.learner import MetaLearner
 
 _log = logging.getLogger(__name__)
 
 CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
-# Of the tables' weights in a state dict.
-TABLES_PREFIX = "tables."
 # Rows of a table that share one random stream: any sharding then starts from the same values.
 INIT_BLOCK_ROWS = 65_536
 _DRAWN_TOGETHER = 16
-
-
-class Clock(Protocol):
-    """Measures what a rank computes by itself."""
-
-    def start(self, rows_UD: Tensor) -> None:
-        """Start to measure: the rows have arrived."""
 
 
 class _Alone(DataParallelWrapper):  # type: ignore[misc]
@@ -83,97 +61,6 @@ class _Alone(DataParallelWrapper):  # type: ignore[misc]
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Leave the layers as they are."""
-
-
-class ShardedLearner(nn.Module):
-    """The embedding tables in front of a MetaLearner: what DistributedModelParallel shards and
-    replicates.
-    """
-
-    def __init__(
-        self, tables: nn.Module, learner: "MetaLearner", precision: str = "float32"
-    ) -> None:
-        super().__init__()
-        self.tables = tables
-        self.learner = learner
-        self._precision = precision
-        self._threads = ThreadChoice(torch.get_num_threads())
-        self._threads_to_predict = ThreadChoice(torch.get_num_threads())
-        # When it began, its work and its threads; None: something else came since.
-        self._last_step: tuple[float, int, int] | None = None
-        self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
-        self.exchange: Exchange  # set once the tables are sharded
-        self.clock: Clock | None = None  # told when the rows of a step have arrived
-
-    def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
-        """Return the rank's weighted loss, see MetaLearner.forward; `weight` is the same on all
-        ranks.
-        """
-        self._set_threads(episodes.num_rows * self._num_weights)
-        episodes, rows_UD = self.fetch(episodes, weight)
-        if self.clock is not None:
-            self.clock.start(rows_UD)
-        with autocast(self._precision, rows_UD.device):
-            if isinstance(episodes, MicroBatches):
-                return accumulated_loss(self.learner, rows_UD, episodes, weight)
-            loss: Tensor = self.learner(rows_UD, episodes, weight)
-            return loss
-
-    def model_told(self) -> failing_as:
-        """Return a context that raises ConfigError, in one line, for what a model of somebody's own
-        raises inside.
-        """
-        return failing_as(self._as_told, GMetaError)
-
-    def _as_told(self, error: Exception) -> Exception:
-        kind = type(self.learner.model)
-        is_of_device = isinstance(error, torch.AcceleratorError)  # whichever kernel it came from
-        if is_ours(kind) or is_of_device or lost_contact(error) or is_of_memory(error):
-            return error
-        told = (
-            f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "
-            "Mend it, --verbose shows the line"
-        )
-        if isinstance(error, RuntimeError):  # as torch raises
-            told += '; what has no second derivative learns with algorithm.name = "fomaml"'
-        return ConfigError(told)
-
-    def _set_threads(self, work: int) -> None:
-        """Choose the number of threads for the step that begins, from what earlier steps took."""
-        now = time.perf_counter()
-        if self._last_step is not None:
-            began, *last = self._last_step
-            self._threads.took(now - began, *last)
-        threads = self._threads.threads_for(work)
-        torch.set_num_threads(threads)
-        self._last_step = now, work, threads
-
-    def fetch(self, episodes: Arranged, gradient_unit: float = 1.0) -> tuple[Arranged, Tensor]:
-        """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
-        the episodes as they index them.
-        """
-        if episodes.fetch is None:
-            episodes = self.exchange.announce(episodes)
-        assert episodes.fetch is not None
-        return episodes, episodes.fetch.rows_UD(gradient_unit)
-
-    def predict(self, episodes: Episodes) -> "QueryPrediction":
-        """Return the outputs on the query rows, see MetaLearner.predict; every rank must call it
-        for each step, also without episodes.
-        """
-        return self.predict_along(episodes, (self.learner.inner_steps,))[0]
-
-    @torch.no_grad()
-    def predict_along(self, episodes: Episodes, steps: Sequence[int]) -> "list[QueryPrediction]":
-        """Return the same after each of these numbers of inner steps, see
-        MetaLearner.predict_along.
-        """
-        self._last_step = None
-        episodes, rows_UD = self.fetch(episodes)
-        work = work_to_predict(episodes.num_rows, self._num_weights, steps[-1])
-        chosen = self._threads_to_predict.chosen_for(work)
-        with in_eval_mode(self.learner), chosen, self.model_told():
-            return self.learner.predict_along(rows_UD, episodes, steps)
 
 
 def shard_learner(
@@ -351,11 +238,3 @@ def table_shards(sharded: DistributedModelParallel) -> dict[str, ShardedTensor]:
         for name, value in sharded.state_dict().items()
         if isinstance(value, ShardedTensor)
     }
-
-
-def local_learner(sharded: DistributedModelParallel) -> ShardedLearner:
-    """Return the module inside the data-parallel wrapper."""
-    wrapped = sharded.module
-    # DistributedDataParallel is left out where there is nobody to average with.
-    learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped
-    return learner

@@ -10,7 +10,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.accumulate import Arranged
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.transport.transport import Pending
 

@@ -18,6 +18,11 @@ class Progress:
     best_step: int = 0
     stale: int = 0
 
+    @property
+    def is_best(self) -> bool:
+        """Return whether the model was scored behind this step, and never better."""
+        return self.scored_step == self.step == self.best_step
+
 
 def is_due(every_steps: int, step: int) -> bool:
     """Return whether something that happens every so many steps (0: never) is due now."""

@@ -22,7 +22,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from gmeta.antdt.access.address import check_free, split_address
 from gmeta.antdt.log import configure_logging, event
-from gmeta.delivery.follow import RETRY_S
+from gmeta.delivery.trouble import RETRY_S
 from gmeta.errors import GMetaError
 from gmeta.server.config import ServeConfig
 from gmeta.server.loading import model_folder

@@ -11,8 +11,8 @@ from typing import Any, final
 
 from gmeta import __version__
 from gmeta.antdt.log import event
-from gmeta.delivery.follow import Trouble
-from gmeta.delivery.remote import reached
+from gmeta.delivery.pointer import reached
+from gmeta.delivery.trouble import Trouble
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
 from gmeta.server.access import Access

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from gmeta.delivery.channel import is_channel
-from gmeta.delivery.remote import served_at
+from gmeta.delivery.pointer import served_at
 from gmeta.errors import UserError
 from gmeta.files.local import is_url
 from gmeta.server.columns import ModelColumns, columns_of

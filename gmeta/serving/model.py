@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
 from gmeta.batches.episodes import every_row, reading_copies
 from gmeta.batches.transfer import moved
 from gmeta.errors import UserError
-from gmeta.learner import MetaLearner, QueryPrediction
 from gmeta.rows.sides import WorkingRows
 from gmeta.serving.columns import (
     ColumnEncoder,
@@ -31,8 +30,9 @@ from gmeta.serving.columns import (
     select,
 )
 from gmeta.serving.device import HOST, on_the_cpu
+from gmeta.serving.episodes import task_batch
 from gmeta.serving.folder import ExportedConfig
-from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows, task_batch
+from gmeta.serving.rows import EncodedColumns, join_rows, no_rows, split_rows
 from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
 from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
 from gmeta.serving.tables import StoredTable, fetch_UD
@@ -40,6 +40,9 @@ from gmeta.serving.tasks import TaskPredictions, predict_tasks
 from gmeta.threads import ThreadChoice, work_to_predict
 from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
+
+if TYPE_CHECKING:  # which learner is served is the business of who loads it
+    from gmeta.learner import MetaLearner, QueryPrediction
 
 Part = TypeVar("Part")
 
@@ -60,7 +63,7 @@ class ServedModel:
         self,
         config: ExportedConfig,
         checksum: str,
-        learner: MetaLearner,
+        learner: "MetaLearner",
         tables: list[StoredTable],
         encoder: ColumnEncoder,
         reload: "partial[ServedModel]",
@@ -177,7 +180,7 @@ class ServedModel:
         return predict_tasks(run, self.config.features, support, query, allow_no_support)
 
     @on_the_cpu
-    def predict_batch(self, batch: TaskBatch) -> QueryPrediction:
+    def predict_batch(self, batch: TaskBatch) -> "QueryPrediction":
         """Adapt to each task of a prepared batch and predict its query rows: logits (bce) or
         ratings, before and after.
         """

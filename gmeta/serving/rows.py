@@ -1,6 +1,6 @@
-"""Encoded rows, and episodes made of them.
+"""Encoded rows, taken apart and joined.
 
-Shape suffixes: N rows, T episodes, E rows chosen from one side, F single-id features, M multi-id
+Shape suffixes: N rows, F single-id features, M multi-id
 features, K dense columns, V ids of all multi-id features.
 """
 
@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from metaio.format.block import Rows, build_block
 from metaio.format.features import Features
-from metaio.ragged import Float32, Int64, entries_of, offsets, row_by_row, row_sums
-from metaio.read.batch import TaskBatch
-from metaio.read.compose import compose
+from metaio.ragged import Float32, Int64, entries_of, offsets, row_sums
 
 
 @dataclass(frozen=True)
@@ -90,31 +87,3 @@ def no_rows(features: Features) -> EncodedColumns:
 def labels_shape(features: Features, num_rows: int) -> tuple[int, ...]:
     """Return the shape of the labels of so many rows."""
     return (num_rows, features.num_labels) if features.num_labels > 1 else (num_rows,)
-
-
-def task_batch(
-    features: Features,
-    support: EncodedColumns,
-    query: EncodedColumns,
-    chosen_E: tuple[Int64, Int64],
-    lengths_T: tuple[Int64, Int64],
-) -> TaskBatch:
-    """Return a batch of episodes: `chosen_E` are indices of support and query rows, task by task,
-    and `lengths_T` how many of each a task has.
-    """
-    support_E, query_E = chosen_E
-    support_T, query_T = lengths_T
-    order_N = row_by_row(np.stack(lengths_T, axis=1), [support_E, query_E + support.num_rows])
-    both = take_rows(join_rows([support, query]), order_N)
-    rows = Rows(
-        task_T=np.arange(len(support_T)),
-        row_lengths_T=support_T + query_T,
-        support_lengths_T=support_T,
-        label_N=both.label_N,
-        dense_NK=both.dense_NK,
-        ids_NF=both.ids_NF,
-        multi_ids_V=both.values_V,
-        multi_lengths_NM=both.lengths_NM,
-        weight_N=both.weight_NW.ravel(),
-    )
-    return compose(features, [(build_block(features, rows), np.arange(len(support_T)))])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gmeta.errors import UserError
-from gmeta.serving.rows import EncodedColumns, labels_shape, task_batch
+from gmeta.serving.episodes import task_batch
+from gmeta.serving.rows import EncodedColumns, labels_shape
 from metaio.format.features import Features
 from metaio.ragged import Int64, offsets, ragged_indices
 from metaio.read.batch import TaskBatch

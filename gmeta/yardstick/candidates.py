@@ -17,18 +17,11 @@ import numpy.typing as npt
 from gmeta.batches.views import View
 from gmeta.errors import UserError
 from gmeta.metrics.labels import ONE_LABEL, ScoredLabel
-from gmeta.yardstick.rows import (
-    Bools,
-    EpisodeRows,
-    Lists,
-    describing_columns,
-    joined,
-    read_rows,
-    sample_rows,
-)
+from gmeta.yardstick.reading import read_rows, sample_rows
+from gmeta.yardstick.rows import Bools, EpisodeRows, Lists, describing_columns, joined
 from metaio.format.dataset import Dataset
 from metaio.format.features import vector_of
-from metaio.prepare.raw_ids import item_rule_of
+from metaio.prepare.schema_file import item_rule_of
 from metaio.ragged import Int64, offsets
 
 # Rows that are predicted at once, sampled ones among them: a longer task stays whole.
@@ -138,7 +131,7 @@ def candidates_of(
         UserError: nothing names an item, or a task lacks fewer items than are asked for.
         FormatError: a file is missing or damaged.
     """
-    rule, features = item_rule_of(dataset), dataset.features
+    rule, features = item_rule_of(dataset.manifest), dataset.features
     names = [feature.name for feature in features.single]
     name = item_column or (rule.column if rule is not None else "")
     if name not in names:

@@ -22,15 +22,8 @@ from gmeta.yardstick import trees
 from gmeta.yardstick.bias import BiasModel, choose_bias
 from gmeta.yardstick.candidates import Candidates, places_N2
 from gmeta.yardstick.features import Known
-from gmeta.yardstick.rows import (
-    NO_ITEM,
-    EpisodeRows,
-    Floats,
-    describing_columns,
-    read_rows,
-    sample_rows,
-    some_of,
-)
+from gmeta.yardstick.reading import read_rows, sample_rows
+from gmeta.yardstick.rows import NO_ITEM, EpisodeRows, Floats, describing_columns, some_of
 from gmeta.yardstick.sums import sum_training_rows
 from gmeta.yardstick.trees import Trees
 from metaio.counted import counted

@@ -4,14 +4,19 @@ Shape suffixes: N rows, C chosen rows, T episodes, M multi-id features, V ids of
 features; T1 = T + 1.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from metaio.format.block import Rows
 from metaio.prepare.encoded_rows import EncodedRows, value_starts
-from metaio.prepare.negatives import Sampler
 from metaio.ragged import Int64, offsets, ragged_indices
+
+if TYPE_CHECKING:  # which negatives are drawn is the business of whoever makes the sampler
+    from metaio.prepare.negatives import Sampler
 
 # The row id of a negative: the raw data has no such row.
 NO_RAW_ROW = -1

@@ -18,9 +18,8 @@ from metaio.format.dataset import Dataset, verify_file
 from metaio.format.layout import RAW_IDS_FOLDER, VOCABULARY_FOLDER
 from metaio.format.manifest import FileEntry
 from metaio.prepare.encode import hashed_rows
-from metaio.prepare.rules import ItemRule
 from metaio.prepare.schema import Schema
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema_file import item_rule_of
 from metaio.prepare.survey import Survey, columns_of_raw_ids, merged
 from metaio.prepare.values import hash_values, kind_of
 from metaio.ragged import Int64
@@ -46,12 +45,6 @@ def write_raw_ids(folder: Path, schema: Schema, survey: Survey) -> None:
         pq.write_table(table, path, store_schema=False)
 
 
-def item_rule_of(dataset: Dataset) -> ItemRule | None:
-    """Return what a dataset's schema says of the item; None where it has none, or no schema."""
-    schema = dataset.manifest.recipe.get("schema")
-    return parse_schema(schema).item_rule if isinstance(schema, dict) else None
-
-
 def raw_tasks(dataset: Dataset, task_N: Int64) -> pa.Array | None:
     """Return the tasks [N] as the log calls them, integers or text; None where the dataset does not
     say.
@@ -72,7 +65,8 @@ def raw_items(dataset: Dataset, id_N: Int64) -> pa.Array | None:
     Raises:
         FormatError: a file is missing or damaged.
     """
-    rule, manifest = item_rule_of(dataset), dataset.manifest
+    manifest = dataset.manifest
+    rule = item_rule_of(manifest)
     if rule is None:
         return None
     entry = manifest.raw_ids.get("item")
@@ -90,7 +84,7 @@ def raw_items(dataset: Dataset, id_N: Int64) -> pa.Array | None:
 
 def item_place(dataset: Dataset) -> int | None:
     """Return which of the single features is the item, None where no schema names one."""
-    rule = item_rule_of(dataset)
+    rule = item_rule_of(dataset.manifest)
     names = [feature.name for feature in dataset.features.single]
     return None if rule is None else names.index(rule.column)
 

@@ -14,7 +14,7 @@ import xxhash
 from gmeta_keys import Wording, parse, read_toml
 from metaio.errors import SchemaError
 from metaio.format.features import MAX_TABLE_WIDTH, vector_of
-from metaio.format.manifest import canonical_json
+from metaio.format.manifest import Manifest, canonical_json
 from metaio.format.names import NAME_RULE, is_name
 from metaio.prepare.rule_checks import (
     check_episodes,
@@ -22,7 +22,7 @@ from metaio.prepare.rule_checks import (
     check_splits,
     check_stream,
 )
-from metaio.prepare.rules import SplitRule, StreamRule
+from metaio.prepare.rules import ItemRule, SplitRule, StreamRule
 from metaio.prepare.schema import Schema
 
 MOST_NUMBERS = 65_536  # of one vector
@@ -48,6 +48,12 @@ def parse_schema(body: dict[str, Any]) -> Schema:
         schema = replace(schema, label=schema.label[0])  # [[label]] once is [label]
     check_schema(schema)
     return schema
+
+
+def item_rule_of(manifest: Manifest) -> ItemRule | None:
+    """Return what a dataset's schema says of the item; None where it has none, or no schema."""
+    schema = manifest.recipe.get("schema")
+    return parse_schema(schema).item_rule if isinstance(schema, dict) else None
 
 
 def _wrong_type(key: str, hint: Any, value: object) -> str:

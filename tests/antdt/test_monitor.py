@@ -6,13 +6,8 @@ from statistics import median
 
 import pytest
 
-from gmeta.antdt.monitor import (
-    STRAGGLERS,
-    Monitor,
-    MonitorConfig,
-    Report,
-    WorkerHealth,
-)
+from gmeta.antdt.monitor import Monitor
+from gmeta.antdt.reports import STRAGGLERS, MonitorConfig, Report, WorkerHealth
 from gmeta.antdt.windows import _medians_of_others
 
 CONFIG = MonitorConfig(long_windows=24, long_slow=20)

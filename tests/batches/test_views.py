@@ -53,7 +53,7 @@ def test_every_row_is_asked_for_in_about_its_share_of_draws() -> None:
 def test_a_draw_uses_the_shuffle_of_training() -> None:
     """The same rows in the same order as resplit with the same key; only the sizes are its own."""
     from gmeta.batches import views
-    from gmeta.batches.augment import mixed_key
+    from gmeta.batches.draws import mixed_key
 
     batch = stored()
     key = mixed_key(views.SEED, views._DRAW_STREAM, 3)

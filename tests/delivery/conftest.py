@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.delivery.whole import CACHE_VARIABLE
+from gmeta.delivery.cache import CACHE_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,11 @@ import pytest
 import gmeta
 from gmeta.antdt.log import LOGGER_NAME
 from gmeta.delivery import follow as follow_module
+from gmeta.delivery import trouble
+from gmeta.delivery.cache import CACHE_VARIABLE
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.follow import load_current
 from gmeta.delivery.packing import pack
-from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import UserError
 from gmeta.files import checksums
 from gmeta.files.checksums import FileEntry, describe_file
@@ -106,7 +107,7 @@ def changed(path: Path, content: bytes) -> Iterator[None]:
 def test_a_damaged_delta_leaves_the_old_version_which_says_how_old_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow_module, "RETRY_S", 1e6)
+    monkeypatch.setattr(trouble, "RETRY_S", 1e6)
     channel, model = Channel(tmp_path / "channel"), Model.of(SIZES)
     promote(channel, model, tmp_path / "1")
     with gmeta.follow(channel.root, every_s=0, cache=tmp_path / "own") as follower:
@@ -175,7 +176,7 @@ def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(
         promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
         assert channel.version(2).delta is not None
         shutil.rmtree(tmp_path / "cache")
-        monkeypatch.setattr(follow_module, "RETRY_S", 0.0)
+        monkeypatch.setattr(trouble, "RETRY_S", 0.0)
         with files_of_at_most(20_000):
             for _ in range(2):
                 assert not service.reload()

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 import gmeta
-from gmeta.delivery import follow as follow_module
-from gmeta.delivery import remote
+from gmeta.delivery import remote, trouble
+from gmeta.delivery.cache import alone
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
-from gmeta.delivery.remote import channel_at, publish, served_at
+from gmeta.delivery.pointer import served_at
+from gmeta.delivery.remote import channel_at, publish
 from gmeta.delivery.retention import prune, remove_others
-from gmeta.delivery.whole import alone, whole_version
+from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, UserError
 from metaio.format import destination
 from tests.commands import gmeta as gmeta_command
@@ -219,14 +220,14 @@ def test_a_damaged_version_is_not_served_and_tried_again_later(
         publish(channel, url)
         for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
             fs.pipe_file(path, damaged)
-            monkeypatch.setattr(follow_module, "RETRY_S", 0.0)
+            monkeypatch.setattr(trouble, "RETRY_S", 0.0)
             assert not follower.check()
             name = channel.served().checksum[:12]
             told = f"version 3-{name} did not come whole from {url}: "
             assert follower.refused.startswith(told)
             assert follower.served.number == 1
             # A version that could not be loaded is not brought again every two seconds.
-            monkeypatch.setattr(follow_module, "RETRY_S", 1e6)
+            monkeypatch.setattr(trouble, "RETRY_S", 1e6)
             assert not follower.check()
             fs.pipe_file(path, whole)
             assert not follower.check()

@@ -14,7 +14,8 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharding import shard_learner
 from gmeta.train import train
 from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs
 from tests import reference

@@ -14,7 +14,8 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.episodes import Episodes
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharding import shard_learner
 from gmeta.tables.sharding import ExchangeKind, ShardingConfig
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_sharding_plans import (

@@ -16,7 +16,8 @@ from gmeta.errors import GMetaError
 from gmeta.guards import StepGuard, load_batch
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import local_learner, shard_learner
+from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharding import shard_learner
 from gmeta.runs.progress import Progress
 from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch

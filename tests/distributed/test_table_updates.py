@@ -15,7 +15,8 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import check_sparse_optimizer, local_learner, shard_learner
+from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharding import check_sparse_optimizer, shard_learner
 from gmeta.tables.sharding import DefaultKind, ExchangeKind, ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 from tests import reference

@@ -14,7 +14,8 @@ from gmeta.build import build_learner
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import local_learner, shard_learner, table_shards
+from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.tables.names import table_of_weight
 from gmeta.tables.sharding import ShardingConfig
 from gmeta.tables.widths import widths_of_tables

@@ -34,7 +34,8 @@ from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.feeds.worker import answer
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
+from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
+from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks

@@ -34,7 +34,8 @@ from gmeta.feeds.worker import TrainingSplit
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharding import ShardedLearner, local_learner, shard_learner
+from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
+from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.stopping import StoppedError
 from gmeta.train import train
 from metaio.errors import NoDatasetError

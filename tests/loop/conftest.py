@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.delivery.whole import CACHE_VARIABLE
+from gmeta.delivery.cache import CACHE_VARIABLE
 from tests.loop.days import write_day, write_loop
 from tests.loop.following import loop_of, stages_of
 

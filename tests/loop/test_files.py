@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.errors import GMetaError
-from gmeta.loop.loop import Done, Loop
+from gmeta.loop.loop import Loop
+from gmeta.loop.stage import Done
 from gmeta.loop.status import status_of
 from metaio.stream.chain import open_stream
 from metaio.stream.quarantine import list_quarantine

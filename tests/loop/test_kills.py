@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from gmeta.checkpoints.about import read_about
+from gmeta.delivery.cache import CACHE_VARIABLE
 from gmeta.delivery.channel import Channel
-from gmeta.delivery.remote import served_at
+from gmeta.delivery.pointer import served_at
 from gmeta.delivery.versions import check_version
-from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.export import CheckpointReader
-from gmeta.loop.loop import STAGES
+from gmeta.loop.stage import STAGES
 from gmeta.runs.folder import list_checkpoints
 from metaio.format.inspection import damage
 from metaio.stream.chain import open_stream

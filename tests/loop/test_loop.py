@@ -17,9 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from gmeta.checkpoints.about import read_about
 from gmeta.commands.follow import _run as take_stages
+from gmeta.delivery.cache import CACHE_VARIABLE
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
-from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import GMetaError, UserError
 from gmeta.loop.config import load_follow_config
 from gmeta.loop.metrics import LoopMetrics

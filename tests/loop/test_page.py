@@ -16,9 +16,9 @@ from gmeta.errors import UserError
 from gmeta.loop.charts import stream_chart
 from gmeta.loop.days import days_of
 from gmeta.loop.live import LivePage
-from gmeta.loop.loop import UnderWay
 from gmeta.loop.metrics import LoopMetrics
 from gmeta.loop.page import draw_stream, page_of, stream_page
+from gmeta.loop.stage import UnderWay
 from gmeta.loop.status import Status, status_of
 from metaio.stream.chain import open_stream
 from tests.commands import gmeta

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gmeta.delivery.channel import Channel
-from gmeta.delivery.remote import served_at
+from gmeta.delivery.pointer import served_at
 from gmeta.errors import GMetaError
 from gmeta.loop.config import load_follow_config
 from gmeta.loop.metrics import LoopMetrics

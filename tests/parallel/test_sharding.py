@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gmeta.errors import ConfigError, UserError
-from gmeta.parallel.sharding import ShardedLearner
+from gmeta.parallel.sharded_learner import ShardedLearner
 from gmeta_models.melu import MeLU
 
 

@@ -15,7 +15,7 @@ from torchrec.distributed import DistributedModelParallel
 
 import gmeta.parallel.sharding as sharding
 from gmeta.internals import call_after_backward
-from gmeta.parallel.sharding import local_learner
+from gmeta.parallel.sharded_learner import local_learner
 from tests.pretended.device import OnDevice, counts, held
 
 BACKWARD_LAUNCHES = 15  # sort, segments, update: an estimate of fbgemm's

@@ -28,9 +28,9 @@ import torch
 
 import gmeta
 from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.delivery.cache import CACHE_VARIABLE
 from gmeta.delivery.channel import Channel
 from gmeta.delivery.packing import pack
-from gmeta.delivery.whole import CACHE_VARIABLE
 from gmeta.errors import UserError
 from gmeta.server import process
 from gmeta.server.config import ServeConfig

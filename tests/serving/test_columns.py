@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.serving.columns import RawColumns, as_table, select
+from gmeta.serving.episodes import task_batch
 from gmeta.serving.folder import Columns
-from gmeta.serving.rows import task_batch
 from metaio import DataError, Dataset
 from metaio.prepare.schema_file import parse_schema
 from tests.metaio.conftest import episodes_of_batch, whole_split

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from gmeta.losses.config import Loss
-from gmeta.yardstick.rows import EpisodeRows, rows_of
+from gmeta.yardstick.reading import rows_of
+from gmeta.yardstick.rows import EpisodeRows
 from metaio import Provenance, write_dataset
 from metaio.format.block import Rows, build_block
 from metaio.format.features import Features, FeatureSpec, TableSpec

@@ -19,7 +19,8 @@ from gmeta.metrics.scores import split_terms
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.yardstick import candidates
 from gmeta.yardstick.candidates import Candidates, candidates_of, places_N2
-from gmeta.yardstick.rows import EpisodeRows, read_rows
+from gmeta.yardstick.reading import read_rows
+from gmeta.yardstick.rows import EpisodeRows
 from metaio import Dataset, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema_file import parse_schema

@@ -12,7 +12,8 @@ from gmeta.errors import UserError
 from gmeta.losses.config import Loss
 from gmeta.yardstick import trees
 from gmeta.yardstick.measure import Yardsticks, measure
-from gmeta.yardstick.rows import sample_rows, some_of
+from gmeta.yardstick.reading import sample_rows
+from gmeta.yardstick.rows import some_of
 from metaio import Provenance, open_dataset, write_dataset
 from tests.yardstick.sample import FEATURES, raw_rows, write_data
 

@@ -22,7 +22,7 @@ from gmeta.antdt.errors import AntdtError, LeaseLostError
 from gmeta.antdt.manifests.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
 from gmeta.antdt.reports import Report
-from gmeta.antdt.rpc.wire import grant_from, spec_to
+from gmeta.antdt.rpc.nouns import grant_from, spec_to
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 _log = logging.getLogger("gmeta.antdt.client")

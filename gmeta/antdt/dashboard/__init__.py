@@ -14,10 +14,9 @@ from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Checkpoint
-from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
 from gmeta.antdt.phase import present_workers
 from gmeta.antdt.readings import Curves
-from gmeta.antdt.reports import SHARD_STATES, SPENT
+from gmeta.antdt.reports import SHARD_STATES, SPENT, STRAGGLERS, WorkerHealth
 from gmeta.antdt.rpc import views
 from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.stragglers.governor import Governor, Spoken

@@ -1,12 +1,18 @@
 """Prepare, Commit and Restore: when a manifest may be made, confirmed and taken back."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import check_room
 from gmeta.antdt.manifests.manifest import ShardManifest, describe_table, parse_manifest
 from gmeta.antdt.model import Checkpoint
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.state import LedgerState
 
 
 def prepared_before(

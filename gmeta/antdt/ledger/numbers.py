@@ -8,13 +8,15 @@ doubles a shard.
 from __future__ import annotations
 
 import zlib
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import Outcome, Worker
+
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.state import LedgerState
 
 
 class Unrecorded(NamedTuple):

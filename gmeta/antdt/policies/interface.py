@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from gmeta.antdt.monitor import STRAGGLERS, WorkerHealth
+from gmeta.antdt.reports import STRAGGLERS, WorkerHealth
 from gmeta_keys import key
 
 ActionKind = Literal[

@@ -4,9 +4,9 @@ stays slow elsewhere (arXiv 2404.09679, section on non-dedicated clusters)."""
 from collections.abc import Sequence, Set
 from statistics import median
 
-from gmeta.antdt.monitor import STRAGGLERS
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
 from gmeta.antdt.policies.split import Speed, better_split
+from gmeta.antdt.reports import STRAGGLERS
 
 USUAL_RATIO = 1.25  # a window that is not slower than this is noise
 

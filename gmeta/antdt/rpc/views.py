@@ -11,7 +11,7 @@ from gmeta.antdt.ledger.table import ShardTable, find_table
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import covers, parse_manifest
 from gmeta.antdt.model import MAX_SHARDS, ShardState, bad_argument
-from gmeta.antdt.rpc.wire import spec_to
+from gmeta.antdt.rpc.nouns import spec_to
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 MAX_WORKERS_SHOWN = 1000

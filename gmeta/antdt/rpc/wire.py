@@ -5,7 +5,6 @@ Raises RefusedError for a value that is out of bounds; nothing else in the servi
 
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -13,7 +12,6 @@ import grpc
 from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import (
-    DEFAULT_MAX_ATTEMPTS,
     MAX_EPOCHS,
     MAX_ITEMS_PER_CALL,
     MAX_NAME_CHARS,
@@ -21,41 +19,18 @@ from gmeta.antdt.model import (
     MAX_OPERATOR_SHARDS,
     MAX_SHARDS_PER_LEASE_CALL,
     Caller,
-    DatasetSpec,
-    Grant,
     bad_argument,
     check_name,
     check_range,
     check_text,
 )
 from gmeta.antdt.readings import MAX_READINGS_PER_CALL, MAX_VALUES, Reading
+from gmeta.antdt.rpc.nouns import grant_to, spec_from
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 MAX_REPORTED_MS = 1e15  # 30,000 years
 # Also those of ISO 6429 in one character each, and what Unicode ends lines with.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-_SPEC_FIELDS = [field.name for field in fields(DatasetSpec)]  # the proto calls them the same
-
-
-def spec_from(message: Any) -> DatasetSpec:
-    """Return the spec of a proto. Raise RefusedError where it is out of bounds."""
-    given = {name: getattr(message, name) for name in _SPEC_FIELDS}
-    return DatasetSpec(**{**given, "max_attempts": message.max_attempts or DEFAULT_MAX_ATTEMPTS})
-
-
-def spec_to(spec: DatasetSpec) -> Any:
-    """Return the proto of a spec."""
-    return pb.DatasetSpec(**vars(spec))
-
-
-def grant_to(grant: Grant) -> Any:
-    """Return the proto of a grant."""
-    return pb.Grant(**grant._asdict())
-
-
-def grant_from(message: Any) -> Grant:
-    """Return the grant of a proto."""
-    return Grant(*(getattr(message, name) for name in Grant._fields))
 
 
 def refusal_to(error: RefusedError) -> Any:

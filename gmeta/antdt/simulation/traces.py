@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gmeta.antdt.errors import AntdtError
-from gmeta.antdt.monitor import STRAGGLERS
 from gmeta.antdt.policies.interface import Snapshot
+from gmeta.antdt.reports import STRAGGLERS
 from gmeta.errors import UserError
 
 Floats = NDArray[np.float64]

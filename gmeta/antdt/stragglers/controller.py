@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from gmeta.antdt.errors import AntdtError
-from gmeta.antdt.monitor import WorkerHealth
 from gmeta.antdt.policies.interface import (
     ControllerConfig,
     Decision,
@@ -20,6 +19,7 @@ from gmeta.antdt.policies.interface import (
     WorkerView,
 )
 from gmeta.antdt.policies.split import proportional_split
+from gmeta.antdt.reports import WorkerHealth
 from gmeta.errors import UserError
 from gmeta_keys.boundary import failing_as
 

@@ -16,10 +16,10 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.offers import leases_to_back_up
 from gmeta.antdt.log import LOGGER_NAME, event
 from gmeta.antdt.model import MAX_EPOCHS, ShardState
-from gmeta.antdt.monitor import CUT_AFTER, Monitor, WorkerHealth
+from gmeta.antdt.monitor import CUT_AFTER, Monitor
 from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
 from gmeta.antdt.policies import find_policy
-from gmeta.antdt.reports import Report
+from gmeta.antdt.reports import Report, WorkerHealth
 from gmeta.antdt.storage.request import Read, Request
 from gmeta.antdt.stragglers.controller import Controller, Ruling
 from gmeta_keys.boundary import failing_as, kind_and_text

@@ -1,22 +1,23 @@
-"""`gmeta export --since`, `judge`, `promote`, `rollback` and `publish`, once their options are
-known to be right."""
+"""`gmeta judge`, `promote`, `rollback` and `publish`, once their options are known to be right."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gmeta.commands.inspect import is_run
-from gmeta.commands.screen import print_result, screen, show_table, size_text, table_of
+from gmeta.commands.screen import print_result, screen, show_table, table_of
+from gmeta.commands.work.packed import beside, channel_to_be, export_since, told
 from gmeta.delivery.channel import POINTER, Channel, is_channel
 from gmeta.delivery.judge import Verdict, judge, refused, windows_before
 from gmeta.delivery.packing import pack
-from gmeta.delivery.remote import publish, reached
+from gmeta.delivery.pointer import reached
+from gmeta.delivery.remote import publish
 from gmeta.delivery.retention import prune
-from gmeta.delivery.versions import Version, copy_version, is_delta, read_version
+from gmeta.delivery.versions import copy_version, is_delta, read_version
 from gmeta.delivery.whole import whole_version
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.export import export_run
@@ -24,36 +25,13 @@ from gmeta.feeds.increment import open_data, open_named
 from gmeta.files.checked_json import read_json
 from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.runs.folder import RunFolder, write_json
-from gmeta.serving.folder import check_files, check_free, read_config
+from gmeta.serving.folder import check_files, read_config
 from gmeta.serving.table_format import TableFormat
 from metaio.counted import counted
 from metaio.errors import MetaIOError
 from metaio.format.dataset import Dataset, open_dataset
-from metaio.format.destination import one_writer
 from metaio.stream.chain import STREAM_FILE, is_stream, open_stream
 from metaio.stream.publish import publish_stream
-
-
-def export_since(
-    run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
-) -> tuple[Version, str]:
-    """Return what was written, and why it is whole ("" of a delta)."""
-    check_free(out, overwrite)
-    with _beside(out, str(out)) as whole:
-        export_run(run, whole, tables, step, overwrite=True)
-        return pack(_channel(since), whole, out, overwrite)
-
-
-def told(version: Version) -> str:
-    """Return in a line what a version holds."""
-    if version.delta is None:
-        return f"full, {size_text(version.num_bytes)}"
-    rows = sum(each.rows for each in version.delta.touched.values())
-    num_rows = sum(each.num_rows for each in version.delta.touched.values())
-    return (
-        f"delta over version {version.delta.parent.number}: {rows:,} of {num_rows:,} rows, "
-        f"{size_text(version.num_bytes)} of {size_text(version.full_bytes)}"
-    )
 
 
 def promote_candidate(
@@ -67,7 +45,7 @@ def promote_candidate(
 ) -> None:
     """Promote a run or an export, and print what is served from here on; with `keep`, remove the
     versions that nobody needs. Raise UserError for one that its verdict refuses, unless `force`."""
-    channel = _channel(root)
+    channel = channel_to_be(root)
     kept = None if verdict is None else _verdict(verdict)
     is_refused = kept is not None and kept.get("verdict") == "refuse"
     reasons = "; ".join(kept.get("reasons", [])) if kept is not None else ""
@@ -77,13 +55,13 @@ def promote_candidate(
             "same"
         )
     offered = None if is_run(candidate) else read_version(candidate)
-    with _beside(root / "candidate", str(root)) as packed:
+    with beside(root / "candidate", str(root)) as packed:
         if offered is None:
             export_since(candidate, packed, root, tables, step, True)
         elif offered.delta is not None or channel.serves(offered):
             packed = candidate
         else:
-            with _beside(root / "model", str(root)) as model:
+            with beside(root / "model", str(root)) as model:
                 check_files(candidate, read_config(candidate), checksums=False)
                 # No links: what its owner does to the folder later must not reach the channel.
                 copy_version(offered, model, shutil.copyfile)
@@ -122,8 +100,8 @@ def judge_candidate(
 ) -> bool:
     """Judge a run or an export against what a channel serves, print the verdict, write it to `out`
     and keep a refusal in the channel; return whether it is to be promoted."""
-    channel = _channel(root)
-    own_folder = _beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
+    channel = channel_to_be(root)
+    own_folder = beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
     with own_folder if is_run(candidate) else nullcontext(candidate) as whole:
         try:
             model, own = _model_and_data(candidate, whole)
@@ -232,33 +210,6 @@ def publish_to(root: Path, url: str) -> None:
     screen(stderr=True).print(
         f"published: {newest} of {root} at {url}  ({counted(len(copied), noun)} copied)"
     )
-
-
-def _channel(root: Path) -> Channel:
-    """Return the channel at a path, or one that is to be made there. Raise UserError where
-    something else is."""
-    # What begins with a dot is what a killed promotion left.
-    found = root.iterdir() if root.is_dir() else [root] if root.exists() else []
-    if not is_channel(root) and any(not path.name.startswith(".") for path in found):
-        raise UserError(
-            f"{root} is no channel: there is no {POINTER}, but something else. Give the folder of "
-            "a channel, or one that does not exist yet"
-        )
-    return Channel(root)
-
-
-@contextmanager
-def _beside(out: Path, name: str) -> Iterator[Path]:
-    """Yield where something is made on the file system of `out`; what is left there goes. Raise
-    DataError where another process writes `name`, as messages call it."""
-    path = out.parent / f".{out.name}.whole"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with one_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):
-        shutil.rmtree(path, ignore_errors=True)  # what a killed process left
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _verdict(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gmeta.checkpoints.choice import best_not_kept
 from gmeta.commands.screen import print_result, screen, size_text
-from gmeta.commands.work.delivery import export_since, told
+from gmeta.commands.work.packed import export_since, told
 from gmeta.export import export_run
 from gmeta.runs.adapting import ADAPTING_FILE
 from gmeta.runs.folder import RunFolder

@@ -31,7 +31,7 @@ from gmeta.serving.bulk.files import RowFiles, whole_output
 from gmeta.serving.bulk.spool import PART_ROWS, Advance, Clock, TaskSpool, parts_for, spooled
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
-from gmeta.serving.offline.states import CHUNK_ROWS, STATE_COLUMNS, adapt_rows
+from gmeta.serving.offline.adapting import CHUNK_ROWS, STATE_COLUMNS, adapt_rows
 from gmeta.serving.rows import EncodedColumns, split_rows, take_rows
 
 _CHUNKS_A_PROCESS = 2  # under way: one that is computed, one that waits

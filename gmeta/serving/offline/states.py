@@ -1,5 +1,5 @@
-"""From labelled rows of many tasks to a row for each task: its raw id, its state as bytes, and how
-many rows it adapted by. In this process, or as the function of a Spark job.
+"""From tables of labelled rows to the states of their tasks: in this process, or as the function of
+a Spark job.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -7,21 +7,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gmeta.errors import UserError
 from gmeta.serving.columns import as_table
 from gmeta.serving.load import load
 from gmeta.serving.model import ServedModel
-from gmeta.serving.rows import EncodedColumns, join_rows, split_rows, take_rows
-from gmeta.serving.state_bytes import to_bytes
-from gmeta.serving.tasks import cuts
-
-STATE_COLUMNS = ("task", "state", "rows")
-# Rows whose tasks are encoded at once; the states of as many tasks are in memory.
-CHUNK_ROWS = 8_192
+from gmeta.serving.offline.adapting import CHUNK_ROWS, adapt_rows
 
 
 def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
@@ -34,36 +26,6 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
     """
     rows = model.encode(support, "support", with_label=True, with_task=True)
     return adapt_rows(model, rows, support[model.config.columns.task])
-
-
-def adapt_rows(
-    model: ServedModel, rows: EncodedColumns, raw_task_N: pa.Array | pa.ChunkedArray
-) -> pa.Table:
-    """Return the same of encoded rows, with the raw task of each."""
-    _, first_T, task_N, rows_T = np.unique(
-        rows.task_N, return_index=True, return_inverse=True, return_counts=True
-    )
-    # np.unique sorts by the tasks' hashes.
-    order_T = np.argsort(first_T, kind="stable")
-    place_T = np.empty_like(order_T)
-    place_T[order_T] = np.arange(len(order_T))
-    ordered = take_rows(rows, np.argsort(place_T[task_N], kind="stable"))
-    lengths_T = rows_T[order_T]
-    tasks = raw_task_N.take(pa.array(first_T[order_T]))
-    longest = int(lengths_T.max(initial=0))
-    if model.refusal(longest):
-        task = tasks[int(lengths_T.argmax())].as_py()
-        raise UserError(model.refusal(longest, f"task {task!r}"))
-    parts = split_rows(ordered, lengths_T.tolist())
-    states: list[bytes] = [b""] * len(parts)
-    # Tasks of like size share a batch: little of it is then padding.
-    for chosen in cuts(np.argsort(lengths_T, kind="stable"), lengths_T):
-        together = join_rows([parts[place] for place in chosen])
-        found = model.adapt_encoded(together, lengths_T[chosen].tolist())
-        for place, state in zip(chosen.tolist(), found, strict=True):
-            states[place] = to_bytes(state, model.checksum)
-    columns = (tasks, pa.array(states, pa.binary()), pa.array(lengths_T.astype(np.int64)))
-    return pa.table(dict(zip(STATE_COLUMNS, columns, strict=True)))
 
 
 def whole_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:

@@ -18,10 +18,9 @@ import gmeta.antdt.dashboard
 from gmeta.antdt.dashboard import Dashboard, _newest
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.monitor import WorkerHealth
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.readings import Reading
-from gmeta.antdt.reports import MonitorConfig
+from gmeta.antdt.reports import MonitorConfig, WorkerHealth
 from gmeta.antdt.rpc import views
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.governor import Governor

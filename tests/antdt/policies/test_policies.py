@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gmeta.antdt.monitor import Verdict, WorkerHealth
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
 from gmeta.antdt.policies.split import Speed, fastest_split, proportional_split
+from gmeta.antdt.reports import Verdict, WorkerHealth
 from gmeta.antdt.stragglers.controller import Controller, PolicyError, replayed, rule
 from gmeta.errors import ConfigError
 

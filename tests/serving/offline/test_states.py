@@ -13,12 +13,8 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.errors import UserError
 from gmeta.serving import tasks
 from gmeta.serving.model import ServedModel
-from gmeta.serving.offline.states import (
-    STATE_COLUMNS,
-    adapt_partition,
-    adapt_tasks,
-    whole_tasks,
-)
+from gmeta.serving.offline.adapting import STATE_COLUMNS
+from gmeta.serving.offline.states import adapt_partition, adapt_tasks, whole_tasks
 from metaio.errors import DataError
 from tests.exported import random_rows, write_random_model
 
