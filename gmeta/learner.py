@@ -171,7 +171,7 @@ class MetaLearner(nn.Module):
             is_plain=self._config.name == PLAIN,
             plain_epochs=self._config.plain_epochs,
             layout=layout,
-            rows_per_task=bool(self._config.adapt_embeddings),
+            rows_per_task=self._plan.adapts_rows,
             least_gain=least_gain(GROUP_WORK, device, self._plan.num_weights),
             learns_from_support=self._algorithm.learns_from == "support",
         )
@@ -184,7 +184,7 @@ class MetaLearner(nn.Module):
         """Return what `predict` takes, from a batch on the host."""
         return support_and_query(
             self.statistics.widened(self.with_items(batch)),
-            rows_per_task=bool(self._config.adapt_embeddings),
+            rows_per_task=self._plan.adapts_rows,
             to_predict=True,
         )
 

@@ -203,7 +203,7 @@ class ServedModel:
             UserError: a task has more rows than the algorithm takes.
         """
         self._check_support_rows(lengths)
-        adapts_rows = bool(self._inner.config.adapt_embeddings)  # or the names of tables
+        adapts_rows = self._inner.plan.adapts_rows
         with self._exclusive(), torch.enable_grad():
             batch, fetched_row_P, num_rows = reading_copies(
                 self._as_support(rows, lengths), adapts_rows
