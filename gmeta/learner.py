@@ -293,9 +293,9 @@ class MetaLearner(nn.Module):
         return found
 
     def starting_rows_UD(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
-        """Return the fetched rows, so many of each table, as the inner loop takes them: all of the
-        model's width. Where a generator makes a table's embeddings, its rows hold what steps have
-        moved these by, 0 at the start.
+        """Return the fetched rows, `rows_of_tables` of each table, as the inner loop takes them:
+        all of the model's width. Where a generator makes a table's embeddings, its rows hold what
+        steps have moved these by, 0 at the start.
         """
         rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
