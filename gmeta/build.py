@@ -200,7 +200,7 @@ def plugins_of(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict
 
 
 def all_plugins_of(config: TrainConfig) -> dict[str, dict[str, str]]:
-    """Return the same of all that a run needs: its metrics, loggers and callbacks too."""
+    """Return these of all that a run needs, its metrics, loggers and callbacks included."""
     run = config.run
     named: list[tuple[Registry[Any], str]] = [
         *((NAMED_METRICS, name) for name in _own_metrics(config)),

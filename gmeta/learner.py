@@ -171,7 +171,7 @@ class MetaLearner(nn.Module):
             is_plain=self._config.name == PLAIN,
             plain_epochs=self._config.plain_epochs,
             layout=layout,
-            rows_per_task=bool(self._config.adapt_embeddings),
+            rows_per_task=self._plan.adapts_rows,
             least_gain=least_gain(GROUP_WORK, device, self._plan.num_weights),
             learns_from_support=self._algorithm.learns_from == "support",
         )
@@ -184,7 +184,7 @@ class MetaLearner(nn.Module):
         """Return what `predict` takes, from a batch on the host."""
         return support_and_query(
             self.statistics.widened(self.with_items(batch)),
-            rows_per_task=bool(self._config.adapt_embeddings),
+            rows_per_task=self._plan.adapts_rows,
             to_predict=True,
         )
 
@@ -293,9 +293,9 @@ class MetaLearner(nn.Module):
         return found
 
     def starting_rows_UD(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
-        """Return the fetched rows, so many of each table, as the inner loop takes them: all of the
-        model's width. Where a generator makes a table's embeddings, its rows hold what steps have
-        moved these by, 0 at the start.
+        """Return the fetched rows, `rows_of_tables` of each table, as the inner loop takes them:
+        all of the model's width. Where a generator makes a table's embeddings, its rows hold what
+        steps have moved these by, 0 at the start.
         """
         rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:

@@ -75,7 +75,7 @@ class LayerGradients(NamedTuple):
     bias_rate: float  # 0 without a bias
 
     def kernel_TSS(self, rows: int) -> Tensor:
-        """Return their inner products, row by row of a task with so many of them."""
+        """Return the inner products of the gradients of each pair of a task's `rows` rows."""
         # <a j^T, a' j'^T> = <a, a'> <j, j'>, and c <j, j'> of the bias: no Jacobian is ever formed,
         # which would have I O numbers a row.
         activations_TSI, jacobians_TSO = map(in_float32, (self.activations_TSI, self.jacobians_TSO))

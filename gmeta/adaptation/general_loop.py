@@ -193,7 +193,7 @@ class GeneralLoop:
         keep_path: bool,
     ) -> Adapted:
         """Return the parameters after one inner step more."""
-        adapts_rows = self.config.adapt_embeddings
+        adapts_rows = self.plan.adapts_rows
         before_PD = adapted.rows_PD
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
         rows_PD = before_PD.view_as(before_PD) if second_order or keep_path else before_PD.detach()

@@ -73,7 +73,12 @@ class AdaptationPlan:
     @property
     def adapts(self) -> bool:
         """Tell whether inner steps move anything."""
-        return bool(self.layers) or bool(self.config.adapt_embeddings)
+        return bool(self.layers) or self.adapts_rows
+
+    @property
+    def adapts_rows(self) -> bool:
+        """Tell whether they move a task's copies of embedding rows, of all tables or of some."""
+        return bool(self.config.adapt_embeddings)
 
     @property
     def num_weights(self) -> int:

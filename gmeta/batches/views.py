@@ -20,9 +20,9 @@ _DRAW_STREAM, _SUPPORT_STREAM = 1, 2
 
 @dataclass(frozen=True)
 class View:
-    """Draw 0 is the episodes as stored; in the others each task's rows are shuffled, and as many
-    of them as before are its support. Of the support rows no more than `max_support` are shown, the
-    first ones of an order that depends on the task alone: few ones are among many ones.
+    """Draw 0 is the episodes as stored; in the others each task's rows are shuffled, and as many of
+    them as before are its support. At most `max_support` support rows are shown, the first ones of
+    an order that depends on the task alone, so that a smaller number is a subset of a larger one.
     """
 
     draw: int = 0

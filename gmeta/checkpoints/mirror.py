@@ -71,9 +71,9 @@ class Mirror:
         return list(dict.fromkeys(names))
 
     def put(self, checkpoint: Path) -> None:
-        """Copy a checkpoint that has its name, and what describes the run; remove those that the
-        run keeps no longer. A place that cannot be reached is told: the next checkpoint tries
-        again, and `finish` insists.
+        """Copy a finished checkpoint, and what describes the run; remove checkpoints that the run
+        has dropped. If the place cannot be reached, log it: the next checkpoint tries again, and
+        `finish` raises.
         """
         self._late.add(checkpoint.name)
         try:

@@ -71,8 +71,8 @@ def passed_over(asked: TrainConfig, config: TrainConfig) -> list[str]:
 
 
 def _validated(config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config without the validation splits in which an increment has no task: a loop
-    gets small ones, too, and their gate may be empty."""
+    """Return the config without the validation splits in which an increment has no task: a loop may
+    get small increments, whose gate may be empty."""
     data = config.data
     if dataset.manifest.stream is None:
         return config

@@ -114,5 +114,5 @@ def _drop_oldest(cache: Path) -> None:
 
 
 def _own(channel: Channel, cache: Path | None) -> Path:
-    """Return a channel's folder of the cache: another's versions are not this one's to drop."""
+    """Return a channel's own folder of the cache: versions of other channels are not dropped."""
     return (cache or cache_folder()) / xxh3_hex(str(channel.root.absolute()).encode())

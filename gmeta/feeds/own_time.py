@@ -14,11 +14,12 @@ READING_KEPT = 0.75  # from step to step: a block is read in one and used in som
 
 @final
 class ReadTime:
-    """How long a rank reads a task, over the last steps; where processes do, arranging counts, too.
+    """How long a rank takes to read a task, over the last steps; where processes make batches,
+    arranging them counts too.
 
-    By the tasks that were read, which are others than those of the step: batches are read ahead. A
-    change of the shares puts what was read ahead back, and it is read again out of memory; that
-    says nothing about the storage.
+    Counted by the tasks that were read, not by those of the step: batches are read ahead. After a
+    change of the shares, batches that were read ahead are read again from memory, which says
+    nothing about the storage.
     """
 
     def __init__(self) -> None:

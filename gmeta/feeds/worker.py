@@ -105,8 +105,8 @@ def work(connection: int, *blocks: int) -> None:
 
 
 def answer(rank: Connection, work: Work, blocks: list[SharedBlock]) -> None:
-    """Make what the rank asks for, one after the other, until it is gone (EOFError,
-    ConnectionError). Of what it has not copied yet it asks for no more than there are blocks.
+    """Make the batches that the rank asks for, one after the other, until it is gone (EOFError,
+    ConnectionError). It never has more batches to copy than there are blocks.
     """
     turns, begun = cycle(blocks), deque[tuple[Asked, Iterator[TaskBatch] | Exception]]()
     with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""What a package of one's own does as a run goes on; docs/extending.md shows one."""
+"""Callbacks: what a package of your own does during a run; docs/extending.md shows one."""
 
 from __future__ import annotations
 

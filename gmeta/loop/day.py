@@ -1,4 +1,4 @@
-"""One increment of a stream with what came of it, as the page shows it."""
+"""One increment of a stream and its outcome, as the page shows it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from metaio.stream.chain import IncrementRecord
 
 @dataclass(frozen=True)
 class Day:
-    """One increment with what came of it.
+    """One increment and its outcome.
 
     `forecast` holds its scores by the model that goes on, before it is trained on them, `frozen` by
     the first version; `took_s` seconds by stage.

@@ -1,4 +1,4 @@
-"""What came of each increment of a stream, read from the files that its stages left: for the page
+"""The outcome of each increment of a stream, read from the files that its stages left: for the page
 alone, so what cannot be read is not there.
 """
 

@@ -68,7 +68,7 @@ class Loop:
         self._is_put_off = False  # its next try: the mirror may be away for hours
 
     def step(self) -> Done | None:
-        """Take the next stage there is and return what came of it; None where there is none.
+        """Take the next stage and return its outcome; None where no stage is due.
 
         Raises:
             GMetaError: the stage failed, or too many candidates were refused in a row.
@@ -121,7 +121,7 @@ class Loop:
         return self._promote(number)
 
     def standing(self) -> Standing:
-        """Return how it stands with the partitions of the log.
+        """Return the state of the log's partitions.
 
         Raises:
             GMetaError, MetaIOError: the log, or a note of the quarantine, cannot be read.
@@ -405,7 +405,7 @@ class Loop:
         )
 
     def folder(self, number: int) -> Path:
-        """Return the folder of what came of an increment."""
+        """Return the folder with the outcome of an increment."""
         return self._runs / folder_of(number)
 
 

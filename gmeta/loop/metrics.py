@@ -73,7 +73,7 @@ class LoopMetrics:
         self._took.labels(done.stage).set(done.took_s)
 
     def look(self) -> None:
-        """See how it stands now."""
+        """Take the status of the loop anew: the gauges show what it was then."""
         self.status = status_of(self._loop)
 
     def failed(self, why: str) -> None:

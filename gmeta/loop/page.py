@@ -1,5 +1,5 @@
-"""The picture of a stream: how it stands, what each increment brought, what was served when, as
-one HTML page that asks nothing of the network."""
+"""The picture of a stream: its state, what each increment brought, what was served when, as one
+HTML page that asks nothing of the network."""
 
 import threading
 import time
@@ -63,8 +63,8 @@ def draw_stream(loop: Loop) -> Picture:
 def page_of(
     picture: Picture, status: Status, under_way: UnderWay | None = None, refresh_s: int = 0
 ) -> str:
-    """Return the page with how it stands now; it asks for itself again every `refresh_s` seconds
-    (0: it is a file)."""
+    """Return the page of the stream's state now; it reloads itself every `refresh_s` seconds (0: it
+    is a file)."""
     return _template().render(
         picture=picture,
         facts=_facts(status, under_way),

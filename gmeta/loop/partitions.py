@@ -1,4 +1,4 @@
-"""Which partitions of a log are closed, and how it stands with each of their files: taken by an
+"""Which partitions of a log are closed, and the state of each of their files: taken by an
 increment, refused, held for the next one, or waiting."""
 
 import time
@@ -106,10 +106,10 @@ def standing(
     noted: Sequence[Mapping[str, Any]],
     rewritten: Mapping[str, str],
 ) -> Standing:
-    """Return how it stands with partitions, given the files that increments took, the notes of the
-    quarantine that hold, and why files that were taken are refused as they are now.
+    """Return the state of the partitions, from the files that increments took, the quarantine's
+    notes that still hold, and why taken files that have changed since are refused.
 
-    Held are files that make no increment alone, as `gmeta prepare` found.
+    Files are held where `gmeta prepare` found that they make no increment by themselves.
     """
     refused = dict(rewritten)
     held: set[str] = set()

@@ -67,7 +67,7 @@ class Status:
 
 
 def status_of(loop: Loop) -> Status:
-    """Return how it stands with a loop, as far as its last stage did not fail."""
+    """Return the status of a loop, but for a failure of its last stage."""
     follow = loop.config.follow
     numbers = increment_numbers(follow.stream)
     current = loop.channel.current()

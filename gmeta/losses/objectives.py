@@ -94,7 +94,8 @@ class LabelLosses(NamedTuple):
         return self._of_each(error, logits, known_labels(label, weight), known)
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Return them times the weights of the labels: [N, L] of several, also of [N, 1]."""
+        """Return the values times the labels' weights: [N, L] where there are several labels, from
+        [N, L] or [N, 1]."""
         if len(self.weights) > 1:
             return values * _tensor(self.weights, values.dtype, values.device)
         return values if self.weights == (1.0,) else values * self.weights[0]

@@ -257,7 +257,7 @@ class AdaptAndPredict(nn.Module):
         self._rate = learner.rates.of_rows(torch.ones_like(places_B), places_B)
         features = served.config.features
         self._may_lack_labels = bool(features.labels or features.weight)
-        self._adapts_rows = bool(learner.general_loop.config.adapt_embeddings)
+        self._adapts_rows = learner.general_loop.plan.adapts_rows
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of the query rows; `inputs` are those of

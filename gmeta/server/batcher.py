@@ -46,7 +46,7 @@ class Batcher:
         limits: BatchLimits,
         observe: Callable[[str, float], None],
     ) -> None:
-        """`run` answers a batch; `observe` is told of what it measures: queue (seconds), tasks and
+        """Answer batches by `run`, and tell `observe` what is measured: queue (seconds), tasks and
         rows of a batch.
         """
         self._run = run

@@ -26,7 +26,7 @@ Observe = Callable[[str, float], None]  # a stage, and how many seconds it took
 
 @dataclass
 class _Share:
-    """One request of a batch, as far as it has come."""
+    """One request of a batch, and what is computed of it so far."""
 
     request: Inference
     support: pa.Table | None = None  # rows to adapt by now

@@ -171,7 +171,7 @@ class ServedModel:
     def predict_tasks_encoded(
         self, support: EncodedColumns, query: EncodedColumns, allow_no_support: bool
     ) -> TaskPredictions:
-        """Return the same of encoded rows, which hold their tasks."""
+        """Return the predictions of encoded rows, which hold their tasks."""
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
             prediction = self.predict_batch(batch)
@@ -206,7 +206,7 @@ class ServedModel:
             UserError: a task has more rows than the algorithm takes.
         """
         self._check_support_rows(lengths)
-        adapts_rows = bool(self._inner.config.adapt_embeddings)  # or the names of tables
+        adapts_rows = self._inner.plan.adapts_rows
         with self._exclusive(), torch.enable_grad():
             batch, fetched_row_P, num_rows = reading_copies(
                 self._as_support(rows, lengths), adapts_rows
@@ -369,7 +369,7 @@ class ServedModel:
         return replace(batch, dense_NK=both.dense_NK[torch.from_numpy(is_query_N)])
 
     def _batch(self, *sides: tuple[EncodedColumns, Sequence[int]]) -> TaskBatch:
-        """Return a batch of support and query rows, which stand task by task, so many of each."""
+        """Return a batch of support and query rows, which stand task by task, of these lengths."""
         support, query = (rows for rows, _ in sides)
         chosen_E = np.arange(support.num_rows), np.arange(query.num_rows)
         support_T, query_T = (np.array(lengths, np.int64) for _, lengths in sides)

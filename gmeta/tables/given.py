@@ -18,8 +18,9 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Merge(NamedTuple):
-    """How the gradients of rows that stand several times become one: to those at `once`, which are
-    of `row`, those at `again` are added, each to the one in place `into`.
+    """How the gradients of rows that are given out several times are summed: `once` are the places
+    of the distinct rows `row`; the gradient at each place in `again` is added to the one in place
+    `into` among them.
     """
 
     once_U: Tensor

@@ -1,4 +1,4 @@
-"""What came of a study: a table, results as JSON, the best config, and lines that say it."""
+"""The outcome of a study: a table, results as JSON, the best config, and lines that tell it."""
 
 import json
 from collections.abc import Sequence

@@ -58,9 +58,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run: what was set, and what came of it. `scores` are those of its validations,
-    None where undefined, `score` is that of `gmeta evaluate` on the same tasks, or of a run without
-    an end its last; `note` says how it adapts for it, or why it failed.
+    """One short run: its settings and its outcome. `scores` are those of its validations, None
+    where undefined, `score` is that of `gmeta evaluate` on the same tasks, or of a run without an
+    end its last; `note` says how it adapts for it, or why it failed.
     """
 
     number: int

@@ -222,7 +222,8 @@ class WindowSearch:
         return found
 
     def count_all(self, batches: Iterable[pa.RecordBatch], column: str) -> Int64:
-        """Return the same of all times in a column of some batches, 0 of no batch."""
+        """Return the counts of all times in a column of some batches, as `count` does; 0 without a
+        batch."""
         counts = (self.count(time_values(column, batch[column])) for batch in batches)
         return sum(counts, start=np.zeros(1, np.int64))
 

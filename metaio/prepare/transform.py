@@ -55,7 +55,7 @@ def check_trusted(rule: TransformRule | None) -> None:
 
 
 def told_transform(rule: TransformRule | None) -> dict[str, Any]:
-    """Return what a dataset's report says of the transform of its rows; nothing without one."""
+    """Return what a dataset's report says of the transform of its rows; empty without one."""
     if rule is None:
         return {}
     return {"transform": {"function": rule.function} | NAMED_TRANSFORMS.package_of(rule.function)}

@@ -114,11 +114,11 @@ class OneMachine:
         self._source, self._schema, self._options = source, schema, options
 
     def described(self, names: list[str]) -> list[InputFile]:
-        """See Engine."""
+        """Return the files with their hashes, one after the other."""
         return [described(name) for name in names]
 
     def look(self, looking: Looking, tell: Progress) -> Look:
-        """See Engine."""
+        """Return what all rows hold, looked at batch by batch in several threads."""
         look, done, total = Look(), 0, self._source.survey()
 
         def look_at_batch(batch: pa.RecordBatch) -> tuple[int, Look]:
@@ -139,7 +139,7 @@ class OneMachine:
         state_folder: Path,
         tell: Progress,
     ) -> Written:
-        """See Engine."""
+        """Encode all rows and spool them by bucket, then write the shards bucket by bucket."""
         job, options = window.job, self._options
         spool = Spool(writer.folder / ".spool", job.schema)
         self._encode(window, tables, spool, tell)

@@ -229,7 +229,7 @@ def _free_rows(row_E: Int64, num_rows: int) -> Int64:
 
 
 def _freed_rows(old: Numbering, row_E: Int64) -> Int64:
-    """Return the rows that had a value before, and whose value has it no longer, ascending."""
+    """Return the rows that held a value before and hold none now, ascending."""
     is_freed_R = np.zeros(old.num_rows + 1, np.bool_)
     is_freed_R[old.row_E[old.row_E > 0]] = True
     is_freed_R[row_E[row_E > 0]] = False

@@ -84,7 +84,7 @@ class _Spark:
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)
 
     def described(self, names: list[str]) -> list[InputFile]:
-        """See Engine."""
+        """Return the files with their hashes, which the executors compute."""
 
         def describe(batches: _Batches) -> _Batches:
             for index in _ids(batches):
@@ -95,7 +95,7 @@ class _Spark:
         return [by_name[name] for name in names]
 
     def look(self, looking: Looking, tell: Progress) -> Look:
-        """See Engine."""
+        """Return what all rows hold, counted by the executors and added up here."""
         total, nulls = null_counts(self._rows, looking.schema.columns)
         refuse_counts(looking.schema, self._names, total, nulls)
         tell("looking", 0, total)
@@ -119,7 +119,7 @@ class _Spark:
         state_folder: Path,
         tell: Progress,
     ) -> Written:
-        """See Engine."""
+        """Have the executors encode all rows and write a shard for each bucket."""
         job = window.job
         # Workers have the values from the state: a vocabulary may be as large as their memory.
         window = replace(window, job=replace(job, fitted=replace(job.fitted, vocabularies={})))

@@ -44,7 +44,7 @@ def in_task_order(
     schema: Schema, old: EncodedRows, waiting: Int64, newest: EncodedRows
 ) -> EncodedRows:
     """Return the rows of `old` at the places `waiting` and all of `newest`, which are of other
-    tasks, in the order of the tasks' hashes, in which each of both stands.
+    tasks, merged by the hash of their task; both are sorted by it already.
     """
     hash_N = np.concatenate([old.task_hash_N[waiting], newest.task_hash_N])
     is_new_N = np.argsort(hash_N, kind="stable") >= len(waiting)

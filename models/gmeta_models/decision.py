@@ -36,12 +36,12 @@ class DecisionModel(nn.Module, ABC):
     @property
     @abstractmethod
     def decision_layers(self) -> nn.Sequential:
-        """Linear layers with ReLU between them; the last makes the outputs, without one."""
+        """Return linear layers with ReLU between them; the last makes the outputs, without one."""
 
     @property
     def dense_layers(self) -> nn.Sequential | None:
-        """Linear layers, a ReLU after each, that see a row's dense columns alone; None: no layer
-        does, and the columns stay as they are.
+        """Return linear layers, a ReLU after each, that see a row's dense columns alone; None: no
+        layer does, and the columns stay as they are.
         """
         return None
 

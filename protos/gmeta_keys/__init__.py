@@ -88,8 +88,8 @@ def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: st
 
 @functools.cache
 def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, which are looked up once: it takes longer than
-    all else that is done with them."""
+    """Return the types of a dataclass's fields. Cached: looking them up takes longer than all else
+    that is done with them."""
     return get_type_hints(kind)
 
 

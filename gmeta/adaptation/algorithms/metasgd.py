@@ -67,7 +67,7 @@ class LearnedRates(nn.Module):
                 '= "weight": a rate for each weight leaves a change no low rank. '
                 'Set "auto" in its place, or learned_rates = "layer" or "output"'
             )
-        if config.adapt_embeddings and not tables.num_tables:
+        if plan.adapts_rows and not tables.num_tables:
             raise ValueError(
                 'algorithm.name = "metasgd" with adapt_embeddings = true, and 0 tables to learn '
                 "rates for: tell the learner their TableSizes, as gmeta.build.build_learner does"
@@ -79,7 +79,7 @@ class LearnedRates(nn.Module):
         # Of the tables that adapt, and where each table finds its rate: behind them all is a 0.
         self.tables_BC: nn.Parameter | None = None
         place_B = list(range(tables.num_tables))
-        if config.adapt_embeddings:
+        if plan.adapts_rows:
             chosen = tables.adapting(config)
             chosen = tuple(place_B) if chosen is None else chosen
             place_B = [chosen.index(b) if b in chosen else len(chosen) for b in place_B]

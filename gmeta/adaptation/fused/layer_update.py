@@ -94,7 +94,7 @@ class LayerUpdate(NamedTuple):
         sides: Sides,
         wanted: bool,
     ) -> Grads:
-        """Return the gradients of `flat`, if wanted; add that of the rows to what there is."""
+        """Return the gradients of `flat`, if wanted; add that of the rows to `rows_grad_NI`."""
         found: Grads = []
         for step, spreads in zip(self.factors, saved, strict=True):
             of_step = self._empty(step) if wanted else None
@@ -147,7 +147,7 @@ class LayerUpdate(NamedTuple):
         grads_grad_SO: Tensor,
         support: Rectangles,
     ) -> Grads:
-        """Return the gradients of `flat`; add that of g to what there is."""
+        """Return the gradients of `flat`; add that of g to `grads_grad_SO`."""
         found: Grads = []
         for step, spreads in zip(self.factors, saved, strict=True):
             of_step = self._empty(step)

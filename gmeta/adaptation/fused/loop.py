@@ -71,7 +71,7 @@ class FusedLoop:
         names: dict[nn.Module, str] = {layer: name for name, layer in plan.layers.items()}
         self._decision = _Layers.of(model.decision_layers, names)
         self._dense = _Layers.of(model.dense_layers, names)
-        self._moves_inputs = bool(plan.config.adapt_embeddings) or self._dense.adapt
+        self._moves_inputs = plan.adapts_rows or self._dense.adapt
 
     @staticmethod
     def suits(model: DecisionModel, plan: AdaptationPlan, rates: InnerRates) -> bool:
@@ -97,9 +97,9 @@ class FusedLoop:
         return FusedLayout(
             pooling=self._model.pooling,
             history=self._model.history,
-            rows_per_task=bool(self._config.adapt_embeddings),
+            rows_per_task=self._plan.adapts_rows,
             stacked=still and second_order,
-            constant_support=not (self._config.adapt_embeddings or second_order or gated),
+            constant_support=not (self._plan.adapts_rows or second_order or gated),
             first_layer_weights=first.numel() if may_split else 0,
             num_weights=self._plan.num_weights,
             device=kind_of_device(self._model),
@@ -150,7 +150,7 @@ class FusedLoop:
         decision = self._decision.mlp(rows_PD, gates, tasks, self._plan)
         dense = self._dense.mlp(rows_PD, (), tasks, self._plan) if self._dense.adapt else None
         features: RowFeatures | None = None
-        if not self._config.adapt_embeddings:
+        if not self._plan.adapts_rows:
             # Pooled once for all steps: none of them moves the rows.
             features = tasks.features[0].values(rows_PD if second_order else rows_PD.detach())
         return MovingInputs(rows_PD, features, decision, dense)
@@ -200,7 +200,7 @@ class FusedLoop:
     ) -> MovingInputs:
         """Return the model after one inner step more."""
         before_PD, decision, dense = adapted.rows_PD, adapted.decision, adapted.dense
-        adapts_rows = bool(self._config.adapt_embeddings)
+        adapts_rows = self._plan.adapts_rows
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
         rows_PD = before_PD.view_as(before_PD) if second_order else before_PD.detach()
         moving: list[Tensor] = []

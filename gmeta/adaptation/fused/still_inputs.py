@@ -4,7 +4,8 @@
 
 A are the inputs of the support rows, the same in every step, so the gradients of the steps add up;
 c is 1, for the bias, and more where x is not all of a row's inputs (rows/common.py). The layers
-above are mlp.py's.
+above are mlp.py's. A step of the MovieLens example, of three inner ones, takes five eighths of the
+time so.
 
 Shape suffixes: R rows of both sides, N rows of one, S support rows, T tasks, L rows of a task, V
 inputs of a row, O output width.

@@ -56,7 +56,7 @@ class WorkerAgent:
         communication_ms: float,
         peer_wait_ms: float,
     ) -> bool:
-        """Count one more step, with so many of this worker's tasks. Return whether this worker
+        """Count one more step, of `num_tasks` of this worker's tasks. Return whether this worker
         became much slower or faster: then nobody should wait for the next heartbeat."""
         step = Report(1, num_tasks, compute_ms, data_wait_ms, communication_ms, peer_wait_ms)
         self.totals = self.totals.and_then(step)

@@ -96,7 +96,7 @@ class ShardClient:
         return self._leases.live()
 
     def stop_when(self, is_stopping: Callable[[], bool]) -> None:
-        """From now on ask in every wait for the service whether this process was asked to stop;
+        """Ask from now on, in every wait for the service, whether this process was asked to stop;
         calls then give an outage up after seconds."""
         self._session.connection.is_stopping = is_stopping
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.entries import describe_table
 from gmeta.antdt.ledger.table import check_room
-from gmeta.antdt.manifests.manifest import ShardManifest, describe_table, parse_manifest
+from gmeta.antdt.manifests.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import Checkpoint
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, final
 
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.entries import restore_table
 from gmeta.antdt.ledger.table import ShardTable
-from gmeta.antdt.manifests.manifest import parse_manifest, restore_table
+from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import (
     MAX_ACTIONS,
     TOKEN_COUNTER_MASK,

@@ -11,10 +11,10 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.model import (
@@ -22,16 +22,12 @@ from gmeta.antdt.model import (
     MAX_NAME_CHARS,
     MAX_NOTE_CHARS,
     DatasetSpec,
-    ShardState,
     bad_argument,
     check_range,
     check_text,
     check_type,
 )
 from gmeta.antdt.order import ORDER_NAME, ShardOrder
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.table import ShardTable
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE_NAME = "shards.json"
@@ -169,61 +165,6 @@ def covers(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
     # No position is as large: the run that begins at `start` counts too.
     number = bisect.bisect_right(runs, (start, 1 << 62)) - 1
     return number >= 0 and end <= runs[number][1]
-
-
-def describe_table(table: "ShardTable", holders: dict[int, str]) -> DatasetManifest:
-    """Return the manifest entry of a live table; `holders` maps a DOING position to its worker."""
-    # Whoever stands in no list is untouched, so ten million shards make no list.
-    touched = set(table.units_done) | set(table.attempts) | set(holders)
-    states = table.states
-    partial = [p for p in touched if states[p] in (ShardState.READY, ShardState.DOING)]
-
-    def entries(positions: Iterable[int]) -> tuple[Exceptional, ...]:
-        return tuple(
-            Exceptional(
-                p,
-                table.units_done.get(p, 0),
-                table.attempts.get(p, 0),
-                table.notes.get(p, ""),
-                holders.get(p, ""),
-            )
-            for p in sorted(positions)
-        )
-
-    return DatasetManifest(
-        table.spec,
-        table.epoch,
-        tuple(table.done_intervals()),
-        entries(partial),
-        entries(table.positions_in(ShardState.SKIPPED)),
-        entries(table.positions_in(ShardState.QUARANTINED)),
-    )
-
-
-def restore_table(table: "ShardTable", entry: DatasetManifest | None) -> None:
-    """Make `table` exactly what `entry` says (None: nothing trained); shards in flight are READY
-    with their offset."""
-    table.open_epoch(0 if entry is None else entry.epoch)
-    if entry is None:
-        return
-    for start, end in entry.done:
-        table.states[start:end] = bytes([ShardState.DONE]) * (end - start)
-    for state, items in (
-        (ShardState.SKIPPED, entry.skipped),
-        (ShardState.QUARANTINED, entry.quarantined),
-    ):
-        for item in items:
-            table.states[item.position] = state
-    for item in entry.exceptions:
-        if item.units_done:
-            table.units_done[item.position] = item.units_done
-        if item.attempts:
-            table.attempts[item.position] = item.attempts
-        if item.note:
-            table.notes[item.position] = item.note
-    table.recount()
-    table.committed = sorted(entry.done)
-    table.mark_all_dirty()
 
 
 def _parse_dataset(raw: dict[str, Any]) -> DatasetManifest:

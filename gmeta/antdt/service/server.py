@@ -272,7 +272,7 @@ def _check_exposure(config: ServiceConfig) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the process's limit of descriptors as far as it may and need: each worker takes one."""
+    """Raise the process's limit of descriptors as far as it may and must: each worker takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
     limit = wanted if hard < 0 else min(wanted, hard)  # below 0: there is none

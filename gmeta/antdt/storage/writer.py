@@ -154,8 +154,8 @@ class Writer:
             self._end()
 
     def _synced(self) -> RefusedError | None:
-        """Sync; return what to tell those who wait for it where that failed. Nobody knows then what
-        is on the disk: the service ends, and its successor reads it."""
+        """Sync the store; return what to tell those who wait for it where that failed. Nobody knows
+        then what is on the disk: the service ends, and its successor reads it."""
         try:
             self._committer.sync()
         except StoreError as error:

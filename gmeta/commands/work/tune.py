@@ -31,10 +31,10 @@ from gmeta.validation import mean_scores, scores_of
 def be_trial(
     is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
 ) -> None:
-    """Train and score the config of a trial, as JSON, in this process, which ends with it, or check
-    it and its dataset as `gmeta train` does before it starts ranks; what is printed goes to the
-    file `log`, what came of it (Said) to `says`. `place`, among the trials that run at a time, is
-    for the GPUs: they are taken by turns.
+    """Train and score a trial, whose config comes as JSON, in this process, which ends with it; or
+    check the config and its dataset as `gmeta train` does before it starts ranks. What is printed
+    goes to the file `log`, the outcome (Said) to `says`. `place` is the trial's among those that
+    run at a time, and chooses its GPU.
     """
     _leave_with_tune()
     if gpus := torch.cuda.device_count():

@@ -91,15 +91,12 @@ class WirePlanner:
         # Ids travel as rows of a shard; here they become rows of the group that holds it.
         row_N += ids.numpy()
         counts_WG = counts_WS @ self._is_of_group_SG
-        if len(self._repeats_G) > 1:
-            num_ranks, num_groups = counts_WG.shape
-            group_N = np.repeat(np.tile(np.arange(num_groups), num_ranks), counts_WG.ravel())
-            row_GN = [row_N[group_N == index] for index in range(num_groups)]
-        else:
-            row_GN = [row_N] * len(self._repeats_G)
-        pairs = zip(self._repeats_G, row_GN, strict=True)
-        counts = tuple(map(tuple, counts_WG.tolist()))
-        return Given(counts, tuple(repeats.given(rows) for repeats, rows in pairs))
+        num_ranks, num_groups = counts_WG.shape
+        group_N = np.repeat(np.tile(np.arange(num_groups), num_ranks), counts_WG.ravel())
+        rows_G = (
+            repeats.given(row_N[group_N == group]) for group, repeats in enumerate(self._repeats_G)
+        )
+        return Given(tuple(map(tuple, counts_WG.tolist())), tuple(rows_G))
 
 
 @final

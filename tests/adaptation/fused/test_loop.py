@@ -200,8 +200,9 @@ def test_a_step_may_have_no_history_at_all(name: str) -> None:
     assert_same_step(learner, rows_UD, fused, general)
 
 
-def test_the_demo_trains_in_the_fused_loop_by_mamls_own_function(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("example", ["demo", "movielens-1m"])
+def test_the_examples_train_in_the_fused_loop_by_mamls_own_function(
+    example: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[object] = []
     query_loss = QueryLoss.__call__
@@ -211,9 +212,9 @@ def test_the_demo_trains_in_the_fused_loop_by_mamls_own_function(
         return query_loss(loss, inner_loop, *rest)
 
     monkeypatch.setattr(QueryLoss, "__call__", noted)
-    demo = load_config(pathlib.Path(__file__).parents[3] / "examples" / "demo.toml")
+    config = load_config(pathlib.Path(__file__).parents[3] / "examples" / f"{example}.toml")
     recipe = SyntheticConfig()
-    learner = build_learner(features(recipe), demo.model, demo.algorithm, demo.outer.loss)
+    learner = build_learner(features(recipe), config.model, config.algorithm, config.outer.loss)
     tasks = [
         reference.random_task(
             features(recipe), rows - recipe.query_rows, recipe.query_rows, random.Random(rows)
@@ -221,7 +222,7 @@ def test_the_demo_trains_in_the_fused_loop_by_mamls_own_function(
         for rows in (recipe.min_rows, recipe.max_rows)
     ]
     batch = reference.batch_of(tasks, features(recipe))
-    rows_UD = torch.randn(batch.unique_ids_U.numel(), demo.model.embedding_dim)
+    rows_UD = torch.randn(batch.unique_ids_U.numel(), config.model.embedding_dim)
     learner(rows_UD, learner.arrange(batch), 1.0)
     assert taken == [FusedLoop]
 

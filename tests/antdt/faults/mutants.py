@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "offset ignored on restore",
-        "manifests/manifest.py",
+        "ledger/entries.py",
         "table.units_done[item.position] = item.units_done",
         "pass",
     ),

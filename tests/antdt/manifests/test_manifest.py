@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from gmeta.antdt.errors import ManifestError
+from gmeta.antdt.ledger.entries import describe_table, restore_table
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import (
     DatasetManifest,
     Exceptional,
     ShardManifest,
-    describe_table,
     parse_manifest,
-    restore_table,
 )
 from gmeta.antdt.model import DatasetSpec, ShardState
 from tests.antdt.trained import trained_ranges

@@ -1,7 +1,6 @@
 """Level-2 rows against a dict of (episode, position) pairs."""
 
 import numpy as np
-import pytest
 
 from metaio import BatchReader, TaskBatch, open_dataset
 from metaio.read.task_rows import task_rows
@@ -21,11 +20,7 @@ def slow_pairs(batch: TaskBatch) -> dict[tuple[int, int], None]:
     return dict.fromkeys(sorted(found))
 
 
-@pytest.mark.parametrize("max_bits", [0, 63])
-def test_pairs_are_the_distinct_episode_and_position_pairs(
-    write: WriteFn, max_bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("metaio.read.task_rows._MAX_BITS", max_bits)
+def test_pairs_are_the_distinct_episode_and_position_pairs(write: WriteFn) -> None:
     dataset = open_dataset(write({"train": make_rows(40)}, block_rows=50))
     with BatchReader(dataset, "train", tasks_per_step=9) as reader:
         for batch in reader.batches(0):
