@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from gmeta import __version__
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build, check_registered, plugins_of
 from gmeta.checkpoints.choice import check_config, checkpoint_to_use
@@ -26,6 +25,7 @@ from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.files.checksums import describe_file
 from gmeta.files.tensors import writing_tensors
 from gmeta.runs.adapting import read_adapting
+from gmeta.runs.environment import package_versions
 from gmeta.runs.folder import RunFolder, list_checkpoints, step_of
 from gmeta.serving.folder import (
     LAYERS_FILE,
@@ -245,7 +245,7 @@ def _describe(
             "dataset_fingerprint": dataset.fingerprint,
             **({"stream": place.stream, "increment": place.increment} if place else {}),
             "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "gmeta": __version__,
+            "gmeta": package_versions()["gmeta"],
             "torch": torch.__version__,
             "plugins": plugins_of(config.model, config.algorithm),
         },

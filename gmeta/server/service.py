@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from gmeta import __version__
 from gmeta.antdt.log import event
 from gmeta.delivery.pointer import reached
 from gmeta.delivery.trouble import Trouble
 from gmeta.errors import GMetaError, UserError
 from gmeta.files.local import is_url
+from gmeta.runs.environment import package_versions
 from gmeta.server.access import Access
 from gmeta.server.batcher import Batcher
 from gmeta.server.cache import TaskCache
@@ -156,7 +156,7 @@ class Service:
 
     def server_metadata(self) -> dict[str, Any]:
         """Return the server's metadata as the protocol's JSON has it."""
-        return {"name": "gmeta", "version": __version__, "extensions": EXTENSIONS}
+        return {"name": "gmeta", "version": package_versions()["gmeta"], "extensions": EXTENSIONS}
 
     def model_metadata(self) -> dict[str, Any]:
         """Return the model's metadata as the protocol's JSON has it."""
