@@ -121,7 +121,8 @@ class FusedLoop:
         loss = _row_loss(tasks.support, self._objectives.inner, dtype, self._config.support_prior)
         rates = self._decision.rates(self._rates)
         if isinstance(adapted, StillMlp) and (rate := self._decision.one_rate(rates)):
-            # A step's gradients are linear in the loss: its rate can stand there, once for all.
+            # A step's gradients are linear in the loss: its rate can stand there, once for all. Of
+            # a CPU's step that is 2 to 7 %, on a GPU a launch for each layer and inner step.
             loss, rates = loss.times(rate), [1.0] * len(rates)
         for _ in range(self._config.inner_steps):
             if isinstance(adapted, StillMlp):
