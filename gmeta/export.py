@@ -160,8 +160,8 @@ def export_run(
 
 
 def _check_finite(layers: Mapping[str, Tensor], untrained: Mapping[str, Tensor]) -> None:
-    """Raise NotFiniteError for a value that is not finite, but where a model of somebody's own
-    begins with it: a mask of -inf.
+    """Raise NotFiniteError for a value that is not finite, unless a model of somebody's own starts
+    with it, as with a mask of -inf.
     """
     for name, values in layers.items():
         is_wrong = ~values.isfinite()

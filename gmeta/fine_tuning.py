@@ -187,7 +187,7 @@ def predict_tuned(
 
 
 def tuning_episodes(dataset: Dataset, split: str, most: int) -> npt.NDArray[np.int64]:
-    """Return the indices of `most` episodes of a split, ascending: of a small one all."""
+    """Return the indices of `most` episodes of a split, ascending; all of a smaller one."""
     num_episodes = dataset.splits[split].num_episodes
     size = min(num_episodes, most)
     return np.sort(np.random.default_rng(0).choice(num_episodes, size, replace=False))

@@ -80,7 +80,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:
     """Have malloc keep from now on so many bytes of what is freed, for the next step or request;
-    return whether it can be told.
+    return whether malloc can be told so.
 
     glibc gives large blocks back to the system, which then zeroes every page again when it is first
     touched: without this a step of 26 tables x 32 has 4,000 page faults in place of 60, and takes a

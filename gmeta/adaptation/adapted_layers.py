@@ -140,13 +140,13 @@ class AdaptedLayers:
         """Return the gradients of the support rows' outputs by each layer as the factors that they
         are, task by task, from the outputs' gradients at `tape.outputs`.
         """
-        found = []
+        gradients = []
         for name, rows, jacobian in zip(tape.names, tape.inputs, jacobians, strict=True):
             has_bias = self._plan.layers[name].bias is not None
             bias_rate = self._plan.bias_rate(name) if has_bias else 0.0
             blocks = _by_task(tape.layout, rows), _by_task(tape.layout, jacobian)
-            found.append(LayerGradients(*blocks, bias_rate))
-        return found
+            gradients.append(LayerGradients(*blocks, bias_rate))
+        return gradients
 
     def _hook(self, name: str, tape: Tape) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
         layout, change = tape.layout, self._changes.get(name)

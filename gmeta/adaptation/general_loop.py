@@ -108,7 +108,8 @@ class GeneralLoop:
         second_order: bool,
         keep_path: bool = False,
     ) -> Adapted:
-        """Return the parameters so many steps further; `adapted` moves along, and is used up."""
+        """Return the parameters `num_steps` steps further; `adapted` changes too, and is not to be
+        used again."""
         takes_steps = self.plan.adapts and support.layout.num_rows
         for _ in range(num_steps if takes_steps else 0):
             if self.plan.solves:

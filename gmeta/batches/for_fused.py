@@ -241,22 +241,14 @@ def _pooled(
     values_V, lengths_NM = _values(batch, rows_N, pooled_M)
     # 32 bits: to sum up as many of 64 takes twice as long.
     lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int32)
-    if num_multi:
-        lengths_NC = np.zeros((len(rows_N), num_single + num_multi), np.int32)
-        lengths_NC[:, :num_single] = 1
-        lengths_NC[:, num_single + pooled_M] = lengths_NM
-        lengths_RC[there_N] = lengths_NC
-    else:
-        lengths_RC[there_N] = 1
+    lengths_RC[there_N, :num_single] = 1
+    lengths_RC[there_N[:, None], num_single + pooled_M] = lengths_NM
     lengths = torch.from_numpy(lengths_RC.ravel())
     single_NF = batch.positions_NF.numpy()[rows_N]
     num_entries = 0
     if layout.in_buckets:
         num_values = VALUES.of(max(values_V.size, 1)) if pooled_M.size else 0
         num_entries = len(rows_R) * num_single + num_values
-    if not num_multi:
-        single_V = torch.from_numpy(single_NF.ravel())
-        return Bags.of(single_V, lengths, None, num_rows, constant, num_entries, layout.device)
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     # In the order of rows, as gradients are added up: a row's embeddings lie side by side.
@@ -266,7 +258,7 @@ def _pooled(
     entries[row_starts_N[:, None] + np.arange(num_single)] = single_NF
     entries[place_V] = values_V
     weight_V = None
-    if layout.pooling == "mean":
+    if layout.pooling == "mean" and num_multi:
         weights = np.ones(entries.size)
         taken = lengths_NM.ravel()
         weights[place_V] = np.repeat(1.0 / np.maximum(taken, 1), taken)

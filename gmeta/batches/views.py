@@ -61,8 +61,8 @@ STORED = View()
 
 @dataclass(frozen=True)
 class Shown:
-    """The views that an evaluation takes of each task: so many draws of its support and query rows,
-    the stored one first; and, beside them, no more than so many of the stored support rows.
+    """The views that an evaluation takes of each task: draws of its support and query rows, the
+    stored one first, and for each of `support_sizes` at most so many of the stored support rows.
     """
 
     draws: int = 1

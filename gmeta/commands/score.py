@@ -28,7 +28,7 @@ def score(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the scores")] = None,
 ) -> None:
-    """Score an exported model on a prepared dataset, as it would answer if it was served.
+    """Score an exported model on a prepared dataset, as it would answer when served.
 
     gmeta score channels/clicks/versions/00000001 --on streams/clicks:7
 

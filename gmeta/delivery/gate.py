@@ -39,7 +39,7 @@ class Predicted:
 
 def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> Predicted:
     """Return what the model in the folder `model`, which is loaded, predicts of the split's query
-    rows after it adapted to each task's support rows, as it would if it was served.
+    rows after it adapted to each task's support rows, as it would when served.
 
     Raises:
         UserError: the dataset has no such split, or holds other columns than the model takes.

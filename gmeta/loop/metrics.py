@@ -83,8 +83,8 @@ class LoopMetrics:
         self.status = replace(self.status, failure=why)
 
     def _value(self, value: Callable[[Status], float | None]) -> float:
-        """Return a gauge's value; NaN of what is not there yet, which no alert's comparison is true
-        of."""
+        """Return a gauge's value; NaN where there is none yet, for which no alert's comparison
+        holds."""
         found = value(self.status)
         return float("nan") if found is None else float(found)
 

@@ -43,7 +43,7 @@ class ServeConfig(Protection):
         return {option: address for option, address in found.items() if address}
 
     def check(self) -> None:
-        """Raise UserError for an address that is none, or that strangers could reach."""
+        """Raise UserError for an address that is malformed, or that strangers could reach."""
         hosts = {option: split_address(option, at)[0] for option, at in self.addresses.items()}
         if self.workers > 1:
             for option, address in self.addresses.items():

@@ -101,7 +101,7 @@ class ServedModel:
 
     def choose_threads(self) -> None:
         """Have predict_batch try, from now on, whether one thread or all are faster. For a process
-        that does nothing else: it changes torch's number of them meanwhile.
+        that does nothing else: it sets torch's number of threads meanwhile.
         """
         if self._threads is None:
             self._threads = ThreadChoice(torch.get_num_threads())

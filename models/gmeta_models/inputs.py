@@ -27,9 +27,7 @@ class History(NamedTuple):
 
 
 class RowFeatures(NamedTuple):
-    """What is left of the rows for a model that sees the ids of a multi-id feature only pooled, but
-    for those of one, its history.
-    """
+    """Rows for a model that sees every multi-id feature pooled, except for one, its history."""
 
     features_NFD: Tensor  # single, then pooled
     dense_NK: Tensor

@@ -36,23 +36,23 @@ class ExtractionLevel(nn.Module):
         every = outputs * config.own_experts + config.experts
         self.shared_gate = None if is_last else nn.Linear(width, every, bias=False)
 
-    def forward(self, seen: list[Tensor]) -> list[Tensor]:
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the mixtures of the outputs, then the shared one if there is a level above: each
-        [N, H]; `seen` are the inputs in the same order: each [N, X].
+        [N, H]; the inputs are in the same order: each [N, X].
         """
-        *own_seen, shared_seen_NX = seen
-        shared = [expert(shared_seen_NX) for expert in self.shared]
+        *own_inputs, shared_NX = inputs
+        shared = [expert(shared_NX) for expert in self.shared]
         own = [
             [expert(own_NX) for expert in cast(nn.ModuleList, mine)]
-            for mine, own_NX in zip(self.own, own_seen, strict=True)
+            for mine, own_NX in zip(self.own, own_inputs, strict=True)
         ]
         mixtures = [
             mixed_NH(gate(own_NX), torch.stack([*mine, *shared], dim=1))
-            for gate, own_NX, mine in zip(self.gates, own_seen, own, strict=True)
+            for gate, own_NX, mine in zip(self.gates, own_inputs, own, strict=True)
         ]
         if self.shared_gate is not None:
             every_NEH = torch.stack([*(made for mine in own for made in mine), *shared], dim=1)
-            mixtures.append(mixed_NH(self.shared_gate(shared_seen_NX), every_NEH))
+            mixtures.append(mixed_NH(self.shared_gate(shared_NX), every_NEH))
         return mixtures
 
 
@@ -78,7 +78,7 @@ class PLE(TowerModel):
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
         """Return the mixture of each output at the last level: [N, H]."""
         rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
-        seen = [rows_NX] * (len(self.towers) + 1)
+        inputs_NX = [rows_NX] * (len(self.towers) + 1)
         for level in self.levels:
-            seen = level(seen)
-        return seen
+            inputs_NX = level(inputs_NX)
+        return inputs_NX

@@ -23,6 +23,5 @@ class TowerModel(nn.Module, ABC):
 
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return the outputs of every row: [N], or [N, O] of several."""
-        seen = self.tower_inputs_NX(inputs)
-        made = [tower(seen_NX) for tower, seen_NX in zip(self.towers, seen, strict=True)]
-        return outputs_of_rows(torch.cat(made, dim=1))
+        pairs = zip(self.towers, self.tower_inputs_NX(inputs), strict=True)
+        return outputs_of_rows(torch.cat([tower(inputs_NX) for tower, inputs_NX in pairs], dim=1))

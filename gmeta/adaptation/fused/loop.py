@@ -121,7 +121,8 @@ class FusedLoop:
         loss = _row_loss(tasks.support, self._objectives.inner, dtype, self._config.support_prior)
         rates = self._decision.rates(self._rates)
         if isinstance(adapted, StillMlp) and (rate := self._decision.one_rate(rates)):
-            # A step's gradients are linear in the loss: its rate can stand there, once for all.
+            # A step's gradients are linear in the loss: its rate can stand there, once for all. Of
+            # a CPU's step that is 2 to 7 %, on a GPU a launch for each layer and inner step.
             loss, rates = loss.times(rate), [1.0] * len(rates)
         for _ in range(self._config.inner_steps):
             if isinstance(adapted, StillMlp):
@@ -222,16 +223,16 @@ class FusedLoop:
             )
         # Below the MLP is any model's own code: from d_0 on, autograd differentiates it, by the
         # rows and by the outputs of the layers over the dense columns.
-        found = torch.autograd.grad(inputs_SX, moving, grads[0], create_graph=second_order)
+        below = torch.autograd.grad(inputs_SX, moving, grads[0], create_graph=second_order)
         after = replace(
             adapted,
             decision=decision.after_step(activations, grads, self._decision.rates(self._rates)),
         )
         if adapts_rows:
-            after = replace(after, rows_PD=before_PD - scaled(found[0], rate))
+            after = replace(after, rows_PD=before_PD - scaled(below[0], rate))
         if dense is not None:
             with torch.set_grad_enabled(second_order):
-                dense_grads = dense.gradients(found[-1], dense_passed[1:], dense.lowest_moving)
+                dense_grads = dense.gradients(below[-1], dense_passed[1:], dense.lowest_moving)
             rates = self._dense.rates(self._rates)
             after = replace(after, dense=dense.after_step(dense_passed, dense_grads, rates))
         return after

@@ -278,8 +278,7 @@ class ShardClient:
         self._heartbeat.report(report, share)
 
     def read(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell who watches what the model's loss and scores are behind a step; the next heartbeat
-        brings it."""
+        """Tell watchers the model's loss and scores after a step, with the next heartbeat."""
         self._heartbeat.read(step, values)
 
     def hurry(self) -> None:

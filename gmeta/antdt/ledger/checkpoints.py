@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gmeta.antdt.errors import ManifestError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.entries import describe_table
-from gmeta.antdt.ledger.table import check_room
-from gmeta.antdt.manifests.manifest import ShardManifest, parse_manifest
-from gmeta.antdt.model import Checkpoint
+from gmeta.antdt.ledger.table import ShardTable, check_room
+from gmeta.antdt.manifests.manifest import (
+    DatasetManifest,
+    Exceptional,
+    ShardManifest,
+    parse_manifest,
+)
+from gmeta.antdt.model import Checkpoint, ShardState
 
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.state import LedgerState
@@ -117,3 +122,32 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
     tables = state.tables
     check_room(tables, [x.spec for x in manifest.datasets if x.spec.name not in tables])
     return manifest.digest
+
+
+def describe_table(table: ShardTable, holders: dict[int, str]) -> DatasetManifest:
+    """Return the manifest entry of a live table; `holders` maps a DOING position to its worker."""
+    # Whoever stands in no list is untouched, so ten million shards make no list.
+    touched = set(table.units_done) | set(table.attempts) | set(holders)
+    states = table.states
+    partial = [p for p in touched if states[p] in (ShardState.READY, ShardState.DOING)]
+
+    def entries(positions: Iterable[int]) -> tuple[Exceptional, ...]:
+        return tuple(
+            Exceptional(
+                p,
+                table.units_done.get(p, 0),
+                table.attempts.get(p, 0),
+                table.notes.get(p, ""),
+                holders.get(p, ""),
+            )
+            for p in sorted(positions)
+        )
+
+    return DatasetManifest(
+        table.spec,
+        table.epoch,
+        tuple(table.done_intervals()),
+        entries(partial),
+        entries(table.positions_in(ShardState.SKIPPED)),
+        entries(table.positions_in(ShardState.QUARANTINED)),
+    )

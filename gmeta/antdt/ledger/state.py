@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.entries import restore_table
 from gmeta.antdt.ledger.table import ShardTable
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.manifest import DatasetManifest, parse_manifest
 from gmeta.antdt.model import (
     MAX_ACTIONS,
     TOKEN_COUNTER_MASK,
@@ -260,6 +259,32 @@ class LedgerState:
             # Nothing goes back: what is in hand is finished, only no more is handed out.
             self.draining = event.draining
         self._record_request(event.request_id, num_released)
+
+
+def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
+    """Make `table` exactly what `entry` says (None: nothing trained); shards in flight are READY
+    with their offset."""
+    table.open_epoch(0 if entry is None else entry.epoch)
+    if entry is None:
+        return
+    for start, end in entry.done:
+        table.states[start:end] = bytes([ShardState.DONE]) * (end - start)
+    for state, items in (
+        (ShardState.SKIPPED, entry.skipped),
+        (ShardState.QUARANTINED, entry.quarantined),
+    ):
+        for item in items:
+            table.states[item.position] = state
+    for item in entry.exceptions:
+        if item.units_done:
+            table.units_done[item.position] = item.units_done
+        if item.attempts:
+            table.attempts[item.position] = item.attempts
+        if item.note:
+            table.notes[item.position] = item.note
+    table.recount()
+    table.committed = sorted(entry.done)
+    table.mark_all_dirty()
 
 
 def _forget_oldest(memory: dict[Any, Any], most: int) -> None:

@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "offset ignored on restore",
-        "ledger/entries.py",
+        "ledger/state.py",
         "table.units_done[item.position] = item.units_done",
         "pass",
     ),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from gmeta.antdt.errors import ManifestError
-from gmeta.antdt.ledger.entries import describe_table, restore_table
+from gmeta.antdt.ledger.checkpoints import describe_table
+from gmeta.antdt.ledger.state import restore_table
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import (
