@@ -22,6 +22,7 @@ from tests.antdt.faults.mutants import MUTANTS, mutated
 from tests.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[1]
+WORK = "gmeta.commands.work"  # what loads torch
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -57,10 +58,11 @@ def imports_in(node: ast.AST) -> Iterator[ast.ImportFrom]:
     return filter(is_own_import, ast.walk(node))
 
 
-def late_imports(path: Path) -> Iterator[ast.ImportFrom]:
+@cache
+def late_imports(path: Path) -> list[ast.ImportFrom]:
     """Those inside functions."""
     functions = filter(is_function, ast.walk(ast.parse(path.read_text())))
-    return (node for function in functions for node in imports_in(function))
+    return [node for function in functions for node in imports_in(function)]
 
 
 def test_training_stays_on_two_screens() -> None:
