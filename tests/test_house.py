@@ -128,9 +128,25 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
 
 
 def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
-    late = {str(path.relative_to(ROOT)) for path in MODULES.values() if any(late_imports(path))}
+    late = {str(path.relative_to(ROOT)) for path in MODULES.values() if late_imports(path)}
     own = "adapt config delivery evaluate export follow inspect plan score serve train tune"
     assert late == {"gmeta/__init__.py", *(f"gmeta/commands/{name}.py" for name in own.split())}
+
+
+def test_a_command_loads_torch_with_nobody_looking_for_garbage() -> None:
+    found = []
+    for path in ROOT.glob("gmeta/commands/*.py"):
+        tree = ast.parse(path.read_text())
+        loading = [one for one in imports_in(tree) if (one.module or "").startswith(WORK)]
+        blocks = [one for one in ast.walk(tree) if isinstance(one, ast.With)]
+        kept = [
+            one
+            for block in blocks
+            if ast.unparse(block.items[0]).endswith("importing()")
+            for one in block.body
+        ]
+        found += [f"{path.name}: {ast.unparse(one)}" for one in loading if one not in kept]
+    assert found == [], "put it into a block of on_ranks.importing"
 
 
 def test_what_may_raise_anything_is_met_in_one_place() -> None:
@@ -184,7 +200,8 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
 }
 IMPORT_AND_ASK = """
-import importlib, sys
+import gc, importlib, sys
+gc.disable()
 for name, unwanted in eval(sys.argv[1]):
     importlib.import_module(name)
     print(name, *(one for one in unwanted if one in sys.modules))
