@@ -25,7 +25,8 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
     # To import fbgemm asks whether there is a GPU. Where torch asks CUDA, and not the driver's
     # NVML, no process that is forked after that can use one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    context.set_forkserver_preload(["gmeta.verbosity", *preload])  # first: it quietens the others
+    # First what quietens the others, and what has nobody look for garbage in them.
+    context.set_forkserver_preload(["gmeta.verbosity", "gmeta.no_garbage", *preload])
     # The server's mask is that of all it forks, and keeps tracebacks of its own imports away.
     resource_tracker.ensure_running()  # its start ends with SIGINT out of the mask
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -4,6 +4,7 @@ when it is needed, each of it some tenths of a second that every rank would spen
 
 # ruff: noqa: E402, F401
 import gc
+import platform
 from contextlib import suppress
 
 gc.disable()  # it would look for garbage among a million new objects, again and again
@@ -48,9 +49,15 @@ import gmeta.server.worker
 import gmeta.train
 import tests.distributed.harness
 import tests.forked
+from gmeta.metrics.own import NAMED_METRICS
+from gmeta.runs.environment import package_versions
 from tests.processes import collapse_memory, collect_garbage_rarely
 
+# What every rank would look up, each of it once.
 rich.emoji.Emoji.replace(":heart:")  # reads the names of all
+NAMED_METRICS.names()
+package_versions()
+platform.platform()
 
 collect_garbage_rarely()
 collapse_memory()

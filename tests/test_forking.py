@@ -1,11 +1,15 @@
 """Processes forked from one that has imported what they need, and Ctrl-C."""
 
+import gc
 import signal
 import subprocess
 import sys
+from importlib import reload
 from pathlib import Path
 
+from gmeta import no_garbage
 from gmeta.forking import _interrupt_held
+from gmeta.loop import looked_up
 from tests.commands import environment
 
 # In a process of its own: in the tests' multiprocessing has started its helpers before.
@@ -51,6 +55,16 @@ def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starti
     assert forks_may_use_gpus == "True"
     assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
     assert int(exit_code) == -signal.SIGTERM
+
+
+def test_a_server_imports_without_a_look_for_garbage_and_its_stages_look_again() -> None:
+    try:
+        reload(no_garbage)
+        assert not gc.isenabled()
+        reload(looked_up)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_process_that_ignores_ctrl_c_starts_others_through_it() -> None:

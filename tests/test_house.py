@@ -22,6 +22,7 @@ from tests.antdt.faults.mutants import MUTANTS, mutated
 from tests.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[1]
+WORK = "gmeta.commands.work"  # what loads torch
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -57,10 +58,11 @@ def imports_in(node: ast.AST) -> Iterator[ast.ImportFrom]:
     return filter(is_own_import, ast.walk(node))
 
 
-def late_imports(path: Path) -> Iterator[ast.ImportFrom]:
+@cache
+def late_imports(path: Path) -> list[ast.ImportFrom]:
     """Those inside functions."""
     functions = filter(is_function, ast.walk(ast.parse(path.read_text())))
-    return (node for function in functions for node in imports_in(function))
+    return [node for function in functions for node in imports_in(function)]
 
 
 def test_training_stays_on_two_screens() -> None:
@@ -126,9 +128,25 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
 
 
 def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
-    late = {str(path.relative_to(ROOT)) for path in MODULES.values() if any(late_imports(path))}
+    late = {str(path.relative_to(ROOT)) for path in MODULES.values() if late_imports(path)}
     own = "adapt config delivery evaluate export follow inspect plan score serve train tune"
     assert late == {"gmeta/__init__.py", *(f"gmeta/commands/{name}.py" for name in own.split())}
+
+
+def test_a_command_loads_torch_with_nobody_looking_for_garbage() -> None:
+    found = []
+    for path in ROOT.glob("gmeta/commands/*.py"):
+        tree = ast.parse(path.read_text())
+        loading = [one for one in imports_in(tree) if (one.module or "").startswith(WORK)]
+        blocks = [one for one in ast.walk(tree) if isinstance(one, ast.With)]
+        kept = [
+            one
+            for block in blocks
+            if ast.unparse(block.items[0]).endswith("importing()")
+            for one in block.body
+        ]
+        found += [f"{path.name}: {ast.unparse(one)}" for one in loading if one not in kept]
+    assert found == [], "put it into a block of on_ranks.importing"
 
 
 def test_what_may_raise_anything_is_met_in_one_place() -> None:
@@ -182,7 +200,8 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     ],
 }
 IMPORT_AND_ASK = """
-import importlib, sys
+import gc, importlib, sys
+gc.disable()
 for name, unwanted in eval(sys.argv[1]):
     importlib.import_module(name)
     print(name, *(one for one in unwanted if one in sys.modules))

@@ -146,7 +146,8 @@ def install_and_import(copied: tuple[str, ...], modules: tuple[str, ...]) -> Non
     """Install what these lines of COPY bring, and import the modules."""
     # Others' packages, but not the path files there, which lead to this repository.
     code = (
-        f"import sys; sys.path += [{sysconfig.get_path('purelib')!r}]; import {', '.join(modules)}"
+        "import gc, sys; gc.disable(); "
+        f"sys.path += [{sysconfig.get_path('purelib')!r}]; import {', '.join(modules)}"
     )
     with tempfile.TemporaryDirectory() as folder:
         sources, out, installed = (Path(folder, name) for name in ("sources", "out", "installed"))

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from gmeta.commands.on_ranks import importing
 from gmeta.errors import UserError
 from gmeta.files.local import check_local, check_replaces
 
@@ -48,6 +49,7 @@ def adapt(
             "Parquet. Name a file that ends with .parquet"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.adapt import adapt_and_tell
+    with importing():
+        from gmeta.commands.work.adapt import adapt_and_tell
 
     adapt_and_tell(model, support, out, processes, verify)

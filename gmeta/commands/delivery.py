@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gmeta.commands.on_ranks import importing
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
 from gmeta.serving.table_format import TableFormat
@@ -58,7 +59,8 @@ def promote(
     already changes nothing.
     """
     _check(candidate, channel)
-    from gmeta.commands.work.delivery import promote_candidate
+    with importing():
+        from gmeta.commands.work.delivery import promote_candidate
 
     promote_candidate(candidate, channel, tables, step, verdict, force, keep)
 
@@ -76,7 +78,8 @@ def rollback(
     Only the pointer moves, and --to serves a later one again.
     """
     check_local("CHANNEL", channel)
-    from gmeta.commands.work.delivery import roll_back
+    with importing():
+        from gmeta.commands.work.delivery import roll_back
 
     roll_back(channel, to)
 
@@ -99,7 +102,8 @@ def publish(
     increments go up, and what the next one needs to know.
     """
     check_local("CHANNEL|STREAM", path)
-    from gmeta.commands.work.delivery import publish_to
+    with importing():
+        from gmeta.commands.work.delivery import publish_to
 
     publish_to(path, url)
 
@@ -139,7 +143,8 @@ def judge(
     _check(candidate, champion)
     if out is not None:
         check_local("--out", out)
-    from gmeta.commands.work.delivery import judge_candidate
+    with importing():
+        from gmeta.commands.work.delivery import judge_candidate
 
     if not judge_candidate(candidate, champion, on, split, margin, pool, out):
         raise typer.Exit(REFUSED)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from gmeta.commands.on_ranks import importing
 from gmeta.errors import UserError
 from gmeta.files.local import check_local, check_replaces
 from gmeta.serving.table_format import TableFormat
@@ -64,7 +65,8 @@ def export(
             "Leave one of them out"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.export import export_changes, export_for_runtime, export_whole
+    with importing():
+        from gmeta.commands.work.export import export_changes, export_for_runtime, export_whole
 
     if runtime != "gmeta":
         export_for_runtime(run, out, runtime, tables, step, overwrite)
@@ -121,6 +123,7 @@ def predict(
             "Name a file that ends with one of them"
         )
     # As above.
-    from gmeta.commands.work.predict import predict_rows
+    with importing():
+        from gmeta.commands.work.predict import predict_rows
 
     predict_rows(model, support, query, out, allow_no_support, verify)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gmeta.commands.on_ranks import importing
 from gmeta.config import load_config
 from gmeta.errors import UserError
 from gmeta.parallel.stated import Asked, Cluster, Speeds
@@ -70,7 +71,8 @@ def plan(
     bytes_a_s = {name[2:]: amount_of(name, text, "/s") for name, text in bandwidths.items()}
     flops = 1e12 * (tflops or {"float32": 60, "tf32": 400, "bf16": 800}[resolved.run.precision])
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.plan import show_plan
+    with importing():
+        from gmeta.commands.work.plan import show_plan
 
     show_plan(
         resolved,

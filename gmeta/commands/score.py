@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from gmeta.commands.on_ranks import importing
 from gmeta.errors import UserError
 from gmeta.files.local import check_local
 
@@ -43,6 +44,7 @@ def score(
             "wrote, or CHANNEL/versions/NUMBER of a full version"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    from gmeta.commands.work.score import score_export
+    with importing():
+        from gmeta.commands.work.score import score_export
 
     score_export(model, on, splits or [], out)

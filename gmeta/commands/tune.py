@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from gmeta.checkpoints.named import with_names
+from gmeta.commands.on_ranks import importing
 from gmeta.commands.screen import print_result, screen, show_table, table_of
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
@@ -143,7 +144,8 @@ def tune(
 
 def _trial(is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
     # In the trial's process: this one stays without torch.
-    from gmeta.commands.work.tune import be_trial
+    with importing():
+        from gmeta.commands.work.tune import be_trial
 
     be_trial(is_check, config, log, place, says)
 

@@ -12,3 +12,4 @@ NAMED_METRICS.names()  # entry points: of all kinds at once
 package_versions()
 gc.collect()
 gc.freeze()
+gc.enable()

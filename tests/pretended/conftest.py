@@ -19,6 +19,43 @@ SHOWN_BY = {  # a mutant, and which reading shows it
     "a copy more": "copies_inside",
     "labels left on the host": "error",
 }
+RUNS = {
+    "as it comes": [],
+    "clipped": ["outer.clip_norm=0.1", "outer.accumulate_steps=2", "model.name=dlrm"],
+    "bf16": ["run.precision=bf16", "run.checkpoint_in_background=false"],
+    "resumed": ["run.max_steps=3", "model.name=cbml"],
+    "adam": [
+        "outer.sparse_optimizer=partial_rowwise_adam",
+        "sharding.wire_dtype=bfloat16",
+        "model.name=deepfm",
+    ],
+    "torchrec": ["sharding.exchange=torchrec"],
+    "graphs": ["run.cuda_graphs=on"],
+    "graphs, processes": ["run.cuda_graphs=on", "data.processes=1"],
+    "graphs of parts": [
+        "run.cuda_graphs=on",
+        "outer.accumulate_steps=2",
+        "outer.clip_norm=0.1",
+        "model.name=dcnv2",
+    ],
+    "labels": ["model.name=ple", "labels.loss.stars=mse", "data.tasks_per_step=8"],
+    "labels, mixed": [
+        "model.name=mmoe",
+        "labels.entire_space.buy=click",
+        "labels.loss.stars=mse",
+        "data.tasks_per_step=8",
+    ],
+}
+# The second step of an epoch has one task: rank 1 has none. The second epoch's are graphs.
+UNEVEN = {
+    "uneven": [
+        "data.tasks_per_step=199",
+        "run.epochs=2",
+        "run.valid_every_steps=0",
+        "run.cuda_graphs=on",
+    ]
+}
+MUTANT = "collectives swapped on a rank"
 Reading = dict[str, Any]
 
 
@@ -55,8 +92,30 @@ def pretended_once(pretended: Callable[..., Any], shared: Path) -> Callable[...,
 
 
 @pytest.fixture(scope="session")
-def found(pretended_once: Callable[..., Any]) -> Reading:
-    """What steps of the learner and served models show, in one process and half a minute."""
+def shown(
+    pretended_once: Callable[..., Any],
+    click_logs: Path,
+    labelled: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """What steps of the learner and served models show, and whole runs: half a minute."""
     cases = [case.name for case in all_cases()]
-    arguments = [cases.index(one) for one in FAKE], list(SHOWN_BY), cases.index("melu maml")
-    return dict(pretended_once("tests.pretended.learner_steps", "everything", *arguments))
+    steps = [cases.index(one) for one in FAKE], list(SHOWN_BY), cases.index("melu maml")
+    folder = str(tmp_path_factory.mktemp("runs"))
+    of_labels = [f"data.path={labelled / 'data'}"]
+    keys = {name: one + of_labels * name.startswith("labels") for name, one in RUNS.items()}
+    runs = folder, str(click_logs), keys, UNEVEN, MUTANT
+    return dict(pretended_once("tests.pretended.at_once", "everything", steps, runs))
+
+
+@pytest.fixture(scope="session")
+def found(shown: dict[str, Any]) -> Reading:
+    """What steps of the learner and served models show."""
+    return dict(shown["steps"])
+
+
+@pytest.fixture(scope="session")
+def runs(shown: dict[str, Any]) -> dict[str, Any]:
+    """Each run on the CPU and on the pretended GPU, one rank; under `ranks` UNEVEN on two, and with
+    the mutant."""
+    return dict(shown["runs"])

@@ -2,66 +2,11 @@
 step, on two ranks two copies of which the batch is one, and collectives in one order on all ranks.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-MODULE = "tests.pretended.training"
-RUNS = {
-    "as it comes": [],
-    "clipped": ["outer.clip_norm=0.1", "outer.accumulate_steps=2", "model.name=dlrm"],
-    "bf16": ["run.precision=bf16", "run.checkpoint_in_background=false"],
-    "resumed": ["run.max_steps=3", "model.name=cbml"],
-    "adam": [
-        "outer.sparse_optimizer=partial_rowwise_adam",
-        "sharding.wire_dtype=bfloat16",
-        "model.name=deepfm",
-    ],
-    "torchrec": ["sharding.exchange=torchrec"],
-    "graphs": ["run.cuda_graphs=on"],
-    "graphs, processes": ["run.cuda_graphs=on", "data.processes=1"],
-    "graphs of parts": [
-        "run.cuda_graphs=on",
-        "outer.accumulate_steps=2",
-        "outer.clip_norm=0.1",
-        "model.name=dcnv2",
-    ],
-    "labels": ["model.name=ple", "labels.loss.stars=mse", "data.tasks_per_step=8"],
-    "labels, mixed": [
-        "model.name=mmoe",
-        "labels.entire_space.buy=click",
-        "labels.loss.stars=mse",
-        "data.tasks_per_step=8",
-    ],
-}
-# The second step of an epoch has one task: rank 1 has none. The second epoch's are graphs.
-UNEVEN = {
-    "uneven": [
-        "data.tasks_per_step=199",
-        "run.epochs=2",
-        "run.valid_every_steps=0",
-        "run.cuda_graphs=on",
-    ]
-}
-MUTANT = "collectives swapped on a rank"
-
-
-@pytest.fixture(scope="module")
-def runs(
-    pretended_once: Callable[..., Any],
-    click_logs: Path,
-    labelled: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
-    """Each run on the CPU and on the pretended GPU, one rank; under `ranks` UNEVEN on two, and with
-    the mutant."""
-    folder = str(tmp_path_factory.mktemp("runs"))
-    of_labels = [f"data.path={labelled / 'data'}"]
-    keys = {name: one + of_labels * name.startswith("labels") for name, one in RUNS.items()}
-    asked = folder, str(click_logs), keys, UNEVEN, MUTANT
-    return dict(pretended_once(MODULE, "everything", *asked))
+from tests.pretended.conftest import MUTANT, RUNS
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -243,7 +243,7 @@ def survives(folder: Path, files: Sequence[str]) -> bool:
     try:
         done = run_forked(
             "pytest",
-            *("-x", "-q", "-p", "no:cacheprovider", *files),
+            *("-x", "-q", "--tb", "native", "-p", "no:cacheprovider", *files),
             env={**os.environ, "PYTHONPATH": roots, "ANTDT_SCHEDULES": MUTANT_SCHEDULES},
             cwd=folder,
             anew=("gmeta", "gmeta_protos", "tests"),

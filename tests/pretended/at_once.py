@@ -1,0 +1,25 @@
+"""All that tests ask of the pretended GPU, of one start: that takes longer than a hundred cases."""
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.pretended import learner_steps, training
+
+
+def everything(steps: list[Any], runs: list[Any]) -> dict[str, Any]:
+    """Return what the learner's steps show, in a process forked before anything is computed, and
+    whole runs beside it."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    process = fork.Process(target=_tell_of_steps, args=(there, steps))
+    process.start()
+    there.close()
+    found = training.everything(*runs)
+    told = {"runs": found, "steps": here.recv()}  # EOFError: it failed, as it has printed
+    process.join()
+    return told
+
+
+def _tell_of_steps(told: Connection, steps: list[Any]) -> None:
+    told.send(learner_steps.everything(*steps))
