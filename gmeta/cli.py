@@ -51,7 +51,7 @@ COMMANDS = {
     "judge": (
         "Compare a run with the model that a channel serves, on tasks that neither was trained on."
     ),
-    "score": "Score an exported model on a prepared dataset, as it would answer if it was served.",
+    "score": "Score an exported model on a prepared dataset, as it would answer when served.",
     "promote": "Make a run's model, or an export, the one that a channel serves.",
     "rollback": "Let a channel serve an earlier version again.",
     "publish": "Copy a channel, or a stream, to a URL, from where other machines follow it.",
