@@ -31,7 +31,7 @@ class SupportRows(NamedTuple):
 
 
 class SupportEncoder(nn.Module):
-    """From the support rows of each task to what it does to each layer: (W x + b) * scale + shift.
+    """Turns the support rows of each task into a change of each layer: (W x + b) * scale + shift.
 
     r_n = MLP([x_n, e_n x_n, y_n, e_n])                 what a row says: features, label, error
     m_t = n_t / (n_t + prior) * sum_n w_n r_n           w_n = 1 / n_t, or softmax_n(v . r_n)
@@ -90,7 +90,7 @@ class SupportEncoder(nn.Module):
         return self._by_layer(self.modulations(task_TZ))
 
     def _weights_N1(self, code_NZ: Tensor, count_T1: Tensor, task_N: Tensor) -> Tensor:
-        """Return what each row counts in its task; they sum to 1 in each task that has rows."""
+        """Return the weight of each row in its task; they sum to 1 in each task that has rows."""
         if self.attention is None:
             return (1.0 / count_T1.clamp(min=1.0)).index_select(0, task_N)
         score_N1 = self.attention(code_NZ).to(code_NZ.dtype)
