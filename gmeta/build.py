@@ -353,7 +353,7 @@ def _start_as_bias_model(
 
 
 def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:
-    """Raise ValueError for what needs one label that every row has, where there are several."""
+    """Raise ValueError for what needs one label that every row has: named ones may be unknown."""
     asked = {
         f"algorithm.name = {algorithm!r}": learner.encoder is not None,
         "support_features": learner.statistics.width > 0,

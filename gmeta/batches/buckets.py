@@ -20,8 +20,8 @@ LONGEST = 8
 
 
 def cut(num_tasks: int) -> list[int]:
-    """Return where so many tasks, the shortest first, are cut into rectangles: rising places, the
-    last of which is the end.
+    """Return where `num_tasks` tasks, the shortest first, are cut into rectangles: ascending
+    places, the last of which is the end.
 
     >>> cut(128), cut(1024), cut(8)
     ([96, 120, 128], [512, 768, 960, 1016, 1024], [6, 8])
@@ -32,8 +32,8 @@ def cut(num_tasks: int) -> list[int]:
 
 
 class Series(NamedTuple):
-    """Sizes that may be: from `least` on, so many from one power of two to the next; beyond `fine`,
-    itself a power of two, the powers alone.
+    """The allowed sizes: from `least` on, `steps` of them from one power of two to the next; beyond
+    `fine`, itself a power of two, the powers alone.
     """
 
     least: int
@@ -41,11 +41,11 @@ class Series(NamedTuple):
     fine: int = 1 << 62
 
     def of(self, size: int) -> int:
-        """Return the smallest of them that holds this size."""
+        """Return the smallest allowed size that holds this one."""
         return int(self.of_all(np.array([size]))[0])
 
     def of_all(self, sizes: Int64) -> Int64:
-        """Return the smallest of them that hold these sizes; 0 for 0."""
+        """Return the smallest allowed sizes that hold these; 0 for 0."""
         at_least = np.maximum(sizes, self.least)
         # frexp is exact: 2 ** (power - 1) is the power of two below a size, or half of it itself.
         _, power = np.frexp(at_least - 1)

@@ -75,7 +75,7 @@ class SupportFeaturesConfig:
 
     @property
     def is_used(self) -> bool:
-        """Tell whether any of them is asked for."""
+        """Tell whether any of these inputs is asked for."""
         return self.task or bool(self.columns)
 
 
@@ -136,7 +136,7 @@ class LabelPrior(NamedTuple):
 
     @classmethod
     def configured(cls, config: "SupportFeaturesConfig") -> "LabelPrior | None":
-        """Return the one that the config gives; None if it is left to the data.
+        """Return the prior that the config gives; None if it is left to the data.
 
         Raises:
             ValueError: it is no pair of a mean and a deviation above 0.

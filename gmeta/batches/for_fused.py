@@ -29,9 +29,9 @@ from gmeta.rows.sparse_matrix import Bags
 from metaio.ragged import Int64, offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
 
-# Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs
-# more in calls than it saves. At 5 million it costs as much on one thread, and 6 % of a step more
-# on two, which share the products but not the calls. On CUDA about 15 launches, estimated.
+# Below this many multiply-adds in a product of rows, handling what tasks share apart, once a task,
+# costs more in calls than it saves. At 5 million it breaks even on one thread, and costs 6 % of a
+# step on two, which share the products but not the calls. On CUDA about 15 launches, estimated.
 LEAST_COMMON_WORK = {"cpu": 8_000_000, "cuda": 2_000_000_000}
 
 
@@ -59,7 +59,7 @@ def _groups_in_buckets(
     tasks = with_query[np.argsort((support_T + query_T)[with_query], kind="stable")]
     number = TASKS.of(len(tasks))
     tasks = np.pad(tasks, (number - len(tasks), 0), constant_values=-1)
-    # As on CUDA, on any device: what is there for graphs has a graph's few rectangles.
+    # As on CUDA, on any device: these shapes are for graphs, which have few rectangles.
     gain = least_gain(RECTANGLE_WORK, "cuda", layout.num_weights)
     groups: list[TaskGroup] = []
     places = cut(number)[:-1]
@@ -74,7 +74,7 @@ def _groups_in_buckets(
                 max(groups[-1].query_rows, group.query_rows),
             )
             apart = groups[-1].num_rows + group.num_rows
-            # Tasks that pad alone are no rectangle.
+            # Padding tasks alone make no rectangle.
             if not groups[-1].num_rows or both.num_rows - apart < gain:
                 groups[-1] = both
                 continue
@@ -147,7 +147,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
     as_before_NF[starts_T[(starts_T > 0) & (starts_T < batch.num_rows)] - 1] = True
     common_F = as_before_NF.all(axis=0)
     if common_F.all() and num_features == common_F.size and not batch.dense_NK.shape[1]:
-        common_F[-1:] = False  # rows of nothing are not worth the care
+        common_F[-1:] = False  # rows without any input of their own are not worth the care
     saved = batch.num_rows * weights * np.count_nonzero(common_F) / num_features
     return torch.from_numpy(common_F) if saved >= least_work else None
 
@@ -229,8 +229,8 @@ def _pooled(
     """
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
     if layout.device != "cpu" and not num_multi and batch.num_rows:
-        # A row that pads reads some other's features, as it weighs nothing: each time another's, as
-        # what is added to one row of a table waits for each other.
+        # A padding row reads another row's features, as it weighs nothing: each reads a different
+        # row's, since additions to the same row of a table wait for each other.
         read_R = np.where(rows_R >= 0, rows_R, np.arange(len(rows_R)) % batch.num_rows)
         index_V = batch.positions_NF[torch.from_numpy(read_R)].flatten()
         return Bags.single(index_V, num_rows, constant, layout.device)
@@ -239,7 +239,7 @@ def _pooled(
     history = -1 if layout.history is None else layout.history
     pooled_M = np.flatnonzero(np.arange(num_multi) != history)
     values_V, lengths_NM = _values(batch, rows_N, pooled_M)
-    # 32 bits: to sum up as many of 64 takes twice as long.
+    # 32 bits: summing as many numbers of 64 bits takes twice as long.
     lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int32)
     lengths_RC[there_N, :num_single] = 1
     lengths_RC[there_N[:, None], num_single + pooled_M] = lengths_NM

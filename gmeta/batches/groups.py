@@ -10,8 +10,8 @@ import numpy as np
 
 from metaio.ragged import Int64
 
-# A rectangle more costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
-# three layers), padding as many rows more of every product.
+# One more rectangle costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
+# three layers), padding as many more rows in every product.
 MOST_RECTANGLES = 8
 PADDING_SHARE = 0.1
 # What a rectangle more costs on CUDA, 18 launches an inner step: as much as so many rows of padding
@@ -85,7 +85,7 @@ class _Group:
             order = np.argsort(key, kind="stable")
             key = key[order]
             if key[0] == key[-1]:
-                continue  # no cut by it gains more than the best by the other
+                continue  # all equal: a cut by the other side is as good
             other = other_T[tasks[order]]
             # Rows with padding of the first task, the first two, ...; of the last, the last two.
             head = (key + np.maximum.accumulate(other)) * counts

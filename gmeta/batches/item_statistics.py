@@ -1,5 +1,5 @@
 """What the rows of the training split say of the values in a row, as dense inputs of any model: the
-mean label and the number of training rows with the row's value, an item's say.
+mean label and the number of training rows with the row's value, such as an item.
 
 With S the sum of n labels, a the shrinkage, mu and sigma mean and deviation of all labels,
 
@@ -50,8 +50,8 @@ _SALT = np.uint64(0x17E3)
 
 
 class _Column(NamedTuple):
-    """A sparse column: its place among the single-id or the multi-id ones, its table and the rows
-    of that."""
+    """A sparse column: its place among the single-id or the multi-id ones, its table and the
+    table's number of rows."""
 
     is_multi: bool
     place: int
@@ -226,7 +226,7 @@ class FoldStatistics:
     without_fold: list[npt.NDArray[np.float32]]  # of each [K, V, 2]
 
     def widened(self, batch: TaskBatch) -> TaskBatch:
-        """Return the batch with these of each row behind its dense columns."""
+        """Return the batch with these statistics of each row behind its dense columns."""
         fold_N, found = _fold_N(batch), []
         for column, values_KV2 in zip(self.columns, self.without_fold, strict=True):
             row_E, id_E = _entries(batch, column)

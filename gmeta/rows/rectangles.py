@@ -118,7 +118,7 @@ class PaddedTasks:
     # One a side; or a single one of both, the support first: where no inner step moves the
     # embedding rows, and both sides' are differentiated, half as many operations do.
     features: tuple[PaddedFeatures, ...]
-    common: CommonFeatures | None = None  # those that `features` are without
+    common: CommonFeatures | None = None  # those left out of `features`
 
     @property
     def padded_share(self) -> float:

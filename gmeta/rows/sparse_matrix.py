@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Entries that pad are spread over so many rows, or over bags of so many: what adds to one row waits
-# for each other, and a bag is summed one entry after the other.
+# Padding entries are spread over this many rows, or over bags of this size: additions to one row
+# wait for each other, and a bag is summed one entry after the other.
 ENTRIES_OF_PADDING = 64
 
 
@@ -49,8 +49,8 @@ class SparseRows(NamedTuple):
         return sums_CD[:num_bags] if self.padding else sums_CD
 
     def padded(self, num_entries: int) -> "SparseRows":
-        """Return it with at least as many entries, for shapes that do not depend on how many there
-        are.
+        """Return the matrix with at least this many entries, for shapes that do not depend on how
+        many there are.
         """
         missing = num_entries - self.index_V.numel()
         padding = -(-num_entries // ENTRIES_OF_PADDING)
@@ -82,8 +82,8 @@ class Gathered(NamedTuple):
 
     def times(self, rows_PD: Tensor) -> Tensor:
         """Return the product with a dense matrix: [C, D]."""
-        # Numbers that stand side by side have CUDA copy each row by a block of threads of its own:
-        # 43 us on an H200 for 66,560 rows of 128 bytes, where every other of `places` takes 12.
+        # With contiguous numbers CUDA copies each row by a block of threads of its own: 43 us on an
+        # H200 for 66,560 rows of 128 bytes; with every other number of `places` it takes 12.
         places = self.index_C.new_empty(self.index_C.numel(), 2, dtype=torch.int64)
         place_C = places[:, 0].copy_(self.index_C)
         return rows_PD.detach().gather(0, place_C.unsqueeze(1).expand(-1, rows_PD.shape[1]))
@@ -124,7 +124,7 @@ class Scattered(NamedTuple):
         return sums_PD.index_add_(0, self.index_V, values_VD)[: self.num_rows]
 
     def padded(self, num_entries: int) -> "Scattered":
-        """Return it with at least as many entries, or one for each bag."""
+        """Return the matrix with at least this many entries, or one for each bag."""
         if self.bag_V is None:
             return self
         missing = num_entries - self.index_V.numel()
