@@ -1,9 +1,9 @@
 """How a rank's batches are arranged, and in how many parts: as the config says, or as a controller
-does. What that one is told about the steps, and how its change of batches reaches all ranks in the
-same step (docs/stragglers.md).
+does; what the controller is told about the steps, and how its change of batches reaches all ranks
+in the same step (docs/stragglers.md).
 
 Ranks ask each other behind a step what is new and take the answer once the rows of the next one
-travel: they wait for both at a time.
+travel, so that they wait for both at once.
 
 A change of batches is no change of the gradient: terms are weighted by their global number.
 """
@@ -91,8 +91,8 @@ class StaticAgent(Agent):
         threads: int,
         enter: Callable[[], object] = lambda: None,
     ) -> None:
-        """Arrange by so many threads for a GPU, each of which calls `enter` as it begins; 0: where
-        batches are asked for.
+        """Arrange in `threads` threads for a GPU, each of which calls `enter` as it begins; 0: in
+        the thread that asks for batches.
         """
         self._exchange = local_learner(sharded).exchange
         self._micro_batches = micro_batches

@@ -94,7 +94,7 @@ class TrainingSplit:
 
 def work(connection: int, *blocks: int) -> None:
     """Do what the rank says at the other end of a connection, until it closes that or is gone;
-    all are given by their descriptors.
+    connection and blocks are given by their descriptors.
     """
     with suppress(OSError):
         Path("/proc/self/comm").write_text("gmeta-batches")  # as `top` shows it

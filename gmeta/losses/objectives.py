@@ -158,7 +158,7 @@ class LabelLosses(NamedTuple):
         return joint
 
     def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor | None) -> Tensor:
-        """Return the function's value of each label by its own loss; None is that of all."""
+        """Return the function's value for each label by its own loss; None stays None for each."""
         # One call for all labels where they have one loss: several would be as many launches.
         if len(set(self.losses)) == 1:
             return function(self.losses[0], *of_labels)
@@ -176,7 +176,7 @@ class Objectives(NamedTuple):
 
     @classmethod
     def of(cls, loss: str, huber_delta: float = 1.0) -> Objectives:
-        """Return those of one label that has this loss."""
+        """Return the objectives of one label that has this loss."""
         losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,))
         return cls(losses, losses)
 
@@ -200,7 +200,7 @@ class RowLoss(NamedTuple):
         return torch.dot(losses_NO.flatten(), self.weight_NL.flatten())
 
     def times(self, rate: float) -> RowLoss:
-        """Return the loss with all weights so many times as large."""
+        """Return the loss with all weights times `rate`."""
         return self._replace(weight_NL=self.weight_NL * rate)
 
     def slope_NO(self, output_NO: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
 
 
 def known_weights(label: Tensor, weight_N: Tensor | None) -> Tensor:
-    """Return the same without a look at the labels, which a recorded program cannot take."""
+    """Return what `label_weights` does, without branching on the labels, as a program must."""
     known = (~label.isnan()).to(label.dtype)
     if weight_N is None:
         return known
@@ -239,7 +239,7 @@ def objectives_of(
     """Return the objectives of a dataset's labels, `names`; of one without a name, those of `loss`.
 
     Raises:
-        ValueError: the config names a label that there is not, or asks for what cannot be.
+        ValueError: the config names a label that does not exist, or asks for what cannot be.
     """
     config.check(names)
     if not names:

@@ -42,7 +42,7 @@ class LossFunction(NamedTuple):
 
     @property
     def ranks(self) -> bool:
-        """Tell whether it is of a task's rows together, of which outputs give the order alone."""
+        """Tell whether it is a loss of a task's rows together, whose outputs only give an order."""
         return self.kind in RANKING
 
 
@@ -83,5 +83,5 @@ def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
 
 
 def in_float32(output_N: Tensor) -> Tensor:
-    """Return it in float32 at least: a loss of autocast's 8 bits would move in steps of 0.4 %."""
+    """Return outputs in float32 at least: autocast's 8 bits would move a loss by steps of 0.4 %."""
     return output_N.float() if output_N.dtype in HALVES else output_N

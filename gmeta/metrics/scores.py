@@ -118,7 +118,7 @@ def _checked(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, I
 def _maker(
     label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, threshold: float
 ) -> Callable[[str], Terms]:
-    """Return what makes the terms of a metric by its name."""
+    """Return a function that makes the terms of a metric from its name."""
     error_N = score_N - label_N
 
     @functools.cache  # the sort is most of the work, and most metrics share it

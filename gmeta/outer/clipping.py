@@ -66,7 +66,7 @@ class _HoldingFastGroup:
 
 
 class _HoldingGroup:
-    """The same of TorchRec's exchange."""
+    """A table group of TorchRec's exchange whose rows' gradients wait until they are released."""
 
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._lookup = group.forward
