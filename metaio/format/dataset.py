@@ -77,7 +77,7 @@ class Dataset:
 
     def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
         self.manifest = manifest
-        self._seen: Callable[[Block], Block] | None = None  # what becomes of a block that is read
+        self._seen: Callable[[Block], Block] | None = None  # applied to each block that is read
         self.features: Features = manifest.features
         self.task = manifest.task
         self.label = manifest.label
@@ -114,8 +114,8 @@ class Dataset:
         return self.splits[name]
 
     def seen_as(self, features: Features, seen: Callable[[Block], Block]) -> "Dataset":
-        """Return the same dataset with these tables; of each block that is read becomes what `seen`
-        makes of it."""
+        """Return the same dataset with these tables; `seen` is applied to each block that is
+        read."""
         other = Dataset(self._storage, self.manifest, self.splits)
         other.features, other._seen = features, seen
         return other

@@ -91,7 +91,7 @@ class Clock:
 
 @dataclass
 class Look:
-    """What the rows of an increment hold, late ones included that the window takes."""
+    """What the rows of an increment hold, including late ones that the window takes."""
 
     num_rows: int = 0
     num_late: int = 0  # of them
