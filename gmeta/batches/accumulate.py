@@ -86,11 +86,11 @@ class MicroBatches:
         return MicroBatches(tuple(part.fetched_by(fetch) for part in self.parts))
 
     def to(self, device: torch.device) -> "MicroBatches":
-        """Copy them to a device."""
+        """Copy the parts to a device."""
         return MicroBatches(episodes_moved(self.parts, device))
 
     def packed(self) -> "MicroBatches":
-        """Return them in the memory that `to` copies to a GPU at once."""
+        """Return the parts in the memory that `to` copies to a GPU at once."""
         return MicroBatches(episodes_packed(self.parts))
 
 

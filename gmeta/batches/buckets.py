@@ -12,7 +12,7 @@ import numpy as np
 
 from metaio.ragged import Int64
 
-# Of a batch's tasks, the shortest first, the share that stands in front of each cut between two
+# Of a batch's tasks, the shortest first, the share that stands before each cut between two
 # rectangles; the LONGEST tasks stand behind one more. Cuts at the same places in every batch: where
 # they would save most differs from batch to batch, and would give each a shape of its own.
 CUTS, CUTS_OF_MANY, MANY_TASKS = (0.75,), (0.5, 0.75, 0.9375), 512

@@ -134,7 +134,7 @@ class Episodes:
 
     @property
     def rows(self) -> ArrangedRows:
-        """Return its own rows, arranged."""
+        """Return the arranged rows."""
         return self.inputs.rows
 
     @property
@@ -151,12 +151,12 @@ class Episodes:
         return replace(self, fetch=fetch)
 
     def to(self, device: torch.device) -> "Episodes":
-        """Copy them to a device."""
+        """Copy the episodes to a device."""
         (there,) = episodes_moved((self,), device)
         return there
 
     def packed(self) -> "Episodes":
-        """Return them in the memory that `to` copies to a GPU at once."""
+        """Return the episodes in the memory that `to` copies to a GPU at once."""
         (there,) = episodes_packed((self,))
         return there
 

@@ -14,11 +14,11 @@ from metaio.ragged import Int64
 # three layers), padding as many more rows in every product.
 MOST_RECTANGLES = 8
 PADDING_SHARE = 0.1
-# What a rectangle more costs on CUDA, 18 launches an inner step: as much as so many rows of padding
-# times weights of layers. Estimated, from 5 us a launch and 60 TFLOP/s: docs/gpu.md.
+# What one more rectangle costs, on CUDA 18 launches an inner step, in rows of padding times weights
+# of layers. Estimated, from 5 us a launch and 60 TFLOP/s: docs/gpu.md.
 RECTANGLE_WORK = {"cpu": 0, "cuda": 300_000_000}
-# A group more of the general loop costs the calls of all its passes: 5.5 ms at one inner step of a
-# DLRM on a CPU; on CUDA the launches, estimated likewise.
+# One more group of the general loop costs the calls of all its passes: 5.5 ms at one inner step of
+# a DLRM on a CPU; on CUDA the launches, estimated likewise.
 GROUP_WORK = {"cpu": 50_000_000, "cuda": 5_000_000_000}
 
 

@@ -156,7 +156,7 @@ class ItemStatistics(nn.Module):
         return _widened(batch, found)
 
     def of_folds(self) -> FoldStatistics:
-        """Return what rows that the model trains on are told.
+        """Return the statistics that training rows are told.
 
         Raises:
             ValueError: nobody took the sums of the training split.

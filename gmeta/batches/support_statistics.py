@@ -79,8 +79,8 @@ class SupportStatistics:
         prior: LabelPrior,
         items: ItemFeaturesConfig | None = None,
     ) -> SupportStatistics:
-        """Return those that the config asks for; `items` says what stands behind the dense columns
-        before them.
+        """Return the statistics that the config asks for; `items` says what stands between the
+        dense columns and these.
 
         Raises:
             ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none

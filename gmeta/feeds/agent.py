@@ -45,7 +45,7 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
-# The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
+# The fastest of this many probes counts: a rank that once was not scheduled has no slow link.
 PROBES_KEPT = 4
 # A step's collectives one after the other: numbers of ids, totals, ids, rows, gradients of rows and
 # of layers. Each takes a slow link at least as long as a swap.
@@ -75,7 +75,7 @@ class Agent(abc.ABC):
 
     def take_replanned(self) -> bool:
         """Say whether the shares changed behind the last step, so that the batch that was asked for
-        last is planned anew. Called in front of each step; the same on all ranks.
+        last is planned anew. Called before each step; the same on all ranks.
         """
         return False
 

@@ -76,6 +76,6 @@ class RowLayout:
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """Return 1 / (rows of the task): a weighted sum is then the sum of the tasks' means.
 
-        With a `prior` the mean is shrunken, as if so many more rows had the value 0.
+        With a `prior` the mean is shrunken, as if `prior` more rows had the value 0.
         """
         return self.spread(1.0 / (self.lengths_T.to(dtype) + prior))

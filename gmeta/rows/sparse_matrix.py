@@ -225,7 +225,7 @@ class _Pool(torch.autograd.Function):
 
 
 def _of_padding(count: int, num_rows: int) -> Tensor:
-    """Return rows behind the true ones, for so many entries that pad."""
+    """Return rows behind the true ones, for `count` padding entries."""
     rows = torch.arange(num_rows, num_rows + ENTRIES_OF_PADDING, dtype=torch.int32)
     return rows.repeat(-(-count // ENTRIES_OF_PADDING))[:count]
 

@@ -135,7 +135,7 @@ class _Asked(NamedTuple):
 def _predicted(
     asked: _Asked, predict: Callable[[EpisodeRows], Floats]
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
-    """Return a row for each query row of each draw, and the same of each number of support rows;
+    """Return a row for each query row of each draw, and the same for each number of support rows;
     `predict` gets only those support rows whose label is known."""
 
     def by_known(rows: EpisodeRows) -> Floats:

@@ -170,7 +170,7 @@ class Encoder:
         bits_N: UInt64,
         *columns: npt.NDArray[np.integer[Any]],
     ) -> UInt64:
-        """Return what tells a row from others of its task, mixed with the seed."""
+        """Return a number that tells a row from others of its task, mixed with the seed."""
         schema, seed = self.schema, np.uint64(self.schema.seed)
         if schema.row_id is not None:
             return splitmix64(splitmix64(row_id_NR[:, 0].view(np.uint64)) ^ seed)

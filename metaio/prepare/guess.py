@@ -93,8 +93,8 @@ class Guess:
 
     @property
     def threshold(self) -> float | None:
-        """Return what makes 0 and 1 of a label of two other values, such as -1 and 1; None where
-        nothing has to.
+        """Return the threshold that turns a label of two other values, such as -1 and 1, into 0 and
+        1; None if none is needed.
         """
         is_binary = {self.label.least, self.label.most} <= {0, 1}
         return None if self.is_rating or is_binary else self.label.most

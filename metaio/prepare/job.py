@@ -136,7 +136,8 @@ class Job:
                 )
 
     def items(self) -> CatalogueBuilder | None:
-        """Return what gathers the items that negatives are drawn from; None where none are."""
+        """Return a builder of the catalogue that negatives are drawn from; None if none are
+        drawn."""
         if self.schema.negatives is None:
             return None
         train = self.fitted.splits.names.index(self.schema.splits.train)

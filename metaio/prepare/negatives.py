@@ -91,8 +91,8 @@ class CatalogueBuilder:
         return self._distinct(rows, train, every)
 
     def _distinct(self, rows: EncodedRows, train_N: Int64, all_N: Int64) -> Catalogue:
-        """Return one row an item. Of an item whose attributes differ between rows it is the row of
-        the least hash of them, so that the order of rows says nothing.
+        """Return one row an item. If an item's attributes differ between rows, it is the row with
+        their least hash, so that the order of rows does not matter.
         """
         item_N = rows.item_NI[:, 0]
         order_N = np.lexsort((_attribute_hash(rows, self._columns), item_N))
