@@ -214,8 +214,8 @@ def _measured(
 def counted_flops(
     learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
 ) -> float:
-    """Return the floating-point operations of a task's rows in forward and backward, of the matrix
-    products alone: counted while a few tasks are computed.
+    """Return the floating-point operations of a task's rows in forward and backward: those of
+    matrix products alone, counted while a few tasks are computed.
     """
     rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
     num_rows = int(rows_T.sum())

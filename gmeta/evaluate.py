@@ -61,7 +61,7 @@ def evaluate_run(
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names. `on` names another dataset (see
-    open_named), of which all splits are predicted then: values that the run's vocabularies do not
+    open_named), all of whose splits are then predicted: values that the run's vocabularies do not
     hold are unknown to it.
 
     `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without

@@ -40,8 +40,8 @@ def table_kernels(module: nn.Module) -> Iterator[TableKernel]:
 
 @contextmanager
 def tables_kept_by(kind: type[nn.Module]) -> Iterator[None]:
-    """Have TorchRec keep the tables that it shards meanwhile in modules of this kind, in place of
-    fbgemm's.
+    """Have TorchRec keep the tables that it shards inside the block in modules of this kind, in
+    place of fbgemm's.
 
     If it moves: whatever `BatchedFusedEmbedding` makes its `emb_module` of.
     """

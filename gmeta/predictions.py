@@ -34,7 +34,7 @@ from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-# A batch, and which of its rows are sampled candidates: of no length where there are none.
+# A batch, and which of its rows are sampled candidates: empty where there are none.
 Listed: TypeAlias = tuple[TaskBatch, npt.NDArray[np.bool_]]
 
 
@@ -111,8 +111,8 @@ def predict_along(
 
 
 def _predict_listed(batches: Iterator[Listed], scored: Scored, stop: Stop) -> list[Columns]:
-    """Return the columns of each of this rank's batches, of the query rows alone; of sampled
-    candidates, of the rows beside which they stand. Collective."""
+    """Return the columns of each of this rank's batches, for their query rows alone; where
+    candidates are sampled, for the rows beside which they stand. Collective."""
     learner, dataset = local_learner(scored.sharded), scored.dataset
     item = item_place(dataset)
 

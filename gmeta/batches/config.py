@@ -127,8 +127,8 @@ class LabelPrior(NamedTuple):
 
     @classmethod
     def of(cls, label_N: "npt.NDArray[np.floating[Any]]") -> "LabelPrior":
-        """Return mean and standard deviation of these labels; 0 and 1 of none, a deviation of 1 for
-        labels that are all alike.
+        """Return mean and standard deviation of these labels; 0 and 1 if there are none, a
+        deviation of 1 for labels that are all alike.
         """
         if not label_N.size:
             return NO_PRIOR

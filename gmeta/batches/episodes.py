@@ -61,7 +61,7 @@ class RowPlan:
 
 
 class Inputs(NamedTuple):
-    """All that a learner reads of a rank's share of a step, but for the rows that are fetched.
+    """All that a learner reads of a rank's share of a step, except for the rows that are fetched.
 
     Its rows are one side for plain training, where every row is a query row; both sides to predict;
     for the general inner loop both sides of groups of tasks; for the fused one both, padded.
@@ -202,7 +202,7 @@ def every_row(
     batch: TaskBatch, constant: bool = False, num_rows: int | None = None, device: str = "cpu"
 ) -> Side:
     """Return all rows of the batch as one side, which reads from the fetched rows, or from
-    `num_rows` others as `reading_copies` says; of constant ones nobody can ask for the gradient.
+    `num_rows` others as `reading_copies` says; nobody can ask for the gradient of constant ones.
     """
     if num_rows is None:
         num_rows = batch.unique_ids_U.numel()

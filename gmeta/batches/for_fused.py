@@ -155,7 +155,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
 def _common_block(
     batch: TaskBatch, common_F: torch.Tensor, tasks: Int64, num_rows: int, layout: FusedLayout
 ) -> CommonFeatures:
-    """Return these features of these tasks, group by group; nothing of those that pad."""
+    """Return these features of these tasks, group by group; nothing for padding tasks."""
     is_there_T = torch.from_numpy(tasks >= 0)
     first_rows = batch.row_offsets_T1[torch.from_numpy(tasks)[is_there_T]]
     positions = batch.positions_NF[first_rows][:, common_F].flatten()
@@ -192,7 +192,7 @@ def _padded_rows(
         first += len(tasks) * longest
     rows_R = np.concatenate(row_R)
     per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
-    # Rows that pad read the batch's first: any numbers do where the weight is 0, but for NaN.
+    # Rows that pad read the batch's first: any numbers but NaN do where the weight is 0.
     stored_R = torch.from_numpy(np.maximum(rows_R, 0))
     label_N = batch.label_N.index_select(0, stored_R)
     weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N
@@ -209,7 +209,7 @@ def _padded_rows(
 def _padded_features(
     batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
 ) -> PaddedFeatures:
-    """Return the features of these rows; of `constant` ones nobody asks for the gradient."""
+    """Return the features of these rows; nobody asks for the gradient of `constant` ones."""
     there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
     dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_R, 0)))
     has_history = layout.history is not None

@@ -87,7 +87,7 @@ class _Group:
             if key[0] == key[-1]:
                 continue  # all equal: a cut by the other side is as good
             other = other_T[tasks[order]]
-            # Rows with padding of the first task, the first two, ...; of the last, the last two.
+            # Rows with padding: of the first task, the first two, ...; of the last, the last two.
             head = (key + np.maximum.accumulate(other)) * counts
             tail = (key[-1] + np.maximum.accumulate(other[::-1])) * counts
             halved = head[:-1] + tail[-2::-1]

@@ -10,9 +10,9 @@ of a value that training rows never had, and of ids outside the vocabulary. A ro
 multi-id column gets the means over its known ids.
 
 A row that the model trains on is told what the tasks of the other folds say, mu and sigma included;
-so is every other row of its task, as of a task that nobody has seen. To leave out the row alone
-would give its label away: of one item, rows with a label of 1 would all have a smaller mean than
-those with a label of 0. Rows that are predicted are told what all training rows say.
+so is every other row of its task, as if nobody had seen the task. To leave out the row alone would
+give its label away: among the rows of one item, those with a label of 1 would all have a smaller
+mean than those with a label of 0. Rows that are predicted are told what all training rows say.
 
 Shape suffixes: T episodes, N rows, E (row, id) pairs of one column, U unique ids of a batch, V
 ids of one column's table (of all bags, where a batch is meant), K folds, F single-id and M multi-id

@@ -117,8 +117,8 @@ class SupportStatistics:
         return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
 
     def of_rows_NG(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
-        """Return the statistics of every row of the batch: of the task's support rows, but for the
-        row itself.
+        """Return the statistics of every row of the batch: made of the task's support rows, except
+        for the row itself.
         """
         rows, foretold_N = _Rows.of(batch, self.prior), self._foretold_N(batch)
         rows = rows.above(foretold_N)

@@ -34,8 +34,8 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
 
 
 def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
-    """Return the run and the checkpoint that the config's `key` names: of a run folder the one that
-    stands for it.
+    """Return the run and the checkpoint that the config's `key` names: for a run folder, the one
+    that stands for it.
 
     Raises:
         UserError: there is no checkpoint.

@@ -79,7 +79,7 @@ def file_problems(
     contents: bool = True,
 ) -> Iterator[str]:
     """Yield one line for each file, of one part of all, that is not what was written; without
-    `contents` only what sizes tell, as of a checkpoint without checksums.
+    `contents` only what sizes tell, as for a checkpoint without checksums.
     """
     files = dict(sorted(files_of(about).items())[part::num_parts])
     if "files" in about:

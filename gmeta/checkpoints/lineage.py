@@ -19,8 +19,8 @@ Lineage = tuple[TrainedIncrement, ...]
 
 
 def lineage_of(about: Mapping[str, Any]) -> Lineage:
-    """Return the lineage in a checkpoint's progress.json; empty of a model of a dataset that stands
-    alone.
+    """Return the lineage in a checkpoint's progress.json; empty for a model of a dataset that
+    stands alone.
 
     Raises:
         ValueError: it is no list of increments.

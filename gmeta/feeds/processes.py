@@ -1,7 +1,7 @@
 """A rank's batches, read and arranged by processes beside it (worker.py).
 
 Threads that read and arrange take turns with the one that launches a step's kernels: an interpreter
-runs the Python of one thread at a time. Of a batch from a process the rank copies one block, from
+runs the Python of one thread at a time. For a batch from a process the rank copies one block, from
 shared memory into the memory that goes to the device, and no thread waits for that. It asks each
 process for several, so that one is made while others wait to be taken, and may drop what it asked
 for. The processes end with their connections: the system closes these when a rank ends, however it

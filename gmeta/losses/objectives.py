@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class LabelLosses(NamedTuple):
     """The losses of a row's labels, and how much each counts.
 
-    The outputs, labels and weights of one label are [N] or [N, 1], of several [N, L].
+    The outputs, labels and weights of one label are [N] or [N, 1], those of several [N, L].
     """
 
     losses: tuple[LossFunction, ...]
@@ -70,8 +70,8 @@ class LabelLosses(NamedTuple):
         return losses if len(self.losses) == 1 else losses.sum(dim=1)
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return a probability for each label of bce, a score of a ranking loss, else what the
-        label is predicted to be.
+        """Return a probability for each label of bce, a score for a ranking loss, else the
+        predicted label.
         """
 
         def shown(loss: LossFunction, logit: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ class LabelLosses(NamedTuple):
         return self._of_each(shown, logits)
 
     def errors(self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists) -> Tensor:
-        """Return how far each label is above its prediction, of a ranking loss the way in which it
-        pulls the output; 0 where it is not known.
+        """Return how far each label is above its prediction, or how a ranking loss pulls the
+        output; 0 where it is not known.
         """
         known = None if weight is None else (weight > 0).to(label.dtype)
 
@@ -152,8 +152,8 @@ class LabelLosses(NamedTuple):
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
-                # By logits alone: of a product of two small probabilities float32 would lose the
-                # digits.
+                # By logits alone: float32 would lose the digits of a product of two small
+                # probabilities.
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
@@ -236,7 +236,8 @@ def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
 def objectives_of(
     loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
 ) -> Objectives:
-    """Return the objectives of a dataset's labels, `names`; of one without a name, those of `loss`.
+    """Return the objectives of a dataset's labels, `names`; for one without a name, those of
+    `loss`.
 
     Raises:
         ValueError: the config names a label that does not exist, or asks for what cannot be.

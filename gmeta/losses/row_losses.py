@@ -31,10 +31,10 @@ def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[n
 class LossFunction(NamedTuple):
     """Which loss the rows have, of the inner and of the outer loop.
 
-    `bce` on logits; of the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`, Huber's
-    loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The minimiser of
-    `mae` is the median, that of `huber` lies between it and the mean. `softmax` and `pairwise` are
-    of a task's rows together: ranking.py.
+    `bce` on logits; with the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`,
+    Huber's loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The
+    minimiser of `mae` is the median, that of `huber` lies between it and the mean. `softmax` and
+    `pairwise` are of a task's rows together: ranking.py.
     """
 
     kind: str

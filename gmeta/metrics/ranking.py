@@ -222,7 +222,7 @@ def candidate_terms(
 
 
 def _found_T(ties: Ties, k: int) -> Floats:
-    """Return how many positive rows the k best of each task hold, in the mean over ties."""
+    """Return how many positive rows the k best of each task hold, on average over ties."""
     inside_R = np.clip(k - ties.above_R, 0, ties.size_R)
     return sum_T(ties.positives_R * inside_R / ties.size_R, ties.task_R, ties.num_tasks)
 

@@ -92,7 +92,7 @@ def sum_T(row_N: Array, code_N: Ints, num_tasks: int) -> Floats:
 
 
 def mean_of(row_N: Floats) -> float:
-    """Return the mean, NaN of no row."""
+    """Return the mean; NaN without a row."""
     return float(row_N.mean()) if row_N.size else float("nan")
 
 

@@ -147,7 +147,7 @@ class GradientClipping:
             group.release(scale)
 
     def norms(self) -> dict[str, float]:
-        """Return the norms of the last step's gradient as it was before: of the layers, and of
+        """Return the norms of the last step's gradient before clipping: of the layers, and of
         layers and tables. Waits for the device."""
         if self._norms is None:
             return {}

@@ -102,7 +102,8 @@ def in_step(
         if totals.num_rows:
             begin()
             if now.episodes.fetch is not None:
-                # First of all: whoever is late at arranging a batch lets nobody wait for rows.
+                # First of all, so that nobody waits for rows of a rank that is late at arranging a
+                # batch.
                 now.episodes.fetch.look_up()
         if take_replanned():
             # Its sum is under way on all ranks: it ends before another takes its place.

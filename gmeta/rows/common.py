@@ -2,7 +2,8 @@
 and differentiated once a task in place of once a row. They save a quarter of a step of 26 features
 of which half are the user's (`common` in benchmarks/maml_step.py).
 
-Where the first decision layer sees the features side by side, of a row's own v and its task's u,
+Where the first decision layer sees the features side by side, with a row's own inputs v and its
+task's u,
 
     x W + b = v W_v + (u W_u + b),    x . x' + 1 = v . v' + (|u|^2 + 1)    of two rows of a task
 

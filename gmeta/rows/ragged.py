@@ -68,7 +68,7 @@ class RowLayout:
         return values.repeat_interleave(self.lengths_T, dim=0, output_size=self.num_rows)
 
     def mean_TX(self, rows_NX: Tensor) -> Tensor:
-        """Return the mean of each task's rows; 0 of none."""
+        """Return the mean of each task's rows; 0 if it has none."""
         task_N = self.spread(torch.arange(self.num_tasks, device=self.lengths_T.device))
         sums_TX = rows_NX.new_zeros(self.num_tasks, rows_NX.shape[1]).index_add(0, task_N, rows_NX)
         return sums_TX / self.lengths_T.clamp(min=1).to(rows_NX.dtype).unsqueeze(1)

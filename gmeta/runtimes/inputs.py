@@ -110,6 +110,6 @@ def _labels(config: ExportedConfig) -> dict[str, Any]:
 
 
 def _kinds(config: ExportedConfig) -> dict[str, Any]:
-    """Return what a prediction is: of several labels, in the order of `labels`."""
+    """Return what a prediction is; for several labels, in the order of `labels`."""
     kinds = [predicted_by(loss) for loss in config.losses]
     return {"kind": kinds[0]} if len(kinds) == 1 else {"kinds": kinds}

@@ -231,7 +231,8 @@ def _dims(name: str, value: Tensor) -> list[int | str]:
 
 
 def _dynamic(example: Example) -> dict[str, dict[int, str]]:
-    """Return the names of the dimensions that may be of any size, of each input by their place."""
+    """Return the names of the dimensions that may be of any size, for each input, by their
+    place."""
     return {
         name: {place: dim for place, dim in enumerate(shape) if isinstance(dim, str)}
         for name, shape in shapes_of(example).items()

@@ -1,6 +1,6 @@
 """The rows of a rank's tables and of their optimizer, as plain torch tensors on any device.
 
-TorchRec shards tables over modules of fbgemm. Here is what it asks of such a module but for the
+TorchRec shards tables over modules of fbgemm. Here is what it asks of such a module except for the
 lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
 kernel of fbgemm, and every optimizer on a CPU as on CUDA.
 

@@ -1,7 +1,7 @@
 """The yardstick of an evaluation: what the bias model and the trees predict of the same query rows.
 
 They are made from the training split, a block at a time, and, where the config names any, chosen on
-the validation splits, each of which counts alike; of a split that is scored they read no label but
+the validation splits, each of which counts alike; in a split that is scored they read no labels but
 those of support rows.
 """
 

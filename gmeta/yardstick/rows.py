@@ -47,7 +47,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Whole episodes, rows of an episode together, support rows before query rows; of several
+    """Whole episodes, rows of an episode together, support rows before query rows; with several
     labels `label_N` is [N, L], NaN where one is not known.
     """
 
@@ -201,7 +201,7 @@ def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tupl
 
 
 def lists_of(rows: EpisodeRows, column: int) -> Lists:
-    """Return a sparse column's ids as lists: of one id in a single column."""
+    """Return a sparse column's ids as lists; those of a single column have one id each."""
     num_single = rows.ids_NF.shape[1]
     if column >= num_single:
         lists: Lists = rows.multi[column - num_single]

@@ -62,7 +62,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Bundles:
-    """Which ids of a block its bundles of `num_tasks` episodes use: of each table one stretch,
+    """Which ids of a block its bundles of `num_tasks` episodes use: for each table one stretch,
     which no other bundle uses.
     """
 

@@ -74,7 +74,7 @@ class StreamPlace:
 @dataclass(frozen=True)
 class Manifest:
     """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed";
-    `stream` is None of a dataset that stands alone.
+    `stream` is None for a dataset that stands alone.
     """
 
     features: Features

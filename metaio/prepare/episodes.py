@@ -45,7 +45,7 @@ class Dropped:
         )
 
     def report(self) -> dict[str, int]:
-        """Return the counts by name; of the rules that few schemas have, those above 0."""
+        """Return the counts by name; for rules that few schemas have, only those above 0."""
         rare = ("long_tasks", "long_rows", "new_tasks", "new_rows")
         return {name: count for name, count in vars(self).items() if count or name not in rare}
 

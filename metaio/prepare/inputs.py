@@ -57,7 +57,7 @@ def expand(urls: list[str], folder: Path) -> Inputs:
             members |= unpacked
         elif fs.size(path) == 0:
             empty.append(name)
-        else:  # which may not be known, of a web server
+        else:  # a web server may not say
             names.append(name)
             remote += [] if is_local(fs) or fs in remote else [fs]
     # By two globs that overlap, too: all rows of that file would count twice.

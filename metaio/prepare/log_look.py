@@ -77,7 +77,7 @@ class Column:
 
     @property
     def is_time(self) -> bool:
-        """Tell whether values are dates or times, of which the type tells."""
+        """Tell whether values are dates or times by their type."""
         return bool(pa.types.is_temporal(self.type))
 
     @property

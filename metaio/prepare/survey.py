@@ -24,7 +24,7 @@ from metaio.ragged import Int64
 # Rounding gives a constant column a deviation of up to this share of its mean.
 _NOISE = 1e-10
 
-# Of a dense column: the count, the mean and the sum of squared deviations from it.
+# For a dense column: the count, the mean and the sum of squared deviations from it.
 Moments = tuple[int, float, float]
 
 
@@ -139,8 +139,9 @@ def columns_of_raw_ids(schema: Schema) -> dict[str, str]:
 
 
 def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
-    """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). Of a column
-    far from 0, such as a time stamp, the squares themselves would leave no digit for its deviation.
+    """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). For a
+    column far from 0, such as a time stamp, the squares themselves would leave no digit for its
+    deviation.
     """
     for column, (num_rows, mean, squares) in theirs.items():
         n, own_mean, own_squares = ours.get(column, (0, 0.0, 0.0))

@@ -38,7 +38,7 @@ class _Part(NamedTuple):
     """Chosen episodes of one block: their rows and values there, and of each table the stretch of
     `ids_U` that they use.
 
-    `marked` is None of a whole block or bundle, whose ids are known without a look at its rows.
+    `marked` is None for a whole block or bundle, whose ids are known without a look at its rows.
     """
 
     block: Block

@@ -38,7 +38,7 @@ class Memory:
 def _piece(free: deque[npt.NDArray[np.uint8]], num_bytes: int) -> npt.NDArray[np.uint8]:
     while free:
         try:
-            # The newest, of which some is still in the processor's cache.
+            # The newest: some of it is still in the processor's cache.
             memory = free.pop()
         except IndexError:  # another thread was faster
             break

@@ -132,7 +132,7 @@ class Looking:
 
     @property
     def admissions(self) -> dict[str, int]:
-        """Return how many occurrences admit a value, of each table."""
+        """Return how many occurrences admit a value in each table."""
         sparse = self.schema.sparse
         return {c.table_name: c.vocabulary for c in sparse if c.vocabulary is not None}
 

@@ -66,7 +66,7 @@ class SupportEncoder(nn.Module):
 
     def forward(self, support: SupportRows) -> dict[str, Tensor]:
         """Return scale and shift of each layer, by name, for every task, also those without rows:
-        [T, 2, O]; only the scale, [T, 1, O], of an encoder that shifts nothing.
+        [T, 2, O]; only the scale, [T, 1, O], if the encoder shifts nothing.
         """
         features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
         # See the class: e x is the gradient of a linear layer.
@@ -83,7 +83,7 @@ class SupportEncoder(nn.Module):
         sums_TZ = code_NZ.new_zeros(len(count_T1), code_NZ.shape[1])
         weights_N1 = self._weights_N1(code_NZ, count_T1, task_N)
         sums_TZ = sums_TZ.index_add(0, task_N, code_NZ * weights_N1)
-        # The weights sum to 1 in a task: this is n / (n + prior), and 0 of a task without rows,
+        # The weights sum to 1 in a task: this is n / (n + prior), and 0 for a task without rows,
         # whatever prior.
         mean_TZ = sums_TZ * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
         task_TZ = torch.tanh(self.task(torch.cat([mean_TZ, count_T1.log1p()], dim=1)))

@@ -46,7 +46,8 @@ class TableSizes:
     inputs: InputSizes = InputSizes(0, 0, 0)  # noqa: RUF009 - frozen
 
     def adapting(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
-        """Return the places of the tables whose rows adapt, ascending; None: of all, or of none.
+        """Return the places of the tables whose rows adapt, ascending; None: of all tables, or of
+        none.
 
         Raises:
             ValueError: the config names a table that does not exist.

@@ -174,7 +174,7 @@ class LayerUpdate(NamedTuple):
 
 
 class _AddStep(torch.autograd.Function):
-    """D - A^T a G of the tasks of each of these rectangles; of the first step 0 - A^T a G."""
+    """D - A^T a G for the tasks of each of these rectangles; 0 - A^T a G in the first step."""
 
     @staticmethod
     def forward(
