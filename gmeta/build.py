@@ -158,7 +158,7 @@ def check_on_data(config: TrainConfig) -> None:
 
 
 def check_hooks(config: TrainConfig) -> None:
-    """Check that the metrics, loggers and callbacks of a run can be had.
+    """Check that the metrics, loggers and callbacks of a run are available.
 
     Raises:
         ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
@@ -178,7 +178,7 @@ def _own_metrics(config: TrainConfig) -> list[str]:
 def check_registered(
     path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
 ) -> None:
-    """Check that the model and the algorithm of a run or an export at `path` can be had here;
+    """Check that the model and the algorithm of a run or an export at `path` are available here;
     `made_on` is what it says of where it was made: see plugins_of.
 
     Raises:

@@ -130,7 +130,7 @@ class AdaptedLayers:
                 rows = rows.detach()
             activations_TSI, grads_TSO = _by_task(tape.layout, rows), _by_task(tape.layout, grad)
             widths = activations_TSI.shape[-1], grads_TSO.shape[-1]
-            # A layer that works on each of a row's features has as many rows a task more.
+            # A layer that works on each of a row's features counts a row once for each.
             path = self._plan.path(name, *widths, self._size, uses=math.prod(rows.shape[1:-1]))
             rates = self._rates.of_layer(name), self._plan.bias_rate(name)
             step = one_step(path, activations_TSI, grads_TSO, *rates)

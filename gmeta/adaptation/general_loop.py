@@ -193,7 +193,7 @@ class GeneralLoop:
         second_order: bool,
         keep_path: bool,
     ) -> Adapted:
-        """Return the parameters after one inner step more."""
+        """Return the parameters after one more inner step."""
         adapts_rows = self.plan.adapts_rows
         before_PD = adapted.rows_PD
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.

@@ -1,7 +1,7 @@
 """Sizes rounded up to few, so that the batches of a ragged run have few shapes: a CUDA graph is
 captured once for each (graphs.py), and torch's allocator gives the same blocks out again.
 
-Rows, tasks and entries that pad stand in no sum: they cost time, and change no loss beyond its
+Padding rows, tasks and entries are in no sum: they cost time, and change no loss beyond its
 rounding. A size goes up to the next of a geometric series, never below its least: what is small
 costs nothing.
 """
@@ -61,5 +61,5 @@ TASKS = Series(8, 4)
 # query rows for every task. What varies most, in the last two rectangles and in histories, by
 # powers of two from there on.
 ROWS, ROWS_OF_LONG = Series(8, 4, fine=32), Series(8, 4, fine=16)
-# Unique rows, and values of multi-id features: rows that pad cost memory alone.
+# Unique rows, and values of multi-id features: padding rows cost memory alone.
 FETCHED, VALUES = Series(4096, 1), Series(1024, 1)

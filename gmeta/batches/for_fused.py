@@ -54,7 +54,7 @@ def _groups_in_buckets(
     support_T: Int64, query_T: Int64, with_query: Int64, layout: FusedLayout
 ) -> list[TaskGroup]:
     """Return these tasks, the shortest first, in groups of few sizes: buckets.py. Neighbours are
-    one group where a rectangle more would cost more than it saves.
+    one group where one more rectangle would cost more than it saves.
     """
     tasks = with_query[np.argsort((support_T + query_T)[with_query], kind="stable")]
     number = TASKS.of(len(tasks))
@@ -90,7 +90,7 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
     batch, fetched_row_P, num_rows = reading_copies(batch, layout.rows_per_task)
     num_fetched = batch.unique_ids_U.numel()
     if not num_fetched:
-        # Entries that pad would read the first row, though nobody sees what.
+        # Padding entries would read the first row, and there is none.
         layout = replace(layout, in_buckets=False)
     if layout.in_buckets:
         num_rows, num_fetched = FETCHED.of(num_rows), FETCHED.of(num_fetched)
@@ -185,14 +185,14 @@ def _padded_rows(
         within = np.arange(longest)
         there = within < lengths[:, None]
         row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
-        # A row that pads has no share in any mean, so its output, its loss and its gradient count
+        # A padding row has no share in any mean, so its output, its loss and its gradient count
         # nothing.
         share_R.append((there / np.maximum(lengths, 1)[:, None]).ravel())
         rectangles.append(Rectangle(first, len(tasks), longest))
         first += len(tasks) * longest
     rows_R = np.concatenate(row_R)
     per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
-    # Rows that pad read the batch's first: any numbers but NaN do where the weight is 0.
+    # Padding rows read the batch's first: any numbers but NaN do where the weight is 0.
     stored_R = torch.from_numpy(np.maximum(rows_R, 0))
     label_N = batch.label_N.index_select(0, stored_R)
     weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N

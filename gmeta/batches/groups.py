@@ -31,14 +31,14 @@ class TaskGroup(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Count its rows on both sides, those that pad included."""
+        """Count its rows on both sides, padding rows included."""
         return len(self.tasks) * (self.support_rows + self.query_rows)
 
 
 def group_tasks(support_T: Int64, query_T: Int64, least_gain: float = 1) -> list[Int64]:
     """Group tasks of similar sizes; return their indices.
 
-    The group that gains most is cut in two, by support or by query rows, until rows that pad are at
+    The group that gains most is cut in two, by support or by query rows, until padding rows are at
     most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer rows
     than `least_gain`.
 

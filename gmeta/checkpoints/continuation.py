@@ -116,7 +116,8 @@ def skipped_before(
 
 def _fault(lineage: Lineage, dataset: Dataset, number: int, parent: str) -> str:
     """Return what is wrong with an increment that does not lead back to the last of a lineage:
-    from it, over those that are skipped, one comes to increment `number`, with another parent."""
+    going back from it over those that are skipped ends at increment `number`, whose `parent` is
+    another."""
     place, last = dataset.manifest.stream, lineage[-1]
     assert place is not None
     if place.stream != last.stream:

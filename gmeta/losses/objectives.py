@@ -271,7 +271,7 @@ def _softplus(values: Tensor) -> Tensor:
 
 @cache
 def _tensor(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Kept for good: made anew, a copy to CUDA would be waited for in every step, and a CUDA graph
-    # reads the memory of what it was captured with.
+    # Kept for good: every step would wait for a new copy to CUDA, and a CUDA graph reads the memory
+    # of what it was captured with.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

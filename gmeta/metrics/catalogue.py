@@ -206,7 +206,7 @@ def is_metric(name: str) -> bool:
 
 
 def not_ours(names: Iterable[str]) -> list[str]:
-    """Return the names that no metric of this release has; an empty one stands for none at all."""
+    """Return the names that no metric of this release has, without empty ones."""
     return [name for name in names if name and not parsed(name)[0]]
 
 

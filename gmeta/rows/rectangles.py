@@ -54,7 +54,7 @@ class PaddedHistory:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where the rows of each task are on one side, and what their loss needs; rows that pad weigh
+    """Where the rows of each task are on one side, and what their loss needs; padding rows weigh
     nothing.
     """
 
@@ -67,7 +67,7 @@ class PaddedRows:
 
     @property
     def num_rows(self) -> int:
-        """Count the rows, those that pad included."""
+        """Count the rows, padding rows included."""
         return self.label_N.shape[0]
 
     def blocks(self, rows_NX: Tensor) -> list[Tensor]:
@@ -122,7 +122,7 @@ class PaddedTasks:
 
     @property
     def padded_share(self) -> float:
-        """Return the share of the rows that pad; asked of tensors on the host."""
+        """Return the share of padding among the rows; asked of tensors on the host."""
         share_N = torch.cat([self.support.share_N, self.query.share_N])
         return float((share_N == 0).float().mean())
 

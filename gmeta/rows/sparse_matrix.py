@@ -220,7 +220,7 @@ class _Pool(torch.autograd.Function):
             found_PD = ctx.matrices[0].times(grads[0])
         else:
             found_PD = _Pool.apply(grads[0], *ctx.matrices)
-        # The transpose may have rows more, which pad, than were pooled.
+        # The transpose may have more rows than were pooled, which are padding.
         return found_PD if len(found_PD) == ctx.num_rows else found_PD[: ctx.num_rows], None, None
 
 

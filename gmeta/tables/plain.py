@@ -71,7 +71,8 @@ class PlainTables(nn.Module):
         self.steps_done = 0  # Adam's bias correction depends on it
         self.weights_precision = weights_precision
         dtype, num_rows = weights_precision.as_dtype(), sum(rows)
-        # TorchRec fills what is given out by `split_embedding_weights`: zeros would be a pass more.
+        # TorchRec fills what is given out by `split_embedding_weights`: zeros would cost one more
+        # pass.
         self.values_RD = torch.empty(num_rows, self.width, dtype=dtype, device=device)
         self.state = {
             name: torch.zeros(

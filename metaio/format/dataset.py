@@ -337,8 +337,8 @@ def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
 def read_column(
     dataset: Dataset, path: str, entry: FileEntry, name: str, kind: pa.DataType | None = None
 ) -> pa.Array:
-    """Return a column of a whole small Parquet file, held against the manifest; of a `kind`
-    without nulls.
+    """Return a column of a small Parquet file, all of which is held against the manifest; with a
+    `kind`, cast to it and without nulls.
 
     Raises:
         FormatError: the file is missing or altered, or has no such column.

@@ -149,7 +149,7 @@ def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]
 
 def _counted(frame: "DataFrame", search: WindowSearch, column: str) -> Int64:
     """Return how many times of all rows fall into each bin of this pass of a search."""
-    # Sent to the workers as it is now, of this pass alone.
+    # Sent to the workers as it is now: it is of this pass alone.
     pickled = pickle.dumps(search)
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -57,7 +57,7 @@ class LayerUpdate(NamedTuple):
         return [tensor for pair in (*self.factors, *self.matrices) for tensor in pair]
 
     def then(self, activations_SI: Tensor, scaled_SO: Tensor, support: Rectangles) -> LayerUpdate:
-        """Return the update with one inner step more; differentiable."""
+        """Return the update with one more inner step; differentiable."""
         factors, matrices = self.factors, self.matrices
         if self.low_rank:
             factors = (*factors, Factors(activations_SI, scaled_SO))

@@ -200,7 +200,7 @@ class FusedLoop:
         loss: RowLoss,
         second_order: bool,
     ) -> MovingInputs:
-        """Return the model after one inner step more."""
+        """Return the model after one more inner step."""
         before_PD, decision, dense = adapted.rows_PD, adapted.decision, adapted.dense
         adapts_rows = self._plan.adapts_rows
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.

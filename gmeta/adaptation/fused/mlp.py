@@ -59,7 +59,7 @@ class AdaptedMlp(ABC):
 
     @abstractmethod
     def _moved(self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate) -> Self:
-        """Return the MLP with layer `at` after one inner step more."""
+        """Return the MLP with layer `at` after one more inner step."""
 
     def step_gradients(
         self, inputs_SI: Tensor, loss: RowLoss, lowest: int

@@ -35,8 +35,7 @@ class Asked:
     counts_S: Ints
     # Of every id, its row within the shard; int32 where it may travel and that is enough.
     row_of_shard: Tensor
-    # Where the row of each id comes to stand (int32), and the id of each row; None: in the order of
-    # ids.
+    # The place of each id's row (int32), and the id of each row; None: in the order of ids.
     place_U: Tensor | None = None
     id_U: Tensor | None = None
 

@@ -300,7 +300,7 @@ class SharedMemory(Transport):
 
 
 class _Message:
-    """A message that this rank reads, and its own: nobody's memory is used anew while it lives."""
+    """A message that this rank reads, and its own: nobody's memory is reused while it lives."""
 
     def __init__(self, shared: SharedMemory, number: int) -> None:
         self._shared = shared

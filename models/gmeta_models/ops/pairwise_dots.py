@@ -71,7 +71,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(grad_NP: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
         num_rows, num_vectors, _ = vectors_NFD.shape
-        # One pair more, whose gradient is 0: the diagonal takes its place.
+        # One more pair, whose gradient is 0: the diagonal takes its place.
         with_zero = torch.cat([grad_NP, grad_NP.new_zeros(num_rows, 1)], dim=1)
         symmetric_NFF = with_zero.index_select(1, place_FF).view(-1, num_vectors, num_vectors)
         # d(sum_p g_p v_i . v_j)/dv_i = sum_j G_ij v_j: each pair counts once in the row of either.
