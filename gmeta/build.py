@@ -158,11 +158,11 @@ def check_on_data(config: TrainConfig) -> None:
 
 
 def check_hooks(config: TrainConfig) -> None:
-    """Check that what is to judge a run and to hear of it is there.
+    """Check that the metrics, loggers and callbacks of a run are available.
 
     Raises:
         ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
-        GMetaError: a metric fails, which would else be found by the first validation.
+        GMetaError: a metric fails, which would otherwise show at the first validation.
     """
     early_stop_of(config)
     for name in _own_metrics(config):
@@ -178,7 +178,7 @@ def _own_metrics(config: TrainConfig) -> list[str]:
 def check_registered(
     path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
 ) -> None:
-    """Check that the model and the algorithm of a run or an export at `path` can be had here;
+    """Check that the model and the algorithm of a run or an export at `path` are available here;
     `made_on` is what it says of where it was made: see plugins_of.
 
     Raises:
@@ -260,10 +260,11 @@ def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
 def statistics_of(
     config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
 ) -> SupportStatistics:
-    """Return the statistics of a config that says their prior; `items` are inputs before them.
+    """Return the statistics of a config that states their prior; those of `items` are inputs before
+    them.
 
     Raises:
-        ValueError: it names no column of these, or its prior is none.
+        ValueError: it names a column that is not there, or its prior is not valid.
     """
     prior = LabelPrior.configured(config) or NO_PRIOR
     return SupportStatistics.of(config, features, prior, items)
@@ -279,8 +280,8 @@ def build_learner(
     item_features: ItemFeaturesConfig | None = None,
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
 ) -> MetaLearner:
-    """Return the model of these columns, of what training rows say of their values and of the
-    statistics of support rows, and the way it adapts, freshly initialised.
+    """Return a freshly initialised model and the way it adapts: its inputs are these columns, what
+    training rows say of their values, and the statistics of support rows.
 
     Raises:
         ValueError: the model or the algorithm is unknown, or they do not fit each other or the
@@ -352,7 +353,7 @@ def _start_as_bias_model(
 
 
 def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:
-    """Raise ValueError for what reads the one label that every row has."""
+    """Raise ValueError for what needs one label that every row has: named ones may be unknown."""
     asked = {
         f"algorithm.name = {algorithm!r}": learner.encoder is not None,
         "support_features": learner.statistics.width > 0,

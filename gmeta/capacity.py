@@ -98,7 +98,7 @@ def capacity(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speeds
 
 
 def _model(config: TrainConfig, asked: Asked) -> tuple[Features, MetaLearner, Dataset | None]:
-    """Return the columns with the rows that are stated, and the model of them."""
+    """Return the columns with the stated numbers of rows, and a model of them."""
     dataset, statistics = None, NO_STATISTICS
     if Path(config.data.path).exists() or "://" in config.data.path:
         dataset, built = build(settled(config))
@@ -172,7 +172,7 @@ def _step(
         for feature in features.sparse:
             of_table[feature.table] += 1
         ids = {name: share * rows * count for name, count in of_table.items()}
-    # Beyond all rows of its table goes what bundles and blocks repeat.
+    # There are more ids than rows of the table only where bundles and blocks repeat some.
     most = {t.name: max(float(t.num_rows), measured.get(t.name, 0.0)) for t in features.tables}
     ids = {name: min(ids[name], most[name]) for name in most}
     sides = max(round(support), 1), max(round(query), 1)
@@ -214,8 +214,8 @@ def _measured(
 def counted_flops(
     learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
 ) -> float:
-    """Return the floating-point operations of a task's rows in forward and backward, of the matrix
-    products alone: counted while a few tasks are computed.
+    """Return the floating-point operations of a task's rows in forward and backward: those of
+    matrix products alone, counted while a few tasks are computed.
     """
     rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
     num_rows = int(rows_T.sum())
@@ -238,7 +238,7 @@ def counted_flops(
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
     if learner.items is not None:
         learner.items.take(learner.items.no_sums())
-    # torch knows of no operations of the forms that add to what is there, nor of oneDNN's.
+    # torch counts neither the operations of products that are added in place, nor oneDNN's.
     unknown_to_torch = {
         torch.ops.aten.baddbmm_: _operations,
         torch.ops.aten.addmm_: _operations,

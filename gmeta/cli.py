@@ -164,8 +164,8 @@ def _root(
 
 
 def _open_streams() -> None:
-    """Give a process that was started without standard streams those of nobody: a file that it
-    opens would take their numbers, and what a library says would be written into it."""
+    """Open /dev/null for the standard streams that a process was started without: a file that it
+    opens would take their numbers, and what a library prints would be written into it."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: its own
@@ -187,7 +187,7 @@ def main(work: Callable[[], object] = app) -> None:
 
 
 class _FaultError(Exception):
-    """What nobody thought of, or what is to be told with its traceback."""
+    """An error that nobody thought of, or one that is to be shown with its traceback."""
 
 
 def _run(work: Callable[[], object]) -> None:

@@ -260,8 +260,8 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def loss_of(self, label: str = "") -> Loss:
-        """Return the loss of a label, or of one given another (`buy|click`); of "", that of the one
-        which headline metrics are of.
+        """Return the loss of a label, or of one given another (`buy|click`); "" stands for the
+        label of the headline metrics.
         """
         name = label.partition("|")[0] or self.labels.judged
         # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
@@ -269,7 +269,7 @@ class TrainConfig:
 
     @property
     def digest(self) -> str:
-        """Return digest_of all values, defaults too: a later release may have others."""
+        """Return digest_of all values, including defaults: a later release may have others."""
         return digest_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def describe_config() -> list[tuple[str, str, str]]:
 
 
 def _text_keys() -> dict[str, tuple[type, ...]]:
-    """Return the keys whose values are text, or a list of texts, and what TOML has for these."""
+    """Return the keys whose values are text, or a list of texts, and their types in TOML."""
     return {
         f"{section}.{name}": (str,) if hint is str else (str, list)
         for section, fields in get_type_hints(TrainConfig).items()

@@ -35,6 +35,6 @@ class ConfigError(UserError):
 
 def is_of_memory(error: Exception) -> bool:
     """Return whether memory ran out; torch says so in a RuntimeError."""
-    # The last of a size beyond 64 bits.
+    # The last is said of a size beyond 64 bits.
     told = ("out of memory", "allocate memory", "size calculation overflowed")
     return isinstance(error, MemoryError) or any(one in str(error) for one in told)

@@ -61,7 +61,7 @@ def evaluate_run(
 ) -> EvaluatedRun | None:
     """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
     None elsewhere; without `splits` those that its config names. `on` names another dataset (see
-    open_named), of which all splits are predicted then: values that the run's vocabularies do not
+    open_named), all of whose splits are then predicted: values that the run's vocabularies do not
     hold are unknown to it.
 
     `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without
@@ -103,7 +103,7 @@ def evaluate_run(
     chosen = splits_to_score(config, dataset, splits)
     judges = judges_of(config, dataset, chosen) if is_as_trained else []
     is_few = is_as_trained and has_rates(config) and are_too_few(config, dataset)
-    # Which label is asked about does not change how a run adapts that is there to adapt.
+    # A meta-learned run adapts the same way whichever label is asked about.
     by = Scored(config if own.name == PLAIN else own_config, dataset, sharded, ranks)
     tunings = [choose_fine_tuning(by, each) for each in judges]
 
@@ -227,8 +227,8 @@ def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:
 
 
 def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
-    """Return the splits asked for, else those of the config, else all that neither training nor
-    validation used, nor hold what was carved out of one with theirs.
+    """Return the splits asked for, else those of the config, else all but those that training and
+    validation used, what these were carved out of, and what else was carved out of that.
 
     Raises:
         UserError: a split is unknown or has no episodes, or none is left.
@@ -251,7 +251,7 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
             "was trained or chosen by: there is nothing to score. Name one with --split, or train "
             "on data with one split more"
         )
-    # Before anything is predicted: to meet it behind the other splits may take minutes.
+    # Before anything is predicted: it may take minutes to get to an empty split.
     for split in chosen:
         if not dataset.splits[split].num_episodes:
             raise UserError(

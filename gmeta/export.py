@@ -132,7 +132,7 @@ def export_run(
         config = replace(config, algorithm=chosen)
     description = _describe(config, dataset, table_format, root, found_step)
     if learner.statistics.width:
-        # What a model without the dataset could not take from its labels.
+        # The prior comes from the dataset's labels, which the exported model does not have.
         inputs = replace(config.support_features, label_prior=learner.statistics.prior)
         description = replace(description, support_features=inputs)
     reader = CheckpointReader(checkpoint)

@@ -32,8 +32,8 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import EpisodeRange, RangeReader
 
-# Fewer choose by chance: 7 tasks a rate of 1 and 10 steps, with which the logloss of 15 others
-# rose from .70 to .80.
+# Fewer choose by chance: 7 tasks chose a rate of 1 and 10 steps, with which the logloss of 15
+# others rose from .70 to .80.
 FEWEST_TASKS = 20
 
 
@@ -44,7 +44,7 @@ def has_rates(config: TrainConfig) -> bool:
 
 
 def are_too_few(config: TrainConfig, dataset: Dataset) -> bool:
-    """Tell whether the validation splits have fewer tasks than can choose, or are none."""
+    """Tell whether the validation splits have too few tasks to choose by, or there are none."""
     splits = config.data.valid_splits
     return sum(dataset.splits[split].num_episodes for split in splits) < FEWEST_TASKS
 
@@ -54,8 +54,8 @@ def judges_of(
 ) -> list[tuple[str, ...]]:
     """Return the splits that choose rate and steps together: the validation splits, for all splits
     that are scored. Where these are too few, each half of the tasks of a scored split judges for
-    the other, but of a plain run alone, which never saw an inner step; training tasks cannot,
-    whose labels the model has seen (docs/evaluation.md). None where there is nothing to choose.
+    the other, but only for a plain run, which never saw an inner step; training tasks cannot, whose
+    labels the model has seen (docs/evaluation.md). None where there is nothing to choose.
     """
     if not has_rates(config):
         return []
@@ -89,7 +89,7 @@ def choose_fine_tuning(scored: Scored, splits: Sequence[str]) -> FineTuning:
     the mean over these: one setting, or, where they are not the validation splits, one for each
     half of the tasks, the best of the other half. Collective."""
     config, ranks = scored.config, scored.ranks
-    # Not AUC: it does not see outputs that run away, as those of a rate do that is too high.
+    # Not AUC: it does not notice outputs that run away, as they do where the rate is too high.
     metric = loss_metric(config.loss_of())
     is_halved = are_too_few(config, scored.dataset)
     most = config.evaluation.tuning_tasks * (1 + is_halved)

@@ -25,10 +25,10 @@ def forking_context(preload: Sequence[str]) -> ForkServerContext:
     # To import fbgemm asks whether there is a GPU. Where torch asks CUDA, and not the driver's
     # NVML, no process that is forked after that can use one.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # First what quietens the others, and what has nobody look for garbage in them.
+    # First the modules that quieten the others and switch off garbage collection.
     context.set_forkserver_preload(["gmeta.verbosity", "gmeta.no_garbage", *preload])
-    # The server's mask is that of all it forks, and keeps tracebacks of its own imports away.
-    resource_tracker.ensure_running()  # its start ends with SIGINT out of the mask
+    # Processes inherit the server's mask, which also prevents tracebacks from its own imports.
+    resource_tracker.ensure_running()  # first, as starting it unblocks SIGINT
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -65,8 +65,8 @@ def start(process: BaseProcess) -> None:
 
 @contextmanager
 def _interrupt_held() -> Iterator[Asked]:
-    """Hold a first Ctrl-C back during a `with` block, and give what tells that it came; a second
-    one comes through.
+    """Hold a first Ctrl-C back during a `with` block, and yield an Asked that tells whether it
+    came; a second one comes through.
     """
     is_heard = Asked()
 

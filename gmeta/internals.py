@@ -40,8 +40,8 @@ def table_kernels(module: nn.Module) -> Iterator[TableKernel]:
 
 @contextmanager
 def tables_kept_by(kind: type[nn.Module]) -> Iterator[None]:
-    """Have TorchRec keep the tables that it shards meanwhile in modules of this kind, in place of
-    fbgemm's.
+    """Have TorchRec keep the tables that it shards inside the block in modules of this kind, in
+    place of fbgemm's.
 
     If it moves: whatever `BatchedFusedEmbedding` makes its `emb_module` of.
     """
@@ -98,9 +98,10 @@ def empty_like_sharded(value: ShardedTensor) -> ShardedTensor:
 
 
 def place_row_states(optimizer: KeyedOptimizer) -> None:
-    """Have what a sharded optimizer keeps of each row lie where the row does: of a rank that holds
-    one row TorchRec takes it for one number of the table, which no checkpoint of all ranks can be.
-    Of a table cut by columns all ranks hold the same rows, and it lies right.
+    """Have the state that a sharded optimizer keeps of each row lie where the row does: on a rank
+    that holds a single row TorchRec takes it for one number of the whole table, and no checkpoint
+    of all ranks can be made. Where a table is cut by columns, all ranks hold the same rows, and it
+    lies right.
 
     If it moves: TorchRec's EmbeddingFusedOptimizer makes these states.
     """

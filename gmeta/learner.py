@@ -177,7 +177,7 @@ class MetaLearner(nn.Module):
         )
 
     def with_items(self, batch: TaskBatch) -> TaskBatch:
-        """Return a batch to predict with what training rows say of its rows' values."""
+        """Return a batch to predict, with what training rows say of its rows' values added."""
         return batch if self.items is None else self.items.widened(batch)
 
     def arrange_to_predict(self, batch: TaskBatch) -> Episodes:

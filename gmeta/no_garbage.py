@@ -1,5 +1,5 @@
 """Imported first by the server that processes are forked from: nothing that it imports is garbage,
-and to look for some among a million new objects took it a quarter of its start. Whoever is forked
+and looking for some among a million new objects took a quarter of its start. Whoever is forked
 collects again: see gmeta.commands.on_ranks.importing and gmeta.loop.looked_up.
 """
 

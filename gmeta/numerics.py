@@ -58,7 +58,7 @@ def choose_products(precision: str, device: torch.device) -> None:
 
 
 def make_deterministic() -> None:
-    """Have torch take only ways that give the same bits again, or raise RuntimeError."""
+    """Have torch use only operations that give the same bits every time, or raise RuntimeError."""
     # What cuBLAS asks for by torch's notes on reproducibility, or it refuses.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -79,7 +79,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:
-    """Have malloc keep from now on so many bytes of what is freed, for the next step or request;
+    """Have malloc keep up to `at_most` freed bytes from now on, for the next step or request;
     return whether malloc can be told so.
 
     glibc gives large blocks back to the system, which then zeroes every page again when it is first

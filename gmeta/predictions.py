@@ -34,7 +34,7 @@ from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-# A batch, and which of its rows are sampled candidates: of no length where there are none.
+# A batch, and which of its rows are sampled candidates: empty where there are none.
 Listed: TypeAlias = tuple[TaskBatch, npt.NDArray[np.bool_]]
 
 
@@ -59,9 +59,10 @@ def predict_split(
 
     Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
     after, row_id where the dataset stores it, and item (the row of its table) where its schema
-    names one; before and after are probabilities for BCE, ratings for other losses. Of several
-    labels they are of the judged one, and `label:NAME`, ... of each other of scored_labels; a label
-    that is not known is NaN. `advance` is called with the tasks of each batch that is read.
+    names one; before and after are probabilities for BCE, ratings for other losses. Where there are
+    several labels, these are of the judged one, and `label:NAME`, ... of each other one of
+    scored_labels; a label that is not known is NaN. `advance` is called with the tasks of each
+    batch that is read.
     """
     config, dataset, ranks = scored.config, scored.dataset, scored.ranks
     with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
@@ -96,7 +97,7 @@ def _told(batches: Iterator[TaskBatch], advance: Callable[[int], None]) -> Itera
 def predict_along(
     batches: Iterable[TaskBatch], steps: Sequence[int], scored: Scored
 ) -> list[list[Columns]]:
-    """Return for each of these numbers of inner steps, rising ones, the columns of each of this
+    """Return, for each of these ascending numbers of inner steps, the columns of each of this
     rank's batches. Collective."""
     learner, labels = local_learner(scored.sharded), scored_labels(scored.config, scored.dataset)
     arrange = learner.learner.arrange_to_predict
@@ -110,8 +111,8 @@ def predict_along(
 
 
 def _predict_listed(batches: Iterator[Listed], scored: Scored, stop: Stop) -> list[Columns]:
-    """Return the columns of each of this rank's batches, of the query rows alone; of sampled
-    candidates, of the rows beside which they stand. Collective."""
+    """Return the columns of each of this rank's batches, for their query rows alone; where
+    candidates are sampled, for the rows beside which they stand. Collective."""
     learner, dataset = local_learner(scored.sharded), scored.dataset
     item = item_place(dataset)
 
@@ -131,7 +132,7 @@ def _predict_listed(batches: Iterator[Listed], scored: Scored, stop: Stop) -> li
 def _listed(
     candidates: Candidates, dataset: Dataset, batches: Iterable[TaskBatch], view: View
 ) -> Iterator[Listed]:
-    """Yield batches with sampled rows, and which rows these are: of one batch as many as it takes.
+    """Yield batches with sampled rows, and which rows these are; one batch may become several.
 
     A batch without episodes stays: a rank whose data failed takes part with such.
     """

@@ -21,8 +21,8 @@ LEAST_WORK = 10_000_000
 THREADED_WORK = 100_000_000
 TRIES = 5  # of each number of threads in a trial
 SHORTEST_HOLD, LONGEST_HOLD = 200, 3_200  # steps until the next trial
-# So many steps on several threads that take so many times as long as on one, and these are in each
-# other's way. One step alone may have waited for data.
+# Threads are in each other's way if so many steps in a row take so many times as long as on one
+# thread. A single slow step may have waited for data.
 SLOW_STEPS, TOO_SLOW = 2, 2.0
 
 
@@ -45,7 +45,7 @@ class ThreadChoice:
         self._begin_trial()
 
     def threads_for(self, work: int) -> int:
-        """Return the number of threads for a step of so many rows x weights."""
+        """Return the number of threads for a step whose work is this many rows x weights."""
         if torch.are_deterministic_algorithms_enabled():
             return self._most if work >= THREADED_WORK else 1
         if work < LEAST_WORK:
@@ -54,8 +54,8 @@ class ThreadChoice:
 
     @contextmanager
     def chosen_for(self, work: int) -> Iterator[None]:
-        """Have the block, which is a step of so much work, take the threads that are chosen; then
-        torch has as many as before, from which another model's choice begins.
+        """Run the block, which is a step of this work, on the chosen number of threads; afterwards
+        torch has as many as before, where another model's choice begins.
         """
         before, threads = torch.get_num_threads(), self.threads_for(work)
         torch.set_num_threads(threads)
@@ -67,7 +67,7 @@ class ThreadChoice:
             torch.set_num_threads(before)
 
     def took(self, seconds: float, work: int, threads: int) -> None:
-        """Take note of the seconds that a step of so much work took on so many threads."""
+        """Take note of the seconds that a step of this work took on this number of threads."""
         if self._most == 1 or work < LEAST_WORK:
             return
         unit = seconds / work

@@ -79,8 +79,8 @@ def score_validation(
 
 
 def mean_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, float | None]:
-    """Return the metrics of a split; of several the means, undefined where one is, and behind them
-    as METRIC/SPLIT those of each.
+    """Return the metrics of a split; of several splits the means, undefined where one is, and
+    behind them those of each, as METRIC/SPLIT.
     """
     first = next(iter(scores.values()))
     if len(scores) == 1:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from typing import TextIO
 
-# fbgemm 1.6 says a dozen times that it was not told of torch 2.11, which is its own.
+# fbgemm 1.6 warns a dozen times that it does not know torch 2.11, which it was built for.
 logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in str(one.msg))
 
 VARIABLE = "GMETA_VERBOSITY"

@@ -25,7 +25,7 @@ class QuarantinedError(DataError):
 
 class TooFewRowsError(DataError):
     """Inputs have no rows, or too few for an episode: nothing is wrong with them, and together with
-    others they make some. `files` names those that are known to have none."""
+    others they may make some. `files` names those that are known to have none."""
 
     def __init__(self, message: str, files: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -33,7 +33,8 @@ class TooFewRowsError(DataError):
 
 
 class AccessError(DataError):
-    """An input cannot be read now, whatever it holds: of the disk, the network or the memory."""
+    """An input cannot be read now, whatever it holds: because of the disk, the network or the
+    memory."""
 
 
 class UrlError(MetaIOError):

@@ -1,8 +1,8 @@
 """Linear layers of any model adapted to many tasks at once: hooks on the model's own layers, one
 GEMM for all tasks and the change inside each task (layer_change.py).
 
-A gate per task on W's rows and b multiplies x W + b and nothing else; it may shift the product, as
-a bias of the task's own.
+A task's gate multiplies x W + b, not the change inside the task; it may also shift the product,
+like a bias of the task's own.
 
 Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows, M
 parts of a gate.
@@ -63,7 +63,7 @@ class Tape:
 
 
 class AdaptedLayers:
-    """The adaptation of some linear layers of a model to T tasks; starts as none at all.
+    """How far some linear layers of a model have adapted to T tasks; not at all at the start.
 
     A layer may have a gate and not adapt.
     """
@@ -88,19 +88,19 @@ class AdaptedLayers:
         return {name: gate_TMO for name, (_, gate_TMO) in self._gates.items()}
 
     def moved_by(self, changes: Mapping[str, LayerChange]) -> AdaptedLayers:
-        """Return layers with the same gates that steps have moved so far already."""
+        """Return layers with the same gates, already moved by these changes."""
         moved = AdaptedLayers(self._plan, self._rates, self._size, self._gates)
         moved._changes = dict(changes)
         return moved
 
     @contextmanager
     def applied(self, layout: RowLayout) -> Iterator[Tape]:
-        """Let the model's layers act on each row with the weights of the row's task, inside.
+        """Have the model's layers act, inside, on each row with the weights of its task.
 
         Yields the tape that `step` takes; it fills while the model runs on rows of this layout.
 
         Raises:
-            ConfigError: a layer that is to act so is not called, or on other rows.
+            ConfigError: one of these layers is not called, or is called on other rows.
         """
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
@@ -117,7 +117,7 @@ class AdaptedLayers:
         finally:
             for handle in handles:
                 handle.remove()
-        # A weight that is only read takes no step, and nothing else would tell.
+        # A layer that is never called, its weight read some other way, takes no step: say so.
         if idle := {*self._gates, *self._plan.layers} - tape.called:
             raise _not_called(min(idle))
 
@@ -130,15 +130,15 @@ class AdaptedLayers:
                 rows = rows.detach()
             activations_TSI, grads_TSO = _by_task(tape.layout, rows), _by_task(tape.layout, grad)
             widths = activations_TSI.shape[-1], grads_TSO.shape[-1]
-            # A layer that works on each of a row's features has as many rows a task more.
+            # A layer that works on each of a row's features counts a row once for each.
             path = self._plan.path(name, *widths, self._size, uses=math.prod(rows.shape[1:-1]))
             rates = self._rates.of_layer(name), self._plan.bias_rate(name)
             step = one_step(path, activations_TSI, grads_TSO, *rates)
             self._changes[name] = after_step(self._changes.get(name), step)
 
     def gradients_of(self, tape: Tape, jacobians: Sequence[Tensor]) -> list[LayerGradients]:
-        """Return the gradients of the support rows' outputs by each layer as the factors that they
-        are, task by task, from the outputs' gradients at `tape.outputs`.
+        """Return the gradients of the support rows' outputs by each layer, as factors, task by
+        task; `jacobians` are the outputs' gradients at `tape.outputs`.
         """
         gradients = []
         for name, rows, jacobian in zip(tape.names, tape.inputs, jacobians, strict=True):

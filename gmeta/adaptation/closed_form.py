@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from gmeta.losses.objectives import Objectives
     from gmeta.losses.row_losses import LossFunction
 
-# Of the systems that are solved at a time: 16 MB in float32.
+# Numbers in the systems that are solved at a time: 16 MB in float32.
 MOST_ENTRIES = 4_000_000
-# Of one task where strangers send them: time grows with their cube.
+# Support rows of one task, where strangers send them: time grows with their cube.
 MOST_SERVED_ROWS = 2_048
 
 
@@ -88,7 +88,7 @@ class LayerGradients(NamedTuple):
         return by_row_TSS
 
     def of_tasks(self, first: int, last: int) -> LayerGradients:
-        """Return those of some tasks."""
+        """Return the gradients of tasks `first` to `last` - 1."""
         return self._replace(
             activations_TSI=self.activations_TSI[first:last],
             jacobians_TSO=self.jacobians_TSO[first:last],
@@ -98,10 +98,10 @@ class LayerGradients(NamedTuple):
 def solved_TS(
     layers: Sequence[LayerGradients], slope_TS: Tensor, bend_TS: Tensor, rate: float
 ) -> Tensor:
-    """Return s of every task; rows that pad, whose slope is 0, have 0.
+    """Return s of every task; it is 0 for padding rows, whose slope is 0.
 
-    So many tasks are solved at a time that a long one among short ones takes no more memory than
-    itself.
+    Tasks are solved in chunks of at most MOST_ENTRIES numbers, or a single task, so that one long
+    task among short ones does not multiply its memory by theirs.
     """
     tasks, rows = slope_TS.shape
     if tasks <= 1:
@@ -119,13 +119,13 @@ def _solved_TS(
     layers: Sequence[LayerGradients], slope_TS: Tensor, bend_TS: Tensor, rate: float
 ) -> Tensor:
     rows = slope_TS.shape[1]
-    # Rounded, a kernel of rows that are much alike has eigenvalues below 0, and the system, a H
-    # times as large, any: in bf16 solutions were many times too large.
+    # Rounding can make the kernel of similar rows have eigenvalues below 0, which the system
+    # multiplies by a H: in bf16 solutions were many times too large.
     with full_products(slope_TS.device):
         kernel_TSS = torch.stack([each.kernel_TSS(rows) for each in layers]).sum(dim=0)
     identity_SS = torch.eye(rows, dtype=slope_TS.dtype, device=slope_TS.device)
-    # Not symmetric, but solvable where a row bends 0 (bce that is sure, a row that pads): its s is
-    # then g, the plain gradient.
+    # Not symmetric, but solvable where a row's curvature is 0 (bce that is sure, a padding row):
+    # its s is then g, the plain gradient.
     system_TSS = identity_SS + rate * bend_TS.unsqueeze(2) * kernel_TSS.to(slope_TS.dtype)
     # Unchecked: the eigenvalues are 1 or more, and asking would wait for a GPU.
     solution_TS1, _ = torch.linalg.solve_ex(system_TSS, slope_TS.unsqueeze(2))

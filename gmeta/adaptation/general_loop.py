@@ -193,7 +193,7 @@ class GeneralLoop:
         second_order: bool,
         keep_path: bool,
     ) -> Adapted:
-        """Return the parameters after one inner step more."""
+        """Return the parameters after one more inner step."""
         adapts_rows = self.plan.adapts_rows
         before_PD = adapted.rows_PD
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
@@ -222,7 +222,7 @@ class GeneralLoop:
         layout, rate = support.layout, self.config.inner_lr
         with adapted.layers.applied(layout) as tape:
             output_N = self._model(self._inputs(support, adapted.rows_PD))
-        # One: check_solvable refused others when the learner was made.
+        # One loss: check_solvable refused several when the learner was made.
         (loss,) = self._objectives.inner.losses
         label_N = known_labels(support.label_N, support.weight)
         slope_N, bend_N = slopes_and_bends_N(loss, output_N, label_N)
@@ -238,7 +238,7 @@ class GeneralLoop:
             solved_N = layout.unpad(solved_TS(layers, *rows_TS, rate))
             if prior := self.config.support_prior:
                 lengths_T = layout.lengths_T.to(solved_N.dtype)
-                # The prior counts as so many rows that pull nowhere, as in a step that is taken.
+                # The prior counts as that many rows without a gradient, as in a gradient step.
                 solved_N = solved_N * layout.spread(lengths_T / (lengths_T + prior))
             grads = [each * _beside(solved_N, each) for each in jacobians]
             adapted.layers.step(tape, grads, second_order)

@@ -112,7 +112,7 @@ def one_step(
 
 
 def after_step(before: LayerChange | None, step: LayerChange) -> LayerChange:
-    """Return a change, if there is one, and one step more, held in the same way."""
+    """Return a change, if there is one, with one more step, held in the same way."""
     if isinstance(before, LowRankChange) and isinstance(step, LowRankChange):
         return before.then(step)
     if isinstance(before, MaterialisedChange) and isinstance(step, MaterialisedChange):

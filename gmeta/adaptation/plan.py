@@ -43,7 +43,7 @@ class AdaptationPlan:
         takes_steps: bool = True,
         solves: bool = False,
     ) -> AdaptationPlan:
-        """Make the plan of a model; without `takes_steps` it is that nothing adapts.
+        """Make the plan of a model; without `takes_steps` nothing adapts.
 
         Raises:
             ValueError: the config names a layer that the model does not have, or a path that does
@@ -77,7 +77,8 @@ class AdaptationPlan:
 
     @property
     def adapts_rows(self) -> bool:
-        """Tell whether they move a task's copies of embedding rows, of all tables or of some."""
+        """Tell whether inner steps move a task's copies of embedding rows, of all or some
+        tables."""
         return bool(self.config.adapt_embeddings)
 
     @property
@@ -108,8 +109,8 @@ class PathCosts(NamedTuple):
 
     @property
     def low_rank(self) -> int:
-        """Count those of factors: pass j on the support rows applies j - 1 steps' factors, the
-        query pass all.
+        """Count them with factors: pass j on the support rows applies those of j - 1 steps, the
+        query pass those of all.
         """
         support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
         support_passes = support * self.steps * (self.steps - 1) // 2
@@ -117,7 +118,7 @@ class PathCosts(NamedTuple):
 
     @property
     def materialised(self) -> int:
-        """Count those of matrices: each step forms one, and each pass but the first applies it."""
+        """Count them with matrices: each step forms one, and each pass but the first applies it."""
         support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
         return self.width_in * self.width_out * (support * (2 * self.steps - 1) + query)
 

@@ -39,7 +39,7 @@ class InnerRates(Protocol):
     def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
         """Return the rate of the tasks' embedding rows, which broadcasts against [P, D].
 
-        `unique_lengths_B` of the fetched rows are of each table, `fetched_row_P` tells which of
+        `unique_lengths_B` counts the fetched rows of each table, `fetched_row_P` tells which of
         them a task's row is a copy of.
         """
 
@@ -61,7 +61,7 @@ class FixedRates:
             return self.rate
         # In float64, as the rate of all tables is: the gradient's own precision is taken last.
         rate_B1 = unique_lengths_B.new_zeros(len(unique_lengths_B), 1, dtype=torch.float64)
-        for table in self.tables:  # a list of them as an index would be waited for on CUDA
+        for table in self.tables:  # with a list of them as an index CUDA makes the host wait
             rate_B1[table] = self.rate
         return of_tables(rate_B1, unique_lengths_B, fetched_row_P)
 

@@ -41,7 +41,7 @@ class MicroBatches:
 
     @property
     def unique_lengths_B(self) -> Tensor:
-        """Count those of each table."""
+        """Count the ids of each table."""
         return self.parts[0].unique_lengths_B
 
     @property
@@ -56,7 +56,7 @@ class MicroBatches:
 
     @property
     def num_shown(self) -> int:
-        """Count those of them that its value is the mean of."""
+        """Count the terms that the value of the loss is the mean of."""
         return sum(part.num_shown for part in self.parts)
 
     @property
@@ -86,11 +86,11 @@ class MicroBatches:
         return MicroBatches(tuple(part.fetched_by(fetch) for part in self.parts))
 
     def to(self, device: torch.device) -> "MicroBatches":
-        """Copy them to a device."""
+        """Copy the parts to a device."""
         return MicroBatches(episodes_moved(self.parts, device))
 
     def packed(self) -> "MicroBatches":
-        """Return them in the memory that `to` copies to a GPU at once."""
+        """Return the parts in the memory that `to` copies to a GPU at once."""
         return MicroBatches(episodes_packed(self.parts))
 
 
@@ -116,8 +116,8 @@ def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
     offsets_T1 = batch.row_offsets_T1
     num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
     targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
-    # Where the rows of a part are reached; a task longer than a part makes two of them fall
-    # together.
+    # Cuts lie where the rows of a part are reached; a task longer than a part makes two of them
+    # fall together.
     cuts = torch.searchsorted(offsets_T1, targets.round().to(offsets_T1.dtype))
     edges = sorted({0, *cuts.tolist(), batch.num_tasks})
     if len(edges) == 1:

@@ -19,9 +19,9 @@ def mapped_ahead(
     waited: Callable[[float], object] = lambda _: None,
     enter: Callable[[], object] = lambda: None,
 ) -> Iterator[Found]:
-    """Yield the function's value of each item, in order, while so many threads work on the items
-    that follow. An item whose function raised raises that in the caller. `waited` is called with
-    the seconds that the caller waited for each, and `enter` by each thread as it begins.
+    """Yield the function's value of each item, in order, while `threads` threads work on the items
+    that follow. What the function raises for an item is raised in the caller. `waited` is called
+    with the seconds that the caller waited for each, and `enter` by each thread as it begins.
     """
     with ThreadPoolExecutor(threads, "arrange", enter) as pool:
         ahead: deque[Future[Found]] = deque()

@@ -25,7 +25,7 @@ class Arranging:
     plain_epochs: int  # the first ones are of plain training
     layout: FusedLayout | None  # None: in the general loop
     rows_per_task: bool
-    least_gain: float  # of a group of tasks more in that loop, in rows
+    least_gain: float  # rows that one more group of tasks must save in that loop
     learns_from_support: bool
 
     def in_epoch(self, epoch: int) -> Callable[[TaskBatch], Episodes]:

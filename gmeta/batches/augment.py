@@ -79,7 +79,7 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
     task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
     share_T = min_share + (max_share - min_share) * uniform(task_T, key, SHARE_STREAM)
     support_T = np.clip(np.rint(share_T * rows_T).astype(np.int64), 1, np.maximum(rows_T - 1, 1))
-    # Of a single row neither side can be given up; it stays what it was.
+    # An episode of a single row has one side alone, and it stays what it was.
     support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
 
     draw_N = row_draws(batch.task_T.numpy(), batch.row_offsets_T1.numpy(), key)

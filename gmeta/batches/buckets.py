@@ -1,7 +1,7 @@
 """Sizes rounded up to few, so that the batches of a ragged run have few shapes: a CUDA graph is
 captured once for each (graphs.py), and torch's allocator gives the same blocks out again.
 
-Rows, tasks and entries that pad stand in no sum: they cost time, and change no loss beyond its
+Padding rows, tasks and entries are in no sum: they cost time, and change no loss beyond its
 rounding. A size goes up to the next of a geometric series, never below its least: what is small
 costs nothing.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from metaio.ragged import Int64
 
-# Of a batch's tasks, the shortest first, the share that stands in front of each cut between two
+# Of a batch's tasks, the shortest first, the share that stands before each cut between two
 # rectangles; the LONGEST tasks stand behind one more. Cuts at the same places in every batch: where
 # they would save most differs from batch to batch, and would give each a shape of its own.
 CUTS, CUTS_OF_MANY, MANY_TASKS = (0.75,), (0.5, 0.75, 0.9375), 512
@@ -20,8 +20,8 @@ LONGEST = 8
 
 
 def cut(num_tasks: int) -> list[int]:
-    """Return where so many tasks, the shortest first, are cut into rectangles: rising places, the
-    last of which is the end.
+    """Return where `num_tasks` tasks, the shortest first, are cut into rectangles: ascending
+    places, the last of which is the end.
 
     >>> cut(128), cut(1024), cut(8)
     ([96, 120, 128], [512, 768, 960, 1016, 1024], [6, 8])
@@ -32,8 +32,8 @@ def cut(num_tasks: int) -> list[int]:
 
 
 class Series(NamedTuple):
-    """Sizes that may be: from `least` on, so many from one power of two to the next; beyond `fine`,
-    itself a power of two, the powers alone.
+    """The allowed sizes: from `least` on, `steps` of them from one power of two to the next; beyond
+    `fine`, itself a power of two, the powers alone.
     """
 
     least: int
@@ -41,11 +41,11 @@ class Series(NamedTuple):
     fine: int = 1 << 62
 
     def of(self, size: int) -> int:
-        """Return the smallest of them that holds this size."""
+        """Return the smallest allowed size that holds this one."""
         return int(self.of_all(np.array([size]))[0])
 
     def of_all(self, sizes: Int64) -> Int64:
-        """Return the smallest of them that hold these sizes; 0 for 0."""
+        """Return the smallest allowed sizes that hold these; 0 for 0."""
         at_least = np.maximum(sizes, self.least)
         # frexp is exact: 2 ** (power - 1) is the power of two below a size, or half of it itself.
         _, power = np.frexp(at_least - 1)
@@ -61,5 +61,5 @@ TASKS = Series(8, 4)
 # query rows for every task. What varies most, in the last two rectangles and in histories, by
 # powers of two from there on.
 ROWS, ROWS_OF_LONG = Series(8, 4, fine=32), Series(8, 4, fine=16)
-# Unique rows, and values of multi-id features: rows that pad cost memory alone.
+# Unique rows, and values of multi-id features: padding rows cost memory alone.
 FETCHED, VALUES = Series(4096, 1), Series(1024, 1)

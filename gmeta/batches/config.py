@@ -75,7 +75,7 @@ class SupportFeaturesConfig:
 
     @property
     def is_used(self) -> bool:
-        """Tell whether any of them is asked for."""
+        """Tell whether any of these inputs is asked for."""
         return self.task or bool(self.columns)
 
 
@@ -127,8 +127,8 @@ class LabelPrior(NamedTuple):
 
     @classmethod
     def of(cls, label_N: "npt.NDArray[np.floating[Any]]") -> "LabelPrior":
-        """Return mean and standard deviation of these labels; 0 and 1 of none, a deviation of 1 for
-        labels that are all alike.
+        """Return mean and standard deviation of these labels; 0 and 1 if there are none, a
+        deviation of 1 for labels that are all alike.
         """
         if not label_N.size:
             return NO_PRIOR
@@ -136,7 +136,7 @@ class LabelPrior(NamedTuple):
 
     @classmethod
     def configured(cls, config: "SupportFeaturesConfig") -> "LabelPrior | None":
-        """Return the one that the config gives; None if it is left to the data.
+        """Return the prior that the config gives; None if it is left to the data.
 
         Raises:
             ValueError: it is no pair of a mean and a deviation above 0.

@@ -43,8 +43,8 @@ def row_draws(task_T: Int64, row_offsets_T1: Int64, key: int) -> npt.NDArray[np.
 
 
 def rearranged(batch: TaskBatch, order_N: Int64, support_T: Int64) -> TaskBatch:
-    """Return the batch with these of its rows, in this order, which keeps every episode's rows
-    together; so many of each episode's first ones are its support.
+    """Return the batch with the rows `order_N`, in this order, which keeps every episode's rows
+    together; the first `support_T` of each episode are its support.
     """
     rows_T = np.diff(batch.row_offsets_T1.numpy())
     kept_T = np.bincount(owners(rows_T)[order_N], minlength=len(rows_T))

@@ -54,14 +54,14 @@ class RowFetch(ABC):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows to ask for and to give out, as an exchange works it out in front of a step."""
+    """Which rows to ask for and to give out, as an exchange works it out before a step."""
 
     known: Any  # on the host
     numbers: Any  # a tree of tensors for the device, or what `packed` made of it
 
 
 class Inputs(NamedTuple):
-    """All that a learner reads of a rank's share of a step, but for the rows that are fetched.
+    """All that a learner reads of a rank's share of a step, except for the rows that are fetched.
 
     Its rows are one side for plain training, where every row is a query row; both sides to predict;
     for the general inner loop both sides of groups of tasks; for the fused one both, padded.
@@ -87,7 +87,7 @@ class Episodes:
     rows_of_tables: tuple[int, ...]  # the same
     held: Inputs | Packed[Inputs]
     num_terms: int  # of the outer loss: tasks with query rows; rows if plain
-    num_shown: int  # of them, those that its value is the mean of: Reptile learns without one too
+    num_shown: int  # terms with a loss to show; Reptile also learns from others
     num_rows: int
     # How the raw data names each query row, where the dataset tells; to predict alone.
     query_row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -110,8 +110,8 @@ class Episodes:
         constant: bool = False,
         device: str = "cpu",
     ) -> "Episodes":
-        """Make the batch's episodes, for a kind of device, with their rows arranged so; constant
-        ones have no gradient.
+        """Make the batch's episodes, for a kind of device, with `rows` as their arranged rows;
+        `constant` ones have no gradient.
         """
         copies = None
         if fetched_row_P is not None:
@@ -134,7 +134,7 @@ class Episodes:
 
     @property
     def rows(self) -> ArrangedRows:
-        """Return its own rows, arranged."""
+        """Return the arranged rows."""
         return self.inputs.rows
 
     @property
@@ -151,12 +151,12 @@ class Episodes:
         return replace(self, fetch=fetch)
 
     def to(self, device: torch.device) -> "Episodes":
-        """Copy them to a device."""
+        """Copy the episodes to a device."""
         (there,) = episodes_moved((self,), device)
         return there
 
     def packed(self) -> "Episodes":
-        """Return them in the memory that `to` copies to a GPU at once."""
+        """Return the episodes in the memory that `to` copies to a GPU at once."""
         (there,) = episodes_packed((self,))
         return there
 
@@ -202,7 +202,7 @@ def every_row(
     batch: TaskBatch, constant: bool = False, num_rows: int | None = None, device: str = "cpu"
 ) -> Side:
     """Return all rows of the batch as one side, which reads from the fetched rows, or from
-    `num_rows` others as `reading_copies` says; of constant ones nobody can ask for the gradient.
+    `num_rows` others as `reading_copies` says; nobody can ask for the gradient of constant ones.
     """
     if num_rows is None:
         num_rows = batch.unique_ids_U.numel()
@@ -238,7 +238,7 @@ def with_sampled(episodes: Episodes, batch: TaskBatch, is_sampled_N: Tensor) -> 
 
 def task_groups(batch: TaskBatch, rows_per_task: bool, least_gain: float, device: str) -> Episodes:
     """Return both sides of every task, in groups of tasks of similar size, where a cut saves at
-    least so many rows of padding; for a kind of device.
+    least `least_gain` rows of padding; for a kind of device.
     """
     groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = reading_copies(batch, rows_per_task)

@@ -29,9 +29,9 @@ from gmeta.rows.sparse_matrix import Bags
 from metaio.ragged import Int64, offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
 
-# Multiply-adds of a product of rows below which to take what tasks share apart, once a task, costs
-# more in calls than it saves. At 5 million it costs as much on one thread, and 6 % of a step more
-# on two, which share the products but not the calls. On CUDA about 15 launches, estimated.
+# Below this many multiply-adds in a product of rows, handling what tasks share apart, once a task,
+# costs more in calls than it saves. At 5 million it breaks even on one thread, and costs 6 % of a
+# step on two, which share the products but not the calls. On CUDA about 15 launches, estimated.
 LEAST_COMMON_WORK = {"cpu": 8_000_000, "cuda": 2_000_000_000}
 
 
@@ -54,12 +54,12 @@ def _groups_in_buckets(
     support_T: Int64, query_T: Int64, with_query: Int64, layout: FusedLayout
 ) -> list[TaskGroup]:
     """Return these tasks, the shortest first, in groups of few sizes: buckets.py. Neighbours are
-    one group where a rectangle more would cost more than it saves.
+    one group where one more rectangle would cost more than it saves.
     """
     tasks = with_query[np.argsort((support_T + query_T)[with_query], kind="stable")]
     number = TASKS.of(len(tasks))
     tasks = np.pad(tasks, (number - len(tasks), 0), constant_values=-1)
-    # As on CUDA, on any device: what is there for graphs has a graph's few rectangles.
+    # As on CUDA, on any device: these shapes are for graphs, which have few rectangles.
     gain = least_gain(RECTANGLE_WORK, "cuda", layout.num_weights)
     groups: list[TaskGroup] = []
     places = cut(number)[:-1]
@@ -74,7 +74,7 @@ def _groups_in_buckets(
                 max(groups[-1].query_rows, group.query_rows),
             )
             apart = groups[-1].num_rows + group.num_rows
-            # Tasks that pad alone are no rectangle.
+            # Padding tasks alone make no rectangle.
             if not groups[-1].num_rows or both.num_rows - apart < gain:
                 groups[-1] = both
                 continue
@@ -90,7 +90,7 @@ def padded_tasks(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLay
     batch, fetched_row_P, num_rows = reading_copies(batch, layout.rows_per_task)
     num_fetched = batch.unique_ids_U.numel()
     if not num_fetched:
-        # Entries that pad would read the first row, though nobody sees what.
+        # Padding entries would read the first row, and there is none.
         layout = replace(layout, in_buckets=False)
     if layout.in_buckets:
         num_rows, num_fetched = FETCHED.of(num_rows), FETCHED.of(num_fetched)
@@ -147,7 +147,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
     as_before_NF[starts_T[(starts_T > 0) & (starts_T < batch.num_rows)] - 1] = True
     common_F = as_before_NF.all(axis=0)
     if common_F.all() and num_features == common_F.size and not batch.dense_NK.shape[1]:
-        common_F[-1:] = False  # rows of nothing are not worth the care
+        common_F[-1:] = False  # rows without any input of their own are not worth the care
     saved = batch.num_rows * weights * np.count_nonzero(common_F) / num_features
     return torch.from_numpy(common_F) if saved >= least_work else None
 
@@ -155,7 +155,7 @@ def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | No
 def _common_block(
     batch: TaskBatch, common_F: torch.Tensor, tasks: Int64, num_rows: int, layout: FusedLayout
 ) -> CommonFeatures:
-    """Return these features of these tasks, group by group; nothing of those that pad."""
+    """Return these features of these tasks, group by group; nothing for padding tasks."""
     is_there_T = torch.from_numpy(tasks >= 0)
     first_rows = batch.row_offsets_T1[torch.from_numpy(tasks)[is_there_T]]
     positions = batch.positions_NF[first_rows][:, common_F].flatten()
@@ -185,14 +185,14 @@ def _padded_rows(
         within = np.arange(longest)
         there = within < lengths[:, None]
         row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
-        # A row that pads has no share in any mean, so its output, its loss and its gradient count
+        # A padding row has no share in any mean, so its output, its loss and its gradient count
         # nothing.
         share_R.append((there / np.maximum(lengths, 1)[:, None]).ravel())
         rectangles.append(Rectangle(first, len(tasks), longest))
         first += len(tasks) * longest
     rows_R = np.concatenate(row_R)
     per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
-    # Rows that pad read the batch's first: any numbers do where the weight is 0, but for NaN.
+    # Padding rows read the batch's first: any numbers but NaN do where the weight is 0.
     stored_R = torch.from_numpy(np.maximum(rows_R, 0))
     label_N = batch.label_N.index_select(0, stored_R)
     weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N
@@ -209,7 +209,7 @@ def _padded_rows(
 def _padded_features(
     batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
 ) -> PaddedFeatures:
-    """Return the features of these rows; of `constant` ones nobody asks for the gradient."""
+    """Return the features of these rows; nobody asks for the gradient of `constant` ones."""
     there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
     dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_R, 0)))
     has_history = layout.history is not None
@@ -229,8 +229,8 @@ def _pooled(
     """
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
     if layout.device != "cpu" and not num_multi and batch.num_rows:
-        # A row that pads reads some other's features, as it weighs nothing: each time another's, as
-        # what is added to one row of a table waits for each other.
+        # A padding row reads another row's features, as it weighs nothing: each reads a different
+        # row's, since additions to the same row of a table wait for each other.
         read_R = np.where(rows_R >= 0, rows_R, np.arange(len(rows_R)) % batch.num_rows)
         index_V = batch.positions_NF[torch.from_numpy(read_R)].flatten()
         return Bags.single(index_V, num_rows, constant, layout.device)
@@ -239,7 +239,7 @@ def _pooled(
     history = -1 if layout.history is None else layout.history
     pooled_M = np.flatnonzero(np.arange(num_multi) != history)
     values_V, lengths_NM = _values(batch, rows_N, pooled_M)
-    # 32 bits: to sum up as many of 64 takes twice as long.
+    # 32 bits: summing as many numbers of 64 bits takes twice as long.
     lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int32)
     lengths_RC[there_N, :num_single] = 1
     lengths_RC[there_N[:, None], num_single + pooled_M] = lengths_NM

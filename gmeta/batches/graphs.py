@@ -6,7 +6,7 @@ step, the block of what its batch is made of, and the layers. A step copies its 
 there, replays the graph and reads loss and gradients. Exchange, averaging over ranks and optimizers
 stay outside.
 
-A shape's first batch is taken eagerly, which also makes ready what a capture may not; its second is
+A shape's first batch is taken eagerly, which also sets up what a capture must not; its second is
 captured. Batches must be arranged in buckets (buckets.py), or hardly a shape would come twice.
 
 Shape suffixes: U fetched rows, D embedding width.
@@ -135,13 +135,14 @@ class Graphs:
         return False
 
     def _captured(self, rows_UD: Tensor, episodes: Episodes, inputs: Packed[Inputs]) -> "_Graph":
-        # Of a batch it keeps what all batches of its shape have alike.
+        # It keeps only what all batches of a shape have in common.
         block = inputs.block.clone()
         static = replace(episodes, held=inputs.layout.of(block), plan=None, fetch=None)
         try:
             return _Graph(self._module, rows_UD, block, static, self._capture)
         except RuntimeError as error:
-            # The end of a capture that was broken off raises in front of what broke it off.
+            # Ending a broken-off capture raises an error of its own, in the context of the real
+            # one.
             first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             raise GMetaError(
                 "CUDA cannot capture the step as a graph: "
@@ -178,8 +179,8 @@ class _Graph:
         return self._loss.clone()
 
     def gradients(self, outer: Tensor, num_rows: int) -> list[Tensor | None]:
-        """Return the gradients of so many rows and of the layers, `outer` times: new tensors, as
-        the next replay fills these.
+        """Return the gradients of the first `num_rows` rows and of the layers, times `outer`: new
+        tensors, as the next replay overwrites these.
         """
         known = [grad for grad in self._grads if grad is not None]
         multiplied = iter(torch._foreach_mul(known, outer))
@@ -242,7 +243,7 @@ def packed_inputs(episodes: Episodes) -> Packed[Inputs]:
 
 
 def shape_of(episodes: Episodes) -> Hashable:
-    """Return what two batches have alike that share a graph: every shape, and every number that is
-    no tensor.
+    """Return what batches must have in common to share a graph: every shape, and every number
+    outside tensors.
     """
     return packed_inputs(episodes).layout, episodes.num_fetched

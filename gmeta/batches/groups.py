@@ -10,15 +10,15 @@ import numpy as np
 
 from metaio.ragged import Int64
 
-# A rectangle more costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
-# three layers), padding as many rows more of every product.
+# One more rectangle costs about 0.1 ms a step in calls on a CPU (18 of them at one inner step and
+# three layers), padding as many more rows in every product.
 MOST_RECTANGLES = 8
 PADDING_SHARE = 0.1
-# What a rectangle more costs on CUDA, 18 launches an inner step: as much as so many rows of padding
-# times weights of layers. Estimated, from 5 us a launch and 60 TFLOP/s: docs/gpu.md.
+# What one more rectangle costs, on CUDA 18 launches an inner step, in rows of padding times weights
+# of layers. Estimated, from 5 us a launch and 60 TFLOP/s: docs/gpu.md.
 RECTANGLE_WORK = {"cpu": 0, "cuda": 300_000_000}
-# A group more of the general loop costs the calls of all its passes: 5.5 ms at one inner step of a
-# DLRM on a CPU; on CUDA the launches, estimated likewise.
+# One more group of the general loop costs the calls of all its passes: 5.5 ms at one inner step of
+# a DLRM on a CPU; on CUDA the launches, estimated likewise.
 GROUP_WORK = {"cpu": 50_000_000, "cuda": 5_000_000_000}
 
 
@@ -31,14 +31,14 @@ class TaskGroup(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Count its rows on both sides, those that pad included."""
+        """Count its rows on both sides, padding rows included."""
         return len(self.tasks) * (self.support_rows + self.query_rows)
 
 
 def group_tasks(support_T: Int64, query_T: Int64, least_gain: float = 1) -> list[Int64]:
     """Group tasks of similar sizes; return their indices.
 
-    The group that gains most is cut in two, by support or by query rows, until rows that pad are at
+    The group that gains most is cut in two, by support or by query rows, until padding rows are at
     most PADDING_SHARE of the true ones, there are MOST_RECTANGLES groups or a cut saves fewer rows
     than `least_gain`.
 
@@ -85,9 +85,9 @@ class _Group:
             order = np.argsort(key, kind="stable")
             key = key[order]
             if key[0] == key[-1]:
-                continue  # no cut by it gains more than the best by the other
+                continue  # all equal: a cut by the other side is as good
             other = other_T[tasks[order]]
-            # Rows with padding of the first task, the first two, ...; of the last, the last two.
+            # Rows with padding: of the first task, the first two, ...; of the last, the last two.
             head = (key + np.maximum.accumulate(other)) * counts
             tail = (key[-1] + np.maximum.accumulate(other[::-1])) * counts
             halved = head[:-1] + tail[-2::-1]

@@ -1,5 +1,5 @@
 """What the rows of the training split say of the values in a row, as dense inputs of any model: the
-mean label and the number of training rows with the row's value, an item's say.
+mean label and the number of training rows with the row's value, such as an item.
 
 With S the sum of n labels, a the shrinkage, mu and sigma mean and deviation of all labels,
 
@@ -10,9 +10,9 @@ of a value that training rows never had, and of ids outside the vocabulary. A ro
 multi-id column gets the means over its known ids.
 
 A row that the model trains on is told what the tasks of the other folds say, mu and sigma included;
-so is every other row of its task, as of a task that nobody has seen. To leave out the row alone
-would give its label away: of one item, rows with a label of 1 would all have a smaller mean than
-those with a label of 0. Rows that are predicted are told what all training rows say.
+so is every other row of its task, as if nobody had seen the task. To leave out the row alone would
+give its label away: among the rows of one item, those with a label of 1 would all have a smaller
+mean than those with a label of 0. Rows that are predicted are told what all training rows say.
 
 Shape suffixes: T episodes, N rows, E (row, id) pairs of one column, U unique ids of a batch, V
 ids of one column's table (of all bags, where a batch is meant), K folds, F single-id and M multi-id
@@ -50,8 +50,8 @@ _SALT = np.uint64(0x17E3)
 
 
 class _Column(NamedTuple):
-    """A sparse column: its place among the single-id or the multi-id ones, its table and the rows
-    of that."""
+    """A sparse column: its place among the single-id or the multi-id ones, its table and the
+    table's number of rows."""
 
     is_multi: bool
     place: int
@@ -156,7 +156,7 @@ class ItemStatistics(nn.Module):
         return _widened(batch, found)
 
     def of_folds(self) -> FoldStatistics:
-        """Return what rows that the model trains on are told.
+        """Return the statistics that training rows are told.
 
         Raises:
             ValueError: nobody took the sums of the training split.
@@ -226,7 +226,7 @@ class FoldStatistics:
     without_fold: list[npt.NDArray[np.float32]]  # of each [K, V, 2]
 
     def widened(self, batch: TaskBatch) -> TaskBatch:
-        """Return the batch with these of each row behind its dense columns."""
+        """Return the batch with these statistics of each row behind its dense columns."""
         fold_N, found = _fold_N(batch), []
         for column, values_KV2 in zip(self.columns, self.without_fold, strict=True):
             row_E, id_E = _entries(batch, column)

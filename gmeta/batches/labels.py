@@ -1,6 +1,6 @@
-"""The labels of a dataset's rows: which predictions are scored by, and that those which a loss is
-not defined for are refused. Ratings that are taken for clicks would train to the end, and mean
-nothing.
+"""The labels of a dataset's rows: which of them predictions are scored by, and a check that refuses
+those for which a loss is not defined. Ratings that are taken for clicks would train to the end, and
+mean nothing.
 
 Shape suffixes: N rows, L labels.
 """
@@ -21,7 +21,7 @@ from metaio.read.batch import TaskBatch
 
 def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
     """Return what predictions are scored by: all labels in the dataset's order, then those of the
-    entire space given what they take place among.
+    entire space, each given the label that it takes place among.
     """
     names = dataset.features.labels
     judged = config.labels.judged_of(names)

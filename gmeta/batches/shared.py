@@ -22,7 +22,7 @@ class Told(NamedTuple):
 
 
 def into_block(episodes: Episodes | MicroBatches, memory: Callable[[int], Tensor]) -> Told:
-    """Copy a batch on the host into the memory that is given for so many bytes."""
+    """Copy a batch on the host into the memory that `memory` gives for a number of bytes."""
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     trees = trees_of(parts)
     rest = with_trees(parts, [None] * len(trees))

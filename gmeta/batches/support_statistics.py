@@ -79,8 +79,8 @@ class SupportStatistics:
         prior: LabelPrior,
         items: ItemFeaturesConfig | None = None,
     ) -> SupportStatistics:
-        """Return those that the config asks for; `items` says what stands behind the dense columns
-        before them.
+        """Return the statistics that the config asks for; `items` says what stands between the
+        dense columns and these.
 
         Raises:
             ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none
@@ -117,8 +117,8 @@ class SupportStatistics:
         return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
 
     def of_rows_NG(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
-        """Return the statistics of every row of the batch: of the task's support rows, but for the
-        row itself.
+        """Return the statistics of every row of the batch: made of the task's support rows, except
+        for the row itself.
         """
         rows, foretold_N = _Rows.of(batch, self.prior), self._foretold_N(batch)
         rows = rows.above(foretold_N)
@@ -135,7 +135,7 @@ class SupportStatistics:
         return np.stack(found, axis=1).astype(np.float32)
 
     def _foretold_N(self, batch: TaskBatch) -> Floats:
-        """Return what labels count from, as labels are: from the prior, in its deviations."""
+        """Return what labels count from, in units of labels: from the prior, in its deviations."""
         if self.foretold is None:
             return np.zeros(batch.num_rows)
         told_N: Floats = batch.dense_NK[:, self.foretold].numpy().astype(np.float64)
@@ -156,7 +156,7 @@ class SupportStatistics:
         return np.where(tasks.count_N > 0, effect_N, 0.0)
 
     def _shrunken(self, sum_N: Floats, count_N: Floats, prior_N: Floats) -> Floats:
-        """Return the mean of so many labels and `shrinkage` times the prior; the prior of none."""
+        """Return the mean of the labels and `shrinkage` times the prior; the prior if none."""
         weight_N = count_N + self.shrinkage
         known_N = weight_N > 0
         total_N = sum_N + self.shrinkage * prior_N
@@ -205,11 +205,11 @@ class _Rows:
         return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
 
     def above(self, foretold_N: Floats) -> _Rows:
-        """Return the same rows with what their labels lie above these."""
+        """Return the same rows, with labels that say how far they lie above these values."""
         return replace(self, label_N=self.label_N - np.where(self.is_support_N, foretold_N, 0.0))
 
     def totals(self) -> _Totals:
-        """Return those of each row's task."""
+        """Return the sums of each row's task."""
         values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
         return _Totals(*map(self.of_others, values))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-# Of each tensor in the block; any kernel's vector loads are content with it.
+# Of each tensor in the block; enough for any kernel's vector loads.
 ALIGNMENT_BYTES = 64
 
 
@@ -108,7 +108,7 @@ def packed(
     trees: Sequence[Any], pin_memory: bool = True, memory: Callable[[int], Tensor] | None = None
 ) -> list[Packed[Any]]:
     """Return copies of trees, one behind the other in one block of pinned memory, or in the memory
-    that is given for so many bytes.
+    that `memory` gives for a number of bytes.
     """
     laid = [laid_out(tree) for tree in trees]
     num_bytes = sum(layout.num_bytes for layout, _ in laid)
@@ -175,7 +175,7 @@ def mapped(tree: T, function: Callable[[Any], Any], kind: type = Tensor) -> T:
 
 @cache
 def _names_of_fields(kind: type) -> tuple[str, ...]:
-    """Return those of a dataclass; none of another class."""
+    """Return the names of a dataclass's fields; none for another class."""
     return tuple(one.name for one in fields(kind)) if is_dataclass(kind) else ()
 
 

@@ -62,7 +62,7 @@ STORED = View()
 @dataclass(frozen=True)
 class Shown:
     """The views that an evaluation takes of each task: draws of its support and query rows, the
-    stored one first, and for each of `support_sizes` at most so many of the stored support rows.
+    stored one first, and for each of `support_sizes` at most that many of the stored support rows.
     """
 
     draws: int = 1

@@ -43,7 +43,7 @@ def read_about(path: Path) -> dict[str, Any]:
         # Older releases wrote neither.
         if (checksum or "files" in about) and checksum != checksum_of(about):
             raise ValueError("it does not match its own checksum")
-        # Not one is there by default: a step that is not said would be taken for the first.
+        # None has a default: a step that is missing would be taken for the first.
         for item in fields(Progress):
             _check_number(item.name, about[item.name])
         _check_number("world_size", about.get("world_size", 1))
@@ -85,13 +85,13 @@ def describe(progress: Progress, writer: Mapping[str, Any], files: Mapping[str, 
 
 
 def files_of(about: Mapping[str, Any]) -> dict[str, FileEntry]:
-    """Return sizes and checksums of a checkpoint's files but progress.json; none of what an older
+    """Return sizes and checksums of a checkpoint's files but progress.json; none for what an older
     release wrote."""
     return entries_of(about.get("files", {}))
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give a checkpoint its name back whose writer was killed while it put another in its place.
+    """Give a checkpoint its name back, if its writer was killed while putting another in its place.
 
     One process calls it, before any lists the checkpoints.
     """

@@ -92,8 +92,8 @@ def beginning_of(
         check_goes_on(folder, newest, config, dataset)
         return Beginning("resumed", newest, lineage_of(read_about(newest)), {})
     if start := checkpoint_to_start_from(config, dataset):
-        # The same data, so its increment is the last one of theirs; the steps were of optimizers
-        # that begin anew.
+        # The same data, so its increment is the last one of theirs; its steps were taken by
+        # optimizers that begin anew.
         seen = tuple(replace(one, steps=0) for one in lineage_of(read_about(start)))
         return Beginning("weights", start, seen or next_lineage((), dataset), {})
     checkpoint, before, skipped = checkpoint_to_continue_from(config, dataset)

@@ -34,8 +34,8 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
 
 
 def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
-    """Return the run and the checkpoint that the config's `key` names: of a run folder the one that
-    stands for it.
+    """Return the run and the checkpoint that the config's `key` names: for a run folder, the one
+    that stands for it.
 
     Raises:
         UserError: there is no checkpoint.
@@ -75,7 +75,7 @@ def best_not_kept(run: RunFolder) -> str:
 
 def check_config(path: Path, config: TrainConfig) -> None:
     """Compare the config's inputs, model, algorithm and loss with those that a checkpoint was
-    trained with. One of an older release does not say them, and is taken at its word.
+    trained with. One of an older release does not say them, and passes unchecked.
 
     Raises:
         UserError: one differs.
@@ -103,7 +103,7 @@ def check_config(path: Path, config: TrainConfig) -> None:
 
 
 def tied_config(config: TrainConfig) -> dict[str, Any]:
-    """Return what a checkpoint's weights mean something with, alone: inputs, model, inner loop."""
+    """Return what a checkpoint's weights mean nothing without: inputs, model, inner loop, loss."""
     saved = config.to_json()
     sections = ("support_features", "item_features", "model", "algorithm")
     tied = {section: saved[section] for section in sections}

@@ -29,11 +29,11 @@ def checkpoint_to_continue_from(
 
     Raises:
         UserError: there is no checkpoint, its run is not over, `dataset` is not the increment after
-            its last but for those skipped, or the config is of another model or optimizer.
-        ConfigError: a discount of sums that there are none of; increments to skip, and no run to go
-            on from.
+            its last, apart from those skipped, or the config is of another model or optimizer.
+        ConfigError: a discount of sums that do not exist; increments to skip, and no run to go on
+            from.
         GMetaError: the checkpoint is damaged.
-        FormatError: a skipped increment is.
+        FormatError: a skipped increment is damaged.
     """
     named, skip = config.run.continue_from, config.run.skip_increments
     if not named:
@@ -116,7 +116,8 @@ def skipped_before(
 
 def _fault(lineage: Lineage, dataset: Dataset, number: int, parent: str) -> str:
     """Return what is wrong with an increment that does not lead back to the last of a lineage:
-    from it, over those that are skipped, one comes to increment `number`, with another parent."""
+    going back from it over those that are skipped ends at increment `number`, whose `parent` is
+    another."""
     place, last = dataset.manifest.stream, lineage[-1]
     assert place is not None
     if place.stream != last.stream:
@@ -135,7 +136,7 @@ def _fault(lineage: Lineage, dataset: Dataset, number: int, parent: str) -> str:
 
 
 def _check_discount(outer: OuterConfig) -> None:
-    """Refuse a discount that nothing would feel: neither optimizer keeps Adagrad's sums."""
+    """Refuse a discount that would change nothing: neither optimizer keeps Adagrad's sums."""
     kinds = (outer.dense_optimizer, outer.sparse_optimizer)
     if outer.adagrad_decay < 1.0 and not set(kinds) & set(ADAGRADS):
         raise ConfigError(

@@ -48,8 +48,8 @@ def damage_told(path: Path, remedy: str = FALL_BACK) -> Iterator[None]:
 
 
 def check_files(path: Path, part: int = 0, num_parts: int = 1, remedy: str = FALL_BACK) -> None:
-    """Check one of so many parts of a checkpoint's files against their checksums. Raise GMetaError
-    for one that is missing, cut short or altered; `remedy` says what to do."""
+    """Check one of `num_parts` parts of a checkpoint's files against their checksums. Raise
+    GMetaError for one that is missing, cut short or altered; `remedy` says what to do."""
     about = read_about(path)
     with damage_told(path, remedy):
         for problem in file_problems(path, about, intact_index(path, about), part, num_parts):
@@ -63,7 +63,7 @@ def intact_index(path: Path, about: Mapping[str, Any]) -> Metadata:
         OSError, ValueError: it is altered, or as read_index.
     """
     index = {name: entry for name, entry in files_of(about).items() if name == INDEX_FILE}
-    # First: what is told of wrong bits is then that they are wrong, not what they came to mean.
+    # Checked first, so that the error says that bits are wrong, not what they came to mean.
     for difference in differences(path, index, PROGRESS_FILE, contents=True):
         raise ValueError(difference)
     return read_index(path)
@@ -79,7 +79,7 @@ def file_problems(
     contents: bool = True,
 ) -> Iterator[str]:
     """Yield one line for each file, of one part of all, that is not what was written; without
-    `contents` only what sizes tell, as of a checkpoint without checksums.
+    `contents` only what sizes tell, as for a checkpoint without checksums.
     """
     files = dict(sorted(files_of(about).items())[part::num_parts])
     if "files" in about:

@@ -19,8 +19,8 @@ Lineage = tuple[TrainedIncrement, ...]
 
 
 def lineage_of(about: Mapping[str, Any]) -> Lineage:
-    """Return the lineage in a checkpoint's progress.json; empty of a model of a dataset that stands
-    alone.
+    """Return the lineage in a checkpoint's progress.json; empty for a model of a dataset that
+    stands alone.
 
     Raises:
         ValueError: it is no list of increments.
@@ -36,7 +36,7 @@ def lineage_of(about: Mapping[str, Any]) -> Lineage:
 
 
 def told_lineage(lineage: Lineage, steps: int) -> dict[str, Any]:
-    """Return what progress.json says of a lineage, so many steps into its last increment."""
+    """Return what progress.json says of a lineage, `steps` steps into its last increment."""
     if not lineage:
         return {}  # of a dataset that stands alone
     entries = [asdict(one) for one in lineage]

@@ -93,8 +93,8 @@ def load_checkpoint(
 
 
 def of_first(path: Path, ranks: Ranks) -> Path:
-    """Return the checkpoint that rank 0 chose: of a run that trains meanwhile, another rank may
-    have found a newer one, and half of a model would be of each. Collective.
+    """Return the checkpoint that rank 0 chose: if the run trains meanwhile, another rank may have
+    found a newer one, and the model would be half of each. Collective.
     """
     return path.with_name(value_of_first(path.name, ranks))
 

@@ -1,5 +1,5 @@
-"""A copy of a run at a URL, as an object store's: what a machine goes on from that has lost its
-disk, or never saw that of the machine before.
+"""A copy of a run at a URL, as an object store's: what a machine goes on from if it has lost its
+disk, or never saw the disk of the one before.
 
 A checkpoint is there once its progress file is, which goes up last and holds the checksums of all
 others: objects appear whole, and whoever lists the run sees a complete checkpoint or none. One of

@@ -33,7 +33,7 @@ def check_goes_on(
 ) -> None:
     """Refuse what would train some episodes twice and others never, or on ids that mean something
     else, or lose what the optimizers have gathered. A run folder that does not say what it was
-    trained with is taken at its word.
+    trained with passes unchecked.
 
     Raises:
         UserError: model, algorithm, loss, an optimizer, what is judged, or the order of a half-done

@@ -16,8 +16,8 @@ from metaio.format.dataset import Dataset
 def settled(config: TrainConfig) -> TrainConfig:
     """Return the config of a run with what its stream decides filled in: the number of the
     increment, and, for the statistics of support rows, the label prior of the stream's first run:
-    of another day's labels it would change what the inputs mean. Of several labels the first
-    is judged, if none is named. An increment is not validated on splits in which it has no task.
+    that of another day's labels would change what the inputs mean. Of several labels the first is
+    judged, if none is named. An increment is not validated on splits in which it has no task.
 
     Raises:
         ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
@@ -83,6 +83,6 @@ def _validated(config: TrainConfig, dataset: Dataset) -> TrainConfig:
     )
     if splits == data.valid_splits:
         return config
-    # Without a score nothing is stopped by one.
+    # Without a score there is nothing to stop early by.
     run = config.run if splits else replace(config.run, valid_every_steps=0, early_stop_patience=0)
     return replace(config, data=replace(data, valid_split=splits or ""), run=run)

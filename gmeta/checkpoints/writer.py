@@ -49,7 +49,7 @@ class CheckpointWriter:
 
     `committed` is called on every rank with a checkpoint's path, by the training thread, once it
     has that name.
-    `lineage` are the increments that the model is trained on, of which the last one goes on.
+    `lineage` are the increments that the model is trained on, of which the last one is not over.
     Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
     is made. Where the config names a mirror, that gets what is committed.
     """
@@ -168,7 +168,7 @@ class CheckpointWriter:
         """Write, and leave what went wrong in `_error`, on every rank alike."""
         final = self._final
         temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
-        # Stands where the thread dies of what nobody foresaw: silence must not pass for a commit.
+        # Stays if the thread dies of something unforeseen: silence must not pass for a commit.
         self._error = GMetaError(
             f"checkpoint {final} cannot be written: what the traceback above says ended the "
             "writing. Go on from the checkpoint before with --resume"
@@ -210,7 +210,7 @@ class CheckpointWriter:
             entries.update(of_rank)
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        # Those, and the index, are of no rank.
+        # These files, and the index, were written by no rank.
         for path in temporary.iterdir():
             if path.name not in entries:
                 entries[path.name] = describe_file(path)

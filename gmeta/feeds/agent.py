@@ -1,9 +1,9 @@
 """How a rank's batches are arranged, and in how many parts: as the config says, or as a controller
-does. What that one is told about the steps, and how its change of batches reaches all ranks in the
-same step (docs/stragglers.md).
+does; what the controller is told about the steps, and how its change of batches reaches all ranks
+in the same step (docs/stragglers.md).
 
 Ranks ask each other behind a step what is new and take the answer once the rows of the next one
-travel: they wait for both at a time.
+travel, so that they wait for both at once.
 
 A change of batches is no change of the gradient: terms are weighted by their global number.
 """
@@ -45,7 +45,7 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
-# The fastest of so many probes counts: a rank that was not scheduled once has no slow link.
+# The fastest of this many probes counts: a rank that once was not scheduled has no slow link.
 PROBES_KEPT = 4
 # A step's collectives one after the other: numbers of ids, totals, ids, rows, gradients of rows and
 # of layers. Each takes a slow link at least as long as a swap.
@@ -75,7 +75,7 @@ class Agent(abc.ABC):
 
     def take_replanned(self) -> bool:
         """Say whether the shares changed behind the last step, so that the batch that was asked for
-        last is planned anew. Called in front of each step; the same on all ranks.
+        last is planned anew. Called before each step; the same on all ranks.
         """
         return False
 
@@ -91,8 +91,8 @@ class StaticAgent(Agent):
         threads: int,
         enter: Callable[[], object] = lambda: None,
     ) -> None:
-        """Arrange by so many threads for a GPU, each of which calls `enter` as it begins; 0: where
-        batches are asked for.
+        """Arrange in `threads` threads for a GPU, each of which calls `enter` as it begins; 0: in
+        the thread that asks for batches.
         """
         self._exchange = local_learner(sharded).exchange
         self._micro_batches = micro_batches

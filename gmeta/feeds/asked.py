@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
-    """Yield the places of a run, whose epochs have so many steps, from this one on."""
+    """Yield the places of a run, whose epochs have `num_steps` steps, from this one on."""
     epoch, step = place
     for at in range(epoch, epochs):
         for of_epoch in range(step if at == epoch else 0, num_steps):

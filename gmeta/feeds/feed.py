@@ -45,8 +45,8 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def trained(self, num_tasks: int) -> None:
-        """Take note, after the optimizer's step, that so many tasks of this rank's batches are in
-        the model.
+        """Take note, after the optimizer's step, that `num_tasks` tasks of this rank's batches are
+        in the model.
         """
 
     @abc.abstractmethod

@@ -1,6 +1,6 @@
 """Shards that a rank leases from the data-shard service, and who starts it (docs/antdt.md).
 
-What one rank alone meets of the service waits until all can hear of it.
+An error of the service that one rank alone meets waits until all can hear of it.
 """
 
 import logging
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SMALL_SHARD_TASKS = 16
 MIN_SHARDS = 4096  # of a split with enough episodes
 # Batches made ahead, by each process where there are some; more only where more threads make them.
-# What a rank holds ahead its peers cannot take when the data runs out.
+# What a rank holds ahead, its peers cannot take when the data runs out.
 PREFETCH_BATCHES = 2
 WARN_AFTER_S = 30.0  # without a shard; an operator may have drained the service, and forgotten it
 IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their last shards
@@ -49,7 +49,7 @@ IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their 
 _log = logging.getLogger("gmeta.feed")
 
 Made = TypeVar("Made", TaskBatch, Episodes | MicroBatches)
-# Makes a batch of each of the groups, which it draws some ahead, from this step on.
+# Makes a batch of each of the groups, from this step on; it draws some groups ahead.
 _Maker = Callable[[Iterator[list[UnitRange]], int], Generator[Made]]
 
 
@@ -58,8 +58,8 @@ def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
     with it.
 
     Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
-    would decode the same block again and again, a larger one mixes tasks less. Of a split in
-    bundles whole ones.
+    would decode the same block again and again, a larger one mixes tasks less. For a split in
+    bundles it is a number of whole bundles.
     """
     split = dataset.split(config.data.train_split)
     if config.data.tasks_per_shard:
@@ -124,7 +124,7 @@ class ServiceFeed(Feed):
         self._stream: UnitStream | None = None
         self._epoch_ended = False
         self._manifest: ShardManifest | None = None
-        # What this rank alone met of the service, until all can hear of it.
+        # The error of the service that this rank alone met, until all can hear of it.
         self._problem: AntdtError | None = None
         with ExitStack() as undo:
             self._reader = undo.enter_context(
@@ -226,8 +226,8 @@ class ServiceFeed(Feed):
 
     def change_share(self, num_tasks: int, num_parts: int) -> None:
         """Take `num_tasks` for each batch from now on, whatever was made ahead, and work through
-        them in so many parts: the batch that was asked for last is dropped and asked for again, on
-        every rank, so that their steps stay whole.
+        them in `num_parts` parts: the batch that was asked for last is dropped and asked for again,
+        on every rank, so that their steps stay whole.
         """
         self.share, self._num_parts = num_tasks, num_parts
         self._replan = True

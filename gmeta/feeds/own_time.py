@@ -28,7 +28,7 @@ class ReadTime:
         self._steps_to_skip = 0
 
     def skip(self, num_steps: int) -> None:
-        """Leave out the next so many steps, whose tasks are in memory already."""
+        """Leave out the next `num_steps` steps, whose tasks are in memory already."""
         self._steps_to_skip = max(self._steps_to_skip, num_steps)
 
     def task_s(self, read_s: float, tasks_read: int) -> float:
@@ -48,10 +48,10 @@ class ReadTime:
 class Hiding:
     """How much of the reading the rank's own computation does not hide.
 
-    Batches are read behind the computation's back, also while it waits for its peers. A slow reader
-    whose share has become small is waited for no more, because its peers' computation hides it; it
-    is as slow as before, and with its old share all would wait for it again. So a rank's own time
-    is max(reading, computing), whatever the others do.
+    Batches are read while the rank computes, and while it waits for its peers. Nobody waits for a
+    slow reader any more once its share has become small, because its peers' computation hides it;
+    it is as slow as before, and with its old share all would wait for it again. So a rank's own
+    time is max(reading, computing), whatever the others do.
     """
 
     def __init__(self, batches_ahead: int) -> None:
@@ -59,7 +59,7 @@ class Hiding:
         self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
 
     def shown_s(self, read_s: float, compute_s: float) -> float:
-        """Return how much of the reading a step shows that read and computed for so long."""
+        """Return how much of its reading shows in a step that read and computed for this long."""
         shown_s = read_s - compute_s - self._credit_s
         self._credit_s = min(max(0.0, -shown_s), self._batches_ahead * compute_s)
         return max(0.0, shown_s)

@@ -1,7 +1,7 @@
 """A rank's batches, read and arranged by processes beside it (worker.py).
 
 Threads that read and arrange take turns with the one that launches a step's kernels: an interpreter
-runs the Python of one thread at a time. Of a batch from a process the rank copies one block, from
+runs the Python of one thread at a time. For a batch from a process the rank copies one block, from
 shared memory into the memory that goes to the device, and no thread waits for that. It asks each
 process for several, so that one is made while others wait to be taken, and may drop what it asked
 for. The processes end with their connections: the system closes these when a rank ends, however it
@@ -44,8 +44,8 @@ BLOCKS = 3  # of each process: batches that were asked for and not yet taken
 MOST_UNASKED = 4  # eight were no faster on an H200
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 END_TIMEOUT_S = 10.0  # of a process whose connection has ended: it is exiting
-# Who wants the job to end tells the ranks, which may take a last step and save it first: a signal
-# to all processes of a job is for them.
+# Whoever wants the job to end tells the ranks, which may take a last step and save it first: a
+# signal to all processes of a job is for them.
 _PROGRAM = (
     "import signal, sys; "
     "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -114,10 +114,10 @@ class _Worker:
 
 @final
 class Processes:
-    """So many processes, which make the batches of a rank in turns."""
+    """Processes that make the batches of a rank in turns."""
 
     def __init__(self, number: int, config: TrainConfig, ranks: Ranks) -> None:
-        """Start them; `made` says what to do."""
+        """Start `number` processes; `made` tells them what to do."""
         self._config, self._ranks = config, ranks
         self._workers = [_Worker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
@@ -138,8 +138,8 @@ class Processes:
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int, num_steps: int
     ) -> Iterator[Episodes | MicroBatches]:
-        """Return the batches of an epoch of so many steps, from `first_step` on, of a rank whose
-        share is fixed. Epochs follow one another: those behind the first are under way before
+        """Return the batches of an epoch of `num_steps` steps, from `first_step` on, of a rank
+        whose share is fixed. Epochs follow one another: those behind the first are under way before
         anybody asks.
 
         Raises:
@@ -155,8 +155,9 @@ class Processes:
     def made(
         self, local: "ShardedLearner", asks: Iterator[Asked], batches_ahead: int
     ) -> Generator[Episodes | MicroBatches]:
-        """Yield the batch of each of these, as the learner and its exchange take it. They are drawn
-        in the caller's thread, so many ahead. What an earlier call drew and nobody took is dropped.
+        """Yield the batch of each of `asks`, as the learner and its exchange take it. They are
+        drawn in the caller's thread, `batches_ahead` ahead. What an earlier call drew and nobody
+        took is dropped.
 
         Raises:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
@@ -192,7 +193,7 @@ class Processes:
         return self._made_s / self.number
 
     def _tell(self, local: "ShardedLearner") -> None:
-        """Tell them how batches are made."""
+        """Tell the processes how batches are made."""
         self._is_told = True
         how = self._config, local.learner.arranging(), local.exchange.planner
         work = Work(*how, self._ranks.rank, self._ranks.world_size, self.number)
@@ -210,7 +211,7 @@ class Processes:
         self._asked.append((worker, asked))
 
     def _receive(self, most: int) -> None:
-        """Have up to so many of the batches that were asked for received, in their order."""
+        """Receive up to `most` of the batches that were asked for, in their order."""
         for _ in range(min(most, len(self._asked))):
             self._coming.append(self._receiver.submit(self._answer, *self._asked.popleft()))
 

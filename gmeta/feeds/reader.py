@@ -19,7 +19,7 @@ def open_reader(
     others as stored.
 
     Raises:
-        ConfigError: the order does not suit itself or the number of ranks.
+        ConfigError: the order contradicts itself, or does not suit the number of ranks.
     """
     data, training = config.data, split == config.data.train_split
     try:

@@ -28,7 +28,7 @@ class SharedBlock:
         return self._descriptor
 
     def first(self, num_bytes: int) -> Tensor:
-        """Return its first so many bytes; where it has fewer it grows."""
+        """Return its first `num_bytes` bytes; if it has fewer, it grows."""
         if num_bytes > self._memory.nbytes:
             if num_bytes > os.fstat(self._descriptor).st_size:
                 # With room for a batch that is somewhat larger: what grows is mapped anew.

@@ -18,7 +18,7 @@ def take_item_statistics(
     says, and return what to tell of it: nothing where there are none. Collective.
 
     Raises:
-        ConfigError: a label is none that the loss takes.
+        ConfigError: a label is not one that the loss takes.
         FormatError: a file is missing or damaged.
     """
     if items is None:

@@ -2,7 +2,7 @@
 
 It hears how, once, and is then asked for one batch after the other. Each goes into the next of its
 blocks of shared memory; the rank hears where the tensors stand in it. While one is arranged the
-next is read: of a fixed share also those that nobody has asked for yet. A batch is a function of
+next is read: with a fixed share, also those that nobody has asked for yet. A batch is a function of
 the config, the dataset and what was asked for: the one that the rank itself would make.
 """
 
@@ -94,7 +94,7 @@ class TrainingSplit:
 
 def work(connection: int, *blocks: int) -> None:
     """Do what the rank says at the other end of a connection, until it closes that or is gone;
-    all are given by their descriptors.
+    connection and blocks are given by their descriptors.
     """
     with suppress(OSError):
         Path("/proc/self/comm").write_text("gmeta-batches")  # as `top` shows it

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class LabelLosses(NamedTuple):
     """The losses of a row's labels, and how much each counts.
 
-    The outputs, labels and weights of one label are [N] or [N, 1], of several [N, L].
+    The outputs, labels and weights of one label are [N] or [N, 1], those of several [N, L].
     """
 
     losses: tuple[LossFunction, ...]
@@ -70,8 +70,8 @@ class LabelLosses(NamedTuple):
         return losses if len(self.losses) == 1 else losses.sum(dim=1)
 
     def predictions(self, logits: Tensor) -> Tensor:
-        """Return a probability for each label of bce, a score of a ranking loss, else what the
-        label is predicted to be.
+        """Return a probability for each label of bce, a score for a ranking loss, else the
+        predicted label.
         """
 
         def shown(loss: LossFunction, logit: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ class LabelLosses(NamedTuple):
         return self._of_each(shown, logits)
 
     def errors(self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists) -> Tensor:
-        """Return how far each label is above its prediction, of a ranking loss the way in which it
-        pulls the output; 0 where it is not known.
+        """Return how far each label is above its prediction, or how a ranking loss pulls the
+        output; 0 where it is not known.
         """
         known = None if weight is None else (weight > 0).to(label.dtype)
 
@@ -152,13 +152,13 @@ class LabelLosses(NamedTuple):
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
-                # By logits alone: of a product of two small probabilities float32 would lose the
-                # digits.
+                # By logits alone: float32 would lose the digits of a product of two small
+                # probabilities.
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
     def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor | None) -> Tensor:
-        """Return the function's value of each label by its own loss; None is that of all."""
+        """Return the function's value for each label by its own loss; None stays None for each."""
         # One call for all labels where they have one loss: several would be as many launches.
         if len(set(self.losses)) == 1:
             return function(self.losses[0], *of_labels)
@@ -176,7 +176,7 @@ class Objectives(NamedTuple):
 
     @classmethod
     def of(cls, loss: str, huber_delta: float = 1.0) -> Objectives:
-        """Return those of one label that has this loss."""
+        """Return the objectives of one label that has this loss."""
         losses = LabelLosses((LossFunction(loss, huber_delta),), (1.0,), (-1,))
         return cls(losses, losses)
 
@@ -200,7 +200,7 @@ class RowLoss(NamedTuple):
         return torch.dot(losses_NO.flatten(), self.weight_NL.flatten())
 
     def times(self, rate: float) -> RowLoss:
-        """Return the loss with all weights so many times as large."""
+        """Return the loss with all weights times `rate`."""
         return self._replace(weight_NL=self.weight_NL * rate)
 
     def slope_NO(self, output_NO: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
 
 
 def known_weights(label: Tensor, weight_N: Tensor | None) -> Tensor:
-    """Return the same without a look at the labels, which a recorded program cannot take."""
+    """Return what `label_weights` does, without branching on the labels, as a program must."""
     known = (~label.isnan()).to(label.dtype)
     if weight_N is None:
         return known
@@ -236,10 +236,11 @@ def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
 def objectives_of(
     loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
 ) -> Objectives:
-    """Return the objectives of a dataset's labels, `names`; of one without a name, those of `loss`.
+    """Return the objectives of a dataset's labels, `names`; for one without a name, those of
+    `loss`.
 
     Raises:
-        ValueError: the config names a label that there is not, or asks for what cannot be.
+        ValueError: the config names a label that does not exist, or asks for what cannot be.
     """
     config.check(names)
     if not names:
@@ -270,7 +271,7 @@ def _softplus(values: Tensor) -> Tensor:
 
 @cache
 def _tensor(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Kept for good: made anew, a copy to CUDA would be waited for in every step, and a CUDA graph
-    # reads the memory of what it was captured with.
+    # Kept for good: every step would wait for a new copy to CUDA, and a CUDA graph reads the memory
+    # of what it was captured with.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

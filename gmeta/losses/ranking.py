@@ -207,8 +207,8 @@ def _pairs(output_TR: Tensor, label_TR: Tensor) -> Iterator[_Pairs]:
 def _sums_over_pairs(
     output_TR: Tensor, label_TR: Tensor, term: Callable[[_Pairs], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return of each row m / (2 |P|) times the sum of the terms of the pairs whose first row it is,
-    and whose second: [T, R] each.
+    """Return, for each row, m / (2 |P|) times the sum of the terms of the pairs in which it is
+    first, and of those in which it is second: [T, R] each.
     """
     above_TR, below_TR = torch.empty_like(output_TR), torch.zeros_like(output_TR)
     count_T1 = output_TR.new_zeros(len(output_TR), 1)

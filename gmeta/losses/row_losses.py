@@ -31,10 +31,10 @@ def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[n
 class LossFunction(NamedTuple):
     """Which loss the rows have, of the inner and of the outer loop.
 
-    `bce` on logits; of the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`, Huber's
-    loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The minimiser of
-    `mae` is the median, that of `huber` lies between it and the mean. `softmax` and `pairwise` are
-    of a task's rows together: ranking.py.
+    `bce` on logits; with the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`,
+    Huber's loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The
+    minimiser of `mae` is the median, that of `huber` lies between it and the mean. `softmax` and
+    `pairwise` are of a task's rows together: ranking.py.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class LossFunction(NamedTuple):
 
     @property
     def ranks(self) -> bool:
-        """Tell whether it is of a task's rows together, of which outputs give the order alone."""
+        """Tell whether it is a loss of a task's rows together, whose outputs only give an order."""
         return self.kind in RANKING
 
 
@@ -83,5 +83,5 @@ def errors_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
 
 
 def in_float32(output_N: Tensor) -> Tensor:
-    """Return it in float32 at least: a loss of autocast's 8 bits would move in steps of 0.4 %."""
+    """Return outputs in float32 at least: autocast's 8 bits would move a loss by steps of 0.4 %."""
     return output_N.float() if output_N.dtype in HALVES else output_N

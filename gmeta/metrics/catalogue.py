@@ -77,7 +77,7 @@ def _is_mistyped(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What of predictions is measured: those of a loss, by the metrics of a config.
+    """What is measured of predictions: of those of a loss, by the metrics of a config.
 
     Raises:
         ConfigError: a metric is unknown, named twice, or means nothing for the loss.
@@ -206,7 +206,7 @@ def is_metric(name: str) -> bool:
 
 
 def not_ours(names: Iterable[str]) -> list[str]:
-    """Return the names that no metric of this release has; an empty one stands for none at all."""
+    """Return the names that no metric of this release has, without empty ones."""
     return [name for name in names if name and not parsed(name)[0]]
 
 
@@ -216,8 +216,8 @@ def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
 
 
 def parsed(name: str) -> tuple[str, int | None]:
-    """Return the family of a metric's name and its K, None for a whole one; no family for the name
-    of none of ours.
+    """Return the family of a metric's name and its K, None for a whole one; no family for a name
+    that is not one of ours.
     """
     if name in WHOLE_NAMES:
         return name, None

@@ -25,7 +25,7 @@ class ScoredLabel(NamedTuple):
         return "" if self.is_judged else f":{self.name}"
 
     def label_N(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return it of rows whose labels are [N] or [N, L]; NaN where it is not known."""
+        """Return this label of rows whose labels are [N] or [N, L]; NaN where it is not known."""
         # With no rows, -1 would stand for any number of labels.
         label_NL = label if label.ndim > 1 else label[:, None]
         own_N: npt.NDArray[Any] = label_NL[:, self.at]
@@ -35,8 +35,8 @@ class ScoredLabel(NamedTuple):
         return given_N
 
     def prediction_N(self, prediction_NL: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the prediction of it, from those of all labels: of one given another the product
-        over all rows divided by the other's probability; NaN where that is 0.
+        """Return the prediction of this label, from those of all labels: for one given another, the
+        probability of both divided by the other's; NaN where that is 0.
         """
         own_N: npt.NDArray[Any] = prediction_NL[:, self.at]
         if self.among < 0:

@@ -1,5 +1,5 @@
-"""The losses that order the rows of a task, of its scores: what is compared where a model trained
-with one of them is judged, as it also sees outputs that run away.
+"""The losses that order the rows of a task, from their scores: a model trained with one of them is
+judged by it, as it also notices outputs that run away.
 
 Shape suffixes: N rows, T tasks, R rows of one task.
 """

@@ -163,7 +163,7 @@ def hit_terms(ties: Ties, k: int) -> Terms:
     inside_R = np.clip(k - ties.above_R, 0, size_R)
     log_misses_R = _log_choose(size_R - positives_R, inside_R) - _log_choose(size_R, inside_R)
     miss_R = np.where(size_R - positives_R >= inside_R, np.exp(log_misses_R), 0.0)
-    # Of one task one tie at most lies across the border: all others miss surely, or surely not.
+    # At most one tie of a task lies across the border: all others surely miss, or surely do not.
     miss_T = np.ones(ties.num_tasks)
     np.minimum.at(miss_T, ties.task_R, miss_R)
     return mean_over_tasks(1.0 - miss_T, ties.positives_T > 0)
@@ -222,13 +222,13 @@ def candidate_terms(
 
 
 def _found_T(ties: Ties, k: int) -> Floats:
-    """Return how many positive rows the k best of each task hold, in the mean over ties."""
+    """Return how many positive rows the k best of each task hold, on average over ties."""
     inside_R = np.clip(k - ties.above_R, 0, ties.size_R)
     return sum_T(ties.positives_R * inside_R / ties.size_R, ties.task_R, ties.num_tasks)
 
 
 def _log_choose(n: Ints, k: Ints) -> Floats:
-    """Return the logarithm of the binomial coefficients; of 0 <= k <= n only it means something."""
+    """Return the logarithm of the binomial coefficients; it is meaningful only for 0 <= k <= n."""
     most = int(n.max(initial=0))
     factorials = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, most + 1)))))
     found: Floats = factorials[n] - factorials[np.minimum(k, n)] - factorials[np.maximum(n - k, 0)]

@@ -67,9 +67,9 @@ def split_terms(
     """Return the metrics of a split as sums over its tasks, by rising id, or over `tasks`, rising
     ones of which some may have no row; `names` picks some.
 
-    `places_N2` has of each positive row how many sampled candidates score above it and how many the
-    same, -1 of other rows: what metrics over candidates are made of. Without `resampled` metrics of
-    somebody's own have their value alone, for a fiftieth of the time: see own_terms.
+    `places_N2` has for each positive row how many sampled candidates score above it and how many
+    the same, -1 for other rows: what metrics over candidates are made of. Without `resampled`
+    metrics of somebody's own have their value alone, for a fiftieth of the time: see own_terms.
     """
     label_N, score_N, task_N = _checked(label, prediction, task)
     ids_T = np.unique(task_N) if tasks is None else tasks
@@ -118,7 +118,7 @@ def _checked(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, I
 def _maker(
     label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, threshold: float
 ) -> Callable[[str], Terms]:
-    """Return what makes the terms of a metric by its name."""
+    """Return a function that makes the terms of a metric from its name."""
     error_N = score_N - label_N
 
     @functools.cache  # the sort is most of the work, and most metrics share it

@@ -35,9 +35,9 @@ class Value:
 class Terms:
     """One metric as sums over tasks: value = num_T.sum() / den_T.sum(), its root if `is_root`.
 
-    A task with den_T = 0 does not count (for GAUC, one that holds a single class). Of a metric of
-    two classes of all rows `rarer_tasks` hold the rarer class: no more tell anything of it.
-    `no_interval` says why the value has none; differences of two have one.
+    A task with den_T = 0 does not count (for GAUC, one that holds a single class). For a metric of
+    two classes over all rows, `rarer_tasks` tasks hold the rarer class: no more than these tell
+    anything of it. `no_interval` says why the value has none; differences of two have one.
     """
 
     value: float
@@ -92,12 +92,12 @@ def sum_T(row_N: Array, code_N: Ints, num_tasks: int) -> Floats:
 
 
 def mean_of(row_N: Floats) -> float:
-    """Return the mean, NaN of no row."""
+    """Return the mean; NaN without a row."""
     return float(row_N.mean()) if row_N.size else float("nan")
 
 
 def unusable(score_N: Floats) -> str:
-    """Return why nothing can be said of these predictions, or nothing."""
+    """Return why nothing can be said of these predictions; "" if something can."""
     if score_N.size == 0:
         return "no rows"
     num_bad = int(np.count_nonzero(~np.isfinite(score_N)))
@@ -109,7 +109,7 @@ def unusable(score_N: Floats) -> str:
 
 
 def one_class(num_positive: int, num_negative: int) -> str:
-    """Return why two classes cannot be told apart, or nothing where both are there."""
+    """Return why two classes cannot be told apart; "" where both are there."""
     if num_positive and num_negative:
         return ""
     return f"{num_positive:,} positive and {num_negative:,} negative rows: both classes are needed"

@@ -66,7 +66,7 @@ class _HoldingFastGroup:
 
 
 class _HoldingGroup:
-    """The same of TorchRec's exchange."""
+    """A table group of TorchRec's exchange whose rows' gradients wait until they are released."""
 
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._lookup = group.forward
@@ -147,7 +147,7 @@ class GradientClipping:
             group.release(scale)
 
     def norms(self) -> dict[str, float]:
-        """Return the norms of the last step's gradient as it was before: of the layers, and of
+        """Return the norms of the last step's gradient before clipping: of the layers, and of
         layers and tables. Waits for the device."""
         if self._norms is None:
             return {}

@@ -56,7 +56,7 @@ class EarlyStop:
 
 
 def scoring_of(config: TrainConfig, label: str = "") -> Scoring:
-    """Return what is measured of predictions of a label; of "", those of the judged one."""
+    """Return what is measured of predictions of a label; "" stands for the judged one."""
     judged = Scoring(config.loss_of(), config.evaluation)
     return judged if label in ("", config.labels.judged) else judged.beside(config.loss_of(label))
 
@@ -65,7 +65,7 @@ def early_stop_of(config: TrainConfig) -> EarlyStop:
     """Return the early stopping that the config asks for.
 
     Raises:
-        ConfigError: there is no split to validate on, or a metric is none of the loss.
+        ConfigError: there is no split to validate on, or a metric means nothing for the loss.
     """
     run = config.run
     for key, value in (

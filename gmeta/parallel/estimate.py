@@ -21,7 +21,7 @@ from gmeta.tables.sharding import IN_HOST_MEMORY, ShardingConfig
 
 Values = npt.NDArray[np.float64]
 FLOAT_BYTES = 4
-# Of a GPU's memory, for activations and what libraries keep: what TorchRec's planner reserves.
+# Share of a GPU's memory for activations and what libraries keep: as TorchRec's planner reserves.
 RESERVED = 0.15
 # Of a table in uvm_cached, the share of its rows in the cache, and what the cache keeps of each row
 # and of each of its own: fbgemm's and TorchRec's defaults.
@@ -55,7 +55,7 @@ class Estimate:
     device_bytes_W: Values
     host_bytes_W: Values
     copied_bytes_W: Values  # that a checkpoint in the background takes of the host's beside them
-    fixed_bytes: float  # of the device's, what no table is
+    fixed_bytes: float  # of the device's memory, for what is not a table
     parts: dict[str, tuple[float, float]]
 
     @property
@@ -169,7 +169,7 @@ def _states(outer: OuterConfig) -> tuple[int, int]:
 
 
 def _pinned(num_bytes: Values) -> Values:
-    """Return what so many bytes take in pinned memory, which torch gives out in powers of two."""
+    """Return what `num_bytes` take in pinned memory, which torch gives out in powers of two."""
     return np.where(num_bytes > 0, 2.0 ** np.ceil(np.log2(np.maximum(num_bytes, 1))), 0.0)
 
 

@@ -105,8 +105,8 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
 @contextmanager
 def _ended_ranks_passed_over() -> Iterator[None]:
     """Have torchrun's agent pass over ranks that have ended by the time when it ends them. It
-    signals the process group of each, and where that is gone the job would fail of that, and not
-    of what its first rank failed of.
+    signals the process group of each; if a group is gone, the job would report that failure in
+    place of its first rank's.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 

@@ -17,8 +17,8 @@ REPEATS = 2
 class LinkProbe:
     """Swaps some bytes with both neighbours on a ring, one after the other.
 
-    A pair is as slow as the slower link of the two. Of a healthy rank beside a slow one the other
-    pair is fast; a rank both of whose pairs are slow is slow itself.
+    A pair is as slow as the slower link of the two. A healthy rank beside a slow one has its other
+    pair fast; a rank both of whose pairs are slow is slow itself.
     """
 
     def __init__(self, ranks: Ranks) -> None:

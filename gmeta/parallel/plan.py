@@ -101,7 +101,7 @@ def plan_on(
 def plan_of_tables(
     plans: Mapping[str, EmbeddingModuleShardingPlan], names: Sequence[str] = ()
 ) -> EmbeddingModuleShardingPlan:
-    """Return the plan of the tables of all collections, in the order of `names` if it has any."""
+    """Return the plan of the tables of all collections, in the order of `names` if given."""
     merged = {name: table for plan in plans.values() for name, table in plan.items()}
     return EmbeddingModuleShardingPlan({name: merged[name] for name in names or merged})
 
@@ -120,8 +120,8 @@ def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
 
 
 def check_lookups(plan: EmbeddingModuleShardingPlan) -> None:
-    """Raise ConfigError for small tables whose rows leave a rank with none: fbgemm takes its lookup
-    for CUDA's."""
+    """Raise ConfigError if row-wise tables are so small that a rank gets no row: fbgemm takes its
+    lookup for one on CUDA."""
     by_rows = {name: one for name, one in plan.items() if one.sharding_type == "row_wise"}
     rows_of_rank: dict[int, int] = {}
     for one in by_rows.values():

@@ -137,7 +137,7 @@ def lost_peers_explained() -> Iterator[None]:
 
 
 def lost_contact(error: BaseException) -> GMetaError | None:
-    """Return the error to tell of a broken collective in its place; None: it is something else."""
+    """Return the error to raise in place of a broken collective's; None: it is something else."""
     # gloo raises plain RuntimeErrors, NCCL and the store raise subclasses of DistError.
     told = str(error)
     is_gloos = isinstance(error, RuntimeError) and _is_gloos(told)
@@ -165,7 +165,7 @@ def stop_ranks() -> None:
 
 def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
     """Return the element-wise sum of every rank's values, added in float64."""
-    # Counts of rows beyond 2**24 are whole numbers no more in float32.
+    # In float32 counts of rows beyond 2**24 would no longer be exact.
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, group=ranks.control)
     summed: list[float] = total.tolist()
@@ -200,7 +200,7 @@ def any_rank_later(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
     # itself would be to wait for all kernels that are queued by then, the next step's too.
     if ranks.world_size > 1:
         dist.all_reduce(number)
-    # Of a rank that is gone gloo tells: the device would wait for its answer without an end.
+    # gloo notices a rank that is gone; the device would wait for its answer for ever.
     hosts = ranks.transport.add(torch.zeros(1))
     told = torch.empty(1, dtype=number.dtype, pin_memory=True)
     told.copy_(number, non_blocking=True)
@@ -231,8 +231,8 @@ def barrier(ranks: Ranks) -> None:
 
 
 def before_device(ranks: Ranks) -> None:
-    """Wait for the hosts of all ranks, in front of a wait for a GPU: of a rank that is gone gloo
-    tells, where a kernel of NCCL would wait for it until somebody ends this rank.
+    """Wait for the hosts of all ranks, before a wait for a GPU: gloo notices a rank that is gone,
+    where a kernel of NCCL would wait for it until somebody ends this rank.
     """
     if ranks.device.type == "cuda":
         barrier(ranks)

@@ -26,7 +26,7 @@ from gmeta_models.modes import in_eval_mode
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction
 
-# Of the tables' weights in a state dict.
+# Prefix of the tables' weights in a state dict.
 TABLES_PREFIX = "tables."
 
 
@@ -117,7 +117,7 @@ class ShardedLearner(nn.Module):
 
     @torch.no_grad()
     def predict_along(self, episodes: Episodes, steps: Sequence[int]) -> "list[QueryPrediction]":
-        """Return the same after each of these numbers of inner steps, see
+        """Return what `predict` does after each of these numbers of inner steps, see
         MetaLearner.predict_along.
         """
         self._last_step = None

@@ -78,7 +78,7 @@ def shard_learner(
 
     Raises:
         ConfigError: fbgemm is to update the tables and has no such optimizer on this device, or a
-            table cannot be sharded as the config says, not be clipped or not be looked up so.
+            table cannot be sharded, clipped or looked up as the config says.
     """
     outer = config.outer
     is_ours = config.sharding.exchange == "host"

@@ -67,13 +67,13 @@ def in_step(
     step begins, after the updates of the step before: the losses are those of one step after the
     other.
 
-    `begin` is called in front of each step, before its rows are looked up: fbgemm takes the rate of
-    an update with the lookup.
+    `begin` is called before each step, before its rows are looked up: fbgemm takes the rate of an
+    update with the lookup.
 
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
-    on all of them. Where `take_replanned` says in front of a step (on all ranks alike) that the
-    last episodes asked for are planned anew, they are asked for and announced again: their ids have
-    not travelled yet.
+    on all of them. Where `take_replanned` says before a step (on all ranks alike) that the last
+    episodes asked for are planned anew, they are asked for and announced again: their ids have not
+    travelled yet.
     """
 
     def announce() -> _Upcoming[Arranged]:
@@ -102,7 +102,8 @@ def in_step(
         if totals.num_rows:
             begin()
             if now.episodes.fetch is not None:
-                # First of all: whoever is late at arranging a batch lets nobody wait for rows.
+                # First of all, so that nobody waits for rows of a rank that is late at arranging a
+                # batch.
                 now.episodes.fetch.look_up()
         if take_replanned():
             # Its sum is under way on all ranks: it ends before another takes its place.

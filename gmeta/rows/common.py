@@ -2,14 +2,15 @@
 and differentiated once a task in place of once a row. They save a quarter of a step of 26 features
 of which half are the user's (`common` in benchmarks/maml_step.py).
 
-Where the first decision layer sees the features side by side, of a row's own v and its task's u,
+Where the first decision layer sees the features side by side, with a row's own inputs v and its
+task's u,
 
     x W + b = v W_v + (u W_u + b),    x . x' + 1 = v . v' + (|u|^2 + 1)    of two rows of a task
 
 so to the layer, u is a bias that each task has for itself; and of an inner step's change, which
 asks for what two rows have in common (layer_change.py), the bias has |u|^2 + 1 in place of 1. Exact
-in any order of differentiation. Recommendation models save most of their work so where requests
-share a user (RecD, Zhao et al., arXiv 2211.05239); episodes always do.
+in any order of differentiation. This way recommendation models save most of their work where
+requests share a user (RecD, Zhao et al., arXiv 2211.05239); episodes always do.
 
 Shape suffixes: T tasks, U inputs that the rows of a task share, V other inputs of a row, X all of
 them, O output width.
@@ -33,7 +34,7 @@ class CommonFeatures:
     bags: Bags  # of one value: bag t * len(features) + i
 
     def values_TU(self, rows_PD: Tensor) -> Tensor:
-        """Return them side by side, when the embedding rows have these values."""
+        """Return the features side by side, when the embedding rows have these values."""
         return self.bags.pool(rows_PD).view(-1, len(self.features) * rows_PD.shape[1])
 
 
@@ -48,8 +49,8 @@ class CommonInputs(NamedTuple):
     def of(
         cls, features: CommonFeatures, rows_PD: Tensor, first_column: int, width: int
     ) -> "CommonInputs":
-        """Take them from the embedding rows, for a layer of so many columns in which the features
-        stand side by side from `first_column` on.
+        """Take the inputs from the embedding rows, for a layer of `width` columns in which the
+        features stand side by side from `first_column` on.
         """
         dim, device = rows_PD.shape[1], rows_PD.device
         order_X, num_own = _columns(features.features, first_column, dim, width, device)
@@ -68,7 +69,7 @@ class CommonInputs(NamedTuple):
         return (values_TU * other_TU).sum(dim=1) + 1.0
 
     def beside(self, own_TV: Tensor, is_known_T1: Tensor) -> Tensor:
-        """Return both in the order of the layer's columns, for tasks that have rows: [T, X]."""
+        """Return own and common inputs in the layer's order, for tasks that have rows: [T, X]."""
         both_TX = torch.cat([own_TV, self.values_TU * is_known_T1], dim=1)
         return both_TX.index_select(1, self.order_X.argsort())
 

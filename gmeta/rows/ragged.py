@@ -68,7 +68,7 @@ class RowLayout:
         return values.repeat_interleave(self.lengths_T, dim=0, output_size=self.num_rows)
 
     def mean_TX(self, rows_NX: Tensor) -> Tensor:
-        """Return the mean of each task's rows; 0 of none."""
+        """Return the mean of each task's rows; 0 if it has none."""
         task_N = self.spread(torch.arange(self.num_tasks, device=self.lengths_T.device))
         sums_TX = rows_NX.new_zeros(self.num_tasks, rows_NX.shape[1]).index_add(0, task_N, rows_NX)
         return sums_TX / self.lengths_T.clamp(min=1).to(rows_NX.dtype).unsqueeze(1)
@@ -76,6 +76,6 @@ class RowLayout:
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """Return 1 / (rows of the task): a weighted sum is then the sum of the tasks' means.
 
-        With a `prior` the mean is shrunken, as if so many more rows had the value 0.
+        With a `prior` the mean is shrunken, as if `prior` more rows had the value 0.
         """
         return self.spread(1.0 / (self.lengths_T.to(dtype) + prior))

@@ -47,27 +47,27 @@ class PaddedHistory:
 
     def values(self, rows_PD: Tensor) -> History:
         """Return the feature when the embedding rows have these values."""
-        # The width is named: of rows whose histories are all empty torch could not infer it.
+        # The width is named: torch could not infer it from rows whose histories are all empty.
         shape_NHD = (*self.there_NH.shape, rows_PD.shape[1])
         return History(self.bags.pool(rows_PD).view(shape_NHD), self.there_NH)
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where the rows of each task are on one side, and what their loss needs; rows that pad weigh
+    """Where the rows of each task are on one side, and what their loss needs; padding rows weigh
     nothing.
     """
 
     rectangles: tuple[Rectangle, ...]
     label_N: Tensor  # [N, labels] of several
-    share_N: Tensor  # in the mean of its task's rows: 1 / their number, or 0 of one that pads
+    share_N: Tensor  # in the mean of its task's rows: 1 / their number, or 0 for one that pads
     task_N: Tensor  # int64: the row's task, counted rectangle by rectangle
     # Of each label in its row's loss: objectives.label_weights.
     weight: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
-        """Count the rows, those that pad included."""
+        """Count the rows, padding rows included."""
         return self.label_N.shape[0]
 
     def blocks(self, rows_NX: Tensor) -> list[Tensor]:
@@ -79,7 +79,7 @@ class PaddedRows:
         return torch.cat([block.flatten(0, 1) for block in blocks])
 
     def mean_TX(self, rows_NX: Tensor) -> Tensor:
-        """Return the mean of each task's rows, rectangle by rectangle; 0 of none."""
+        """Return the mean of each task's rows, rectangle by rectangle; 0 if it has none."""
         weighted_NX = rows_NX * self.mean_weights_N(rows_NX.dtype).unsqueeze(1)
         return torch.cat([rows.sum(dim=1) for rows in self.blocks(weighted_NX)])
 
@@ -118,11 +118,11 @@ class PaddedTasks:
     # One a side; or a single one of both, the support first: where no inner step moves the
     # embedding rows, and both sides' are differentiated, half as many operations do.
     features: tuple[PaddedFeatures, ...]
-    common: CommonFeatures | None = None  # those that `features` are without
+    common: CommonFeatures | None = None  # those left out of `features`
 
     @property
     def padded_share(self) -> float:
-        """Return the share of the rows that pad; asked of tensors on the host."""
+        """Return the share of padding among the rows; asked of tensors on the host."""
         share_N = torch.cat([self.support.share_N, self.query.share_N])
         return float((share_N == 0).float().mean())
 

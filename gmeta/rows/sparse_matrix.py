@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Entries that pad are spread over so many rows, or over bags of so many: what adds to one row waits
-# for each other, and a bag is summed one entry after the other.
+# Padding entries are spread over this many rows, or over bags of this size: additions to one row
+# wait for each other, and a bag is summed one entry after the other.
 ENTRIES_OF_PADDING = 64
 
 
@@ -29,7 +29,7 @@ class SparseRows(NamedTuple):
     index_V: Tensor  # int32
     offsets_C1: Tensor  # int32
     weight_V: Tensor | None  # None: all 1
-    padding: int = 0  # bags behind the C, of entries that pad; nobody sees their sums
+    padding: int = 0  # bags of padding entries behind the C; nobody sees their sums
 
     def times(self, rows_PD: Tensor) -> Tensor:
         """Return the product with a dense matrix: [C, D]."""
@@ -49,8 +49,8 @@ class SparseRows(NamedTuple):
         return sums_CD[:num_bags] if self.padding else sums_CD
 
     def padded(self, num_entries: int) -> "SparseRows":
-        """Return it with at least as many entries, for shapes that do not depend on how many there
-        are.
+        """Return the matrix with at least this many entries, for shapes that do not depend on how
+        many there are.
         """
         missing = num_entries - self.index_V.numel()
         padding = -(-num_entries // ENTRIES_OF_PADDING)
@@ -82,8 +82,8 @@ class Gathered(NamedTuple):
 
     def times(self, rows_PD: Tensor) -> Tensor:
         """Return the product with a dense matrix: [C, D]."""
-        # Numbers that stand side by side have CUDA copy each row by a block of threads of its own:
-        # 43 us on an H200 for 66,560 rows of 128 bytes, where every other of `places` takes 12.
+        # With contiguous numbers CUDA copies each row by a block of threads of its own: 43 us on an
+        # H200 for 66,560 rows of 128 bytes; with every other number of `places` it takes 12.
         places = self.index_C.new_empty(self.index_C.numel(), 2, dtype=torch.int64)
         place_C = places[:, 0].copy_(self.index_C)
         return rows_PD.detach().gather(0, place_C.unsqueeze(1).expand(-1, rows_PD.shape[1]))
@@ -124,7 +124,7 @@ class Scattered(NamedTuple):
         return sums_PD.index_add_(0, self.index_V, values_VD)[: self.num_rows]
 
     def padded(self, num_entries: int) -> "Scattered":
-        """Return it with at least as many entries, or one for each bag."""
+        """Return the matrix with at least this many entries, or one for each bag."""
         if self.bag_V is None:
             return self
         missing = num_entries - self.index_V.numel()
@@ -220,12 +220,12 @@ class _Pool(torch.autograd.Function):
             found_PD = ctx.matrices[0].times(grads[0])
         else:
             found_PD = _Pool.apply(grads[0], *ctx.matrices)
-        # The transpose may have rows more, which pad, than were pooled.
+        # The transpose may have more rows than were pooled, which are padding.
         return found_PD if len(found_PD) == ctx.num_rows else found_PD[: ctx.num_rows], None, None
 
 
 def _of_padding(count: int, num_rows: int) -> Tensor:
-    """Return rows behind the true ones, for so many entries that pad."""
+    """Return rows behind the true ones, for `count` padding entries."""
     rows = torch.arange(num_rows, num_rows + ENTRIES_OF_PADDING, dtype=torch.int32)
     return rows.repeat(-(-count // ENTRIES_OF_PADDING))[:count]
 

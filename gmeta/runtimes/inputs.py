@@ -95,8 +95,8 @@ def _dense(config: ExportedConfig) -> list[dict[str, Any]]:
 
 
 def _labels(config: ExportedConfig) -> dict[str, Any]:
-    """Return what `label` is, or of several or one that may not be known each of `labels`; and the
-    column of the rows' `weight`, if they have one."""
+    """Return what `label` is, or, if there are several or one that may not be known, each of
+    `labels`; and the column of the rows' `weight`, if they have one."""
     weight = {"weight": {"name": config.features.weight}} if config.features.weight else {}
     schema = config.columns.schema
     if schema is None:
@@ -110,6 +110,6 @@ def _labels(config: ExportedConfig) -> dict[str, Any]:
 
 
 def _kinds(config: ExportedConfig) -> dict[str, Any]:
-    """Return what a prediction is: of several labels, in the order of `labels`."""
+    """Return what a prediction is; for several labels, in the order of `labels`."""
     kinds = [predicted_by(loss) for loss in config.losses]
     return {"kind": kinds[0]} if len(kinds) == 1 else {"kinds": kinds}

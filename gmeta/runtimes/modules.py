@@ -69,7 +69,7 @@ class PaddedInputs(RowInputs):
         return sums_NMD / self.lengths_NM.clamp(min=1).to(sums_NMD.dtype).unsqueeze(2)
 
     def _there(self) -> tuple[Tensor, Tensor]:
-        """Return the values with zeros in place of padding, and which are none."""
+        """Return the values with zeros in place of padding, and which of them are there."""
         places_L = torch.arange(self.values_NMLD.shape[2], device=self.lengths_NM.device)
         there_NML = places_L < self.lengths_NM.unsqueeze(2)
         return self.values_NMLD * there_NML.to(self.values_NMLD.dtype).unsqueeze(3), there_NML

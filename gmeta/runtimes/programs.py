@@ -143,13 +143,13 @@ def forward_shapes(served: ServedModel) -> Shapes:
 
 
 def adapted_shapes(served: ServedModel) -> Shapes:
-    """Return those of adaptation and predictions."""
+    """Return the shapes of the inputs of adaptation and predictions."""
     return shapes_of(_adapting(served, *adapting_sizes(served.config.features))[0])
 
 
 def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return rows and longest list of both sides of an example: no two are equal, and none is a
-    number of columns, as what is recorded takes all sizes that are equal for one and the same.
+    number of columns, as recording takes all sizes that are equal for one and the same.
     """
     columns = len(features.single), len(features.multi), len(features.dense), features.num_labels
     free = (size for size in count(3) if size not in columns)
@@ -231,7 +231,8 @@ def _dims(name: str, value: Tensor) -> list[int | str]:
 
 
 def _dynamic(example: Example) -> dict[str, dict[int, str]]:
-    """Return the names of the dimensions that may be of any size, of each input by their place."""
+    """Return the names of the dimensions that may be of any size, for each input, by their
+    place."""
     return {
         name: {place: dim for place, dim in enumerate(shape) if isinstance(dim, str)}
         for name, shape in shapes_of(example).items()

@@ -54,7 +54,8 @@ def export_for(
     which appears whole or not at all.
 
     Raises:
-        UserError: there is no run or model, `out` is taken, or an option is of the other of both.
+        UserError: there is no run or model, `out` is taken, or an option belongs to the other kind
+            of source.
         GMetaError: the source is damaged, or the model cannot become such a program.
     """
     was_exported = is_export(source)

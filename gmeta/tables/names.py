@@ -13,7 +13,7 @@ def module_name(table: str) -> str:
     """Return the table's name as that of a module: the name itself, but for a percent sign,
     wherever torch takes it.
 
-    It takes no dot, and none that a ModuleDict has for itself, such as "type" and "items".
+    torch takes no dot, and no name that a ModuleDict has for itself, such as "type" and "items".
 
     >>> [module_name(table) for table in ("item", "user.id", "type", "50%")]
     ['item', 'user%2Eid', 'type%', '50%25']

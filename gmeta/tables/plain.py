@@ -1,6 +1,6 @@
 """The rows of a rank's tables and of their optimizer, as plain torch tensors on any device.
 
-TorchRec shards tables over modules of fbgemm. Here is what it asks of such a module but for the
+TorchRec shards tables over modules of fbgemm. Here is what it asks of such a module except for the
 lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
 kernel of fbgemm, and every optimizer on a CPU as on CUDA.
 
@@ -71,7 +71,8 @@ class PlainTables(nn.Module):
         self.steps_done = 0  # Adam's bias correction depends on it
         self.weights_precision = weights_precision
         dtype, num_rows = weights_precision.as_dtype(), sum(rows)
-        # TorchRec fills what is given out by `split_embedding_weights`: zeros would be a pass more.
+        # TorchRec fills what is given out by `split_embedding_weights`: zeros would cost one more
+        # pass.
         self.values_RD = torch.empty(num_rows, self.width, dtype=dtype, device=device)
         self.state = {
             name: torch.zeros(

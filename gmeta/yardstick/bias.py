@@ -54,7 +54,7 @@ class BiasModel:
         return self.item_level(counts_N, sums_N, sums.mean)
 
     def item_level(self, counts_N: Floats, sums_N: Floats, mean: float) -> Floats:
-        """Return mu + a_i of items with so many rows and this label sum."""
+        """Return mu + a_i of items with these numbers of rows and label sums."""
         mu = middle(self.loss, mean)
         if self.loss != "bce":
             return mu + (sums_N - counts_N * mean) / (counts_N + self.item_prior)
@@ -87,8 +87,8 @@ class BiasModel:
 def _effects(
     prior: float, level_E: Floats, owner_E: Int64, rows_E: Floats, clicks_E: Floats, number: int
 ) -> Floats:
-    """Return the most probable effect of each of so many owners, whose entries have so many rows
-    and clicks at these log-odds."""
+    """Return the most probable effect of each of `number` owners, whose entries have `rows_E` rows
+    and `clicks_E` clicks at the log-odds `level_E`."""
     effects = np.zeros(number)
     for _ in range(NEWTON_STEPS):
         p_E = sigmoid(level_E + effects[owner_E])
@@ -136,7 +136,7 @@ def _best(
     priors: tuple[float, ...],
 ) -> tuple[float, BiasModel]:
     """Return the smallest error over the grid of priors, and the model that makes it."""
-    # An item that is none has no prior to choose.
+    # Without an item there is no prior of items to choose.
     item_priors = priors if item != NO_ITEM else priors[:1]
     errors: dict[BiasModel, float] = {}
     for rows in judges:

@@ -147,7 +147,7 @@ def candidates_of(
         sample = sample_rows(dataset, next(iter(dataset.splits)), SAMPLE_ROWS, 0)
         sparse = describing_columns(sample, features, item)
     dense = tuple(at for at, name in enumerate(features.dense) if vector_of(name) in listed)
-    # Those of the scored splits first: of other tasks nobody asks what they have.
+    # Those of the scored splits first: nobody asks what other tasks have.
     order = [*splits, *(split for split in dataset.splits if split not in splits)]
     scored: npt.NDArray[np.int64] = np.zeros(0, np.int64)
     parts: list[EpisodeRows] = []
@@ -184,7 +184,7 @@ def candidates_of(
 
 def places_N2(score_M: npt.NDArray[np.floating], is_sampled_M: Bools) -> npt.NDArray[np.int32]:
     """Return how many sampled rows score above each row that was not sampled, and how many the
-    same; -1 of rows that have none. What is no number counts as above.
+    same; -1 for rows that have none. What is no number counts as above.
     """
     first_N = np.flatnonzero(~is_sampled_M)
     owner_M = np.cumsum(~is_sampled_M) - 1

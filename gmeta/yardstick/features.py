@@ -3,7 +3,7 @@ in its columns, never a label of its own side.
 
 - the task: its support rows, their mean label and deviation, the task's bias (bias.py)
 - each sparse column: mean label of the training rows with that value; how many support rows of the
-  task share the value, and how far these lie above what their items alone foretell; of the item's
+  task share the value, and how far these lie above what their items alone foretell; for the item's
   column also the number of training rows
 - each dense column as it is
 
@@ -119,7 +119,7 @@ def _task_columns(rows: EpisodeRows) -> dict[str, Floats]:
 
 
 def _list_means(lists: Lists, counts_V: Floats, sums_V: Floats, mean: float) -> Floats:
-    """Return the mean over each row's ids of their shrunk mean labels; NaN of an empty list."""
+    """Return the mean over each row's ids of their shrunk mean labels; NaN for an empty list."""
     mean_V = (sums_V + VALUE_PRIOR * mean) / (np.maximum(counts_V, 0.0) + VALUE_PRIOR)
     lengths_N = np.diff(lists.offsets_N1)
     with np.errstate(invalid="ignore"):

@@ -14,7 +14,7 @@ from metaio.ragged import Int64
 
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 STEPS = (1, 3, 5, 10)
-# Where the best rate is the lowest or highest so far, the next one is tried, so often.
+# Where the best rate is the lowest or highest so far, the next one is tried, this often at most.
 MOST_MORE = 3
 
 

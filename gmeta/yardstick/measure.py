@@ -1,7 +1,7 @@
 """The yardstick of an evaluation: what the bias model and the trees predict of the same query rows.
 
 They are made from the training split, a block at a time, and, where the config names any, chosen on
-the validation splits, each of which counts alike; of a split that is scored they read no label but
+the validation splits, each of which counts alike; in a split that is scored they read no labels but
 those of support rows.
 """
 
@@ -31,8 +31,8 @@ from metaio.format.dataset import Dataset
 from metaio.prepare.raw_ids import item_place, with_raw_ids
 from metaio.recipes.carved import sharing_rows
 
-# Whole tasks with about so many rows are held in memory, of them so many choose the priors: the
-# grid takes a minute of a million rows of clicks.
+# Whole tasks with about the first number of rows are held in memory, and tasks with the second
+# choose the priors: with a million rows of clicks the grid takes a minute.
 SAMPLE_ROWS, CHOOSING_ROWS = 500_000, 200_000
 # Not that of the run: the yardstick is the same for runs of other seeds.
 SEED = 0
@@ -135,8 +135,8 @@ class _Asked(NamedTuple):
 def _predicted(
     asked: _Asked, predict: Callable[[EpisodeRows], Floats]
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
-    """Return a row for each query row of each draw, and the same of each number of support rows;
-    `predict` is told of the support rows those where the label is known."""
+    """Return a row for each query row of each draw, and the same for each number of support rows;
+    `predict` gets only those support rows whose label is known."""
 
     def by_known(rows: EpisodeRows) -> Floats:
         return predict(rows.of_label(asked.label, is_predicted=True))

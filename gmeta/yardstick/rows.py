@@ -23,7 +23,7 @@ Bools = npt.NDArray[np.bool_]
 # Which fold or half a task is in, which of its rows are drawn: kept apart by these.
 FOLD_STREAM, SAMPLE_STREAM, DRAW_STREAM, MASK_STREAM, HALF_STREAM = 1, 2, 3, 4, 5
 NO_ITEM = -1
-# A column describes the item if it agrees with the item's first row in so many of its others.
+# A column describes the item if this share of the item's other rows agrees with its first one.
 DESCRIBING_SHARE = 0.99
 
 
@@ -47,7 +47,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class EpisodeRows:
-    """Whole episodes, rows of an episode together, support rows before query rows; of several
+    """Whole episodes, rows of an episode together, support rows before query rows; with several
     labels `label_N` is [N, L], NaN where one is not known.
     """
 
@@ -81,8 +81,8 @@ class EpisodeRows:
         return self.ids_NF[:, column] if column >= 0 else np.zeros(self.num_rows, np.int64)
 
     def arranged(self, order_N: Int64, support_lengths_T: Int64) -> "EpisodeRows":
-        """Return these rows in this order, which keeps those of an episode together, with so many
-        of each episode's first ones as its support."""
+        """Return these rows in this order, which keeps those of an episode together, with the first
+        `support_lengths_T` of each episode as its support."""
         lengths_T = np.bincount(self.episode_N[order_N], minlength=len(self.task_T))
         kept = replace(self, row_offsets_T1=offsets(lengths_T))
         return kept._with_rows(order_N, support_lengths_T)
@@ -123,7 +123,8 @@ class EpisodeRows:
         return kept._with_rows(rows_N, self.support_lengths_T[chosen])
 
     def first_rows(self, lengths_T: Int64, support_lengths_T: Int64) -> "EpisodeRows":
-        """Return so many first rows of each episode, with so many of them as its support."""
+        """Return the first `lengths_T` rows of each episode, the first `support_lengths_T` of them
+        as its support."""
         rows_N = ragged_indices(self.row_offsets_T1[:-1], lengths_T)
         kept = replace(self, row_offsets_T1=offsets(lengths_T))
         return kept._with_rows(rows_N, support_lengths_T)
@@ -163,8 +164,8 @@ def some_of(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
 
 
 def some_rows(drawn: Callable[[float], EpisodeRows], share: float) -> EpisodeRows:
-    """Return what is drawn at this share of the tasks; at the next larger one at which there is
-    any, as of few large tasks, such as advertisers, hashes may choose none.
+    """Return what is drawn at this share of the tasks; if that is nothing, at twice the share, and
+    so on: of few large tasks, such as advertisers, hashes may choose none.
     """
     rows = drawn(share)
     return rows if rows.num_rows or share >= 1.0 else some_rows(drawn, 2 * share)
@@ -200,7 +201,7 @@ def describing_columns(rows: EpisodeRows, features: Features, item: int) -> tupl
 
 
 def lists_of(rows: EpisodeRows, column: int) -> Lists:
-    """Return a sparse column's ids as lists: of one id in a single column."""
+    """Return a sparse column's ids as lists; those of a single column have one id each."""
     num_single = rows.ids_NF.shape[1]
     if column >= num_single:
         lists: Lists = rows.multi[column - num_single]

@@ -79,7 +79,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trees:
-    """A grown model and what was chosen for it, of so many settings."""
+    """A grown model and the setting chosen for it, out of `num_tried`."""
 
     loss: Loss
     booster: Any

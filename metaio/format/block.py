@@ -21,9 +21,9 @@ from metaio.ragged import Float32, Ids, Int32, Int64, offsets, row_sums
 
 # Marking used ids costs about 1 ns an id of the table, sorting about 5 ns an id of the block.
 _MARK_RATIO = 4
-# Longer arrays to rank ids by would not stay: beyond it np.unique numbers them.
+# Longer arrays to rank ids by would not be kept: beyond this np.unique numbers the ids.
 _MAX_RANKED_IDS = 1 << 28
-# Of the sizes from 256 to 16,384 all are as fast.
+# All sizes from 256 to 16,384 are as fast.
 _ROWS_AT_ONCE = 1_024
 _OWN = threading.local()
 
@@ -62,7 +62,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Bundles:
-    """Which ids of a block its bundles of `num_tasks` episodes use: of each table one stretch,
+    """Which ids of a block its bundles of `num_tasks` episodes use: for each table one stretch,
     which no other bundle uses.
     """
 
@@ -119,8 +119,8 @@ def multi_feature_of_values(multi_lengths_NM: Int32) -> Int64:
 def with_one_unknown(
     ids_U: Int64, is_unknown_U: npt.NDArray[np.bool_], table_U: Int64, num_tables: int
 ) -> tuple[Int64, Int64, Int32]:
-    """Make ids the unknown id, row 0, where asked; those of a table come to share one position,
-    because an episode must not see an id at two.
+    """Turn ids into the unknown id, row 0, where asked; a table's unknown ids come to share one
+    position, because an episode must not see an id at two.
 
     Returns the ids that are left, how many of each table, and the new position of each old one [U].
     """
@@ -183,7 +183,7 @@ def build_block(features: Features, rows: Rows) -> Block:
 
 
 def _turn(source_N: Ids, target_N: Ids) -> None:
-    """Copy a matrix with many rows into the transpose of one, or from it."""
+    """Copy a matrix with many rows into the transpose of another, or the other way round."""
     # A few rows at a time stay in the cache while each of their features is picked out: up to 2.5
     # times as fast as one copy of the whole.
     for first in range(0, len(source_N), _ROWS_AT_ONCE):
@@ -217,7 +217,7 @@ def distinct_below(bound: int, *parts: npt.NDArray[np.integer[Any]]) -> Int64:
         for part in parts:
             mark[part] = True
         return np.flatnonzero(mark)
-    # Few of many. 32-bit integers sort several times as fast as 64-bit ones, and np.unique hashes.
+    # Few of many: 32-bit integers sort several times as fast as 64-bit ones, and np.unique hashes.
     values = np.concatenate([part.ravel() for part in parts]).astype(np.int32)
     values.sort()
     first = np.empty(len(values), dtype=np.bool_)
@@ -228,7 +228,7 @@ def distinct_below(bound: int, *parts: npt.NDArray[np.integer[Any]]) -> Int64:
 
 def scratch(length: int) -> Int32:
     """Return an array of this thread, at least that long, with any content."""
-    # Fresh memory of a megabyte for each block would cost more in page faults than its use.
+    # A megabyte of fresh memory for each block would cost more in page faults than the work in it.
     kept: Int32 | None = getattr(_OWN, "array", None)
     if kept is None or len(kept) < length:
         kept = _OWN.array = np.empty(length, dtype=np.int32)
@@ -245,7 +245,7 @@ def bundle_bounds(num_episodes: int, num_tasks: int) -> Int64:
 
 
 def bundles_of(num_tasks: int, lengths_GB: Int64) -> Bundles:
-    """Return the bundles of a block, given how many ids of each table they use.
+    """Return a block's bundles of `num_tasks` episodes, given how many ids of each table they use.
 
     A block's ids stand table by table, and within a table bundle by bundle.
     """
@@ -257,7 +257,7 @@ def bundled(block: Block, num_tasks: int) -> Block:
     """Return the block with ids of their own for every `num_tasks` episodes; as it is for 0.
 
     What each row holds stays the same. An id stands once for each bundle that uses it. Without
-    tables there are none.
+    tables there are no bundles.
     """
     if not num_tasks or len(block.unique_offsets_B1) == 1:
         return block
@@ -341,6 +341,6 @@ def content_digest(block: Block) -> int:
 
 
 def _arrays(block: Block) -> list[npt.NDArray[np.generic]]:
-    """Return the decoded arrays in field order; where bundles begin is no content."""
+    """Return the decoded arrays in field order; where bundles begin is not content."""
     values = (getattr(block, own.name) for own in fields(block))
     return [value for value in values if isinstance(value, np.ndarray)]

@@ -91,8 +91,8 @@ def _bundles(
     name: str, flat: dict[str, Int64], num_blocks: int, num_tables: int
 ) -> tuple[int, tuple[Int64, ...]]:
     """Return the episodes of a bundle and the unique lengths [G, B] of each block's bundles; 0 and
-    nothing where there are none. Raise FormatError where they contradict each other, or the counts
-    of their block."""
+    () where there are none. Raise FormatError where they contradict each other, or the counts of
+    their block."""
     if "bundle_tasks" not in flat or not num_blocks or not num_tables:
         return 0, ()
     tasks_X, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]

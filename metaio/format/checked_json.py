@@ -1,5 +1,5 @@
-"""JSON files that carry their own checksum, and are there whole or not at all: an edited, cut or
-foreign one is named.
+"""JSON files that carry their own checksum, and are there whole or not at all: a file that was
+edited, cut or made by others is named.
 """
 
 import json
@@ -50,7 +50,8 @@ def checked(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]
 
 def fits(value: Any, shape: Any) -> bool:
     """Tell whether a JSON value is as the shape says: of its type, a list of its one entry, an
-    object with its keys (and others), or, of the key "", with values of that shape alone.
+    object with its keys (and others), or, if its one key is "", an object whose values all have
+    that shape.
 
     >>> fits({"a": [1], "b": 0}, {"a": [int]}), fits({"a": [1], "b": ""}, {"": [int]})
     (True, False)

@@ -77,7 +77,7 @@ class Dataset:
 
     def __init__(self, storage: Storage, manifest: Manifest, splits: Mapping[str, Split]) -> None:
         self.manifest = manifest
-        self._seen: Callable[[Block], Block] | None = None  # what becomes of a block that is read
+        self._seen: Callable[[Block], Block] | None = None  # applied to each block that is read
         self.features: Features = manifest.features
         self.task = manifest.task
         self.label = manifest.label
@@ -114,8 +114,8 @@ class Dataset:
         return self.splits[name]
 
     def seen_as(self, features: Features, seen: Callable[[Block], Block]) -> "Dataset":
-        """Return the same dataset with these tables; of each block that is read becomes what `seen`
-        makes of it."""
+        """Return the same dataset with these tables; `seen` is applied to each block that is
+        read."""
         other = Dataset(self._storage, self.manifest, self.splits)
         other.features, other._seen = features, seen
         return other
@@ -337,8 +337,8 @@ def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
 def read_column(
     dataset: Dataset, path: str, entry: FileEntry, name: str, kind: pa.DataType | None = None
 ) -> pa.Array:
-    """Return a column of a whole small Parquet file, held against the manifest; of a `kind`
-    without nulls.
+    """Return a column of a small Parquet file, all of which is held against the manifest; with a
+    `kind`, cast to it and without nulls.
 
     Raises:
         FormatError: the file is missing or altered, or has no such column.

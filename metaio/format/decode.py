@@ -52,9 +52,9 @@ class RowGroup:
                 )
 
     def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
-        """Return the columns as arrays, which share Arrow's memory; with `in_place` that of the
-        file where its bytes are the values, which then may begin at any address, and few enough
-        files are held so.
+        """Return the columns as arrays, which share Arrow's memory; with `in_place` they share the
+        file's, if its bytes are the values and few enough files are held that way: such arrays may
+        begin at any address.
 
         Raises:
             FormatError: the pages are not what the footer says.

@@ -1,7 +1,7 @@
 """Makes a dataset, or any folder, appear at once or not at all, on a local disk or an object store.
 
-Where files appear whole and folders file by file, one file that is put last, and removed first,
-says that the others are there.
+Where files appear whole, but folders file by file, one file that is put last and removed first says
+that the others are there.
 """
 
 import errno
@@ -38,7 +38,7 @@ _REMEDIES = {
 
 @contextmanager
 def destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
-    """Give a temporary folder whose content becomes `out` when the block ends without an error.
+    """Yield a temporary folder whose content becomes `out` when the block ends without an error.
 
     The flag says whether that folder itself is renamed to `out` (a local path), or its files are
     uploaded, the manifest last. What a killed writer left there is removed first.
@@ -133,7 +133,7 @@ def free_place(out: str, overwrite: bool) -> tuple[Any, str]:
 
 @contextmanager
 def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
-    """Give an empty folder at `partial`, whatever a killed writer left there, and remove it
+    """Yield an empty folder at `partial`, whatever a killed writer left there, and remove it
     afterwards.
 
     Raises:
@@ -154,13 +154,13 @@ def folder_of_one_writer(partial: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def passing_folder(prefix: str = "metaio-passing-", place: str | None = None) -> Iterator[str]:
-    """Give a folder in `place` (default: the machine's temporary one) that goes with the block.
-    Those of killed processes, and of all that they forked, go first: an unpacked log would stay
-    until somebody wonders where the disk went.
+    """Yield a folder in `place` (default: the machine's temporary one) that is removed after the
+    block. Those that killed processes, and all that they forked, left are removed first: an
+    unpacked log would stay until somebody wonders where the disk went.
     """
     for left in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):
-            # What is a stranger's is not opened: it may be a pipe, which would block.
+            # A file of another user is not opened: it may be a pipe, which would block.
             of_left = left.lstat()
             if of_left.st_uid != os.getuid() or not stat.S_ISDIR(of_left.st_mode):
                 continue
@@ -184,8 +184,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder that takes the name `target` once the block has ended and its files are
     on the disk; after a failure it goes.
 
-    The caller is alone in the folder of `target`: what killed ones left there of this or of any
-    other folder goes first, or a full disk would stay full.
+    The caller is alone in the folder of `target`: what killed writers left there of this or of any
+    other folder is removed first, or a full disk would stay full.
     """
     for kind in ("partial", "old"):
         for left in target.parent.glob(f".*.{kind}"):
@@ -224,8 +224,8 @@ def one_writer(
 def copy_folder(
     folder: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2
 ) -> None:
-    """Copy the files of a folder to another. What fails raises its own error, not, as
-    shutil.copytree's, a list of the texts of all."""
+    """Copy the files of a folder to another. A failure raises its own error, not a list of the
+    texts of all, as shutil.copytree's does."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             there = target / path.relative_to(folder)
@@ -302,7 +302,8 @@ def _has_its_name(lock: IO[str]) -> bool:
 
 
 def replace_folder(partial: Path, target: Path) -> None:
-    """Give a folder whose files are on the disk its name; what has that name goes."""
+    """Give a folder, whose files are on the disk, the name `target`, in place of what has that
+    name."""
     old = target.parent / f".{target.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

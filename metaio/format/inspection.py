@@ -18,7 +18,7 @@ from metaio.ragged import Int64
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
-# Ids by falling use, in per cent of the ids in use: what share of all uses they carry.
+# The most used ids, in per cent of the ids in use, whose share of all uses is shown.
 SKEW_PERCENT = (1, 10, 50)
 
 
@@ -42,7 +42,8 @@ class TableUse:
         return float(self.uses_R[0] / total) if total else 0.0
 
     def top_share(self, percent: int) -> float:
-        """Return share of uses that the most used `percent` per cent of the ids in use carry."""
+        """Return the share of uses that the most used `percent` per cent of the ids in use
+        carry."""
         falling = np.sort(self.uses_R[self.uses_R > 0])[::-1]
         if not len(falling):
             return 0.0
@@ -152,7 +153,7 @@ def damage(
             found.append(str(error))
         if progress is not None:
             progress(finished, len(places))
-    # Bytes outside of footers and column chunks are read by no reader of ours, but by others.
+    # No reader of ours reads bytes outside of footers and column chunks, but others do.
     for path, entry in dataset.files():
         if any(message.startswith(f"{dataset.url}/{path}") for message in found):
             continue

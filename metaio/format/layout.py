@@ -34,15 +34,15 @@ DEFAULT_BLOCK_ROWS = 65_536
 # A shard is what one prepare task writes and one download fetches: 16 blocks are about 100 to 200
 # MB.
 DEFAULT_SHARD_BLOCKS = 16
-# Of a smaller train split all episodes of an epoch are composed in half a second: they can be drawn
-# one by one, and there would be few bundles to shuffle.
+# All episodes of a smaller train split are composed in half a second: they can be drawn one by one,
+# and there would be few bundles to shuffle.
 BUNDLED_ROWS = 8 * DEFAULT_BLOCK_ROWS
 # Half of a usual step: fewer ids are looked up than where its episodes come from eight blocks.
 BUNDLE_TASKS = 64
 
 
 def usual_bundle_tasks(num_rows: int) -> int:
-    """Return how many episodes of a train split of so many rows keep ids of their own; 0: none."""
+    """Return how many episodes make a bundle in a train split of `num_rows` rows; 0: no bundles."""
     return BUNDLE_TASKS if num_rows >= BUNDLED_ROWS else 0
 
 

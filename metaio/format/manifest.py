@@ -74,7 +74,7 @@ class StreamPlace:
 @dataclass(frozen=True)
 class Manifest:
     """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed";
-    `stream` is None of a dataset that stands alone.
+    `stream` is None for a dataset that stands alone.
     """
 
     features: Features
@@ -95,11 +95,11 @@ class Manifest:
 
     @property
     def raw_ids(self) -> dict[str, FileEntry]:
-        """Return the files of raw ids by role, "task" or "item"; none of datasets of an earlier
+        """Return the files of raw ids by role, "task" or "item"; none in datasets of an earlier
         release, nor where ids are kept otherwise.
 
         Raises:
-            ValueError: the report says of them what no writer does.
+            ValueError: what the report says of them is nothing that a writer writes.
         """
         found: dict[str, FileEntry] = typed(
             dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
@@ -120,7 +120,7 @@ class Manifest:
     @property
     def support_is_fixed(self) -> bool:
         """Tell whether its protocol says which rows of a task are support: by time, by membership,
-        or by windows of time. Else a draw does, and another one is as good.
+        or by windows of time. Otherwise they are drawn, and another draw is as good.
         """
         schema = self.recipe.get("schema")
         if self.support_is_past or not isinstance(schema, dict):
@@ -130,7 +130,7 @@ class Manifest:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the one spelling of a JSON value that checksums are taken of."""
+    """Return the one way to write a JSON value of which checksums are taken."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 

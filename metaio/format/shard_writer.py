@@ -145,7 +145,7 @@ class ShardWriter:
         ), table
 
     def abort(self) -> None:
-        """Close the files without finishing the shard; nothing once it is finished."""
+        """Close the files without finishing the shard; does nothing once it is finished."""
         for writer in self._writers:
             writer.close()
 

@@ -92,14 +92,15 @@ class _Resident:
     """Bounds how many bytes of mapped files count as this process's memory.
 
     Without it resident memory would grow to the size of the data. The first ranges stay, later ones
-    leave as soon as they are decoded: epochs go round and round, so keeping the latest would keep
-    what is needed last. Pages that left fault in again at 10 GB/s; 17 while they stay, 5 by read().
+    leave as soon as they are decoded: every epoch reads all of it again, so keeping the latest
+    would keep what is needed last. Pages that left fault in again at 10 GB/s; 17 while they stay, 5
+    by read().
     """
 
     def __init__(self) -> None:
         self._kept: set[tuple[str, int]] = set()  # not the map, which it would hold
         self._num_bytes = 0
-        # Reentrant: a block may be let go of, hence used, wherever memory is asked for.
+        # Reentrant: a block may be let go of, which calls `used`, wherever memory is asked for.
         self._lock = threading.RLock()
 
     def used(self, mapped: _Map, begin: int, end: int) -> None:
@@ -127,7 +128,8 @@ class Window:
         self._resident = resident
 
     def done(self, begin: int, end: int) -> None:
-        """Note that these bytes were used: mapped pages may leave memory until they are read."""
+        """Note that these bytes were used: mapped pages may leave memory until they are read
+        again."""
         if self._resident is not None and isinstance(self._data.obj, _Map):
             self._resident.used(self._data.obj, begin, end)
 

@@ -21,7 +21,7 @@ from metaio.format.layout import VOCABULARY_FOLDER
 from metaio.ragged import Int64, offsets, owners
 
 _REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
-# Of a column's rule, what decides which value an id or a number stands for.
+# The keys of a column's rule that decide which value an id or a number stands for.
 _MEANING_OF_LABELS = ("threshold", "mask", "null")
 _MEANING = ("table", "hash", "log1p", "standardise", "fill")
 
@@ -144,8 +144,8 @@ def _check_rules(own: Dataset, known: Dataset) -> None:
 
 
 def _check_recipe(own: Dataset, known: Dataset, table: str) -> None:
-    """Refuse a table without vocabularies whose ids nothing says to be those of the other one: by
-    schemas, which are compared by column, they are hashes; a recipe may number what it meets."""
+    """Refuse a table without a vocabulary whose ids may not be those of the other one: those of a
+    schema, which is compared by column, are hashes, but a recipe may number values as they come."""
     recipes = own.manifest.recipe, known.manifest.recipe
     if all(recipe.get("schema") for recipe in recipes) or recipes[0] == recipes[1]:
         return
@@ -170,7 +170,7 @@ def _rows_of(own: Dataset, known: Dataset, table: str, num_rows: int, num_known:
         missing = known if table in vocabularies[0] else own
         raise DataError(f"table {table} has no vocabulary in {missing.url}. {_REMEDY}")
     values, wanted = _vocabulary(own, table), _vocabulary(known, table)
-    # A row that was freed has no value, and nobody's value is none.
+    # A row that was freed has no value: it must not match another one without a value.
     found = pc.index_in(values.cast(wanted.type), value_set=wanted, skip_nulls=True)
     rows_R[:] = 0
     rows_R[1 : 1 + len(values)] = pc.fill_null(found, -1).to_numpy() + 1

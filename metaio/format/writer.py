@@ -108,7 +108,7 @@ def block_cuts(
         start_row = ends_T[cuts[-1]] - row_lengths_T[cuts[-1]]
         stop = int(np.searchsorted(ends_T, start_row + block_rows, side="right"))
         num_tasks = max(stop - cuts[-1], 1)
-        # Whole bundles, but for the last of all: steps of so many of them cut none.
+        # Whole bundles, but for the last of all: steps of whole bundles then cut none.
         if bundle_tasks and stop < len(row_lengths_T):
             num_tasks = max(num_tasks - num_tasks % bundle_tasks, bundle_tasks)
         cuts.append(min(cuts[-1] + num_tasks, len(row_lengths_T)))
@@ -253,7 +253,8 @@ class DatasetWriter:
     def split(self, name: str, bundle_tasks: int = 0) -> SplitWriter:
         """Return the writer of a split, which is made at its first use.
 
-        With `bundle_tasks` every so many episodes keep ids of their own, and are shuffled together.
+        With `bundle_tasks`, every `bundle_tasks` episodes keep ids of their own, and are shuffled
+        together.
 
         Raises:
             SchemaError: no split may have that name, or no bundle that many episodes.

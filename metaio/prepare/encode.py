@@ -51,7 +51,7 @@ class Fitted:
     # Mean and deviation of each column.
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     splits: Splits = field(default_factory=Splits)
-    # sparse column -> what its values were; absent: not known, any will do
+    # sparse column -> the kind of its values; absent: not known, either will do
     kinds: dict[str, Kind] = field(default_factory=dict)
 
 
@@ -100,7 +100,7 @@ class Encoder:
         self.schema = schema
         self.fitted = fitted
         self._types = array_types(schema)
-        # Those at hand, then those that are made of the vocabularies.
+        # First the indexes at hand; those of the vocabularies are made when they are asked for.
         kinds: tuple[Kind, Kind] = ("integer", "text")
         self._indexes: dict[tuple[str, Kind], RowIndex] = {
             (table, kind): index for table, index in (indexes or {}).items() for kind in kinds
@@ -170,13 +170,13 @@ class Encoder:
         bits_N: UInt64,
         *columns: npt.NDArray[np.integer[Any]],
     ) -> UInt64:
-        """Return what tells a row from others of its task, mixed with the seed."""
+        """Return a number that tells a row from others of its task, mixed with the seed."""
         schema, seed = self.schema, np.uint64(self.schema.seed)
         if schema.row_id is not None:
             return splitmix64(splitmix64(row_id_NR[:, 0].view(np.uint64)) ^ seed)
         if schema.needs_input_order:
-            # Its place in the task, which is known where all rows of a task meet. What a row holds
-            # would not do: with one feature less, other rows would be the query.
+            # Its place in the task, which is known where all rows of a task meet. A hash of the
+            # row's values would not do: with one feature less, other rows would be the query.
             if PLACE in batch.schema.names:
                 return integer_values(batch[PLACE]).view(np.uint64)
             return np.zeros(batch.num_rows, np.uint64)
@@ -184,7 +184,8 @@ class Encoder:
         return _row_hash(bits_N ^ seed, *columns)
 
     def _row_ids(self, batch: pa.RecordBatch) -> Int64:
-        """Return the ids of rows [N, R]: integers as they are, of text its xxh3_64, as of tasks."""
+        """Return the ids of rows [N, R]: integers as they are, text as its xxh3_64, as with
+        tasks."""
         rule = self.schema.row_id
         if rule is None:
             return np.zeros((batch.num_rows, 0), np.int64)

@@ -1,4 +1,4 @@
-"""Rows of a log as ids and numbers: what the encoder makes, and buckets, episodes, streams take.
+"""Rows of a log as ids and numbers: what the encoder makes, for buckets, episodes and streams.
 
 Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
 S is 1 where sides are given, I where negatives are drawn, R where rows have ids, W where they have

@@ -45,14 +45,14 @@ class Dropped:
         )
 
     def report(self) -> dict[str, int]:
-        """Return the counts by name; of the rules that few schemas have, those above 0."""
+        """Return the counts by name; for rules that few schemas have, only those above 0."""
         rare = ("long_tasks", "long_rows", "new_tasks", "new_rows")
         return {name: count for name, count in vars(self).items() if count or name not in rare}
 
 
 def check_some(num_episodes: int, dropped: Dropped) -> None:
-    """Raise TooFewRowsError for a dataset of nothing: whoever trains on it would find out much
-    later."""
+    """Raise TooFewRowsError for a dataset without episodes: whoever trains on it would find out
+    much later."""
     if not num_episodes:
         long = f", {dropped.long_tasks:,} with more than max_rows" if dropped.long_tasks else ""
         raise TooFewRowsError(
@@ -72,11 +72,11 @@ class _Ranges:
     query_T: Int64
 
     def chosen(self, keep_T: npt.NDArray[np.bool_] | Int64) -> _Ranges:
-        """Return some of them, or all in another order."""
+        """Return some of the episodes, or all in another order."""
         return _Ranges(*(array[keep_T] for array in vars(self).values()))
 
     def joined(self, other: _Ranges) -> _Ranges:
-        """Return both, in the order of their query rows."""
+        """Return the episodes of both, in the order of their query rows."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         both = _Ranges(*(np.concatenate(pair) for pair in pairs))
         return both.chosen(np.argsort(both.query_start_T, kind="stable"))
@@ -162,15 +162,15 @@ class _Tasks:
     query_T: Int64
 
     def chosen(self, keep_T: npt.NDArray[np.bool_]) -> _Tasks:
-        """Return some of them."""
+        """Return some of the tasks."""
         return _Tasks(*(array[keep_T] for array in vars(self).values()))
 
 
 def _by_sides(
     schema: Schema, cutting: Cutting, tasks: _Tasks, task_N: npt.NDArray[np.int64]
 ) -> tuple[_Ranges, Dropped]:
-    """Return the episodes of tasks whose rows have sides; those that sides say nothing of are cut
-    by [episodes], in the order in which they stand.
+    """Return the episodes of tasks whose rows have sides; those whose rows are undecided are cut by
+    [episodes], in the order in which they stand.
     """
     rule = schema.episodes
     with_query, with_support = tasks.query_T > 0, tasks.support_T > 0
@@ -190,7 +190,7 @@ def _by_sides(
             one_sided_episodes=int(lost.sum()), one_sided_rows=int(tasks.length_T[lost].sum())
         )
     else:
-        # A task without rows in the window is none of this split's, and lost nothing here.
+        # A task without rows in the window is not in this split, and loses nothing here.
         new = with_query & ~with_support
         sided = none if cutting == "new" else with_query & with_support
         ruled = none if cutting == "window" else new
@@ -286,8 +286,8 @@ def _cut(
 
 
 def _equal_parts(lengths_T: Int64, parts_T: Int64) -> tuple[Int64, Int64, Int64]:
-    """Cut so many rows of each task into so many parts, equal but for one row; return the task, the
-    first row and the length of each part [E].
+    """Cut the `lengths_T` rows of each task into `parts_T` parts, equal but for one row; return the
+    task, the first row and the length of each part [E].
     """
     task_E, part_E = owners(parts_T), places(parts_T)
     first_E = part_E * lengths_T[task_E] // parts_T[task_E]

@@ -1,4 +1,5 @@
-"""A first schema as commented TOML, to read and correct: of what a log's columns were taken for."""
+"""A first schema as commented TOML, to read and correct: it says what a log's columns were taken
+for."""
 
 import json
 import re
@@ -17,9 +18,9 @@ HASHED_ROWS = 1_000_000
 NEGATIVES = 4  # of each positive row
 MOST_ROWS = 200  # of an episode
 RARE = 0.1  # share of clicks
-MOST_QUERY_ROWS = {False: 10, True: 50}  # where clicks are rare: ten rows of a task have none
-# Held back for validation, and as many to score: enough tasks to tell settings apart, as far as a
-# fifth of all tasks goes.
+MOST_QUERY_ROWS = {False: 10, True: 50}  # True: clicks are rare, ten rows may have none
+# Tasks held back for validation, and as many again to score: enough to tell settings apart, but
+# each at most a fifth of all tasks.
 HELD_BACK_TASKS, LEAST_SHARE, MOST_SHARE = 200, 0.1, 0.2
 
 
@@ -33,7 +34,7 @@ class Episodes:
     query_rows: int
     min_rows: int
     held_back: float  # share of the tasks in valid, and of those in user-cold
-    num_tasks: int  # of enough rows
+    num_tasks: int  # with enough rows
 
     @property
     def num_training_tasks(self) -> int:
@@ -43,7 +44,7 @@ class Episodes:
 
 def episodes_of(found: Guess) -> Episodes:
     """Return how rows and tasks are dealt out, by how many there are: a third of the median task's
-    rows are to be predicted, ten at most, of rare clicks more.
+    rows are to be predicted, ten at most, more where clicks are rare.
     """
     sizes = found.task_sizes
     clicked = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)

@@ -40,7 +40,7 @@ TIMES = (
     r"time(_?stamp)?|ts|date(_?time)?|event_?time|unix_?time|created_?at|when",
     r".*(_?time(_?stamp)?|_date|_datetime|_ts|_at|time)",
 )
-# Integers that count or measure: of ids, only a name tells them.
+# Integers that count or measure: only a name tells them from ids.
 _MEASURES = re.compile(
     r"price|cost|amount|count|num|qty|quantity|duration|length|width|height|weight|size|views|age"
     r"|distance|income|salary|minutes|seconds|days|hours|percent|ratio|temperature|total|sum|mean"
@@ -93,27 +93,28 @@ class Guess:
 
     @property
     def threshold(self) -> float | None:
-        """Return what makes 0 and 1 of a label of two other values, such as -1 and 1; None where
-        nothing has to.
+        """Return the threshold that turns a label of two other values, such as -1 and 1, into 0 and
+        1; None if none is needed.
         """
         is_binary = {self.label.least, self.label.most} <= {0, 1}
         return None if self.is_rating or is_binary else self.label.most
 
     @property
     def is_positives(self) -> bool:
-        """Tell whether it is a log of positives alone, to which items may be drawn as negatives."""
+        """Tell whether this is a log of positives alone, for which items may be drawn as
+        negatives."""
         return self.label.least == self.label.most == 1 and bool(self.item)
 
     @property
     def item(self) -> str:
-        """Return the column that counts as the item, "" without one: the ids with most values, but
-        for those of which nearly every row has its own."""
+        """Return the column that counts as the item, "" without one: the ids with the most values,
+        except where nearly every row has an id of its own."""
         ids = self.ids
         return max(ids, key=lambda column: column.num_distinct).name if ids else ""
 
     @property
     def ids(self) -> list[Column]:
-        """Return the columns of one id a row that come again in other rows."""
+        """Return the columns of one id a row whose ids come again in other rows."""
         most = MOST_DISTINCT_SHARE * self.num_rows
         return [column for column in self.of("single") if 1 < column.num_distinct <= most]
 
@@ -216,7 +217,7 @@ def _fitting(columns: list[Column], role: Role, patterns: tuple[str, ...], num_r
     for pattern in patterns:
         fits = [column for column in columns if _fits(column, role, pattern)]
         if role == "task":
-            # Of several, the one of most tasks, which have two rows or more in the mean.
+            # Of several, the one with the most tasks, which have two rows or more on average.
             fits = [column for column in fits if column.num_distinct <= num_rows / 2]
             fits.sort(key=lambda column: -column.num_distinct)
         if fits:
@@ -245,7 +246,7 @@ def plain_name(name: str) -> str:
 
 
 def _of_item(found: Guess, rows: pa.Table) -> tuple[str, ...]:
-    """Return the inputs that have one value for each item, but for few items."""
+    """Return the inputs that have one value for each item, with few exceptions."""
     inputs = [column for column in found.inputs if column.name != found.item]
     names = [c.name for c in inputs if not pa.types.is_nested(c.type) and c.num_distinct > 1]
     values = rows.select([found.item, *names]).rename_columns(["", *map(str, range(len(names)))])

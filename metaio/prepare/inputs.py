@@ -17,7 +17,7 @@ FileKind = Literal["Parquet", "text", "JSON"]
 
 
 class Member(NamedTuple):
-    """What a file was in its archive, which is called as it was given."""
+    """What a file was called in its archive, and the archive as it was given."""
 
     archive: str
     path: str
@@ -57,7 +57,7 @@ def expand(urls: list[str], folder: Path) -> Inputs:
             members |= unpacked
         elif fs.size(path) == 0:
             empty.append(name)
-        else:  # which may not be known, of a web server
+        else:  # a web server may not say
             names.append(name)
             remote += [] if is_local(fs) or fs in remote else [fs]
     # By two globs that overlap, too: all rows of that file would count twice.
@@ -105,9 +105,9 @@ def _kind(name: str) -> FileKind:
 
 
 def is_marker(path: str, given: str) -> bool:
-    """Tell whether an engine left what `given`, a folder or glob, led to beside its data: names
-    that begin with _ or a dot, such as _SUCCESS, and what is in folders of such names, unless
-    `given` spells them so.
+    """Tell whether `path`, to which the folder or glob `given` led, is a file that an engine left
+    beside its data: its name, or that of a folder that it is in, begins with _ or a dot, such as
+    _SUCCESS, and `given` does not spell it out.
 
     >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
     (True, False)
@@ -126,7 +126,7 @@ def _is_hidden(name: str) -> bool:
 def _files(url: str) -> Iterator[tuple[Any, str]]:
     """Yield the file system and the path of each file of a URL, glob or folder."""
     fs, path = file_system(url)
-    # What has such a name is meant, and no other that its name would match.
+    # A path that exists under this very name is meant, not others that the name would match.
     if fs.exists(path):
         matches = {path: fs.info(path)}
     else:
@@ -137,7 +137,7 @@ def _files(url: str) -> Iterator[tuple[Any, str]]:
         raise DataError(f"input {url} does not exist. Check the path")
     found: list[str] = []
     for match in sorted(matches):
-        # "file" is taken at its word: an object store would be asked once more for each of them.
+        # What is called a "file" is not checked: that would ask an object store once more for each.
         if matches[match]["type"] == "file" or not fs.isdir(match):
             found.append(match)
             continue

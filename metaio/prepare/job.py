@@ -56,13 +56,13 @@ class PrepareOptions:
     bundle_tasks: int | None = None
     compact: bool = False
     overwrite: bool = False
-    # What the manifest says of a ready recipe beside its schema: its name and settings.
+    # What the manifest says of a recipe beside its schema: its name and settings.
     recipe: dict[str, Any] = field(default_factory=dict)
     protocol: str = ""
 
 
 class WrittenShard(NamedTuple):
-    """A bucket's shard: its manifest entry and block table, and what its tasks lost."""
+    """A bucket's shard: its manifest entry and block table, and what was dropped of its tasks."""
 
     bucket: int
     entry: ShardEntry
@@ -83,7 +83,7 @@ class Job:
     task_kind: str
     cut_time: int | None
     bundle_tasks: int = 0  # of the train split
-    # Of negatives; known once all rows are encoded.
+    # The items for negatives; known once all rows are encoded.
     catalogue: Catalogue | None = None
 
     def open(self, out: str) -> AbstractContextManager[DatasetWriter]:
@@ -136,14 +136,15 @@ class Job:
                 )
 
     def items(self) -> CatalogueBuilder | None:
-        """Return what gathers the items that negatives are drawn from; None where none are."""
+        """Return a builder of the catalogue that negatives are drawn from; None if none are
+        drawn."""
         if self.schema.negatives is None:
             return None
         train = self.fitted.splits.names.index(self.schema.splits.train)
         return CatalogueBuilder(self.schema, train)
 
     def dealt(self, rows: EncodedRows) -> list[tuple[int, EncodedRows]]:
-        """Return encoded rows for each bucket that needs any."""
+        """Return the encoded rows of each bucket that gets any."""
         splits = self.fitted.splits
         if splits.window_starts:
             chosen, split_N, side_N = copies_of_windows(splits, rows.split_N.astype(np.int64))
@@ -291,8 +292,8 @@ class TableUse:
         """
         found = {}
         for index, used_R in self.used.items():
-            # Row 0 is nobody's hash. A full table would mean infinitely many values: half a row is
-            # kept free.
+            # No value has row 0. A full table would mean infinitely many values: half a row is
+            # taken as free.
             rows, used = len(used_R) - 1, int(used_R[1:].sum())
             values = rows * -float(np.log1p(-min(used, rows - 0.5) / rows))
             found[self._names[index]] = {

@@ -25,7 +25,7 @@ from metaio.prepare.text_lines import DELIMITERS, fields_of
 
 LOOKED_ROWS = 1_000_000
 FEWEST_IDS_APART = 0.3  # of the rows of a text column hold a separator: a list
-# What splits a list, and how many parts there may be for each text: words of titles are not one.
+# What splits a list, and how many distinct parts there may be for each text: titles have more.
 SEPARATORS = {"|": 1.0, ";": 1.0, ",": 0.5, " ": 0.5}
 # How text says a time, where DuckDB does not see it. Days go first: with a 13th or later in a month
 # the other order does not fit.
@@ -77,7 +77,7 @@ class Column:
 
     @property
     def is_time(self) -> bool:
-        """Tell whether values are dates or times, of which the type tells."""
+        """Tell whether values are dates or times by their type."""
         return bool(pa.types.is_temporal(self.type))
 
     @property

@@ -21,7 +21,8 @@ from metaio.prepare.schema import Schema, SparseColumn
 from metaio.prepare.values import list_hashes
 from metaio.ragged import Int64, offsets, ragged_indices, run_starts
 
-# An item that a task has is drawn anew so often; then the next one that it lacks is taken.
+# If the task has the drawn item, draw again, this often at most; then take the next item that it
+# lacks.
 _ATTEMPTS = 32
 _SALT = np.uint64(0x4E6)
 
@@ -90,8 +91,8 @@ class CatalogueBuilder:
         return self._distinct(rows, train, every)
 
     def _distinct(self, rows: EncodedRows, train_N: Int64, all_N: Int64) -> Catalogue:
-        """Return one row an item. Of an item whose attributes differ between rows it is the row of
-        the least hash of them, so that the order of rows says nothing.
+        """Return one row an item. If an item's attributes differ between rows, it is the row with
+        their least hash, so that the order of rows does not matter.
         """
         item_N = rows.item_NI[:, 0]
         order_N = np.lexsort((_attribute_hash(rows, self._columns), item_N))
@@ -162,7 +163,7 @@ class Sampler:
         the catalogue [P, J]: no two alike, none that the task has.
 
         Raises:
-            DataError: a task lacks too few items.
+            DataError: there are too few items that a task lacks.
         """
         positive_P = chosen_C[self._rows.label_N[chosen_C] > 0]
         items_PJ = np.full((len(positive_P), self._per_positive), -1, dtype=np.int64)
@@ -184,7 +185,7 @@ class Sampler:
         return items_PJ
 
     def _taken(self, rows_P: Int64, items_P: Int64, drawn_PJ: Int64) -> npt.NDArray[np.bool_]:
-        """Tell which items the row's task has, or the row already."""
+        """Tell which items the row's task has, or the row has as negatives already."""
         # (task, item) as one integer, looked up among those of all rows by bisection.
         keys = self._task_N[rows_P] * len(self._allowed_I) + items_P
         places = np.minimum(np.searchsorted(self._has, keys), len(self._has) - 1)

@@ -23,7 +23,7 @@ def holds(name: str, types: dict[str, pa.DataType]) -> bool:
     except (pa.ArrowException, OSError):
         return False  # DuckDB reads it, or says what is wrong with it
     return all(
-        # Of two columns of one name DuckDB and pyarrow would not take the same.
+        # Where two columns have one name, DuckDB and pyarrow would take different ones.
         schema.names.count(column) == 1 and _same(schema.field(column).type, wanted)
         for column, wanted in types.items()
     )
@@ -31,7 +31,7 @@ def holds(name: str, types: dict[str, pa.DataType]) -> bool:
 
 def _same(own: pa.DataType, wanted: pa.DataType) -> bool:
     if pa.types.is_list(own) and pa.types.is_list(wanted):
-        # What the elements are called and whether they may be null is of no account.
+        # What the elements are called, and whether they may be null, does not matter.
         return bool(own.value_type.equals(wanted.value_type))
     return bool(own.equals(wanted))
 

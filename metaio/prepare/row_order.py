@@ -25,8 +25,8 @@ def row_identity(schema: Schema, rows: EncodedRows) -> UInt64:
 
 
 def total_order(schema: Schema, rows: EncodedRows, identity_N: UInt64, by_windows: bool) -> Int64:
-    """Return the order by task, side, time and row hash: it is total, for rows equal in all of them
-    are equal rows.
+    """Return the order by task, side, time and row hash: it is total, since rows that agree in all
+    of these are equal.
 
     Raises:
         DataError: two rows of a task have one row id, so that nothing orders them.

@@ -1,4 +1,4 @@
-"""Whether the keys of a schema's rules go together, and with those of its other tables."""
+"""Whether the keys of a schema's rules go together, and go with those of its other tables."""
 
 from metaio.errors import SchemaError
 from metaio.prepare.rules import (
@@ -143,7 +143,7 @@ def _check_validation(rule: SplitRule) -> None:
 
 
 def check_membership(rule: MembershipRule, by: str, by_time: bool) -> None:
-    """Raise SchemaError where [membership] says too little or what other tables say otherwise."""
+    """Raise SchemaError where [membership] says too little, or contradicts other tables."""
     patterns = [pattern for pattern in (rule.support, rule.query) if pattern is not None]
     if rule.by_files and len(patterns) != 2:
         raise SchemaError(

@@ -77,11 +77,11 @@ class SplitRule:
     # in a split NAME-cold of their own, or are left out.
     new_tasks: Literal["together", "apart", "drop"] | None = None  # absent: "together"
     train: str = "train"
-    # So many tasks of that split, by their hash, become the split `valid`.
+    # The split of which a share of the tasks, by their hash, becomes the split `valid`.
     validation_from: str | None = None
     validation_share: float | None = None  # absent: 0.1
-    # And so many of the values of [item], whose rows leave the train split: `valid-item-cold` of
-    # tasks that train, `valid-both-cold` of the tasks of `valid`.
+    # The share of the values of [item] whose rows leave the train split: for `valid-item-cold` if
+    # their task trains, for `valid-both-cold` if it is in `valid`.
     validation_items: float | None = None
 
     @property
@@ -140,7 +140,7 @@ class TransformRule:
     """
 
     function: str
-    columns: tuple[str, ...] = ()  # that it is given; absent: all of the inputs'
+    columns: tuple[str, ...] = ()  # that the function is given; absent: all of the inputs'
 
 
 @dataclass(frozen=True)

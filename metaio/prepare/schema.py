@@ -178,7 +178,8 @@ class Schema:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Return the names of the labels; none of one that every row has: it needs none."""
+        """Return the names of the labels; none if there is one that every row has: it needs no
+        name."""
         if len(self.labels) == 1 and self.labels[0].is_always_known:
             return ()
         return tuple(label.name or label.column for label in self.labels)

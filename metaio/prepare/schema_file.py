@@ -259,7 +259,7 @@ def _check_inputs(schema: Schema, names: Iterable[str], told: str) -> None:
 
 
 def mark_of(schema: Schema) -> str:
-    """Return what tells whether two streams begin with the same schema."""
+    """Return a mark that is equal for two streams that begin with the same schema."""
     return xxhash.xxh3_64_hexdigest(canonical_json(as_stream(schema).to_json()))
 
 

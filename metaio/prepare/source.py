@@ -89,10 +89,10 @@ class DuckSource:
         self.names, self.given = self._files.names, self._files.given
         self.members, self.empty = self._files.members, self._files.empty
         self._options = text_options(self._text)
-        self._by_name = ""  # where columns stand in another order in another file
+        self._by_name = ""  # set where columns stand in another order in another file
         self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
         self._as_given, self._given_options = self._files, self._options
-        of_rows = next(filter(self.has_rows, self.names), None)  # its types count
+        of_rows = next(filter(self.has_rows, self.names), None)  # its types are taken
         first = of_rows or self.names[0]
         rule = schema.transform
         self._folders = self._of_folders(first, rule.columns if rule else schema.columns)
@@ -120,14 +120,14 @@ class DuckSource:
         self._side_of = {name: side_of_file(schema.membership, name) for name in kept}
         if self._files.kind == "Parquet":
             self._check_durations()
-        # The first file's types are asked of all: a row that does not fit is refused by name
+        # All files are read with the first one's types: a row that does not fit is refused by name
         # instead of turning a whole column into text.
         self._asked = {} if self._files.kind == "Parquet" else asked_types(schema, self._types)
         self._table = self._scan(self._files.names, self._asked)
         self.left_out = {"empty_files": len(self._files.empty)}
 
     def has_rows(self, name: str) -> bool:
-        """Tell whether a file that is read has any row, be it one that cannot be read."""
+        """Tell whether a file has any row, even one that cannot be read."""
         table = scan(self._as_given, [name], self._given_options)
         try:
             return bool(self._connection.sql(f"SELECT 1 FROM {table} LIMIT 1").fetchall())
@@ -136,8 +136,8 @@ class DuckSource:
 
     def _of_folders(self, name: str, wanted: Sequence[str]) -> list[str]:
         """Return the wanted columns (none: all) that only the names of folders such as day=1 hold.
-        DuckDB would let these count more than what a file holds. Raise DataError for a file that
-        has another column by which a folder is called."""
+        DuckDB would prefer these to what a file holds. Raise DataError for a file that has some of
+        its folders' columns, but not all."""
         told = [c for c in re.findall(r"([^/=]+)=[^/]*/", name) if c in wanted or not wanted]
         table = scan(self._files, [name], self._options, folders=False)
         found = self._fetch(f"DESCRIBE SELECT * FROM {table}", name) if told else []
@@ -188,7 +188,7 @@ class DuckSource:
             is_list = {column for column, kind in types.items() if kind.endswith("[]")}
             types |= {c: kind for c, kind in said if c in types and c not in is_list}
         for column in self._schema.columns:
-            # DuckDB calls the second one so, and would read the first.
+            # DuckDB gives the second column this name, and would read the first.
             if f"{column}_1" in types and self._names(name).count(column) > 1:
                 raise DataError(f"input {name} has two columns {column}. Rename or remove one")
         return types
@@ -256,8 +256,8 @@ class DuckSource:
             self._fetch(f"SELECT count(*) FROM {table}", name)
 
     def _agrees(self, name: str, first: str) -> bool:
-        """Tell whether a file has the types of the first, where that matters; without a row it need
-        not. Raise DataError where it has rows, or lacks a column."""
+        """Tell whether a file has the types of the first, where that matters; one without rows may
+        have others. Raise DataError if it has rows of other types, or lacks a column."""
         wanted = {column: self._types[column] for column in self._schema.columns}
         types, agrees = self._column_types(name), True
         if self._files.kind == "text" and [*types] != [*self._types]:
@@ -279,7 +279,7 @@ class DuckSource:
                         f"column {column} is {types[column]} in {name} and {kind} in {first}. "
                         "Cast one of them, so that all files agree"
                     )
-                agrees = self._files.kind != "Parquet"  # of no rows pandas knows no types
+                agrees = self._files.kind != "Parquet"  # without rows pandas knows no types
         return agrees
 
     def _check_durations(self) -> None:
@@ -321,14 +321,14 @@ class DuckSource:
         for column, value in zip(revealing, values, strict=False):
             if value is not None:
                 kind = self._asked[column]
-                if self._files.kind == "text":  # what is of no such kind is refused with its line
+                if self._files.kind == "text":  # other values are refused with their line
                     own = "DOUBLE" if kind == "BIGINT" else kind
                     table = self._scan(self._files.names, types | {column: own})
                     self._fetch(f"SELECT count({column_name(column)}) FROM {table}")
                 raise DataError(loss_refusal(self._schema, column, kind, value))
         limits = iter(values[len(revealing) :])
         for column, least, most in zip(ids, limits, limits, strict=True):
-            # As a float 2^63 - 1 is 2^63: of numbers without a sign both have the same bits.
+            # As a float 2^63 - 1 is 2^63: as unsigned numbers both have the same bits.
             if most is not None and most >= 2.0**63 and least >= 0:
                 self._asked[column] = "UBIGINT"
         self._table = self._scan(self._files.names, self._asked)
@@ -337,7 +337,7 @@ class DuckSource:
         return int(total)
 
     def _count_lines(self, num_rows: int) -> None:
-        """Note how many lines are no rows: DuckDB leaves out blank ones without a word."""
+        """Note how many lines are not rows: DuckDB leaves out blank ones without a word."""
         with self._refused(""):
             num_lines, num_blank, num_comments = counted_lines(
                 self._files.names, self._text.encoding, self._text.comment

@@ -58,8 +58,8 @@ from metaio.ragged import Int64
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# Below the dataset until all shards are there: on a disk what workers have not finished, and the
-# ids that each shard uses, which would be too many to send to the driver.
+# A folder below the dataset until all shards are there, for what workers have not finished (on a
+# disk), and for the ids that each shard uses, too many to send to the driver.
 _PARTS = ".parts"
 # Where a row stands in the input, while Spark moves it about.
 _FILE, _ROW = "file of the row", "row of the file"
@@ -98,7 +98,7 @@ def prepare_with_spark(
 
 
 def _with_items(frame: "DataFrame", job: Job) -> Job:
-    """Return the job with the items that negatives are drawn from, if it needs any."""
+    """Return the job with the items from which negatives are drawn, if it needs any."""
 
     def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         encoder, own = Encoder(job.schema, job.fitted), job.items()
@@ -149,7 +149,7 @@ def _placed(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]
 
 def _counted(frame: "DataFrame", search: WindowSearch, column: str) -> Int64:
     """Return how many times of all rows fall into each bin of this pass of a search."""
-    # Sent to the workers as it is now, of this pass alone.
+    # Sent to the workers as it is now: it is of this pass alone.
     pickled = pickle.dumps(search)
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -227,7 +227,7 @@ def _write_shards(rows: "DataFrame", job: Job, writer: DatasetWriter, out: str) 
 
 def _remove_parts(fs: Any, parts: str) -> None:
     if is_local(fs):
-        # By its new name no task that Spark forgot finds it, to write there meanwhile.
+        # Renamed, so that no task that Spark forgot finds it and writes there meanwhile.
         shutil.rmtree(Path(parts).rename(f"{parts}.gone"), ignore_errors=True)
         return
     # A store has no folder before its first file.

@@ -51,7 +51,8 @@ def by_bucket(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Iterator
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """Raise what fails in Spark as an error of ours: those of ours in a worker as themselves.
+    """Turn a failure in Spark into an error of ours; ours that a worker raised are raised as they
+    are.
 
     Raises:
         MetaIOError: a worker raised it.
@@ -73,7 +74,7 @@ def failures_told() -> Iterator[None]:
 
 
 def _reason(text: str) -> str:
-    """Return the line of an error of Spark that says most.
+    """Return the most telling line of an error of Spark.
 
     >>> _reason("An error occurred while calling o1.x.\\n: java.io.IOException: no\\n\\tat x.y")
     'java.io.IOException: no'

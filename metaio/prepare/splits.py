@@ -23,7 +23,7 @@ from metaio.prepare.sides import QUERY, SUPPORT, UNDECIDED
 from metaio.prepare.values import hash_values, integer_values, kind_of, time_of, time_values
 from metaio.ragged import Int64
 
-# Where a row stands in the input, of engines that do not keep its order.
+# Where a row stands in the input, for engines that do not keep its order.
 PLACE = "place in the input"
 
 # Keeps the hashes that draw splits and validation apart from the one that orders tasks.
@@ -32,7 +32,8 @@ _ITEM_SALT = np.uint64(0x17E3)
 _BINS = 1 << 16
 
 # How a split's tasks become episodes: by [episodes]; by given sides; by sides that windows of time
-# give, where tasks without support go by [episodes], or are left out; those tasks alone.
+# give, where tasks without support are cut by [episodes], or left out; or only those tasks, by
+# [episodes].
 Cutting = Literal["rule", "given", "window or rule", "window", "new"]
 
 
@@ -131,7 +132,7 @@ def split_of(schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: U
 def _held_back(
     schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: UInt64, split_N: Int64
 ) -> Int64:
-    """Return the splits of rows, with what validation holds back of one of them moved."""
+    """Return the splits of rows, after moving what validation holds back of one of them."""
     rule, place = schema.splits, splits.names.index
     is_dealt_N = split_N == place(str(rule.validation_from))
     unit_N = _unit(task_hash ^ _VALIDATION_SALT ^ np.uint64(schema.seed))
@@ -142,7 +143,7 @@ def _held_back(
         column = batch[name]
         known = column.drop_null()
         hash_V = splitmix64(hash_values(known, kind_of(name, known.type, "sparse")))
-        new_item_N = np.zeros(batch.num_rows, np.bool_)  # what is no item is no new one
+        new_item_N = np.zeros(batch.num_rows, np.bool_)  # a row without an item has no new one
         new_item_N[column.is_valid().to_numpy(zero_copy_only=False)] = (
             _unit(hash_V ^ _ITEM_SALT ^ np.uint64(schema.seed)) < rule.validation_items
         )

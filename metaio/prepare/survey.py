@@ -21,10 +21,10 @@ from metaio.prepare.splits import Splits, rows_of_splits, split_of
 from metaio.prepare.values import Kind, integer_values, kind_of
 from metaio.ragged import Int64
 
-# Rounding gives a constant column a deviation of up to so much of its mean.
+# Rounding gives a constant column a deviation of up to this share of its mean.
 _NOISE = 1e-10
 
-# Of a dense column: the count, the mean and the sum of squared deviations from it.
+# For a dense column: the count, the mean and the sum of squared deviations from it.
 Moments = tuple[int, float, float]
 
 
@@ -139,8 +139,9 @@ def columns_of_raw_ids(schema: Schema) -> dict[str, str]:
 
 
 def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
-    """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). Of a column
-    far from 0, such as a time stamp, the squares themselves would leave no digit for its deviation.
+    """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). For a
+    column far from 0, such as a time stamp, the squares themselves would leave no digit for its
+    deviation.
     """
     for column, (num_rows, mean, squares) in theirs.items():
         n, own_mean, own_squares = ours.get(column, (0, 0.0, 0.0))
@@ -196,12 +197,13 @@ def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:
 
 
 def mean_and_deviation(count: int, mean: float, squares: float) -> tuple[float, float]:
-    """Return both of a column's count, mean and sum of squared deviations; 1 of a constant."""
+    """Return mean and deviation from count, mean and sum of squared deviations; 1 for a
+    constant."""
     deviation = math.sqrt(squares / max(count, 1))
     if deviation <= _NOISE * abs(mean):
         return mean, 1.0  # a constant
-    # They depend on the order of adding in their last bits; six digits do not, so engines agree. Of
-    # the mean as many more as it is larger: it is the deviation that tells values apart.
+    # Their last bits depend on the order of adding; six digits do not, so engines agree. The mean
+    # has as many more as it is larger: it is the deviation that tells values apart.
     larger = math.log10(abs(mean) / deviation) if mean else 0.0
     digits = 6 + max(0, math.ceil(larger))
     return float(f"{mean:.{digits}g}"), float(f"{deviation:.6g}")

@@ -40,13 +40,13 @@ _FAULTS = (
 
 def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) -> str | None:
     """Return which line of which file is wrong, how, and what to do, given DuckDB's words; None
-    where they tell of no line. `header_of` returns a file's delimiter and columns.
+    where they name no line. `header_of` returns a file's delimiter and columns.
     """
     json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
     if json:
-        # DuckDB counts the lines from 2.
+        # DuckDB counts these lines from 2.
         return f"input {json[1]}, line {int(json[2]) - 1}: it is no JSON. Correct it"
-    # Without the advice behind it, which is for users of DuckDB. In lists it counts otherwise.
+    # Without the advice that follows, which is for users of DuckDB. In lists it counts otherwise.
     json = re.search(
         r"transform error in file \"(.*?)\", in line (\d+): (.*?)( Try |\n|$)", message
     )
@@ -63,7 +63,7 @@ def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) ->
     line = re.search(r"CSV Error on Line: (\d+)", message)
     if line is None:
         return None
-    # From behind: the line itself is quoted before, and may hold anything.
+    # Searched from the end: the line itself is quoted before, and may hold anything.
     file = re.findall(r"^  file = (.*)$", message, re.MULTILINE)[-1]
     if "Invalid unicode" in message:
         number, column = bad_bytes(file, *header_of(file))
@@ -80,7 +80,7 @@ def fault_of(message: str, header_of: Callable[[str], tuple[str, list[str]]]) ->
 
 def check_objects(name: str, columns: Sequence[str]) -> None:
     """Raise DataError for a file whose lines are JSON, but no rows."""
-    if list(columns) == ["json"]:  # so DuckDB calls it
+    if list(columns) == ["json"]:  # DuckDB's name for it
         raise DataError(
             f"input {name} has no JSON object in each line: it is one array, or holds values. "
             "Write a row in each line, as jq -c '.[]' does"

@@ -44,7 +44,7 @@ def counted_lines(names: Sequence[str], encoding: str, mark: str) -> tuple[int, 
 
 
 def _blocks(file: io.TextIOWrapper) -> Iterator[list[str]]:
-    """Yield all lines, without their ends, many at once: counted one by one they take longer."""
+    """Yield all lines, without their ends, many at once: one by one takes longer to count."""
     rest = ""
     while block := file.read(_BLOCK):
         *lines, rest = (rest + block).split("\n")

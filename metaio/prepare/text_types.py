@@ -12,7 +12,7 @@ from metaio.prepare.sql import column_name
 _WHOLE = ("BIGINT", "HUGEINT", "UBIGINT")
 ZONED = "TIMESTAMP WITH TIME ZONE"
 _NAMES_ZONE = r"regexp_matches({0}, '\d\s*([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)\s*$')"
-# What DuckDB calls columns of JSON without a value, or of empty lists; None: that are not there.
+# DuckDB's types of JSON columns without a value, or of empty lists; None: the column is not there.
 OF_NO_VALUE = (None, '"NULL"', '"NULL"[]', "JSON[]")
 # Integers as they are written; with .0 pandas writes those of a column that has a null elsewhere.
 _INTEGER = r"\s*-?(0|[1-9]\d*)(\.0*)?\s*"
@@ -46,8 +46,8 @@ def _id_columns(schema: Schema) -> set[str | None]:
 
 
 def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
-    """Return the guessed types, but for labels and dense columns, which may have decimals later,
-    and integers beyond 64 bits, which survey() looks at.
+    """Return the guessed types, except for labels and dense columns, which may have decimals later,
+    and for integers beyond 64 bits, which survey() looks at.
     """
     # A UUID would be written anew: in lower case, which other rows and requests need not have.
     asked = {column: guessed[column].replace("UUID", "VARCHAR") for column in schema.columns}
@@ -74,9 +74,9 @@ def asked_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
 def revealing_types(
     schema: Schema, types: Mapping[str, str], file_kind: FileKind
 ) -> dict[str, tuple[str, str]]:
-    """Return, for each column whose type could lose something, as which type to read it to see
-    that, and the SQL of a value of all rows that loses something, null where none does. Dates are
-    no timestamps: DuckDB finds out how they are written for the type that it guessed alone.
+    """Return, for each column whose type could lose something, the type to read it as to see that,
+    and the SQL of one value that loses something, null if none does. Dates are not read as
+    timestamps: DuckDB only finds out how they are written for the type that it guessed.
     """
     conditions = {
         "BIGINT": ("DOUBLE", "{0} <> floor({0})"),
@@ -89,7 +89,7 @@ def revealing_types(
         "BOOLEAN": ("VARCHAR", "lower({0}) NOT IN ('true', 'false')"),
     }
     time = "" if schema.time is None else schema.time.column
-    # Not those of which the schema says that they are integers.
+    # Not those that the schema declares as integers.
     ids = _id_columns(schema) - declared_types(schema).keys()
     zones = {"TIMESTAMP": _NAMES_ZONE, ZONED: f"NOT {_NAMES_ZONE}"}
     found = {}

@@ -68,8 +68,9 @@ def transformed(
     batches_of: Callable[[str, tuple[str, ...]], Iterator[pa.RecordBatch]],
     folder: Path,
 ) -> Inputs:
-    """Return the inputs as the rule's function turns them, in files below `folder`. `batches_of`
-    gives the rows of a file, of some columns (none: all); `wanted` are columns that must come out.
+    """Return the inputs as the rule's function transforms them, in files below `folder`.
+    `batches_of` gives the rows of a file, of some columns (none: all); `wanted` are columns that
+    must come out.
 
     Raises:
         SchemaError: there is no such function.

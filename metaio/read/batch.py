@@ -94,7 +94,7 @@ class TaskBatch:
 def empty_batch(
     num_tables: int, num_single: int, num_multi: int, num_dense: int, num_labels: int = 1
 ) -> TaskBatch:
-    """Return a batch of no episode, which a rank without work feeds so that its peers' collectives
+    """Return a batch without episodes, for a rank without work, so that its peers' collectives
     complete.
     """
 

@@ -21,7 +21,7 @@ from metaio.ragged import Int32, Int64, entries_of, offsets
 from metaio.read.batch import TaskBatch, empty_batch
 from metaio.read.memory import Memory
 
-# Columns of a block that its rows take along as they are.
+# Columns of a block whose values are copied as they are.
 _OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
 _ROWS_AT_ONCE = 64
 
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
     """Chosen episodes of one block: their rows and values there, and of each table the stretch of
     `ids_U` that they use.
 
-    `marked` is None of a whole block or bundle, whose ids are known without a look at its rows.
+    `marked` is None for a whole block or bundle, whose ids are known without a look at its rows.
     """
 
     block: Block
@@ -56,7 +56,7 @@ def compose(
     features: Features, parts: Sequence[tuple[Block, Int64]], memory: Memory | None = None
 ) -> TaskBatch:
     """Return the batch of the episodes [E] of each block, in the order given; in memory of an
-    earlier one where `memory` has such.
+    earlier batch if `memory` has some.
 
     Episodes of one block must be given once, ascending. A batch that is exactly one block shares
     its memory.
@@ -66,8 +66,8 @@ def compose(
         num_single, num_multi = len(features.single), len(features.multi)
         num_dense, num_labels = len(features.dense), features.num_labels
         return empty_batch(len(features.tables), num_single, num_multi, num_dense, num_labels)
-    # What BlockOrder asks for all the time, at the cost of ten views. Of a block in bundles they
-    # would be views of its file.
+    # BlockOrder asks for this all the time: it costs ten views. Of a block in bundles they would be
+    # views of its file.
     first, episodes_E = chosen[0]
     if len(chosen) == 1 and len(episodes_E) == first.num_episodes and first.bundles is None:
         return _whole_block(first)
@@ -169,7 +169,7 @@ def _marked(block: Block, episodes_E: Int64) -> _Part:
 
 
 def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
-    """Return the rows of all parts of a column, one after another; none of a column that the
+    """Return the rows of all parts of a column, one after another; none for a column that the
     dataset does not store.
     """
     columns = [getattr(part.block, name) for part in parts]

@@ -22,8 +22,8 @@ class Memory:
         self._free: dict[str, deque[npt.NDArray[np.uint8]]] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], kind: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return an array with any content, in memory of an earlier one of that name if there is
-        such.
+        """Return an array with any content, in memory of an earlier one of that name if some is
+        free.
         """
         num_bytes = math.prod(shape) * np.dtype(kind).itemsize
         free = self._free.setdefault(name, deque(maxlen=self._keep))
@@ -38,7 +38,7 @@ class Memory:
 def _piece(free: deque[npt.NDArray[np.uint8]], num_bytes: int) -> npt.NDArray[np.uint8]:
     while free:
         try:
-            # The newest, of which some is still in the processor's cache.
+            # The newest: some of it is still in the processor's cache.
             memory = free.pop()
         except IndexError:  # another thread was faster
             break

@@ -6,9 +6,10 @@ Blocks are put in a random order and dealt to lanes, round robin. Inside a lane,
 consecutive blocks are shuffled episode by episode. A step takes its episodes lane by lane; within a
 lane's share they stand in stored order, so that neighbours come from the same block. A rank takes a
 contiguous slice of the step, so the world size decides who trains on an episode, never which step
-it belongs to. Where the data stands in bundles, these are shuffled in place of episodes; steps are
-as large, and begin with a whole one where `tasks_per_step` is a multiple of theirs, but for a few
-where a window ends. With `blocks_per_step` blocks are the unit instead: see BlockOrder.
+it belongs to. Where the data stands in bundles, bundles are shuffled in place of episodes; steps
+stay as large, and begin with a whole bundle if `tasks_per_step` is a multiple of its size, except
+for a few steps where a window ends. With `blocks_per_step` blocks are the unit instead: see
+BlockOrder.
 """
 
 import itertools
@@ -38,7 +39,7 @@ class OrderConfig:
     step; with a multiple of the world size every rank reads its own lanes' blocks only.
     `window_blocks` of a lane are shuffled together. `shuffle=False` keeps the stored order, lane by
     lane. `drop_last` leaves out a last step of fewer episodes.
-    `blocks_per_step` above 0 shuffles whole stored blocks and gives a step so many of them; then
+    `blocks_per_step` above 0 shuffles whole stored blocks and gives a step that many of them; then
     `tasks_per_step`, `lanes` and `window_blocks` decide nothing.
     """
 

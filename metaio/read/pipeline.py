@@ -55,7 +55,7 @@ class _BusyClock:
                 self._busy_s += time.perf_counter() - self._since_s
 
     def composed(self, num_tasks: int) -> None:
-        """Count one more batch, of so many tasks."""
+        """Count one more batch, of `num_tasks` tasks."""
         with self._lock:
             self.num_tasks += num_tasks
 
@@ -246,8 +246,8 @@ class BatchPipeline:
                     begun.result().cancel()
 
     def _compose_once_loaded(self, loading: _Loading, begun: _Begun) -> None:
-        # Submitted before its blocks are loaded, it would block a thread that could read the next
-        # one: two threads would read whole blocks no faster than one.
+        # If composing were submitted before its blocks are loaded, it would block a thread that
+        # could read the next one: two threads would read whole blocks no faster than one.
         missing = next((future for future, _ in loading if not future.done()), None)
         if missing is not None:
             # A future keeps its callbacks: emptied, this one does not keep other blocks alive.
@@ -274,7 +274,7 @@ class BatchPipeline:
             parts = [(future.result(), part.episodes) for future, part in loading]
             batch = compose(self._dataset.features, parts, self._memory)
             self._clock.composed(batch.num_tasks)
-            # Page-locking takes as long as copying: done here, behind the consumer's back.
+            # Page-locking takes as long as copying: done here, in the background.
             return batch.pin_memory() if self._pin_memory else batch
 
     def close(self) -> None:

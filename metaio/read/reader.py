@@ -87,8 +87,8 @@ class BatchReader(_PipelineReader):
     """Batches of one rank, epoch by epoch; a step takes the same episodes at any world size.
 
     Where the split was prepared in bundles, whole bundles are shuffled. With `blocks_per_step` a
-    step is so many stored blocks, whole, whatever `tasks_per_step` says: they are shuffled but not
-    recomposed. Both read several times as fast as episodes that are drawn one by one.
+    step is that many stored blocks, whole, whatever `tasks_per_step` says: they are shuffled but
+    not recomposed. Both read several times as fast as episodes that are drawn one by one.
 
     `wait_s` is the time the consumer spent waiting for data, in seconds. With `pin_memory` (CUDA
     only) batches come in page-locked memory, ready for `batch.to(device, non_blocking=True)`.
@@ -236,7 +236,7 @@ def default_window_blocks(dataset: Dataset, split: str) -> int:
 
 
 class RangeReader(_PipelineReader):
-    """Batches of given episodes: the reader of whoever is told by a service what to read next."""
+    """Batches of given episodes: for whoever is told by a service what to read next."""
 
     def batches(self, groups: Iterable[Sequence[EpisodeRange]]) -> Generator[TaskBatch]:
         """Yield one batch a group of disjoint ranges, its episodes in stored order; empty for no
@@ -251,7 +251,8 @@ class RangeReader(_PipelineReader):
         return self._pipeline.run(_group_plan(self._dataset, group) for group in groups)
 
     def begin(self, group: Sequence[EpisodeRange]) -> Iterator[TaskBatch]:
-        """Return what yields the batch of one group, and read it in the background until then.
+        """Return an iterator of the one batch of a group, which is read in the background until
+        then.
 
         Raises:
             FormatError: a range lies outside its split.

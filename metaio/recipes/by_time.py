@@ -1,7 +1,7 @@
 """Ratings with times as a question about the future: old rows train, later ones validate, and the
 newest ones test.
 
-The splits are valid and test, where a user's support is what he rated before the window, and
+The splits are valid and test, where a user's support is what they rated before the window, and
 valid-cold and test-cold, of users without a rating before it: their first half is support. Items
 first rated after training stand in row 0 of their table.
 """
@@ -21,7 +21,7 @@ class ByTimeConfig:
     """How a log of ratings becomes episodes and windows; the defaults are ours."""
 
     label: Literal["click", "rating"] = "click"  # click: 1 where the rating is 4 or more
-    valid_share: float = 0.1  # of all rows, the newest but for test's
+    valid_share: float = 0.1  # of all rows, the newest before test's
     test_share: float = 0.2  # of all rows, the newest
     min_rows: int = 4  # users with fewer rows in a split are left out
     max_rows: int = 256  # of an episode

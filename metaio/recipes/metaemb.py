@@ -27,7 +27,7 @@ _WARM_ROWS = 20
 # How many rows of a new movie each stage has seen.
 STAGES = {"cold": 0, "warm-a": _WARM_ROWS, "warm-b": 2 * _WARM_ROWS, "warm-c": 3 * _WARM_ROWS}
 _WARM_UP = max(STAGES.values())
-# Rows, their split and side, and whether the model may know their movies by the id.
+# Rows, their split and side, and whether the model may know their movies by their ids.
 _Part = tuple[Int64, str, str | None, bool]
 
 

@@ -127,8 +127,8 @@ def hold_back(warm: State, movies: Movies, config: MovieLensConfig) -> list[Stat
 def select_tasks(
     states: list[State], config: MovieLensConfig, times: Mapping[tuple[int, int], int] | None
 ) -> list[State]:
-    """Return users with min to max ratings, their ratings in the order of which the last query_rows
-    are the query.
+    """Return users with min_ratings to max_ratings ratings, in an order whose last query_rows are
+    the query.
 
     One generator runs through the states in order and permutes the eligible users only, in file
     order: with MeLU's files and seed 2019 this is the shuffle of the workload that other

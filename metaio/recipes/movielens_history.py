@@ -23,7 +23,7 @@ def liked_before(
     for rows, support in zip(lengths_T.tolist(), support_lengths_T.tolist(), strict=True):
         liked = np.flatnonzero(rating_N[start : start + support] >= LIKED)
         for row in range(rows):
-            # Only a support row can be among them: of the query nothing is known yet.
+            # Only a support row can be among them: nothing is known of the query yet.
             others = liked[liked != row] if row < support else liked
             histories.append(item_N[start + others[-longest:]])
         start += rows

@@ -90,8 +90,8 @@ class World:
 
 
 def features(config: SyntheticConfig) -> Features:
-    """Return tables and columns of every synthetic dataset; row 0 of a table is never drawn but for
-    cold items.
+    """Return tables and columns of every synthetic dataset; row 0 of a table is drawn only for cold
+    items.
     """
     sizes = {
         "item": config.num_items,

@@ -35,7 +35,7 @@ from metaio.recipes.synthetic import (
 
 FIRST_DAY = datetime(2026, 1, 1, tzinfo=UTC)
 DAYS_FILE = "days.json"
-_NEW_ITEMS, _NEW_USERS = 10, 5  # one in so many of a day's
+_NEW_ITEMS, _NEW_USERS = 10, 5  # a tenth of a day's items, a fifth of its users
 _FASHION_STEP = 0.2
 _SECONDS = 86_400
 
@@ -215,7 +215,7 @@ def day_table(config: DaysConfig, world: World, fashion_G: Float, day: int) -> p
 
 
 def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
-    """Return the users of a day and the day on which each came: all new ones, and some of before.
+    """Return the users of a day and the day on which each came: all new ones, and some from before.
 
     Users are numbered as they come: all of the first day, then the new ones of each day.
     """

@@ -66,7 +66,7 @@ def event_time(ticks: int, unit: str) -> str:
 
 
 def unit_of(ticks: int) -> str | None:
-    """Return the unit of a time that is counted from 1970 on, None where it looks like none.
+    """Return the unit of a time that is counted from 1970 on, None where it does not look like one.
 
     >>> [unit_of(ticks) for ticks in (1_767_225_602, 1_767_225_602_000, 86_400)]
     ['s', 'ms', None]
@@ -243,8 +243,8 @@ def increment_numbers(url: str) -> list[int]:
 
 
 def increment_before(dataset: Dataset, back: int = 1) -> Dataset | None:
-    """Return the increment that stands so many before this one in its stream; None where there is
-    none, or the dataset is of no stream.
+    """Return the increment that stands `back` places before this one in its stream; None where
+    there is none, or the dataset is of no stream.
 
     Raises:
         FormatError, NoDatasetError: it is damaged, or was removed.

@@ -47,7 +47,7 @@ class Before:
 
 
 def opened(root: Path, schema: Schema | None) -> Before:
-    """Return the stream at a folder, or one that is to be made there.
+    """Return the stream at a folder, or a new one that is to be made there.
 
     Raises:
         SchemaError: the schema cannot be that of a stream.
@@ -98,7 +98,7 @@ def check_columns(
     distinct: Callable[[str], Iterable[str | None]],
 ) -> None:
     """Raise DataError for a column of input `name`, whose types all inputs share, that does not
-    hold what it held before; `distinct` gives the values of one.
+    hold what it held before; `distinct` gives the values of a column.
     """
     description, schema = before.description, before.schema
     if description is None:

@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Return what all rows hold.
 
         Raises:
-            DataError: they hold what makes no sense, or there are none.
+            DataError: some make no sense, or there are none.
         """
 
     def write(
@@ -191,7 +191,7 @@ def write_bucket(
     """
     job, schema = window.job, window.job.schema
     most, buckets = rule_of(schema).support, job.plan.of_split(job.plan.split_of(bucket))
-    # Most tasks of a long history are not in the window: their rows pass as they stand.
+    # Most tasks of a long history are not in the window: their rows pass through unchanged.
     touched = np.unique(rows.task_hash_N)
     old = old_rows.of_bucket(bucket - buckets.start, len(buckets))
     old = without_freed(schema, forget_rows(old, window.clock.forget_before), window.freed)

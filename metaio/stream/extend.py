@@ -68,7 +68,7 @@ EngineOf = Callable[[DuckSource, Schema, PrepareOptions], Engine]
 
 @dataclass(frozen=True)
 class _Next:
-    """The increment that is being made: what it is made of, and what was found out of it."""
+    """The increment that is being made: what it is made of, and what was found out about it."""
 
     before: Before
     look: Look
@@ -101,13 +101,13 @@ def extend(
     """Append the rows of raw tables to the stream at a local path, which the first call makes; it
     alone needs a schema. Return the new increment.
 
-    Tables `along`, such as those that came late, become part of it if they can: where all together
-    are refused, the others are tried alone, and `along` is quarantined once these are taken, which
+    Tables `along`, such as those that came late, become part of it if they can: if all together are
+    refused, `inputs` are tried alone, and once these are taken, `along` is quarantined and
     `left_out` is told.
 
     Raises:
         QuarantinedError: the rows are not to be trusted; `accept` takes them all the same, as far
-            as they can be trained on. Or they make no increment alone.
+            as they can be trained on. Or they are too few for an increment of their own.
         DataError: an input is missing, was taken before, or does not fit the stream; another
             process extends it; the disk is full.
     """
@@ -144,13 +144,13 @@ def extend(
 def _with_along(
     append: Callable[[list[str], bool], Offered], inputs: list[str], along: Sequence[str]
 ) -> tuple[Offered, RefusedFilesError | None]:
-    """Append inputs with what comes along, or else without it; return the files that were taken,
-    and why those that come along were not. Raise DataError as `_append` does."""
+    """Append `inputs` together with `along`, or else without; return the files that were taken, and
+    why those of `along` were not. Raise DataError as `_append` does."""
     try:
         return append([*inputs, *along], not along), None
     except DataError as error:
         refused = error if isinstance(error, RefusedFilesError) else None
-        # Alone the inputs would be refused as well; or the machine fails, such as a full disk.
+        # Then the inputs alone would be refused as well; or the machine fails, such as a full disk.
         is_alike = refused is not None and refused.kind in ("doubled", "few")
         of_machine = isinstance(error, AccessError) or getattr(error.__cause__, "errno", None)
         if not along or is_alike or of_machine:
@@ -171,9 +171,9 @@ def _append(
     inputs: list[str],
     is_alone: bool,
 ) -> Offered:
-    """Write the next increment, of files that come `is_alone` or with what is late, and return
-    them. Raise RefusedFilesError for those that are not to be trusted, or make none, DataError as
-    `extend` does."""
+    """Write the next increment, of files alone (`is_alone`) or with what came late, and return
+    them. Raise RefusedFilesError for files that are not to be trusted, or make no increment,
+    DataError as `extend` does."""
     root, schema, taken = before.root, before.schema, before.state.inputs
     memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
     try:

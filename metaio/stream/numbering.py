@@ -21,8 +21,8 @@ from metaio.ragged import Int64, entries_of, offsets, places
 
 @dataclass(frozen=True)
 class Occurrences:
-    """The distinct values of some rows: of each its first times, ascending, at most as many as
-    admit it, and its last time.
+    """The distinct values of some rows: of each, its first times, ascending, at most as many as it
+    takes to admit it, and its last time.
     """
 
     values: pa.Array  # [D], of one type, no nulls
@@ -36,8 +36,8 @@ class Occurrences:
         return _reduced(values, np.ones(len(times_V), np.int64), times_V, times_V, admission)
 
     def dealt(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
-        """Return the values of each of `num_parts` parts that has any; a value is always of one
-        part, whatever others are there.
+        """Return the values of each of `num_parts` parts that has any; a value is always in the
+        same part, whatever other values are there.
         """
         part_D = (_hashes(self.values) % np.uint64(num_parts)).astype(np.int64)
         offsets_D1 = offsets(self.lengths_D)
@@ -70,7 +70,8 @@ def _reduced(
     code = np.repeat(code_V, lengths_V)
     order = np.lexsort((times, code))
     counts_D = np.bincount(code, minlength=distinct)
-    # The how-manieth time of its value each one is: later ones than admit it say nothing more.
+    # The place of each time among those of its value: those behind the one that admits it say
+    # nothing.
     rank = places(counts_D)
     by_code = np.argsort(code_V, kind="stable")
     starts_D = offsets(np.bincount(code_V, minlength=distinct))[:-1]
@@ -117,7 +118,7 @@ class Numbering:
     def find(self, values: pa.Array) -> Int64:
         """Return the entry of each value, -1 where there is none."""
         hash_N = _hashes(values)
-        # Near neighbours after one another: what bisection touches is in the cache.
+        # In the order of the hashes: what bisection touches is then in the cache.
         order = np.argsort(hash_N)
         place_N, found_N = np.empty_like(order), np.full(len(order), -1, np.int64)
         place_N[order] = np.searchsorted(self.hash_E, hash_N[order])

@@ -12,7 +12,7 @@ from metaio.prepare.survey import mean_and_deviation
 from metaio.stream.chain import TICKS_PER_S, unit_of
 from metaio.stream.window import Look
 
-# Of standard errors: a window of few rows differs by chance.
+# In standard errors: a window of few rows differs by chance.
 _BY_CHANCE = 4.0
 
 
@@ -24,7 +24,7 @@ def statistics_of(look: Look) -> dict[str, Any]:
     return {
         "rows": look.num_rows,
         "span": look.most_time - look.least_time,
-        # Sums depend on the order of adding in their last bits: so engines agree.
+        # The last bits of sums depend on the order of adding: rounded, engines agree.
         "label_mean": float(f"{mean:.9g}"),
         "label_deviation": float(f"{deviation:.6g}"),
         "nulls": {name: count / rows for name, count in look.nulls.items()},
@@ -72,8 +72,8 @@ def faults(
 
 
 def drift(look: Look, frozen: dict[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
-    """Return of each standardised column how far its mean has moved, in frozen deviations, and how
-    many times as wide it is.
+    """Return, for each standardised column, how far its mean has moved, in frozen deviations, and
+    how many times as wide it is.
     """
     found = {}
     for name, (mean, deviation) in frozen.items():

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _Batches = Iterator[pa.RecordBatch]
-# The bucket of what is no occurrence of a value: counts, which go to the driver as they are.
+# The bucket of counts, which are not occurrences of a value and go to the driver as they are.
 _COUNTS = -1
 
 
@@ -195,7 +195,8 @@ def _looker(looking: Looking, num_parts: int) -> Callable[[_Batches], _Batches]:
 
 
 def _merger(looking: Looking) -> Callable[[_Batches], _Batches]:
-    """Return what makes one Look of those of a part, and of the occurrences of its values."""
+    """Return a function that merges the Looks of a part, and the occurrences of its values, into
+    one."""
 
     def merge(batches: _Batches) -> _Batches:
         for bucket, parts in by_bucket(batches):
@@ -239,8 +240,8 @@ def _no_rows(window: Window) -> Callable[[_Batches], _Batches]:
 
 
 def _bucket_writer(window: Window, dataset: Path, parts: Path) -> Callable[[_Batches], _Batches]:
-    """Return what writes buckets: each one's shard to the dataset, and the rest that is known of it
-    below `parts`, where the driver gathers it; it yields the rest, which is small.
+    """Return a function that writes buckets: each one's shard to the dataset, and what the driver
+    is to gather below `parts`; it yields the rest, which is small.
     """
 
     def write(batches: _Batches) -> _Batches:

@@ -48,7 +48,8 @@ class State:
 
 
 def task_rows(folder: Path | None, split: str, schema: Schema) -> TaskRows:
-    """Return the newest rows of the tasks of a split, in the folder of a state if there is one."""
+    """Return the newest rows of the tasks of a split from a state's folder; none without a
+    folder."""
     return TaskRows(rows_file(folder, split) if folder else None, schema)
 
 
@@ -81,7 +82,7 @@ def load_state(stream: Path, number: int) -> State:
 
 @contextmanager
 def new_state(stream: Path, number: int) -> Iterator[Path]:
-    """Give the folder in which the state of an increment is built; `commit_state` keeps it."""
+    """Yield the folder in which the state of an increment is built; `commit_state` keeps it."""
     partial = stream / STATES / f".{folder_of(number)}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -166,7 +166,7 @@ def _rows(batch: pa.RecordBatch, schema: Schema) -> EncodedRows:
 
 
 def forget_rows(rows: EncodedRows, least_time: int | None) -> EncodedRows:
-    """Return the rows from `least_time` on; all without one."""
+    """Return the rows from `least_time` on; all of them if it is None."""
     if least_time is None:
         return rows
     return take_rows(rows, np.flatnonzero(rows.time_N >= least_time))

@@ -91,7 +91,7 @@ class Clock:
 
 @dataclass
 class Look:
-    """What the rows of an increment hold, late ones included that the window takes."""
+    """What the rows of an increment hold, including late ones that the window takes."""
 
     num_rows: int = 0
     num_late: int = 0  # of them
@@ -132,7 +132,7 @@ class Looking:
 
     @property
     def admissions(self) -> dict[str, int]:
-        """Return how many occurrences admit a value, of each table."""
+        """Return how many occurrences admit a value in each table."""
         sparse = self.schema.sparse
         return {c.table_name: c.vocabulary for c in sparse if c.vocabulary is not None}
 

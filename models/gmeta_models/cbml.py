@@ -20,7 +20,7 @@ from gmeta_models.mlp import mlp
 
 
 class ClusterGate(nn.Module):
-    """From what a task's support rows hold on average to a gate for each output of each layer.
+    """Turns the mean of a task's support rows into a gate for each output of each layer.
 
     r_t = tanh(V m_t)                                    what the task is like
     p_tc = softmax_c(-|r_t - mu_c|^2 / 2)                how much it is of cluster c

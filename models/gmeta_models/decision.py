@@ -59,13 +59,13 @@ class DecisionModel(nn.Module, ABC):
         return rows if layers is None else rows._replace(dense_NK=layers(rows.dense_NK))
 
     def seen_NX(self, inputs: RowInputs) -> Tensor:
-        """Return what the decision layers see of rows that are not pooled yet."""
+        """Return the inputs of the decision layers for rows that are not pooled yet."""
         rows = self.through_dense(inputs.pooled(self.pooling, self.history))
         return self.decision_inputs_NX(rows)
 
     def is_in_parts(self) -> bool:
-        """Tell whether its parts are all of it: a subclass of somebody's own may have layers of
-        another kind among them, hooks, or a forward pass of its own.
+        """Tell whether the model is nothing more than its parts: a subclass of somebody's own may
+        have layers of another kind among them, hooks, or a forward pass of its own.
         """
         kind, base = type(self), DecisionModel
         return (

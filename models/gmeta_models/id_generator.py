@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gmeta_models.config import InputSizes, Pooling
     from gmeta_models.inputs import RowInputs
 
-# Of the embeddings that a new generator makes, none is larger.
+# The largest value in the embeddings that a new generator makes.
 START_SCALE = 0.2
 
 
@@ -93,7 +93,7 @@ class IdGenerator(nn.Module):
         """
         columns = self.columns
         single_NFD = inputs.single_NFD
-        # Column by column: a list as an index would be waited for on CUDA.
+        # Column by column: with a list as an index CUDA makes the host wait.
         content = [single_NFD[:, column] for column in columns.single]
         if columns.multi:
             pooled_NMD = inputs.pooled_NMD(columns.pooling)

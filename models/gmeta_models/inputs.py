@@ -52,7 +52,7 @@ class RowInputs:
     bag_index_V: Tensor  # int64, row * M + feature: the bag each value belongs to
     num_multi: int  # M
     dense_NK: Tensor
-    # Of each multi-id feature the longest bag, or more; None: found by a look at the values.
+    # The length of each multi-id feature's longest bag, or more; None: found from the values.
     longest_M: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
@@ -85,7 +85,8 @@ class RowInputs:
         starts_C = lengths_C.cumsum(0) - lengths_C
         within_V = torch.arange(bag_V.numel(), device=bag_V.device) - starts_C[bag_V]
         place_V = bag_V // self.num_multi * longest + within_V
-        # Those of other features behind the end: to pick ours out would be waited for on CUDA.
+        # Values of other features go behind the end: to pick ours out, CUDA would make the host
+        # wait.
         end = num_rows * longest
         place_V = torch.where(bag_V % self.num_multi == feature, place_V, end)
         width = self.bag_values_VD.shape[1]

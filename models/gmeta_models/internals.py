@@ -20,7 +20,7 @@ def onednn_linear(rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """Tell whether something is called before or after a part of a model, as weight_norm has it.
+    """Tell whether something is called before or after a part of a model, as with weight_norm.
 
     If it moves: whatever `nn.Module.__call__` looks at before it calls `forward` alone.
     """

@@ -54,7 +54,7 @@ def towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
 
 
 def experts(count: int, width: int, hidden: tuple[int, ...]) -> nn.ModuleList:
-    """Return so many experts over inputs of this width: an MLP with a ReLU after each layer."""
+    """Return `count` experts over inputs of this width: MLPs with a ReLU after each layer."""
     return nn.ModuleList(mlp([width, *hidden], activate_last=True) for _ in range(count))
 
 

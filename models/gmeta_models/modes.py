@@ -1,4 +1,4 @@
-"""How a model is while it is only asked."""
+"""The mode of a model that is only asked for predictions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Have a model in eval mode inside, as one that is served: one of somebody's own may have
+    """Keep a model in eval mode inside, as when it is served: one of somebody's own may have
     dropout. A part that its owner put in eval mode stays so afterwards.
     """
     training = [part for part in model.modules() if part.training]

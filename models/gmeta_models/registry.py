@@ -147,7 +147,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     ]
 
     def others_of(last: float) -> torch.Tensor:
-        """Return the outputs of the rows before it; what is drawn and kept stays as it was."""
+        """Return the outputs of the other rows; random state and buffers stay as they were."""
         output = outputs_of(last)
         torch.set_rng_state(drawn)
         for module, name, buffer, value in kept:
@@ -155,7 +155,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
         return output[:-1]
 
     first, again, other = (others_of(last) for last in (0.0, 0.0, 1.0))
-    # One that differs by itself, as by draws of its own, tells nothing.
+    # A model whose outputs differ anyway, as it draws numbers of its own, tells nothing.
     alike = partial(torch.allclose, first, rtol=1e-4, atol=1e-5, equal_nan=True)
     if alike(again) and not alike(other):
         raise ValueError(

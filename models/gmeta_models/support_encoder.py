@@ -31,7 +31,7 @@ class SupportRows(NamedTuple):
 
 
 class SupportEncoder(nn.Module):
-    """From the support rows of each task to what it does to each layer: (W x + b) * scale + shift.
+    """Turns the support rows of each task into a change of each layer: (W x + b) * scale + shift.
 
     r_n = MLP([x_n, e_n x_n, y_n, e_n])                 what a row says: features, label, error
     m_t = n_t / (n_t + prior) * sum_n w_n r_n           w_n = 1 / n_t, or softmax_n(v . r_n)
@@ -66,7 +66,7 @@ class SupportEncoder(nn.Module):
 
     def forward(self, support: SupportRows) -> dict[str, Tensor]:
         """Return scale and shift of each layer, by name, for every task, also those without rows:
-        [T, 2, O]; only the scale, [T, 1, O], of an encoder that shifts nothing.
+        [T, 2, O]; only the scale, [T, 1, O], if the encoder shifts nothing.
         """
         features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
         # See the class: e x is the gradient of a linear layer.
@@ -83,14 +83,14 @@ class SupportEncoder(nn.Module):
         sums_TZ = code_NZ.new_zeros(len(count_T1), code_NZ.shape[1])
         weights_N1 = self._weights_N1(code_NZ, count_T1, task_N)
         sums_TZ = sums_TZ.index_add(0, task_N, code_NZ * weights_N1)
-        # The weights sum to 1 in a task: this is n / (n + prior), and 0 of a task without rows,
+        # The weights sum to 1 in a task: this is n / (n + prior), and 0 for a task without rows,
         # whatever prior.
         mean_TZ = sums_TZ * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
         task_TZ = torch.tanh(self.task(torch.cat([mean_TZ, count_T1.log1p()], dim=1)))
         return self._by_layer(self.modulations(task_TZ))
 
     def _weights_N1(self, code_NZ: Tensor, count_T1: Tensor, task_N: Tensor) -> Tensor:
-        """Return what each row counts in its task; they sum to 1 in each task that has rows."""
+        """Return the weight of each row in its task; they sum to 1 in each task that has rows."""
         if self.attention is None:
             return (1.0 / count_T1.clamp(min=1.0)).index_select(0, task_N)
         score_N1 = self.attention(code_NZ).to(code_NZ.dtype)

@@ -112,7 +112,7 @@ def _value(
 def _converted(
     name: str, kind: Any, bounds: Mapping[str, Any], value: Any, wording: Wording
 ) -> Any:
-    """Return `value` as the type `kind`; None where it is of another."""
+    """Return `value` as the type `kind`; None where it is of another type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value if value in inner else None

@@ -11,8 +11,8 @@ from typing import final
 class failing_as:  # noqa: N801 - it reads as a word of the language: with failing_as(...):
     """Turns whatever is raised inside into an error of ours, with the cause behind it.
 
-    `passing` are the errors that say already what is wrong; one that `told` gives back as it is
-    passes, too, and so do Ctrl-C and the end of the process.
+    Errors of `passing` say already what is wrong, and pass through; so do those that `told` returns
+    unchanged, Ctrl-C and the end of the process.
     """
 
     def __init__(self, told: Callable[[Exception], Exception], *passing: type[Exception]) -> None:
@@ -31,5 +31,5 @@ class failing_as:  # noqa: N801 - it reads as a word of the language: with faili
 
 
 def kind_and_text(error: Exception) -> str:
-    """Return kind and message, as one line, of an error that nobody wrote for its reader."""
+    """Return kind and message, in one line, of an error that was not written for our users."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -110,7 +110,7 @@ class Registry(Generic[Part]):
 def _entry_points(path: tuple[str, ...]) -> Any:  # of a class that Python 3.12 renamed
     """Return the entry points of all packages on this sys.path, looked for once a process: that
     reads a file of each."""
-    del path  # tells one search from another
+    del path  # the key of the cache
     return entry_points()
 
 
@@ -120,7 +120,7 @@ def is_ours(part: object) -> bool:
 
 
 def is_subclass_of(kind: type) -> Callable[[Any], bool]:
-    """Return what says of a value whether it is a class of this kind."""
+    """Return a function that tells whether a value is a class of this kind."""
     return lambda found: isinstance(found, type) and issubclass(found, kind)
 
 

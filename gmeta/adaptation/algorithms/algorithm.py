@@ -46,10 +46,11 @@ class TableSizes:
     inputs: InputSizes = InputSizes(0, 0, 0)  # noqa: RUF009 - frozen
 
     def adapting(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
-        """Return the places of the tables whose rows adapt, ascending; None: of all, or of none.
+        """Return the places of the tables whose rows adapt, ascending; None: of all tables, or of
+        none.
 
         Raises:
-            ValueError: the config names a table that there is not.
+            ValueError: the config names a table that does not exist.
         """
         if isinstance(config.adapt_embeddings, bool):
             return None
@@ -96,5 +97,5 @@ class Algorithm:
     parts: Callable[[nn.Module, AlgorithmConfig, TableSizes], LearnedParts] = nothing_learned
     solves: bool = False  # an inner step is solved in closed form: closed_form.py
     takes_steps: bool = True  # False: adapting is a forward pass alone
-    # The side that a task needs rows of to count in the mean over the tasks.
+    # A task counts in the mean over the tasks if it has rows of this side.
     learns_from: Literal["query", "support"] = "query"

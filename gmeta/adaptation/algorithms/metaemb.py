@@ -12,7 +12,8 @@ the columns that describe its ids. `train_base = false` is the paper: model and 
 a plain run (run.start_from) and the generator alone learns; with true they learn from the same
 loss. Departures: k steps where the paper has one; every id is generated, also those of training,
 whose rows in the table are not used; layers named in adapt_layers (but for the default) adapt with
-the embedding; a task without support rows has no first term, and support_prior shrinks it as steps.
+the embedding; a task without support rows has no first term, and support_prior shrinks that term as
+it shrinks steps.
 
 Every row is given the embedding of its own content: the rows of a task agree, as they describe one
 id, and rows of several ids may be predicted at once.

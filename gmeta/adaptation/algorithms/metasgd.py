@@ -47,7 +47,7 @@ class LayerRates(nn.Module):
 
     @property
     def rate(self) -> LayerRate:
-        """Return it as the inner loop takes it."""
+        """Return the rate as the inner loop takes it."""
         return WeightRates(self.weight, self.bias) if self.weight.dim() == 2 else self.weight
 
 
@@ -76,7 +76,7 @@ class LearnedRates(nn.Module):
         self.layers = nn.ModuleDict(
             {name.replace(".", "/"): LayerRates(layer, config) for name, layer in layers.items()}
         )
-        # Of the tables that adapt, and where each table finds its rate: behind them all is a 0.
+        # Rates of the tables that adapt, and each table's place among them; past the end is a 0.
         self.tables_BC: nn.Parameter | None = None
         place_B = list(range(tables.num_tables))
         if plan.adapts_rows:

@@ -37,7 +37,7 @@ def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -
     at theta_t, its gradient the sum of theta - theta_t.
 
     Raises:
-        ConfigError: the rates of an algorithm of somebody's own are not one for all that adapts.
+        ConfigError: an algorithm of somebody's own has more than one rate.
     """
     rates = inner_loop.rates
     if not isinstance(rates, FixedRates):

@@ -1,8 +1,8 @@
 """The equations of mlp.py with their derivatives written out: the kernel.
 
 autograd would find the same derivatives in five times as many operations, most of which allocate.
-A gradient that autograd hands to a `backward` here was made for it alone, but for those at z_L and
-d_0: the others' memory is used for what is added to them.
+A gradient that autograd hands to a `backward` here was made for it alone, except for those at z_L
+and d_0: whatever is added to the others is added in place.
 
 Shape suffixes: N rows of one side, S support rows, I input width, O output width.
 """
@@ -96,7 +96,7 @@ class _Layers(NamedTuple):
 
     @property
     def num_shared(self) -> int:
-        """Count those of them that stand before the updates of inner steps."""
+        """Count the tensors that stand before those of the inner steps' updates."""
         return 2 * len(self.updates) + sum(gate is not None for gate in self.gates_NO)
 
 
@@ -111,7 +111,7 @@ class _LayerGrads:
 
     @property
     def in_order(self) -> Grads:
-        """Return them in the order of the tensors."""
+        """Return the gradients in the order of the tensors."""
         gates = [self.gates[at] for at in self._gated]
         moved = [grad for grads in self.moved for grad in grads]
         return [*self.weights, *self.biases, *gates, *moved]
@@ -238,7 +238,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return them contiguous, as views of rectangles need them."""
+    """Return the gradients contiguous, as views of rectangles need them."""
     return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 

@@ -26,7 +26,7 @@ Grads = list[Tensor | None]
 
 
 class Factors(NamedTuple):
-    """One inner step's A and a G: it takes A^T a G from the layer."""
+    """One inner step's A and a G: the step subtracts A^T a G from the layer's weight."""
 
     activations_SI: Tensor
     scaled_grads_SO: Tensor
@@ -57,7 +57,7 @@ class LayerUpdate(NamedTuple):
         return [tensor for pair in (*self.factors, *self.matrices) for tensor in pair]
 
     def then(self, activations_SI: Tensor, scaled_SO: Tensor, support: Rectangles) -> LayerUpdate:
-        """Return it with one inner step more; differentiable."""
+        """Return the update with one more inner step; differentiable."""
         factors, matrices = self.factors, self.matrices
         if self.low_rank:
             factors = (*factors, Factors(activations_SI, scaled_SO))
@@ -69,7 +69,7 @@ class LayerUpdate(NamedTuple):
         return self._replace(factors=factors, matrices=matrices)
 
     def subtract(self, out_NO: Tensor, rows_NI: Tensor, sides: Sides) -> Saved:
-        """Take what the steps took from the outputs of rows x: out -= (x A^T + c) a G."""
+        """Subtract the steps' change from the outputs of rows x: out -= (x A^T + c) a G."""
         for at, matrix in zip(self.materialised, self.matrices, strict=False):
             # Before the first step there are no matrices, and the loop is empty.
             out, rows = sides[0][at].of(out_NO), sides[0][at].of(rows_NI)
@@ -101,8 +101,8 @@ class LayerUpdate(NamedTuple):
             for at, spread in zip(self.low_rank, spreads, strict=True):
                 mine, support = sides[0][at], sides[1][at]
                 grad = mine.of(grad_NO)
-                # Of out -= s (a G) with s = x A^T + c; each product below takes the minus: x gets
-                # - (g (a G)^T) A, A gets - (g (a G)^T)^T x, a G gets - s^T g.
+                # Derivative of out -= s (a G) with s = x A^T + c; each product below takes the
+                # minus: x gets - (g (a G)^T) A, A gets - (g (a G)^T)^T x, a G gets - s^T g.
                 of_spread = torch.bmm(grad, support.of(step.scaled_grads_SO).mT)
                 if rows_grad_NI is not None:
                     activations = support.of(step.activations_SI)
@@ -124,7 +124,7 @@ class LayerUpdate(NamedTuple):
         return found
 
     def subtract_back(self, below_SI: Tensor, grads_SO: Tensor, support: Rectangles) -> Saved:
-        """Take what the steps took from gradients g on their way back: below -= (g a G^T) A."""
+        """Subtract the steps' change from gradients g going back: below -= (g a G^T) A."""
         for at, matrix in zip(self.materialised, self.matrices, strict=False):
             mine = support[at]
             mine.of(below_SI).baddbmm_(mine.of(grads_SO), matrix.weight_TIO.mT)
@@ -154,7 +154,7 @@ class LayerUpdate(NamedTuple):
             for at, spread in zip(self.low_rank, spreads, strict=True):
                 mine = support[at]
                 below, scaled = mine.of(below_grad_SI), mine.of(step.scaled_grads_SO)
-                # Of below -= s A with s = g (a G)^T, as in subtract_backward.
+                # Derivative of below -= s A with s = g (a G)^T, as in subtract_backward.
                 of_spread = torch.bmm(below, mine.of(step.activations_SI).mT)
                 mine.of(grads_grad_SO).baddbmm_(of_spread, scaled, alpha=-1)
                 _put_minus(mine.of(of_step.activations_SI), spread.mT, below)
@@ -168,13 +168,13 @@ class LayerUpdate(NamedTuple):
         return found
 
     def _empty(self, step: Factors) -> Factors:
-        """Return memory for a step's gradients that the rectangles fill; 0 where others do not."""
+        """Return memory for a step's gradients; 0 for the rows of rectangles that keep a matrix."""
         like = torch.zeros_like if self.materialised else torch.empty_like
         return Factors(like(step.activations_SI), like(step.scaled_grads_SO))
 
 
 class _AddStep(torch.autograd.Function):
-    """D - A^T a G of the tasks of each of these rectangles; of the first step 0 - A^T a G."""
+    """D - A^T a G for the tasks of each of these rectangles; 0 - A^T a G in the first step."""
 
     @staticmethod
     def forward(

@@ -121,8 +121,9 @@ class FusedLoop:
         loss = _row_loss(tasks.support, self._objectives.inner, dtype, self._config.support_prior)
         rates = self._decision.rates(self._rates)
         if isinstance(adapted, StillMlp) and (rate := self._decision.one_rate(rates)):
-            # A step's gradients are linear in the loss: its rate can stand there, once for all. Of
-            # a CPU's step that is 2 to 7 %, on a GPU a launch for each layer and inner step.
+            # A step's gradients are linear in the loss, so its rate can scale the loss, once for
+            # all. It saves 2 to 7 % of a step on a CPU, and a launch for each layer and inner step
+            # on a GPU.
             loss, rates = loss.times(rate), [1.0] * len(rates)
         for _ in range(self._config.inner_steps):
             if isinstance(adapted, StillMlp):
@@ -160,7 +161,7 @@ class FusedLoop:
         gated, constant_SX = isinstance(self._model, GatedModel), None
         if second_order:
             inputs = self._inputs_NX(rows_PD, tasks.features[0])
-            # Both sides stand in one, the support first: see PaddedTasks.
+            # One tensor holds both sides, the support first: see PaddedTasks.
             support_SX = inputs[: tasks.support.num_rows]
         else:
             # First order: what enters the layers on the support rows is a constant, and a graph of
@@ -176,7 +177,7 @@ class FusedLoop:
             common = CommonInputs.of(tasks.common, rows_PD, column, width)
             common = common._replace(values_TU=_in_autocast(common.values_TU))
             in_common_T = common.in_common_T(second_order)
-            # What all rows of a task share meets its columns of the weight once a task, and joins
+            # What all rows of a task share is multiplied by the weight once a task, and added to
             # the bias.
             weight_OX, bias = common.split_layer(weight_OX, bias)
         gates: list[Tensor | None] = [None] * len(self._decision.layers)
@@ -199,7 +200,7 @@ class FusedLoop:
         loss: RowLoss,
         second_order: bool,
     ) -> MovingInputs:
-        """Return the model after one inner step more."""
+        """Return the model after one more inner step."""
         before_PD, decision, dense = adapted.rows_PD, adapted.decision, adapted.dense
         adapts_rows = self._plan.adapts_rows
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
@@ -244,8 +245,8 @@ class FusedLoop:
         mean_TX = support.mean_TX(support_SX)
         if common is not None:
             is_known_T1 = support.mean_TX(support_SX.new_ones(len(support_SX), 1))
-            # A gate sees all inputs: those that the rows share are put back, but for a task without
-            # rows, whose mean stays 0.
+            # A gate sees all inputs: those that the rows share are put back, except for a task
+            # without rows, whose mean stays 0.
             mean_TX = common.beside(mean_TX, is_known_T1)
         gates = cast(GatedModel, self._model).gates_TO(mean_TX)
         by_layer = {self._model.get_submodule(name): gate for name, gate in gates.items()}
@@ -278,7 +279,7 @@ class _Layers:
 
     @property
     def adapt(self) -> bool:
-        """Tell whether any of them does."""
+        """Tell whether any of the layers adapts."""
         return any(self.names)
 
     def rates(self, rates: InnerRates) -> list[LayerRate]:
@@ -286,7 +287,7 @@ class _Layers:
         return [0.0 if name is None else rates.of_layer(name) for name in self.names]
 
     def one_rate(self, rates: Sequence[LayerRate]) -> float | None:
-        """Return the rate that is that of each layer which adapts; None: they differ, or learn."""
+        """Return the one rate of all layers that adapt; None if they differ, or are learned."""
         adapting = [rate for rate, name in zip(rates, self.names, strict=True) if name is not None]
         if not all(isinstance(rate, float) for rate in adapting) or len(set(adapting)) != 1:
             return None
@@ -334,7 +335,7 @@ def _row_loss(
 
 
 def _linear(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
-    """Return the linear ones in their order; none of None."""
+    """Return the linear layers in their order; an empty tuple for None."""
     return tuple(layer for layer in layers or () if isinstance(layer, nn.Linear))
 
 

@@ -59,7 +59,7 @@ class AdaptedMlp(ABC):
 
     @abstractmethod
     def _moved(self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate) -> Self:
-        """Return the MLP with layer `at` after one inner step more."""
+        """Return the MLP with layer `at` after one more inner step."""
 
     def step_gradients(
         self, inputs_SI: Tensor, loss: RowLoss, lowest: int
@@ -76,7 +76,7 @@ class AdaptedMlp(ABC):
     ) -> Self:
         """Return the MLP after one inner step, from what `step_gradients` returned.
 
-        `grads` may begin at any layer below the lowest that adapts; a rate for every layer.
+        `grads` may begin at any layer below the lowest that adapts; `rates` has one for each layer.
         """
         mlp, count = self, len(self.weights_OI)
         for at, paths in enumerate(self.paths):

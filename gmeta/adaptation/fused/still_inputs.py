@@ -1,11 +1,11 @@
-"""A decision MLP whose inputs no inner step moves: what all steps ask of them is computed once.
+"""A decision MLP whose inputs no inner step moves: what all steps need of them is computed once.
 
     z_1 = g * (x W_1 + b_1) - (x A^T + c) (a G_1 + ... + a G_j)
 
 A are the inputs of the support rows, the same in every step, so the gradients of the steps add up;
 c is 1, for the bias, and more where x is not all of a row's inputs (rows/common.py). The layers
-above are mlp.py's. A step of the MovieLens example, of three inner ones, takes five eighths of the
-time so.
+above are mlp.py's. So a step of the MovieLens example, with three inner steps, takes five eighths
+of the time.
 
 Shape suffixes: R rows of both sides, N rows of one, S support rows, T tasks, L rows of a task, V
 inputs of a row, O output width.
@@ -43,7 +43,7 @@ class FirstLayer(NamedTuple):
 
     @property
     def is_of_tasks(self) -> bool:
-        """Tell whether a task has something of its own before any inner step."""
+        """Tell whether the layer differs between tasks before any inner step."""
         return self.in_common_T is not None or self.gate_TO is not None
 
 
@@ -83,7 +83,7 @@ class StillMlp:
     scaled_grads_SO: Tensor | None = None  # of the first layer's outputs, added up over the steps
 
     def after_step(self, loss: RowLoss, rates: Sequence[LayerRate], second_order: bool) -> StillMlp:
-        """Return the MLP after one inner step; a rate for every layer, the first included."""
+        """Return the MLP after one inner step; `rates` are by layer, the first included."""
         with torch.set_grad_enabled(second_order):
             first_SO = self.support.after_NO(self.scaled_grads_SO)
             lowest = 0 if self.first_adapts else self.upper.lowest_moving
@@ -95,7 +95,7 @@ class StillMlp:
         upper = self.upper.after_step(activations, grads, rates[1:])
         if first_grads_SO is None:
             return replace(self, upper=upper)
-        # Not of each weight: FusedLoop.suits refused such.
+        # No rate is one of each weight: FusedLoop.suits refused such.
         scaled_SO = scaled(first_grads_SO, cast(float | Tensor, rates[0]))
         if self.scaled_grads_SO is not None:
             # A is the same in every step, so one product with the sum serves them all.
@@ -121,7 +121,7 @@ def first_outputs(
     and the support's are `constant_SV`. Only `several_steps` ask for the support's own overlaps.
     """
     support, query = tasks.support, tasks.query
-    alone = layer.in_common_T is None  # a row's inputs are all that it has, and the bias
+    alone = layer.in_common_T is None  # the rows of a task share no inputs
     tensors = layer.weight_OV, layer.bias if alone else None, support.rectangles
     asked = query.rectangles if layer.adapts else ()
     own = support.rectangles if layer.adapts and several_steps else ()
@@ -202,7 +202,7 @@ class _FirstProducts(torch.autograd.Function):
                         s.of(to_support).baddbmm_(overlap.mT, q.of(of_query))
             for overlap, s in zip(overlaps[len(query) :], support if own else (), strict=False):
                 if overlap is not None:
-                    # Of A A^T, in which A stands twice.
+                    # Derivative of A A^T, in which A stands twice.
                     s.of(to_support).baddbmm_(overlap + overlap.mT, s.of(of_support))
         of_bias = outputs_RO.sum(dim=0) if ctx.needs_input_grad[3] else None
         return found_RV, None, outputs_RO.mT @ inputs_RV, of_bias, None, None, None

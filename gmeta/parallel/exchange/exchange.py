@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class Exchange(ABC):
     """Brings the rows that episodes need."""
 
-    planner: "Planner"  # what it does in front of a step, another process can do with it, too
+    planner: "Planner"  # with it another process can do what comes before a step
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Of this rank's rows in the last backward, on the device: finite where the gradient was.
+        # Sum of the gradient of this rank's rows in the last backward, on the device: finite if
+        # that was.
         self.gradient_sum = torch.zeros((), device=device)
 
     def saw_gradient(self, grad_UD: Tensor) -> None:
@@ -30,8 +31,8 @@ class Exchange(ABC):
         self.gradient_sum = grad_UD.sum()
 
     def prepared(self, episodes: "Arranged") -> "Arranged":
-        """Return these episodes, which are on the host, with all done that `announce` can do in
-        front of it, in one block of pinned memory. Any thread may call it, for any batch.
+        """Return these episodes, which are on the host, with everything done that can be done
+        before `announce`, in one block of pinned memory. Any thread may call it, for any batch.
         """
         return episodes.planned(self.planner.plan(episodes)).packed()
 

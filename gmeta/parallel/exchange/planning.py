@@ -1,5 +1,5 @@
-"""What an exchange works out of a batch's ids in front of its step: on the host, from numbers
-alone, so that another process can do it.
+"""What an exchange works out of a batch's ids before its step: on the host, from numbers alone, so
+that another process can do it.
 
 Shape suffixes: W ranks: the others in order, then this one; S shards, G groups of tables that they
 are in.
@@ -34,7 +34,7 @@ class Known(NamedTuple):
     row_of_shard: Tensor  # these ids
     ids_W: tuple[int, ...]  # how many are asked of each rank
     values_W: tuple[int, ...]  # how many numbers it gives for them
-    # Rows of each group that each rank asks of this one; None: others are asked first.
+    # Rows of each group that each rank asks of this one; None: the other ranks must tell.
     given_WG: tuple[tuple[int, ...], ...] | None
 
 

@@ -35,8 +35,7 @@ class Asked:
     counts_S: Ints
     # Of every id, its row within the shard; int32 where it may travel and that is enough.
     row_of_shard: Tensor
-    # Where the row of each id comes to stand (int32), and the id of each row; None: in the order of
-    # ids.
+    # The place of each id's row (int32), and the id of each row; None: in the order of ids.
     place_U: Tensor | None = None
     id_U: Tensor | None = None
 
@@ -86,7 +85,8 @@ class Routes:
         self._start_S = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
         self._rows_S = np.array([s.num_rows for s in self.shards])
         # One rank and one kind: ids arrive in the order of the wire, and no row is gathered into it
-        # and back. On a CPU that is a hundredth of a step, of a graph on a GPU 2 launches of 35.
+        # and back. That saves a hundredth of a step on a CPU, and 2 of 35 launches of a graph on a
+        # GPU.
         tables = [s.table for s in self.shards]
         self._in_order = world_size == 1 and tables == sorted(num_rows_B)
 

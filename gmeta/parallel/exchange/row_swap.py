@@ -81,8 +81,8 @@ class RowSwap:
         taken: Tensor | None = None,
         scale: float = 1.0,
     ) -> Swap:
-        """Start to send so many values to each other rank, times `scale` in float16; in float32
-        what they send arrives in `taken`, if given.
+        """Start to send each other rank its `given` number of values, times `scale` in float16; in
+        float32 what they send arrives in `taken`, if given.
         """
         if self.wire_dtype is not None:
             if self.wire_dtype == torch.float16:

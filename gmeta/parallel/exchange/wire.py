@@ -94,7 +94,7 @@ class _WireFetch(RowFetch):
         self._known: Known = plan.known
         self._swap: Swap | None = None  # what is under way: the counts, then the ids
         self._rows: RowSwap | None = None
-        # Where each id's row comes to stand, on the device.
+        # The place of each id's row, on the device.
         self._place_U, self._id_U, rows_G = unpacked(plan.numbers)
         self._given: Given | None = None
         if self._known.given_WG is not None:

@@ -226,7 +226,7 @@ class SharedMemory(Transport):
         return _Sum(_Message(self, message), self._rank, mine, values)
 
     def _read_by_all(self) -> int:
-        """Return the last message that nobody needs any more, nor any before it."""
+        """Return the last message that nobody needs any more, like all before it."""
         return min(self._oldest_open() - 1, *(peer.read for peer in self._peers))
 
     def _oldest_open(self) -> int:
@@ -300,7 +300,7 @@ class SharedMemory(Transport):
 
 
 class _Message:
-    """A message that this rank reads, and its own: nobody's memory is used anew while it lives."""
+    """A message that this rank reads, and its own: nobody's memory is reused while it lives."""
 
     def __init__(self, shared: SharedMemory, number: int) -> None:
         self._shared = shared

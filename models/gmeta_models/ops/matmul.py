@@ -1,7 +1,7 @@
 """Products of many rows with a matrix, in float32 on a CPU.
 
 torch's go through MKL, which is slower than oneDNN on AMD's processors: with these a MAML step
-takes 5 % less, of 20 support rows a task 6 % (benchmarks/maml_step.py, an EPYC). But oneDNN
+takes 5 % less, with 20 support rows a task 6 % (benchmarks/maml_step.py, an EPYC). But oneDNN
 generates code for every number of rows that it has not seen, 0.8 ms each, and ragged tasks bring
 new ones with every step. So most rows go through oneDNN in a piece of one of few sizes, the rest
 through MKL.

@@ -4,8 +4,8 @@ once.
 torch's derivative of `products[:, row, column]` adds one value after the other to a cleared matrix
 a row. But with the gradient g of the pairs written as a symmetric matrix G of zero diagonal, that
 of the vectors V is G V: a gather and one product. A gradient U of G V gives G U to V, and U V^T and
-its transpose at the pairs to g, which again have such derivatives. A MAML step of DLRM takes four
-fifths of the time so over 26 features, nine tenths over the demo's.
+its transpose at the pairs to g, which again have such derivatives. So a MAML step of DLRM takes
+four fifths of the time with 26 features, nine tenths with the demo's.
 
 Shape suffixes: N rows, F vectors of a row, D their width, P pairs.
 """
@@ -28,7 +28,8 @@ class PairwiseDots(nn.Module):
         # first, torch takes ten milliseconds to compute these in Python.
         row_P, column_P = torch.tril_indices(num_vectors, num_vectors, offset=-1, device="cpu")
         pairs_P = torch.arange(row_P.numel(), device="cpu")
-        # The pair at each place of the matrix of all dot products; on its diagonal one too many.
+        # The pair at each place of the matrix of all dot products; on its diagonal one past the
+        # last.
         place_FF = torch.full((num_vectors, num_vectors), row_P.numel(), device="cpu")
         place_FF[row_P, column_P] = place_FF[column_P, row_P] = pairs_P
         # Not for checkpoints: they follow from the number of vectors.
@@ -39,7 +40,7 @@ class PairwiseDots(nn.Module):
         """Return the dots of all pairs: [N, F, D] -> [N, P]."""
         device = vectors_NFD.device.type
         if torch.is_autocast_enabled(device):
-            # Before, not inside: the derivative multiplies by the vectors.
+            # Cast before, not inside: the derivative multiplies by the vectors.
             vectors_NFD = vectors_NFD.to(torch.get_autocast_dtype(device))
         dots_NP: Tensor = _Dots.apply(vectors_NFD, self.pair_P, self.place_FF)
         return dots_NP
@@ -70,7 +71,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(grad_NP: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
         num_rows, num_vectors, _ = vectors_NFD.shape
-        # One pair more, whose gradient is 0: the diagonal takes its place.
+        # One more pair, whose gradient is 0: the diagonal takes its place.
         with_zero = torch.cat([grad_NP, grad_NP.new_zeros(num_rows, 1)], dim=1)
         symmetric_NFF = with_zero.index_select(1, place_FF).view(-1, num_vectors, num_vectors)
         # d(sum_p g_p v_i . v_j)/dv_i = sum_j G_ij v_j: each pair counts once in the row of either.
