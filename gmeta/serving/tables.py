@@ -106,8 +106,8 @@ def _shown(tensors: _Description) -> str:
 
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; behind those
-    of narrower tables are zeros.
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; rows of
+    narrower tables end in zeros.
     """
     parts = ids_U.split(lengths_B.tolist())
     rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]

@@ -60,7 +60,7 @@ def adapt_files(
 ) -> Adapted:
     """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
     `out`, which appears whole or not at all. About `part_rows` rows, at least those of the longest
-    task, are in memory; `tell` is told of the work done and of all.
+    task, are in memory; `tell` is called with the work done and all of it.
 
     Raises:
         UserError: there is no model, a column is missing, or an input is no Parquet file.
@@ -159,10 +159,10 @@ _HELD: list[ServedModel] = []  # of a worker process
 
 
 def _begin(model: ServedModel, parent: int) -> None:
-    """Be a worker: Ctrl-C is the parent's, its end is the end, and the pool ends by SIGTERM what a
-    process that died has left."""
+    """Be a worker: Ctrl-C is for the parent, with which this process ends; SIGTERM ends it too, as
+    the pool sends it to the others when one has died."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the program does at it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever handler the program has
     _HELD.append(model)
 
     def look() -> None:
