@@ -10,7 +10,7 @@ from gmeta.parallel.ranks import Ranks
 
 TRACE_FILE = "trace.json"  # opens in https://ui.perfetto.dev and chrome://tracing
 SUMMARY_FILE = "summary.txt"
-# A process's first steps make buffers and optimizer state: they tell of no other.
+# A process's first steps make buffers and optimizer state: they are like no others.
 SKIPPED_STEPS = 3
 SUMMARY_ROWS = 60
 
