@@ -69,7 +69,7 @@ def follow(
     measured, asked = LoopMetrics(loop), Asked()
     live, draw = None, None
     if listen or page is not None:
-        # Drawing loads matplotlib, half a second: for those who look.
+        # Drawing loads matplotlib, half a second: only where the page is asked for.
         from gmeta.loop.live import LivePage, draw_page
 
         live = LivePage(loop, measured, listen, tls, proofs) if listen else None

@@ -18,7 +18,7 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
 
     Raises:
         GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
-            files are held against their checksums.
+            files are checked against their checksums.
     """
     console, current = screen(), channel.current()
     numbers = channel.numbers()

@@ -244,7 +244,7 @@ def _try(
     trials: int,
     parallel: int,
 ) -> None:
-    """Run the trials that are left, and tell of each as it ends."""
+    """Run the trials that are left, and report each as it ends."""
     console = screen(stderr=True)
     for number in study.interrupted:
         # What it trained is tried anew, with the same values.

@@ -1,7 +1,7 @@
 """A channel: the versions of one model in a folder, which of them is served, and every verdict.
 
 versions/00000013/ is a full export or a delta, and never changes; current.json names the one that
-is served, and is replaced whole once what it names is on the disk; promotions.jsonl tells what
+is served, and is replaced whole once what it names is on the disk; promotions.jsonl says what
 happened.
 """
 

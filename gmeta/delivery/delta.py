@@ -1,6 +1,6 @@
 """A delta: the rows whose stored bytes differ from the parent version's, all layers, and values of
 vocabularies that were added, changed or freed. A chain over its base is the full export again, and
-is held against that export's checksums.
+is checked against that export's checksums.
 """
 
 import shutil

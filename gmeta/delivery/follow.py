@@ -87,7 +87,7 @@ class Follower:
         self._checking, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if every_s > 0:
-            # A daemon: whoever forgets to close must not be kept from ending.
+            # A daemon: a program that forgets to close must not be kept from ending.
             self._thread = threading.Thread(
                 target=self._watch, args=(every_s,), name="gmeta-follow", daemon=True
             )

@@ -134,7 +134,7 @@ class _Compared:
     margin: float | None
 
     def is_narrow(self, ours: list[Predicted], theirs: list[Predicted]) -> bool:
-        """Return whether the rows tell a difference of the margin from none."""
+        """Return whether the rows can tell a difference of the margin's size from none."""
         interval, champion = self._difference(ours, theirs)
         widest = NARROW * self._margin(champion)
         return not interval.reason and (interval.high - interval.low) / 2 <= widest

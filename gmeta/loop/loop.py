@@ -221,8 +221,8 @@ class Loop:
         return found
 
     def frozen(self) -> tuple[int, Version] | None:
-        """Return the first increment whose candidate was promoted, and its version, which later
-        ones are held against; None where there is none, it was removed, or is a delta."""
+        """Return the first increment whose candidate was promoted, and its version, with which
+        later ones are compared; None where there is none, it was removed, or is a delta."""
         for number in increment_numbers(self._stream):
             promoted = self.promoted(number)
             if promoted is not None:

@@ -54,8 +54,8 @@ _PRELOADED = [
 
 @dataclass(frozen=True)
 class _Process:
-    """A process that waits for one command; `orders` brings it, and its end tells the process that
-    whoever started it has died."""
+    """A process that waits for one command; `orders` brings it, and ends when the process that
+    started this one has died."""
 
     process: BaseProcess
     orders: Connection

@@ -45,8 +45,8 @@ class EvaluatedRun:
     It may have more: `draw` (integer, from 0 on: which draw of support and query rows; without it
     there is one), `task_rows` (integer: stored rows of the task), and columns that only name a row.
     With sampled candidates it has those of PLACES: how many score above a positive row before and
-    after adapting, and how many the same; -1 in other rows. `limited` holds the predictions after
-    adapting on no more than so many support rows.
+    after adapting, and how many the same; -1 in other rows. `limited` holds, by a number of support
+    rows, the predictions after adapting on no more than that.
 
     With several labels `label` is the judged one, NaN where it is not known, and `other_losses` has
     the others, each with the columns `label:NAME`, `before:NAME` and `after:NAME`.
@@ -263,7 +263,7 @@ def draws_of_split(predictions: pa.Table, split: str) -> list[SplitRows]:
 
 
 def task_rows_of(predictions: pa.Table, split: str) -> dict[int, int]:
-    """Return the stored rows of each task of a split; nothing where the table does not tell."""
+    """Return the stored rows of each task of a split; nothing where the table does not say."""
     if "task_rows" not in predictions.column_names:
         return {}
     rows = predictions.filter(pc.equal(predictions["split"], split))

@@ -232,7 +232,7 @@ class _Group:
         return [one for one in bins if one.num_tasks]
 
     def _activity_bins(self) -> list[RowsBin]:
-        """Return the tasks by how many rows they have stored; no bin where the runs do not tell."""
+        """Return the tasks by how many rows they have stored; no bin where the runs do not say."""
         if not self._task_rows:
             return []
         tasks_T, rows_T = (np.array(part) for part in zip(*self._task_rows.items(), strict=True))

@@ -120,7 +120,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return every logged step, oldest first; none if none was logged. A line that a full disk
-        or a power cut left half-written, or that is damaged, tells of no step."""
+        or a power cut left half-written, or that is damaged, is left out."""
         if not self.metrics.exists():
             return []
         found = []

@@ -50,7 +50,7 @@ class StepProfiler:
     def end(self) -> None:
         """Write what was recorded, if the run ends before all steps of the profile."""
         if self._active and not self._ended:
-            # `with` ends it once more, after the run has told what became of it.
+            # `with` ends it once more, after the run has said what became of it.
             self._ended = True
             self._profile.stop()
 

@@ -51,7 +51,7 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
         configure_logging(log_level)
         run_worker(config, lambda: None)
         return 0
-    # Whoever is forked from a process whose torch has threads waits for them for ever.
+    # A process forked from one whose torch has threads waits for them for ever.
     torch.set_num_threads(1)
     # Checked once and reported once, whatever the number of workers.
     model_folder(config.folder, config.verify)

@@ -239,7 +239,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
 
 
 def _columns(told: dict[str, Any]) -> Columns:
-    """Return what config.json says of the columns; ValueError and its like where it makes no
+    """Return what config.json says of the columns. Raise ValueError or its like where it makes no
     sense."""
     task, label, kinds = told["task"], told["label"], told.get("kinds", {})
     moments = {name: (float(mean), float(std)) for name, (mean, std) in told["moments"].items()}
@@ -278,7 +278,7 @@ def is_export(folder: Path) -> bool:
 
 
 class FolderKind(NamedTuple):
-    """What an export writes: a word for it, and what tells that a folder is one."""
+    """What an export writes: a word for it, and how to recognise a folder of its kind."""
 
     noun: str  # behind "an"
     holds: Callable[[Path], bool]

@@ -73,7 +73,7 @@ def end_of_certificate(pem: bytes) -> float:
     ((_, certificate),) = _der_values(ssl.PEM_cert_to_DER_cert(pem.decode()))
     # 0xA0 is the version, which may be absent (section 4.1.2.1).
     fields = [value for tag, value in _der_values(_der_values(certificate)[0][1]) if tag != 0xA0]
-    _, (tag, text) = _der_values(fields[3])  # behind serial number, algorithm and issuer
+    _, (tag, text) = _der_values(fields[3])  # after serial number, algorithm and issuer
     # 0x17 is UTCTime, for dates before 2050 (section 4.1.2.5.1).
     form = "%y%m%d%H%M%SZ" if tag == 0x17 else "%Y%m%d%H%M%SZ"
     return datetime.strptime(text.decode(), form).replace(tzinfo=UTC).timestamp()

@@ -272,8 +272,8 @@ class ShardClient:
         return self.run_generation
 
     def report(self, report: Report, share: int = 0) -> None:
-        """Set what the next heartbeat tells the monitor; from the first report on there is one as
-        often as the service asks for. `share`: tasks that this worker takes in each step now."""
+        """Set what the next heartbeat reports to the monitor; from the first report on there is one
+        as often as the service asks for. `share`: tasks that this worker takes in each step now."""
         self._heartbeat.report(report, share)
 
     def read(self, step: int, values: Mapping[str, float]) -> None:

@@ -67,7 +67,7 @@ class EmbeddedService:
     def close(self) -> None:
         """End the service once it has answered the calls under way and stored a snapshot."""
         self._closing.set()
-        # The end of its standard input is how the service is told.
+        # The service ends when its standard input does.
         os.close(self._owner_lives)
         self._watcher.join(END_TIMEOUT_S)
         if self._watcher.is_alive():

@@ -331,7 +331,7 @@ def replayed(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, 
     """Return (rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
 
     Raises:
-        PolicyError: the line is none of a decision log.
+        PolicyError: the line is not from a decision log.
     """
     with failing_as(
         lambda error: PolicyError(

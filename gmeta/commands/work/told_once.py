@@ -28,7 +28,7 @@ def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
     its exit code.
 
     Raises:
-        SystemExit: an error of `told_errors` was raised on one of several ranks, and told.
+        SystemExit: an error of `told_errors` was raised on one of several ranks, and printed.
     """
     try:
         yield

@@ -58,7 +58,7 @@ def predict_files(
         DataError: a column holds what the model cannot take, or `out` cannot be written.
     """
     for rows, what in ((support, "support"), (query, "query")):
-        # A missing column is told before anything is read.
+        # A missing column is reported before anything is read.
         served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)
     heads = support.schema.empty_table(), query.schema.empty_table()
     check_task_kinds(served.config.columns.task, *heads)

@@ -72,7 +72,7 @@ def adapt_files(
     model, files = load(folder, verify), RowFiles(*inputs)
     # Globs and folders, too, may hold the file that is to be written.
     check_replaces(out, [("a file of SUPPORT", name) for name in files.names], True)
-    # A missing column is told before anything is read.
+    # A missing column is reported before anything is read.
     model.encode(files.schema.empty_table(), files.names[0], with_label=True, with_task=True)
     if files.num_rows == 0:
         raise UserError(
