@@ -12,7 +12,7 @@ class AntdtError(GMetaError):
     """Base of every error that this package raises on purpose."""
 
 
-REASON_KEY = "gmeta-reason"  # of the trailing metadata that name a refusal's Reason
+REASON_KEY = "gmeta-reason"  # key of the trailing metadata for a refusal's Reason
 # Status codes by which the service says that the call was wrong, not that it failed.
 _USERS_TO_MEND = (
     "INVALID_ARGUMENT",
@@ -38,7 +38,7 @@ class RefusedError(AntdtError):
             self.exit_code = UserError.exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled, for the other ranks, an exception is called with its message alone.
+        # By default an exception is unpickled, on other ranks, from its message alone.
         return type(self), (self.code, self.reason, str(self)), vars(self)
 
 

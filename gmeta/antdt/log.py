@@ -42,15 +42,15 @@ class DecisionLog:
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Write one whole line, at once on the disk's way. One that the disk does not take is left
-        out: workers are watched and moved all the same."""
+        """Write one whole line, unbuffered. One that the disk does not take is left out: workers
+        are watched and moved all the same."""
         before = os.fstat(self._file.fileno()).st_size
         content = (line + "\n").encode()
         try:
             if self._file.write(content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            with suppress(OSError):  # a pipe, or a mount that is gone, takes nothing back
+            with suppress(OSError):  # a pipe, or a mount that is gone, cannot be cut
                 self._file.truncate(before)  # the next line must not begin in the middle of this
             event(logging.ERROR, "decision_not_logged", error=error.strerror)
 
@@ -63,7 +63,7 @@ def configure_logging(level: str = "INFO") -> None:
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers = [handler]
     logger.setLevel(level.upper())
-    # Or a root logger of the process would print each line once more, in its own form.
+    # Else a root logger of the process would print each line again, in its own form.
     logger.propagate = False
 
 

@@ -21,7 +21,7 @@ MAX_NOTE_CHARS = 1024
 MAX_SHARDS_PER_LEASE_CALL = 256
 MAX_ITEMS_PER_CALL = 65_536
 MAX_OPERATOR_SHARDS = 1000
-# So that one heartbeat can name all of them. A rank holds those of the batches made ahead, too.
+# A bound, so that one heartbeat can name all leases. A rank holds those of batches made ahead, too.
 MAX_LEASES_PER_WORKER = MAX_ITEMS_PER_CALL
 MAX_WORKERS = 65_536
 MAX_DATASETS = 1024
@@ -131,13 +131,12 @@ class DatasetSpec:
 
     @property
     def digest(self) -> str:
-        """Return the spec's name for itself: equal digests are equal datasets, cut in the same
-        way."""
+        """Return a digest of the spec: equal digests are equal datasets, cut in the same way."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for ledger and manifests. `speculative` only where it is set: specs
-        without it keep the digest that they had before there was such a field."""
+        without it keep the digest that they had before the field existed."""
         plain = asdict(self)
         if not self.speculative:
             del plain["speculative"]
@@ -177,11 +176,11 @@ class Backups:
     """Which shards may be leased a second time, and which two leases are of one shard.
 
     Two leases of a shard are equals: either may complete it, and the first one does. When one ends
-    in another way the other is the only one, as if it had always been.
+    in another way, the other goes on as if it had always been the only one.
     """
 
     wanted: set[int] = field(default_factory=set)  # tokens whose shard another worker may do too
-    # Of each token the other one of its shard; `LedgerState.drop_lease` keeps it true.
+    # For each token the other token of its shard; `LedgerState.drop_lease` keeps it true.
     twins: dict[int, int] = field(default_factory=dict)
 
     def pair(self, token: int, other: int) -> None:

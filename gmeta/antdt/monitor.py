@@ -21,7 +21,7 @@ from gmeta.antdt.reports import (
 )
 from gmeta.antdt.windows import LongWindows, Window, tasks_per_s, windows_of
 
-CUT_AFTER = 0.2  # of a window: no window is cut shorter
+CUT_AFTER = 0.2  # share of a window: no window is cut shorter
 
 
 @final
@@ -32,9 +32,9 @@ class _Worker:
         self.incarnation = incarnation
         self.newest: Report | None = None
         self.at_window_start: Report | None = None
-        self.at_long_start: Report | None = None  # of the window that is not cut short
+        self.at_long_start: Report | None = None  # start of the window that is not cut short
         self.last: Report | None = None  # what it did in the last window with news,
-        self.num_idle = 0  # and so many windows without came after it
+        self.num_idle = 0  # and how many windows without came after it
         self.long = LongWindows(config)
         self.short: deque[Window] = deque(maxlen=config.short_windows)
         self.num_windows = 0
@@ -74,7 +74,7 @@ class _Worker:
 
     def changed(self, ratio: float) -> bool:
         """Return whether own time per task is at least `ratio` times what it was in the last
-        window, or less by as much."""
+        window, or at most 1/`ratio` of it."""
         news = self.news()
         if news is None or not self.short:
             return False
@@ -112,7 +112,7 @@ class Monitor:
             worker.newest = report
 
     def forget(self, worker_ids: Iterable[str]) -> None:
-        """Drop what is known of workers that left: nobody is held against them any more."""
+        """Drop what is known of workers that left: nobody is compared with them any more."""
         for worker_id in worker_ids:
             self._workers.pop(worker_id, None)
             self.health.pop(worker_id, None)
@@ -139,7 +139,7 @@ class Monitor:
 
     def _cut_short(self, now_s: float) -> bool:
         """Return whether all workers have news and some became much slower or faster: they hurried
-        their reports, so that what is done about it need not wait for the end of the window."""
+        their reports, so that the reaction need not wait for the end of the window."""
         return (
             now_s >= self._may_cut_s
             and all(worker.news() is not None for worker in self._workers.values())
@@ -154,8 +154,8 @@ class Monitor:
         }
         idle: dict[str, Report] = {}
         if 2 * len(deltas) <= len(self._workers):
-            # At the end of the data the slow ones are among themselves: they are held against what
-            # the others did last. Two windows without news: one may lie between two long steps.
+            # At the end of the data only slow ones are left: they are compared with what the others
+            # did last. Two windows without news: a single one may lie between two long steps.
             idle = {
                 name: worker.last
                 for name, worker in self._workers.items()
@@ -177,12 +177,12 @@ class Monitor:
         elif sum(window.is_slow for window in short) < config.short_slow:
             return "healthy"
         else:
-            # It was slow for as many windows before it was called so.
+            # It had been slow for this many windows before it was called so.
             worker.slow_since_s = now_s - config.short_slow * config.window_s
         long = worker.long
         if len(long.windows) < config.long_windows or long.num_slow < config.long_slow:
             return "transient"
-        # The same share of all its windows as of the long ones, without a division.
+        # The share of all its windows that is asked of the long ones, without a division.
         always = worker.num_slow * config.long_windows >= worker.num_windows * config.long_slow
         of_hardware = worker.slow_from_the_start and always
         steady = of_hardware and long.spread() <= config.steady_spread
@@ -204,7 +204,7 @@ class Monitor:
             long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,
             _evidence(short, long, ratio) if is_straggler else "",
-            # The least: a pause of the whole job is in one window, not in all of them.
+            # The least: a pause of the whole job shows in one window, not in all of them.
             min(window.peer_wait_ms for window in short),
         )
 

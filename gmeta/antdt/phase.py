@@ -1,4 +1,4 @@
-"""What a job is doing now, as far as the service can know, which hears of it from workers alone."""
+"""What a job is doing now, as far as the service knows, which hears of it only from workers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
 
-# waiting: no worker has come yet. running: at least one is heard of. ended: none is, and nothing is
-# left to train. gone: none is, although something is left.
+# waiting: no worker has come yet. running: at least one is heard from. ended: none is, and nothing
+# is left to train. gone: none is, although something is left.
 Phase = Literal["waiting", "running", "ended", "gone"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
-    """Return the workers of the present generation that were not heard of for longer than a lease
+    """Return the workers of the present generation that were not heard from for longer than a lease
     lives: by then whatever they held is handed out again.
     """
     return frozenset(
         name
         for name in present_workers(ledger)
-        # Whoever has not called since the service began is given the same time from there.
+        # Workers that have not called since the service began get the same time from then on.
         if now_s - (ledger.seen[name].seen_s if name in ledger.seen else ledger.started_s)
         > ledger.lease_ttl_s
     )
@@ -38,7 +38,7 @@ def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
 
 
 def present_workers(ledger: Ledger) -> list[str]:
-    """Return the workers but those left over from before a restart of the job with fewer: they
-    report no more, and must not be waited for."""
+    """Return the workers without those left over from before a restart of the job with fewer: they
+    no longer report, and must not be waited for."""
     state = ledger.state
     return [n for n, worker in state.workers.items() if worker.generation == state.generation]

@@ -1,4 +1,4 @@
-"""What a trainer read of the model - its loss, its validation - kept for people who watch the job.
+"""What a trainer measured of the model (loss, validation), kept for people who watch the job.
 
 Volatile, and nothing is decided by it: after a restart of the service the curves begin anew.
 """
@@ -15,7 +15,7 @@ Curves = dict[str, list[tuple[int, float | None]]]
 
 
 class Reading(NamedTuple):
-    """Numbers by name, such as "loss" and "valid/auc", behind so many steps."""
+    """Numbers by name, such as "loss" and "valid/auc", after `step` steps."""
 
     step: int
     values: Mapping[str, float]
@@ -31,15 +31,15 @@ class Readings:
         self._by_step: dict[int, dict[str, float]] = {}
 
     def take(self, readings: Iterable[Reading], generation: int) -> None:
-        """Take in what a worker of that generation brings. One that came before changes nothing."""
+        """Take in what a worker of that generation reports. A repeated reading changes nothing."""
         for step, values in readings:
             if generation > self._generation:
                 self._generation = generation
-                # What came later is of a model that is gone.
+                # Later readings are of a model that is gone.
                 self._by_step = {at: old for at, old in self._by_step.items() if at < step}
             found = self._by_step.setdefault(step, {})
             found.update(values)
-            # As many names of a step as one call can bring: the newest stay.
+            # A step keeps as many names as one call can bring: the newest ones.
             for name in list(found)[: max(0, len(found) - MAX_READINGS_PER_CALL * MAX_VALUES)]:
                 del found[name]
         if len(self._by_step) > MAX_POINTS:
@@ -56,7 +56,7 @@ class Readings:
         return found
 
     def _thin_out(self) -> None:
-        """Leave every second point of each name, and always its newest, so that a curve keeps its
+        """Keep every second point of each name, and always its newest, so that a curve keeps its
         whole length."""
         seen: dict[str, int] = {}
         kept: dict[int, dict[str, float]] = {}
@@ -65,5 +65,5 @@ class Readings:
                 seen[name] = seen.get(name, 0) + 1
                 if seen[name] % 2:
                     kept.setdefault(step, {})[name] = value
-        # A name at each step of its own is no curve: then the newest stay.
+        # A new name at each step makes no curves: then only the newest points stay.
         self._by_step = dict(list(kept.items())[:MAX_POINTS])

@@ -1,4 +1,4 @@
-"""What workers report of themselves, and what the monitor says of them, by which settings."""
+"""What workers report of themselves, what the monitor says of them, and its settings."""
 
 from dataclasses import dataclass
 from operator import add, sub
@@ -37,7 +37,7 @@ class MonitorConfig:
 
 
 class Report(NamedTuple):
-    """Totals of one worker process since its start, so that a lost or doubled one does no harm."""
+    """Totals of one worker process since its start: a lost or repeated report does no harm."""
 
     step: int = 0
     tasks_done: int = 0
@@ -71,7 +71,7 @@ class WorkerHealth:
     tasks_per_s: float = 0.0  # by compute and data wait alone, in the short windows
     tasks_per_s_long: float = 0.0
     tasks_per_s_newest: float = 0.0  # in the newest window alone
-    overhead_ms: float = 0.0  # of a step whatever its tasks, where batches of two sizes were seen
+    overhead_ms: float = 0.0  # of a step, apart from its tasks; needs batches of two sizes
     slow_for_s: float = 0.0
     evidence: str = ""
     peer_wait_ms: float = 0.0  # of a step, the least of the short windows

@@ -1,4 +1,4 @@
-"""Windows of a worker's time, each held against the other workers of the same window.
+"""Windows of a worker's time, each compared with the other workers in the same window.
 
 Pure: differences of reports go in. What follows from many windows is the monitor's business.
 """
@@ -17,7 +17,7 @@ class Window(NamedTuple):
     tasks: int
     steps: int
     own_ms: float
-    work_ms: float  # compute and data wait: what fewer tasks make shorter
+    work_ms: float  # compute and data wait: shorter with fewer tasks
     ratio: float
     is_slow: bool
     excess_ms: tuple[float, float, float]  # above the median of the others
@@ -26,8 +26,8 @@ class Window(NamedTuple):
 
 @final
 class LongWindows:
-    """The long windows of a worker with their sums, so that a new one costs the same at any
-    length."""
+    """The long windows of a worker with their sums, so that a new one costs the same however many
+    there are."""
 
     def __init__(self, config: MonitorConfig) -> None:
         self.windows: deque[Window] = deque()
@@ -67,7 +67,7 @@ class LongWindows:
         if variance < (0.1 * x) ** 2:
             return 0.0
         slope = (self._xy / self._count - x * y) / variance
-        # Noise may put the line through nothing or below it; a tenth at least is the tasks' own.
+        # Noise may put the line through zero or below; at least a tenth is the tasks' own.
         return min(max(0.0, y - slope * x), 0.9 * y)
 
     def spread(self) -> float:
@@ -77,8 +77,8 @@ class LongWindows:
 
 
 def windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str, Window]:
-    """Return the window of every worker, held against the median of the others: with two workers,
-    each against the other."""
+    """Return the window of every worker, compared with the median of the others: with two workers,
+    each with the other."""
     parts = [tuple(ms / delta.tasks_done for ms in delta.own_ms) for delta in deltas.values()]
     own = [sum(part) for part in parts]
     typical_own = _medians_of_others(own)
@@ -112,7 +112,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     ranked = [values[index] for index in order]
     medians = [0.0] * len(values)
-    # Taking a value out moves the middle up by a place for those that stand at or below it.
+    # Taking a value out moves the middle up by a place if the value stands at or below it.
     low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # among the n - 1 others
     for place, index in enumerate(order):
         below = ranked[low + 1] if place <= low else ranked[low]
@@ -122,7 +122,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
 
 
 def tasks_per_s(windows: Sequence[Window]) -> float:
-    """Return the median speed, since a window in which the shares change has some of both; of two
-    windows the faster, because the other may hold the start."""
+    """Return the median speed, since a window in which the shares change mixes both; of two windows
+    the faster, because the other may include the start."""
     task_ms = median_low([window.work_ms for window in windows])
     return 1000 / task_ms if task_ms > 0 else 0.0

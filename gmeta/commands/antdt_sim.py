@@ -55,8 +55,8 @@ def antdt_sim(
     """
     if out is not None:
         check_local("--out", out)
-        out.mkdir(parents=True, exist_ok=True)  # before the work: a wrong place costs minutes there
-    # A recording says itself how many workers it is of.
+        out.mkdir(parents=True, exist_ok=True)  # first: at the end a wrong place would cost minutes
+    # A recording itself says how many workers it has.
     if trace is not None:
         workers = recorded_trace(trace, seed)[1]
     settings = load_straggler_config(config)

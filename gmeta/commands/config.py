@@ -59,7 +59,7 @@ def config(
 
 
 def checked(path: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Return a config that was held against its data, model and algorithm.
+    """Return a config that was checked against its data, model and algorithm.
 
     Raises:
         ConfigError, FormatError: see load_config and check_for_ranks.

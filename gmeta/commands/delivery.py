@@ -1,6 +1,6 @@
 """`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`.
 
-Each imports its work last: loading torch takes seconds, and a wrong option is told at once.
+Each imports its work last: loading torch takes seconds, and a wrong option is reported at once.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from gmeta.errors import UserError
 from gmeta.files.local import check_local
 from gmeta.serving.table_format import TableFormat
 
-REFUSED = 3  # the exit code of a verdict, which is no failure
+REFUSED = 3  # the exit code of a refusal, which is no failure
 
 ChannelAt = Annotated[Path, typer.Argument(metavar="CHANNEL", help="folder of the versions")]
 Candidate = Annotated[

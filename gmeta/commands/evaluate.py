@@ -105,7 +105,7 @@ def evaluate(
     if out.exists() and not out.is_dir():
         raise UserError(f"--out = {str(out)!r} is a file: a folder is needed. Choose another")
     place = next(each for each in (out, *out.parents) if each.exists())
-    if not os.access(place, os.W_OK):  # told before minutes are spent
+    if not os.access(place, os.W_OK):  # reported before minutes are spent
         raise UserError(f"{place} cannot be written: name another folder for the report by --out")
     config, overrides = configs[0], overrides or []
     _check_overrides(run, config, overrides, label)
@@ -128,8 +128,8 @@ def evaluate(
 
 
 def _support_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes of a list such as 0,1,3, rising. Raise UserError for one that is no whole
-    number, or stands there twice."""
+    """Return the sizes in a list such as 0,1,3, ascending. Raise UserError for one that is no whole
+    number, or is there twice."""
     words = [word.strip() for word in text.split(",")] if text else []
     sizes = {int(word) for word in words if re.fullmatch("[0-9]{1,6}", word)}
     if len(sizes) < len(words) or len(sizes) > MOST_SIZES:

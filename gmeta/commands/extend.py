@@ -1,4 +1,4 @@
-"""`gmeta prepare --extend`: the next increment of a stream, and what is told of it."""
+"""`gmeta prepare --extend`: the next increment of a stream, and what is said of it."""
 
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,12 @@ def extend_stream(
     accept: bool,
     spark: bool,
 ) -> None:
-    """Append an increment, by Spark if asked, and tell what is in it.
+    """Append an increment, by Spark if asked, and say what is in it.
 
     Raises:
         QuarantinedError: the screen refuses the rows; the command line ends with 3.
         DataError: see metaio.stream.extend.extend.
-        UserError: there is no Spark, or a transform, which it cannot run.
+        UserError: there is no Spark, or there is a transform, which Spark cannot run.
     """
     known = load_schema(schema) if schema is not None else None
     left_out: list[RefusedFilesError] = []

@@ -69,7 +69,7 @@ def follow(
     measured, asked = LoopMetrics(loop), Asked()
     live, draw = None, None
     if listen or page is not None:
-        # Drawing loads matplotlib, half a second: for those who look.
+        # Drawing loads matplotlib, half a second: only where the page is asked for.
         from gmeta.loop.live import LivePage, draw_page
 
         live = LivePage(loop, measured, listen, tls, proofs) if listen else None
@@ -111,7 +111,7 @@ def _run(
     draw: Callable[[], None] | None,
     live: "LivePage | None",
 ) -> None:
-    """Take stage after stage until a signal has `asked` to end, or `once` nothing is left to do."""
+    """Take stages until a signal has `asked` to end or, with `once`, nothing is left to do."""
     told, drawn_s = "", 0.0
     every_s = loop.config.follow.every_s
     is_drawn = False
@@ -127,7 +127,7 @@ def _run(
             if done is not None and live is not None:
                 live.redraw()
             lacking = loop.without_input() if done is None else ""
-            # When there is time, or at last a minute has passed: it takes a second.
+            # When there is time, or at the latest after a minute: drawing takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if draw is not None and not is_drawn and is_idle:
                 draw()

@@ -18,7 +18,7 @@ from metaio.prepare.first_schema import NEGATIVES, episodes_of, schema_toml
 from metaio.prepare.guess import Guess, Role, guess
 from metaio.prepare.log_look import first_rows
 
-# Steps of an epoch, and tasks of a step, as far as a log allows.
+# Steps of an epoch, and bounds on the tasks of a step.
 STEPS_PER_EPOCH, LEAST_TASKS, MOST_TASKS = 50, 4, 128
 EPOCHS = 4  # the first half plain
 FEW_TASKS = 300
@@ -130,14 +130,14 @@ def _config(found: Guess, out: Path) -> TrainConfig:
 
 
 def _tasks_per_step(num_tasks: int) -> int:
-    """Return how many tasks a step takes, a power of 2, so that an epoch has some STEPS_PER_EPOCH
-    steps: of few tasks in large steps a run has too few steps to learn anything."""
+    """Return how many tasks a step takes, a power of 2, so that an epoch has about STEPS_PER_EPOCH
+    steps: few tasks in large steps make too few steps to learn anything."""
     power = round(math.log2(max(1.0, num_tasks / STEPS_PER_EPOCH)))
     return min(max(1 << power, LEAST_TASKS), MOST_TASKS)
 
 
 def _output_bias(found: Guess) -> float:
-    """Return the output with which a fresh model foretells the mean label."""
+    """Return the output with which an untrained model predicts the mean label."""
     mean = found.mean_label
     if found.is_rating:
         return float(f"{mean:.3g}")
@@ -150,7 +150,7 @@ def _output_bias(found: Guess) -> float:
 
 
 def _evaluation(found: Guess) -> dict[str, Any]:
-    """Return the section that says what a good label is, where labels are no stars from 1 to 5."""
+    """Return the section that says what a good label is, where labels are not stars up to 5."""
     stars = found.label.least >= 0 and 4 <= found.label.most <= 5
     if not found.is_rating or stars or found.median_label <= 0:
         return {}
@@ -158,8 +158,8 @@ def _evaluation(found: Guess) -> dict[str, Any]:
 
 
 def _statistics(found: Guess) -> dict[str, Any]:
-    """Return the sections that give the model what training and support rows say, as the baselines
-    of an evaluation have it."""
+    """Return the sections that give the model statistics of training and support rows, which the
+    baselines of an evaluation have too."""
     sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
     if found.item:
         # A model that starts as the bias model, mean + item + task, is never far below it.
@@ -168,8 +168,9 @@ def _statistics(found: Guess) -> dict[str, Any]:
         if not found.is_rating:
             sections["item_features"]["log_odds"] = True
     if not found.of("time"):
-        # Support that is the past is drawn by nobody; else training draws its own: of the clicks of
-        # MovieLens-100k without their time, validation's logloss is .579 with it, .615 without.
+        # Support that is the past is never drawn at random; else training draws its own: of the
+        # clicks of MovieLens-100k without their time, validation's logloss is .579 with it, .615
+        # without.
         sections["augment"] = {"resplit_support": True}
     return sections
 

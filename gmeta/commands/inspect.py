@@ -186,7 +186,7 @@ def _found(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
 
 
 def _bundles(dataset: Dataset) -> dict[str, int]:
-    """Return the episodes of a bundle, of each split that stands in bundles."""
+    """Return the number of episodes in a bundle, for each split that is stored in bundles."""
     tasks = {name: split.blocks.bundle_tasks for name, split in dataset.splits.items()}
     return {name: number for name, number in tasks.items() if number}
 
@@ -216,7 +216,7 @@ def _sizes(summaries: list[SplitSummary]) -> Table:
 
 
 def _mean(label: LabelUse, num_rows: int) -> str:
-    """Return the mean of a label, and of how many rows where it is not known in all."""
+    """Return the mean of a label, and over how many rows where it is not known in all."""
     of = "" if label.num_known == num_rows else f" of {label.num_known:,}"
     return f"{label.mean:.3f}{of}"
 

@@ -13,12 +13,12 @@ _SHOWN = 20  # of the versions and of the verdicts: one screen
 
 
 def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], verify: bool) -> None:
-    """Show the newest versions of a channel with their sizes and verdicts, of which its log `told`,
-    and what serves. Of one at a URL `channel` is the copy: what serves, and what that builds on.
+    """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
+    and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
 
     Raises:
         GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
-            files are held against their checksums.
+            files are checked against their checksums.
     """
     console, current = screen(), channel.current()
     numbers = channel.numbers()

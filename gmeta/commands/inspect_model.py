@@ -77,7 +77,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
 
 
 def _predicts(config: ExportedConfig) -> str:
-    """Return what is predicted, in words: of several labels each with its loss."""
+    """Return what is predicted, in words: each of several labels with its loss."""
     names, losses = config.features.labels, config.losses
     if not names:
         return _PREDICTED[predicted_by(config.judged_loss)]

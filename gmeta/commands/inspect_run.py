@@ -13,7 +13,7 @@ from gmeta.errors import GMetaError
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.counted import counted
 
-# What a checkpoint says of itself that scripts may ask for.
+# What a checkpoint says of itself and scripts may ask for.
 ABOUT = ("step", "epoch", "epoch_step", "best_step", "best_score", "world_size", "config_digest")
 
 
@@ -46,7 +46,7 @@ def inspect_run(root: Path, verify: bool) -> None:
 
 
 def _list(console: Console, summaries: list[CheckpointSummary], digest: str) -> None:
-    # As the newest knows it: each was written while it, too, may have been the best so far.
+    # As the newest says: each one was written when it, too, may have been the best so far.
     best_step = summaries[-1].about.get("best_step")
     heads = ("step", "epoch", "ranks", "config", "size", "", "")
     table = table_of("Checkpoints", *heads, text=("epoch", "config", ""))

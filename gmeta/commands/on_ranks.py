@@ -1,4 +1,4 @@
-"""How a subcommand comes to its ranks: it is one, alone or under torchrun, or it starts them."""
+"""How a subcommand gets its ranks: it is one itself, alone or under torchrun, or it starts them."""
 
 import gc
 import sys

@@ -301,7 +301,7 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
 
 def _report(out: str) -> None:
     console = screen(stderr=True)
-    # Opened anew: what is told is what a reader will find.
+    # Opened anew: what is printed is what a reader will find.
     dataset = open_dataset(out)
     show_table(console, _counts(dataset))
     lost = {

@@ -46,7 +46,7 @@ def runs(
             summaries.append(summarise_run(run))
         except GMetaError as error:
             broken.append(str(error))  # the others may be what is looked for
-    # Those that were named one by one are to be compared.
+    # Runs that were named one by one are to be compared.
     compared = len(found) > 1 and [run.root for run in found] == asked
     differing = differing_keys([run.read_config() for run in found]) if compared else []
     if as_json:

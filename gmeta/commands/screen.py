@@ -27,7 +27,7 @@ from gmeta.verbosity import is_json, is_quiet, result_stream
 # In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
 # neither be read nor found by a script.
 COLUMNS_OF_A_FILE = 250
-# Columns of text are folded to so many characters, not to one letter a line.
+# Columns of text are folded to this many characters, not to one letter a line.
 FOLDED_WIDTH = 16
 
 
@@ -50,8 +50,8 @@ def screen(*, stderr: bool = False) -> Console:
 
 
 def print_result(found: Mapping[str, Any]) -> None:
-    """Print what a command found as one JSON object on standard output, if --json asks for it.
-    What is no number becomes null."""
+    """Print what a command found as one JSON object on standard output, if --json asks for it. NaN
+    and infinities become null."""
     if is_json():
         stream = result_stream()
         stream.write(json.dumps(_plain(found), default=str) + "\n")
@@ -67,8 +67,8 @@ def _plain(value: Any) -> Any:
 
 
 def show_table(console: Console, table: RenderableType) -> None:
-    """Print a table, or a group of them; text is folded where a terminal is too narrow. Lines are
-    longer than the terminal rather than that a number loses digits or a column disappears.
+    """Print a table, or a group of them; text is folded where a terminal is too narrow. Rather than
+    that a number loses digits or a column disappears, lines are longer than the terminal.
     """
     terminal = console.width
     for part in table.renderables if isinstance(table, Group) else [table]:

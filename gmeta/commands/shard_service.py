@@ -105,6 +105,6 @@ def shard_service(
             "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
             "loopback address, where only this machine can call."
         )
-    # Behind the checks: what is wrong with the options is told in plain words, not as JSON.
+    # After the checks: what is wrong with the options is said in plain words, not as JSON.
     configure_logging(log_level)
     raise typer.Exit(serve_until_signal(config))

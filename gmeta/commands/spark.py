@@ -52,7 +52,7 @@ def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
                 f"--spark was given {path}; it reads Parquet tables. Convert it, or leave out "
                 "--spark"
             )
-    # Behind the check of the inputs: what is wrong with them is so with pyspark too.
+    # After the check of the inputs: they are wrong whether or not pyspark is installed.
     if importlib.util.find_spec("pyspark") is None:
         raise UserError("--spark needs pyspark. Run: pip install 'gmeta[spark]'")
     from pyspark.errors import PySparkRuntimeError

@@ -68,7 +68,7 @@ def _told(error: Exception) -> tuple[str, int]:
             )
         return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
     if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
-        return str(error), 1  # whichever room met it, as every other command that does
+        return str(error), 1  # a full disk, whichever package met it
     if isinstance(error, GMetaError):
         return str(error), error.exit_code
     if isinstance(error, tuple(_loaded(STORE_ERRORS))):
@@ -78,7 +78,7 @@ def _told(error: Exception) -> tuple[str, int]:
             "Check the URL, the credentials and the network, then run again",
             1,
         )
-    # Of metaio's: a damaged dataset is a failure, a wrong description or input the user can mend.
+    # Of metaio's: a damaged dataset is a failure; a wrong description or input the user can mend.
     codes = (METAIO_CODES.get(kind.__name__) for kind in type(error).__mro__)
     return str(error), next((code for code in codes if code is not None), 2)
 
@@ -89,7 +89,7 @@ def let_others_tell(error: Exception) -> None:
     """
     if not has_agent():
         return  # nobody would end it
-    # What lost_peers_explained explains is never the cause: the others may still be telling theirs.
+    # What lost_peers_explained explains is never the cause: the others may still print theirs.
     turns = int(os.environ.get("LOCAL_RANK", "0") != "0") + isinstance(
         error.__cause__, RuntimeError
     )

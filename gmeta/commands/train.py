@@ -76,7 +76,7 @@ def train(
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
         if needs_own_service(resolved):
-            # Here, not in a rank: it lives through the restarts of all ranks.
+            # Started here, not in a rank, so that it outlives the restarts of all ranks.
             os.environ[SERVICE_VARIABLE] = stack.enter_context(own_service(resolved)).address
             os.environ[AGENT_SERVES_VARIABLE] = "1"
         on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
@@ -91,7 +91,7 @@ def _drop_unused_store(root: Path) -> None:
 
 def _check_is_free(root: Path) -> None:
     """Raise UserError for a folder that a new run cannot have."""
-    # A lock without a run is what a run left that was killed before it began.
+    # A lock without a run was left by a run that was killed before it began.
     if root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
         raise UserError(
             f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "

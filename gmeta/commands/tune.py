@@ -151,8 +151,8 @@ def _trial(is_check: bool, config: dict[str, Any], log: str, place: int, says: C
 
 
 def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
-    """Return which runs end early. Raise UserError where runs of both sides would be ended, of one
-    side more than of the other."""
+    """Return the pruner. Raise UserError where runs of both sides would be ended early, more of one
+    side than of the other."""
     if with_plain and asked not in (None, "none"):
         raise UserError(
             f"--pruner = {asked!r} with --with-plain: it ends more runs of one side than of the "
@@ -162,8 +162,8 @@ def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
 
 
 def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
-    """Raise ConfigError for what tells nothing of a trial: no split to score trials on, or one that
-    the config trains on or reports on."""
+    """Raise ConfigError where scores would say nothing: there is no split to score trials on, or it
+    is one that the config trains on or reports on."""
     data = config.data
     if not data.valid_splits:
         raise ConfigError(
@@ -203,7 +203,7 @@ def _num_parallel(asked: int) -> int:
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--study = {str(folder)!r} is a file: a folder is needed. Choose another")
-    # What a study left that was killed before its first trial.
+    # What was left by a study that was killed before its first trial.
     left = (LOCK_FILE, CHECK_LOG)
     holds_other = folder.is_dir() and any(path.name not in left for path in folder.iterdir())
     if holds_other and not (folder / STUDY_FILE).exists():
@@ -213,8 +213,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config with VALIDATIONS a run unless it says how many: a run that validates at its
-    end alone cannot be pruned.
+    """Return the config with VALIDATIONS validations a run unless it says how many: a run that
+    validates only at its end cannot be pruned.
     """
     run, data = config.run, config.data
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
@@ -244,7 +244,7 @@ def _try(
     trials: int,
     parallel: int,
 ) -> None:
-    """Run the trials that are left, and tell of each as it ends."""
+    """Run the trials that are left, and report each as it ends."""
     console = screen(stderr=True)
     for number in study.interrupted:
         # What it trained is tried anew, with the same values.

@@ -24,8 +24,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def alone(own: Path) -> Iterator[Path]:
-    """Wait until no other process works in a folder of the cache, which is made if need be, and
-    yield it.
+    """Wait until no other process works in a folder of the cache, making it if need be, and yield
+    it.
 
     Raises:
         UserError: it cannot be written.

@@ -1,7 +1,7 @@
 """A channel: the versions of one model in a folder, which of them is served, and every verdict.
 
 versions/00000013/ is a full export or a delta, and never changes; current.json names the one that
-is served, and is replaced whole once what it names is on the disk; promotions.jsonl tells what
+is served, and is replaced whole once what it names is on the disk; promotions.jsonl says what
 happened.
 """
 
@@ -63,7 +63,7 @@ class Current:
 
 
 def current_of(content: bytes, name: str, channel: str) -> Current:
-    """Return what a pointer says, of its content and its name.
+    """Return what a pointer's content says; `name` and `channel` are for messages.
 
     Raises:
         GMetaError: it was altered.
@@ -184,8 +184,8 @@ class Channel:
     ) -> Current:
         """Make the model in a folder that `gmeta export` wrote the one that is served, and return
         what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
-        files never change, is linked. Of one that serves already the verdict alone is kept. Errors
-        speak of it as `named`: what the caller was given.
+        files never change, is linked. Where the model serves already, only the verdict is kept.
+        Errors call it `named`, as the caller was given it.
 
         Raises:
             UserError: the folder holds no model, a delta over another version than is served, or a
@@ -255,11 +255,11 @@ class Channel:
             return self._point(chain.newest, ROLLED_BACK, None)
 
     def before(self, current: Current | None) -> int | None:
-        """Return the version that served before the one that does, to which a rollback goes; None
-        where there is none. One that was rolled back from is none."""
+        """Return the version that served before the present one, to which a rollback goes; None
+        where there is none. Versions that were rolled back from do not count."""
         served: list[int] = []
         for number in (entry.get("number") for entry in self.promotions()):
-            if isinstance(number, int):  # none of a refusal
+            if isinstance(number, int):  # a refusal has none
                 while served and served[-1] >= number:
                     served.pop()
                 served.append(number)
@@ -289,7 +289,7 @@ class Channel:
                 if pointer_needed:
                     raise
                 current = None
-            # A promotion that was killed behind its pointer is not in the log yet.
+            # A promotion that was killed after it wrote the pointer is not in the log yet.
             if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
                 self._log(asdict(current))
             yield current
@@ -301,7 +301,7 @@ class Channel:
         offered_checksum = model_checksum(offered.folder)
         for number in numbers:
             if self.model_of(number) == offered_checksum:
-                # A promotion that was killed before its pointer is taken up where it was.
+                # A promotion that was killed before it wrote the pointer is taken up where it was.
                 if number == numbers[-1] and number not in told:
                     return number
                 raise UserError(
@@ -335,8 +335,8 @@ class Channel:
             return ""
 
     def _known_config(self, current: Current | None) -> ExportedConfig | None:
-        """Return the config of the model that is served, or where that is missing or damaged of the
-        newest that is not: all of a channel take the same requests."""
+        """Return the config of the model that is served or, where it is missing or damaged, of the
+        newest one that is not: all models of a channel take the same requests."""
         if current is None:
             return None
         for number in (current.number, *reversed(self.numbers())):
@@ -355,7 +355,7 @@ class Channel:
         return current
 
     def _log(self, entry: Mapping[str, Any]) -> None:
-        # The model, too: by then the version may be gone, and a delta's checksum is its own.
+        # With the model's checksum, which a delta's own is not: the version may be gone by then.
         model = {} if entry["number"] is None else {"model": self.model_of(entry["number"])}
         lines = [json.dumps(one) + "\n" for one in [*self.promotions(), {**entry, **model}]]
         write_whole(self.root / PROMOTIONS, "".join(lines).encode())

@@ -1,6 +1,6 @@
 """A delta: the rows whose stored bytes differ from the parent version's, all layers, and values of
 vocabularies that were added, changed or freed. A chain over its base is the full export again, and
-is held against that export's checksums.
+is checked against that export's checksums.
 """
 
 import shutil
@@ -43,14 +43,14 @@ _VOCABULARY = "vocabulary/"
 
 
 def write_delta(old: Path, parent: Parent, new: Path, out: Path) -> DeltaConfig:
-    """Write into the empty folder `out` what leads from the exported folder `old`, which is version
-    `parent` made whole, to `new`.
+    """Write into the empty folder `out` what changed from the exported folder `old`, which is
+    version `parent` made whole, to `new`.
 
     Raises:
         GMetaError: a file cannot be read.
     """
     before, after = read_config(old), read_config(new)
-    # By name: a column that was added moves the numbers of the files.
+    # Matched by name: a column that was added shifts the numbers of the files.
     places = {table.name: index for index, table in enumerate(before.features.tables)}
     touched = {}
     for index, table in enumerate(after.features.tables):

@@ -38,8 +38,8 @@ class Served:
 
 
 def load_current(place: str | Path, verify: bool = True, cache: Path | None = None) -> Served:
-    """Return the version that the channel at a path or URL serves, computed with once: what fails,
-    fails here.
+    """Return the version that the channel at a path or URL serves, after one computation with it,
+    so that what fails does so here.
 
     Raises:
         UserError: there is none, or the cache cannot be written.
@@ -60,9 +60,9 @@ class Follower:
     Versions of a URL are held, and deltas made whole, in `cache` (default: GMETA_CACHE, or gmeta's
     folder in the user's cache), once a machine.
 
-    What predicts takes `model` once a request: it stays whole and the same however often newer
-    versions come meanwhile. A newer version that is damaged or cannot be loaded now is not served:
-    the last one stays, `refused` and `age_s` say so, the log does once, and it is tried again.
+    Take `model` once for each request: it stays whole and the same however often newer versions
+    come meanwhile. A newer version that is damaged or cannot be loaded now is not served: the last
+    one stays, `refused` and `age_s` say so, the log does once, and it is tried again.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Follower:
         self._checking, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if every_s > 0:
-            # A daemon: whoever forgets to close must not be kept from ending.
+            # A daemon: a program that forgets to close must not be kept from ending.
             self._thread = threading.Thread(
                 target=self._watch, args=(every_s,), name="gmeta-follow", daemon=True
             )

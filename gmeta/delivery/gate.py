@@ -1,5 +1,5 @@
 """What a served model predicts of a prepared split, whatever increment of its stream the model is
-of: rows go by the values that they stand for; a value that the model does not know is its row 0.
+of: table rows are matched by the values that they stand for; an unknown value is the model's row 0.
 
 Shape suffixes: N rows, F single-id features, V ids of all multi-id features, R rows of a table, U
 unique ids of all tables.
@@ -30,7 +30,7 @@ _TASKS_PER_BATCH = 256
 
 @dataclass(frozen=True)
 class Predicted:
-    """One entry a query row of a split whose label, of several the judged one, is known."""
+    """One entry for each query row of a split whose label (of several, the judged one) is known."""
 
     task_N: Array
     label_N: Array
@@ -72,7 +72,7 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
 
 def _rows_known(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
     """Return, for each table, the model's row [R] of each row of the dataset; None: the same one.
-    Raise UserError where columns, schema or sizes are others."""
+    Raise UserError where schema, columns or names of tables are others."""
     schema = dataset.manifest.recipe.get("schema")
     theirs = parse_schema(schema) if schema is not None else None
     moments = {name: tuple(own) for name, own in dataset.manifest.recipe.get("moments", {}).items()}
@@ -102,7 +102,7 @@ def _rows_of_table(folder: Path, dataset: Dataset, name: str, num_rows: int) -> 
     size = next(table.num_rows for table in dataset.features.tables if table.name == name)
     row_R = np.arange(size)
     if entry is None:
-        # A hashed table has one size in all of a stream; ids alone are known up to the model's.
+        # A hashed table keeps its size in a stream; plain ids are known up to the model's size.
         row_R[num_rows:] = 0
         return None if size <= num_rows else torch.from_numpy(row_R)
     file = vocabulary_file(name)

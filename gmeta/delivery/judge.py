@@ -86,7 +86,7 @@ def judge(
         GMetaError: a model is damaged.
     """
     served = load(candidate)
-    # Checked by whoever found it, as it serves.
+    # Its checksums were checked by whoever found it: it serves.
     against = None if champion is None else load(champion, verify=False)
     scoring = served.config.judged_scoring
     metric = loss_metric(scoring.loss)
@@ -122,8 +122,8 @@ def refused(why: str) -> Verdict:
 
 
 def windows_before(newest: Dataset) -> Callable[[int], Dataset | None]:
-    """Return what gives a dataset, for 1 the increment before it in its stream, and so on; None
-    where there is no more."""
+    """Return a function to get datasets: for 0 `newest`, for 1 the increment before it in its
+    stream, and so on; None where there is no more."""
     return lambda back: increment_before(newest, back) if back else newest
 
 
@@ -134,7 +134,7 @@ class _Compared:
     margin: float | None
 
     def is_narrow(self, ours: list[Predicted], theirs: list[Predicted]) -> bool:
-        """Return whether the rows tell a difference of the margin from none."""
+        """Return whether the rows can tell a difference of the margin's size from none."""
         interval, champion = self._difference(ours, theirs)
         widest = NARROW * self._margin(champion)
         return not interval.reason and (interval.high - interval.low) / 2 <= widest
@@ -171,7 +171,7 @@ class _Compared:
         calibration = None
         if is_finite and self.scoring.loss == "bce":
             calibration, why = _calibration(label_N, prediction_N, task_N)
-            # One that is nearer to the labels than what serves is no reason to let that serve on.
+            # One that is nearer to 1 than the champion's is no reason to keep the champion.
             reasons += [] if theirs and _is_nearer(calibration, *_joined(theirs)) else why
         difference, margin, champion = None, None, {}
         if theirs and is_finite and _finite(theirs):
@@ -205,8 +205,8 @@ class _Compared:
 
 
 def _calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure, list[str]]:
-    """Return the mean prediction over the mean label, and why it is refused: where not even the
-    interval comes within the bounds, or there is none and the value does not."""
+    """Return the mean prediction over the mean label, and why it is refused, if it is: the whole
+    interval, or the value where there is none, lies outside the bounds."""
     _, code_N = np.unique(task_N, return_inverse=True)
     num_tasks = int(code_N.max()) + 1
     label_T, prediction_T = (sum_T(one, code_N, num_tasks) for one in (label_N, prediction_N))
@@ -236,7 +236,7 @@ def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: An
 
 
 def _joined(predicted: list[Predicted]) -> tuple[Any, Any, Any]:
-    """Return label_N, prediction_N and task_N of all windows; a task of several is one."""
+    """Return label_N, prediction_N and task_N of all windows; a task in several of them is one."""
     names = ("label_N", "prediction_N", "task_N")
     label_N, prediction_N, task_N = (
         np.concatenate([getattr(one, name) for one in predicted]) for name in names

@@ -20,9 +20,9 @@ _log = logging.getLogger(__name__)
 def pack(
     channel: Channel, model: Path, out: Path, overwrite: bool, max_chain: int = MAX_CHAIN
 ) -> tuple[Version, str]:
-    """Make a version at `out` of the exported folder `model`, which goes there where it stays
-    whole: a delta over what the channel serves where that can be. Return the version, and why it is
-    whole ("" of a delta).
+    """Make a version at `out` from the exported folder `model`: a delta over what the channel
+    serves where that is possible, else `model` itself. Return the version, and why it is whole (""
+    of a delta).
 
     Raises:
         UserError: `out` is taken, or the cache cannot be written.
@@ -38,7 +38,7 @@ def pack(
     except UserError:
         raise
     except GMetaError as error:
-        # What no delta can be made over is no reason to serve it for ever.
+        # A version that no delta can be made over must not serve for ever.
         why = f"version {current.number}, which is served, is damaged: {error}"
         _log.warning("the next version of %s is whole: %s", channel.root, why)
         return _packed_whole(model, out, overwrite, why)

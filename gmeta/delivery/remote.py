@@ -77,15 +77,15 @@ def publish(channel: Channel, url: str) -> list[int]:
             remove_folder(fs, f"{root}/{VERSIONS}/{name}", last)
 
         fs.invalidate_cache()
-        # What no pointer names may be anybody's: it is replaced.
+        # Versions without a pointer to them may be anybody's: they are replaced.
         is_own, there = _is_own(channel, url), _sizes(fs, f"{root}/{VERSIONS}")
         copied = []
         for number in channel.numbers():
             folder = channel.folder_of(number)
             sizes, found = _sizes_here(folder), there.get(folder.name, {})
             if not is_own or found != sizes:
-                # What would stay beside the new files: a delta.json would be read for config.json.
-                # On a disk the whole folder is swapped.
+                # Old files must not stay beside the new ones: a delta.json would be read in place
+                # of config.json. On a disk the whole folder is swapped.
                 if not is_local(fs) and not found.keys() <= sizes.keys():
                     remove(folder.name)
                 put_folder(fs, folder, f"{root}/{VERSIONS}/{folder.name}", description_of(folder))
@@ -103,8 +103,8 @@ def publish(channel: Channel, url: str) -> list[int]:
 
 
 def _chain(url: str, current: Current) -> list[tuple[Parent, str, bytes]]:
-    """Return the version that is served and those that it builds on, newest first: which, the name
-    of its description, and that."""
+    """Return the version that is served and those that it builds on, newest first, each with the
+    name and the content of its description."""
     found, wanted = [], current.parent
     while True:
         name, content = _description(url, wanted.number)

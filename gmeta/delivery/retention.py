@@ -10,8 +10,8 @@ _GOING = ".{}.removed"
 
 
 def kept_versions(channel: Channel, keep: int) -> set[int]:
-    """Return the versions that stay where the newest `keep` do: these, the one that is served, and
-    the one that a rollback goes back to."""
+    """Return the versions that stay when `keep` are kept: the newest ones, the one that is served,
+    and the one that a rollback goes back to."""
     current = channel.current()
     wanted = {*channel.numbers()[-keep:], channel.before(current)}
     wanted |= {current.number} if current is not None else set()

@@ -29,8 +29,8 @@ _GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
-    """Write the rows of the table file `new` that differ from those of `old`, and return how many
-    they are; no file where none differ. Without `old`, or where it holds other tensors, all rows.
+    """Write the rows of the table file `new` that differ from those of `old`, and return their
+    number; no file where none differ. Without `old`, or where it holds other tensors, all rows.
     """
     after = read_tensors(new)
     before = {} if old is None else read_tensors(old)
@@ -94,7 +94,7 @@ def _changed_C(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int
 
 
 def _bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the bytes of each row, one row a row. NaN differs from itself, its bytes do not."""
+    """Return the bytes of each row, as a row. NaN differs from itself, its bytes do not."""
     return rows.numpy().reshape(len(rows), -1).view(np.uint8)
 
 

@@ -14,7 +14,7 @@ class Trouble:
 
     def __init__(self) -> None:
         self.told: tuple[str, str] | None = None
-        self._failed: tuple[str, str] | None = None  # that is put off
+        self._failed: tuple[str, str] | None = None  # the version that is put off
         self._again_at_s = 0.0
 
     def puts_off(self, version: str) -> bool:
@@ -25,7 +25,7 @@ class Trouble:
         return True
 
     def is_news(self, version: str, error: Exception) -> bool:
-        """Note why a version does not serve, and return whether that was not told yet."""
+        """Note why a version does not serve, and return whether that was not reported yet."""
         before, self.told = (self.told, self._failed), (version, str(error))
         if version:
             self._failed, self._again_at_s = self.told, time.monotonic() + RETRY_S

@@ -27,7 +27,7 @@ def checksum_of(values: pa.Array) -> str:
         return digest.hexdigest()
     words = pc.fill_null(values.cast(pa.large_string()), "")
     lengths = pc.binary_length(words).to_numpy()
-    _, offsets, data = pa.concat_arrays([words]).buffers()  # from 0 on, whatever it was cut from
+    _, offsets, data = pa.concat_arrays([words]).buffers()  # buffers from 0 on, even of a slice
     del offsets
     digest.update(lengths.tobytes())
     digest.update(memoryview(data)[: int(lengths.sum())] if data is not None else b"")
@@ -35,7 +35,7 @@ def checksum_of(values: pa.Array) -> str:
 
 
 def write_changed_values(old: pa.Array | None, new: pa.Array, out: Path) -> None:
-    """Write the rows whose value is new, another one or freed; no file where there is none."""
+    """Write the rows whose value is new, changed or freed; no file where there is none."""
     if old is not None and old.equals(new):
         return
     rows = np.arange(len(new))
@@ -68,7 +68,7 @@ def whole_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
             old = changed.slice(0, 0) if values is None else values
             if old.type != changed.type:
                 old = old.slice(0, 0).cast(changed.type)
-            # Behind the old values stand the changed ones: each row names the one that is its own.
+            # The changed values stand after the old ones, and each row takes its own of all these.
             source = np.arange(length)
             source[rows] = len(old) + np.arange(len(rows))
             values = pa.concat_arrays([old, changed]).take(pa.array(source))

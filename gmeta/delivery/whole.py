@@ -48,7 +48,7 @@ def whole_version(
         os.utime(target)
         _drop_oldest(own)
     try:
-        # Behind the lock: all workers read at once.
+        # After the lock: all workers read at once.
         check_files(target, read_config(target), checksums=verify)
     except GMetaError:
         with alone(own):
@@ -72,7 +72,7 @@ def _made(chain: Chain, cache: Path, contents: bool) -> Path:
     target = cache / chain.newest.checksum
     for index, delta in reversed(list(enumerate(chain.deltas))):
         copy = cache / delta.checksum
-        # What is made from a base is held against checksums: its own need no look before that.
+        # What is made from a base is checked against checksums: the base's own need no check first.
         if _is_sound(copy, contents=contents and copy == target):
             base, deltas = copy, deltas[index + 1 :]
             break
@@ -103,7 +103,7 @@ def _is_sound(copy: Path, contents: bool) -> bool:
 
 
 def _drop_oldest(cache: Path) -> None:
-    """Keep the newest few; who has mapped another keeps its files until it closes them."""
+    """Keep the newest few; processes that mapped another keep its files until they close them."""
     found = [path for path in cache.glob("[0-9a-f]*") if (path / CONFIG_FILE).is_file()]
     found.sort(key=lambda path: path.stat().st_mtime)
     # Also what was half removed before.

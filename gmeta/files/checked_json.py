@@ -16,11 +16,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object that a text is.
+    """Return the JSON object in a text.
 
     Raises:
-        ValueError: it is none, or holds NaN, an infinity or half of a character, which could
-            neither be shown nor written again.
+        ValueError: it holds no object, or one with NaN, an infinity or half of a character, which
+            could neither be shown nor written again.
     """
     try:
         value = json.loads(text)

@@ -8,7 +8,7 @@ from metaio.errors import MetaIOError
 
 
 def failing_at(what: str, remedy: str) -> failing_as:
-    """Return a block in which any error that is none of ours becomes a GMetaError of one line:
+    """Return a block in which any error that is not one of ours becomes a GMetaError of one line:
     `what` cannot be done, why, and the remedy."""
 
     # Each client of an object store has errors of its own.

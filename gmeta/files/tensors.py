@@ -30,7 +30,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def writing_tensors(file: Path) -> Iterator[None]:
-    """Tell of a write that safetensors could not do as any other write is told.
+    """Report a write that safetensors could not do as any other failed write is reported.
 
     Raises:
         OSError: the disk is full, or whatever else the system says.

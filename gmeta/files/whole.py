@@ -17,7 +17,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes its name once it is written and on the disk.
 
     After a failure `path` is as it was before, and nothing is left beside it; what a killed process
-    left there goes with the next write.
+    left there is removed by the next write.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with suppress(OSError), left.open("rb") as killed:
@@ -27,7 +27,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            with suppress(OSError):  # where there are no locks, nothing is taken for left either
+            with suppress(OSError):  # without locks, the next write removes nothing
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()

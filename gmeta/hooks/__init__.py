@@ -1,1 +1,1 @@
-"""What hears of a run while it trains: loggers, which write its readings down, and callbacks."""
+"""What follows a run while it trains: loggers, which write its readings down, and callbacks."""

@@ -17,13 +17,13 @@ class NoAnswerError(Exception):
 
 
 class _HandedOverError(Exception):
-    """Whoever waits raises it."""
+    """The error was handed to the waiting thread, which raises it."""
 
 
 @final
 class Apart(Logger):
-    """Calls a logger on one thread, in order, and waits `patience_s` for each call: who waits is
-    rank 0, and for it all others in their next collective.
+    """Calls a logger on one thread, in order, and waits `patience_s` for each call: rank 0 waits,
+    and all others for rank 0 in their next collective.
 
     After a NoAnswerError the logger is not to be called again: it may be at work still.
     """
@@ -37,7 +37,7 @@ class Apart(Logger):
         threading.Thread(target=self._work, name="gmeta-logger", daemon=True).start()
 
     def begin(self, run: RunInfo) -> None:
-        """Have it get ready.
+        """Have the logger get ready.
 
         Raises:
             NoAnswerError: it took too long.
@@ -45,7 +45,7 @@ class Apart(Logger):
         self._call(lambda: self._logger.begin(run))
 
     def log(self, reading: Reading) -> None:
-        """Have it write a reading down.
+        """Have the logger write a reading down.
 
         Raises:
             NoAnswerError: it took too long.
@@ -53,7 +53,7 @@ class Apart(Logger):
         self._call(lambda: self._logger.log(reading))
 
     def end(self, status: Status) -> None:
-        """Have it close what is open.
+        """Have the logger close what is open.
 
         Raises:
             NoAnswerError: it took too long.
@@ -77,6 +77,6 @@ class Apart(Logger):
 
 
 def _handed_over(done: Future[None], error: Exception) -> "_HandedOverError":
-    """Leave an error to the one who waits, and return what goes on in its place here."""
+    """Hand an error to the waiting thread, and return the one to raise here in its place."""
     done.set_exception(error)
     return _HandedOverError()

@@ -35,7 +35,7 @@ class Run:
 
 class Callback:
     """Override what is wanted. Every rank makes one, without arguments, and calls it in the same
-    places with the same numbers, but where it says otherwise. What it raises ends the run."""
+    places with the same numbers, unless a method says otherwise. What it raises ends the run."""
 
     def on_train_begin(self, run: Run) -> None:
         """Called before the first step."""

@@ -1,4 +1,4 @@
-"""What a run tells of itself, and what takes it: any place that readings go to."""
+"""Readings, which are what a run reports, and loggers, the places that readings go to."""
 
 import abc
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""All that hears of a run: screen and metrics.jsonl, the loggers and callbacks that its config
+"""All that follows a run: screen and metrics.jsonl, the loggers and callbacks that its config
 names."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,8 +79,8 @@ class RunHooks:
         stop: Stop,
         also: Mapping[str, Logger] = MappingProxyType({}),
     ) -> None:
-        """Open the loggers, `also` those that the config does not name, and tell the callbacks that
-        training begins; they may ask `stop` from here on. Collective.
+        """Open the loggers and those in `also`, which the config does not name, and tell the
+        callbacks that training begins; they may ask `stop` from here on. Collective.
 
         Raises:
             GMetaError: a logger or a callback failed.
@@ -128,7 +128,7 @@ class RunHooks:
         made: dict[str, Logger] = {
             name: _made("logger", name, kind) for name, kind in self._named_loggers.items()
         }
-        # TensorBoard's are files here. All others together end before the other ranks' patience.
+        # TensorBoard writes files here. All others together end before the other ranks give up.
         others = [name for name, logger in made.items() if not isinstance(logger, TensorBoard)]
         made |= {name: Apart(made[name], self._timeout_s / (1 + len(others))) for name in others}
         own = {SCREEN: self._screen, METRICS_FILE: JsonLines()}
@@ -148,9 +148,9 @@ class RunHooks:
         self._call(lambda each: each.on_train_begin(self._run))
 
     def _guarded(self, name: str, work: Callable[[Logger], None]) -> None:
-        """Do something with a logger. One of a network, or of somebody's own, that fails or
-        does not answer is told of and left out from here on: hours of training must not end with
-        it. A full disk ends the run, which could write no checkpoint either."""
+        """Do something with a logger. One that goes over a network, or is somebody's own, is
+        reported and left out from here on if it fails or does not answer: hours of training must
+        not end with it. A full disk ends the run, which could write no checkpoint either."""
         logger = self._loggers[name]
         if isinstance(logger, Screen | JsonLines | TensorBoard):
             return work(logger)
@@ -178,7 +178,7 @@ class RunHooks:
             self._stop.problem, self._stop.asked = self._stop.problem or error, True
 
     def _end_callbacks(self, status: Status) -> None:
-        """Tell the callbacks of the end, or raise what one raised behind the last step.
+        """Tell the callbacks of the end, or raise what one raised after the last step.
         Collective."""
 
         def end() -> None:
@@ -198,5 +198,5 @@ def _made(what: str, name: str, kind: type[Made]) -> Made:
 
 
 def _as_told(what: str, remedy: str) -> Callable[[Exception], GMetaError]:
-    """Return what makes an error of ours of one that somebody's own code raised."""
+    """Return a function that turns what somebody's own code raised into a GMetaError."""
     return lambda error: GMetaError(f"{what}: {kind_and_text(error)}. {remedy}")

@@ -44,7 +44,8 @@ class Screen(Logger):
             self._console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
 
     def log(self, reading: Reading) -> None:
-        """Show the reading beside the bar; one of a split, or without a bar, on a line."""
+        """Show the reading beside the bar; one of a split, or without a bar, on a line of its
+        own."""
         hidden = () if is_verbose() else NOT_SHOWN
         shown = "  ".join(
             f"{name} {_shown(name, value)}"

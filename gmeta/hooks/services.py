@@ -52,7 +52,7 @@ class WandB(Logger):
         self._run: Any = None
 
     def begin(self, run: RunInfo) -> None:
-        """Begin a run there, or go on with the one of before.
+        """Begin a run there, or go on with the one from before.
 
         Raises:
             UserError: wandb is not installed.
@@ -65,7 +65,7 @@ class WandB(Logger):
             config={section: dict(keys) for section, keys in run.config.items()},
         )
         write_whole(_id_file(run, "wandb"), self._run.id.encode())
-        # W&B's own step may not go back, as that of a run that is resumed does.
+        # W&B's own step may not go back, as the step of a resumed run does.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, reading: Reading) -> None:
@@ -86,7 +86,7 @@ class MLflow(Logger):
         self._mlflow: Any = None
 
     def begin(self, run: RunInfo) -> None:
-        """Begin a run there with the config as its parameters, or go on with the one of before.
+        """Begin a run there with the config as its parameters, or go on with the one from before.
 
         Raises:
             UserError: mlflow is not installed.

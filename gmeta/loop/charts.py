@@ -51,8 +51,8 @@ def stream_chart(days: Sequence[Day]) -> Chart:
 
 
 def _forecasts(days: Sequence[Day]) -> list[Panel | None]:
-    """Return what is forecast of rows that no model has seen: the model that goes on, the one that
-    stays as it was, and the best there can be."""
+    """Return the panels of forecasts of rows that no model has seen: by the model that goes on, by
+    the one that stays as it was, and the best possible."""
     panels = []
     for info, name in _infos(name for day in days for name in day.forecast):
         lines: list[Line] = [
@@ -112,7 +112,7 @@ def _shipped(days: Sequence[Day]) -> Panel | None:
 def _of_bars(
     days: Sequence[Day], title: str, unit: str, parts: Sequence[tuple[str, Values]]
 ) -> Panel | None:
-    """Return bars that are stacked: what is below zero downwards."""
+    """Return a panel of stacked bars; negative values are stacked downwards."""
     numbers = [day.record.number for day in days]
     values = [(label, [value or 0 for value in own]) for label, own in parts]
     if not any(any(heights) for _, heights in values):

@@ -1,5 +1,5 @@
-"""What is seen of a loop: the page of its stream as a file, and its address, with the page as it
-stands now, metrics for Prometheus, and /healthz for probes."""
+"""What a loop shows: the page of its stream as a file, and an address with the page as it is now,
+metrics for Prometheus, and /healthz for probes."""
 
 import threading
 from pathlib import Path
@@ -23,7 +23,7 @@ _REFRESH_S = 10
 
 
 def draw_page(path: Path, loop: Loop, metrics: LoopMetrics) -> None:
-    """Write the page to a file as the stream stands now, which takes a second."""
+    """Write the page of the stream's state now to a file, which takes a second."""
     write_whole(path, stream_page(loop, metrics.status).encode())
 
 

@@ -1,6 +1,6 @@
-"""Imported last of what stages find imported: looks up once what every stage would look up, and
-hides a million objects from the garbage collections of the stages, which would walk over them, and
-write to the memory that they share, again and again.
+"""Imported last of all that stages find imported: looks up once what every stage would look up, and
+hides a million objects from their garbage collections, each of which would walk over them and write
+to the memory that stages share.
 """
 
 import gc

@@ -94,7 +94,7 @@ class Loop:
         return done or self._publish(current)
 
     def _next(self, current: Current | None) -> Done | None:
-        """Take the next stage there is but that of publishing."""
+        """Take the next stage, apart from publishing."""
         # What comes next is read from what is there, never remembered: a kill between two stages
         # costs nothing.
         number = self.unfinished()
@@ -129,10 +129,10 @@ class Loop:
         follow, taken = self.config.follow, self._files.files()
         partitions = closed_partitions(follow.inputs, follow.closed_after_s)
         notes = list_quarantine(Path(self._stream))
-        if any("schema" in note for note in notes):  # of one that was mended since they say nothing
+        if any("schema" in note for note in notes):  # not those by a schema mended since
             own = mark_of(load_schema(follow.schema))
             notes = [note for note in notes if note.get("schema", own) == own]
-        # One that held nothing may have been opened by its writer: no row of it was trained.
+        # An empty file may have just been opened by its writer: no row of it was trained.
         old = {name: taken[name] for name in self._noted.rewritten(partitions, taken)}
         new = {name for name, file in old.items() if not file["num_bytes"]}
         rewritten = {
@@ -184,11 +184,11 @@ class Loop:
             ) from error
 
     def _is_outdated(self, number: int, current: Current | None) -> bool:
-        """Return whether a person has promoted or rolled back since a candidate was judged: against
-        another champion than serves now."""
+        """Return whether a person has promoted or rolled back since a candidate was judged, so that
+        its champion is not the one that serves now."""
         verdict, serves = self.verdict(number) or {}, current.number if current else None
         if serves is not None and self.channel.model_of(serves) == verdict.get("model"):
-            return False  # it is that champion: its promotion was killed
+            return False  # the candidate serves: its promotion was killed
         return bool(verdict.get("champion_version", serves) != serves)
 
     def promoted(self, number: int) -> int | None:
@@ -197,10 +197,11 @@ class Loop:
         return self._promotions().get((verdict or {}).get("model", ""))
 
     def continued_from(self, number: int) -> int | None:
-        """Return the increment whose run the one of this increment goes on from: the newest whose
-        model is served, or was promoted last if another model serves; None: there is none.
+        """Return the increment from whose run that of this one goes on: the newest whose model is
+        served, or the newest promoted one if another model serves; None where there is none.
 
-        What was refused, or rolled back, is gone on from by nothing.
+        No run goes on from a refused increment, nor from one that was rolled back while a model of
+        another one serves.
         """
         earlier = [one for one in increment_numbers(self._stream) if one < number]
         promoted = [one for one in earlier if self.promoted(one) is not None]
@@ -220,8 +221,8 @@ class Loop:
         return found
 
     def frozen(self) -> tuple[int, Version] | None:
-        """Return the first increment whose candidate was promoted, and its version, which later
-        ones are held against; None where there is none, it was removed, or is a delta."""
+        """Return the first increment whose candidate was promoted, and its version, with which
+        later ones are compared; None where there is none, it was removed, or is a delta."""
         for number in increment_numbers(self._stream):
             promoted = self.promoted(number)
             if promoted is not None:
@@ -241,7 +242,7 @@ class Loop:
 
     def _prepare(self, partition: Partition, held: Sequence[str]) -> Done:
         arguments = ["prepare", "--extend", self._stream, *partition.files]
-        # What comes late is judged alone: with more of its kind it would pass for new.
+        # A partition's late files are judged alone: with more of their kind they pass for new.
         along = [] if partition.is_begun else [one for one in held if one not in partition.files]
         arguments += [one for name in along for one in ("--along", name)]
         if not increment_numbers(self._stream):
@@ -287,7 +288,7 @@ class Loop:
         allowed = (0, NotFiniteError.exit_code)
         code, took_s = self._run(number, [*arguments, "--overwrite"], allowed=allowed)
         if code:
-            return self._judge(number, root / "run")  # which says so
+            return self._judge(number, root / "run")  # it refuses, and says why
         return Done("export", number, took_s, f"{tables} tables")
 
     def _judge(self, number: int, candidate: Path) -> Done:
@@ -323,7 +324,7 @@ class Loop:
         return Done("publish", 0, took_s, f"version {name} is at {mirror}")
 
     def _removed(self) -> str:
-        """Remove the versions and checkpoints that nobody needs, and return what is told of it."""
+        """Remove the versions and checkpoints that nobody needs, and return what to say of it."""
         keep = self.config.follow.keep
         if not keep:
             return ""
@@ -370,7 +371,7 @@ class Loop:
         log: Path | None = None,
         allowed: tuple[int, ...] = (0,),
     ) -> tuple[int, float]:
-        """Run a stage of `what` (default: increment `number`), which the command of gmeta names;
+        """Run a stage, named by its command of gmeta, on `what` (default: increment `number`);
         return its exit code and its seconds. Raise GMetaError for a code that is not allowed."""
         stage = arguments[0]
         log = log or self.folder(number) / f"{stage}.log"
@@ -383,7 +384,7 @@ class Loop:
         if code not in allowed:
             kind = UserError if code == UserError.exit_code else GMetaError
             why = self._last_line(log).removeprefix("error: ")
-            if code < 0:  # what stands last in its log may be of an earlier try
+            if code < 0:  # the last line of its log may be of an earlier try
                 why = signal.Signals(-code).name
                 why += ", as where memory runs out" if code == -signal.SIGKILL else ""
             what = what or f"increment {number}"

@@ -77,7 +77,7 @@ class LoopMetrics:
         self.status = status_of(self._loop)
 
     def failed(self, why: str) -> None:
-        """Say why the next stage does not come to its end; what waits meanwhile is counted on."""
+        """Note why the next stage fails; what waits meanwhile is still counted."""
         with suppress(GMetaError, MetaIOError, OSError):  # what fails may be what is looked at
             self.look()
         self.status = replace(self.status, failure=why)

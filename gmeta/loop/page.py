@@ -27,7 +27,7 @@ _SHOWN = 100  # of the newest moves of the pointer
 
 @dataclass(frozen=True)
 class Picture:
-    """What changes with a stage alone, and takes a second to draw."""
+    """What only a stage changes, and takes a second to draw."""
 
     stream: str
     channel: str
@@ -84,7 +84,7 @@ def stream_page(loop: Loop, status: Status) -> str:
 
 
 def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
-    """Return what is told above all, each with its name."""
+    """Return the facts at the top of the page, each with its name."""
     event_age_s, served_age_s = status.event_age_s(), status.served_age_s()
     facts = [
         ("served version", "none yet" if status.current is None else str(status.current.number)),

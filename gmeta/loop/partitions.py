@@ -76,9 +76,9 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
 
 
 def _listed(fs: Any, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each path that matches a glob, and all that is there, by its path. A store answers
-    after a while: one partition after the other, a year by the hour would take minutes. Clients of
-    another kind, such as that of FTP, have one connection, which threads would mix up."""
+    """Yield each path that matches a glob, with all files at or below it by path. A store answers
+    after a while: one partition after the other, a year by the hour would take minutes. Other
+    clients, such as that of FTP, have one connection, which threads would mix up."""
     paths = [path for path in sorted(map(str, fs.glob(pattern))) if not is_marker(path, pattern)]
     find = partial(fs.find, detail=True)
     found = map_in_order(_LISTED_TOGETHER, find, paths) if fs.async_impl else map(find, paths)
@@ -92,8 +92,8 @@ def _reached(place: str) -> failing_as:
 
 @dataclass(frozen=True)
 class Standing:
-    """How it stands with a log: the partitions of which an increment is to be made, the first one
-    first, the files that wait for others, and what is refused, and why."""
+    """The state of a log: the partitions of which an increment is to be made, the first one first,
+    the files that wait for others, and what is refused, and why."""
 
     waiting: Sequence[Partition]
     held: Sequence[str]
@@ -141,7 +141,7 @@ class NotedFiles:
     def holding(
         self, notes: Sequence[Mapping[str, Any]], taken: Collection[str]
     ) -> list[Mapping[str, Any]]:
-        """Return the notes that hold; of files that were taken there is nothing to be said.
+        """Return the notes that hold; files that were taken are not looked at.
 
         Raises:
             GMetaError, MetaIOError: a file cannot be read.
@@ -155,7 +155,7 @@ class NotedFiles:
     def rewritten(
         self, partitions: Sequence[Partition], taken: Mapping[str, Mapping[str, Any]]
     ) -> list[str]:
-        """Return the files that another size tells, and then their bytes, not to be what was taken.
+        """Return the taken files whose size has changed, and, as is checked then, their bytes.
 
         Raises:
             GMetaError, MetaIOError: a file cannot be read.

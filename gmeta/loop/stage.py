@@ -1,4 +1,4 @@
-"""The stages of a loop by name, what is told of one, and files that they leave behind."""
+"""The stages of a loop by name, what is reported of one, and files that they leave behind."""
 
 from dataclasses import dataclass
 

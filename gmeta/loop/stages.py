@@ -54,8 +54,8 @@ _PRELOADED = [
 
 @dataclass(frozen=True)
 class _Process:
-    """A process that waits for one command; `orders` brings it, and its end tells the process that
-    whoever started it has died."""
+    """A process that waits for one command; `orders` brings it, and ends when the process that
+    started this one has died."""
 
     process: BaseProcess
     orders: Connection
@@ -81,14 +81,14 @@ _ending = Asked()  # no stage is begun any more
 def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.open("ab").close()  # what is wrong with it is told here: the stage has nowhere else
+    log.open("ab").close()  # fails here: the stage could not say why
     stage = _told((tuple(arguments), str(log)))
     process = stage.process
     _under_way.append(process)
     try:
-        if _ending:  # before there was a stage to be ended
+        if _ending:  # a signal came before there was a stage to end
             process.terminate()
-        # That of the next stage comes up while this one works: 25 ms that nobody waits for.
+        # The next stage's process starts while this one works: 25 ms that nobody waits for.
         _waiting.append(_Process.started())
         process.join()
     finally:

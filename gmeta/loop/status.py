@@ -1,4 +1,4 @@
-"""How it stands with a loop now: how fresh the served model is, what waits, what alarms."""
+"""The state of a loop now: how fresh the served model is, what waits, what alarms."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Status:
     """What a loop knows between two stages; times are seconds since 1970.
 
-    `served_increment` is the newest increment of which the served model knows, and `event_end_s`
-    the end of its window; None where nothing of the stream is served.
+    `served_increment` is the newest increment that the served model was trained on, and
+    `event_end_s` the end of its window; None where nothing of the stream is served.
     """
 
     prepared: int | None = None
@@ -30,7 +30,7 @@ class Status:
     waiting: int = 0
     held: int = 0
     refused: int = 0
-    refused_files: Mapping[str, str] = field(default_factory=dict)  # and why: the quarantined
+    refused_files: Mapping[str, str] = field(default_factory=dict)  # the quarantined, and why
     failure: str = ""
     newest_alarms: tuple[str, ...] = ()
     fresh_s: float = 0.0

@@ -1,12 +1,12 @@
-"""What a reader must not miss: adapting that makes it worse, and a run that is below the bias model
-or below plain training, fine-tuned on the same support rows."""
+"""What a reader must not miss: adapting that makes a run worse, and a run that is below the bias
+model or below plain training, fine-tuned on the same support rows."""
 
 from collections.abc import Mapping, Sequence
 
 from gmeta.metrics.texts import MetricInfo
 from gmeta.report.evaluation import Caution, Comparison, Group
 
-# The yardstick that knows neither features nor gradients: nobody would take a model below it.
+# The yardstick without features and gradients: nobody would use a model that is below it.
 TRIVIAL = "bias model"
 
 
@@ -35,6 +35,6 @@ def cautions_of(
 
 
 def _worse(comparison: Comparison | None) -> list[str]:
-    """Return the metrics whose interval says so."""
+    """Return the metrics that are worse by their interval."""
     metrics = comparison.metrics if comparison else {}
     return [name for name, difference in metrics.items() if difference.verdict == "worse"]

@@ -48,8 +48,7 @@ def charts_of(evaluation: Evaluation, curves: Sequence[Curve]) -> list[Chart]:
 
 
 def label_charts(evaluation: Evaluation) -> list[Chart]:
-    """Return the charts of a label that is not the judged one: whether its probabilities come
-    true."""
+    """Return the charts of a label that is not the judged one: of its calibration."""
     series = series_of(evaluation.runs, evaluation.yardsticks)
     own = [one for one in series if one.run == evaluation.runs[0].name]
     chart = _calibration_chart(evaluation, own)
@@ -64,8 +63,8 @@ def charted_metrics(evaluation: Evaluation) -> list[str]:
 
 
 def series_of(runs: Sequence[RunFacts], yardsticks: Sequence[YardstickFacts] = ()) -> list[Series]:
-    """Return both stages of each run and the one of each yardstick as series; from the fifth model
-    on colours repeat with other markers."""
+    """Return both stages of each run and the one stage of each yardstick as series; from the fifth
+    model on, colours repeat with other markers."""
     made: list[Series] = []
     models: list[RunFacts | YardstickFacts] = [*runs, *yardsticks]
     for index, model in enumerate(models):

@@ -32,8 +32,8 @@ LABEL_GROUP_WIDTH, LABEL_DIFFERENCES_A_TABLE = 17, 3
 
 
 def console_table(evaluation: Evaluation) -> RenderableType:
-    """Return a heading, the tables of each group, what was chosen here, how to read all that, and
-    in red what must not be missed."""
+    """Return a heading, the tables of each group, what the evaluation chose, how to read all that,
+    and in red what must not be missed."""
     run = evaluation.runs[0]
     of_label = f", label {evaluation.label}" if evaluation.label else ""
     parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}{of_label}", style="bold")]

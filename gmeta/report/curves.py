@@ -1,5 +1,5 @@
-"""Pictures of metrics as lines: over support sizes, over the few support rows that are shown, and
-over little and much active tasks."""
+"""Pictures of metrics as lines: over support sizes, over limited numbers of support rows, and over
+tasks from little to very active."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,8 +27,8 @@ def support_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
 
 
 def activity_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
-    """Return the headline metric by how many rows a task has, where that is not its support size
-    over again.
+    """Return the headline metric by how many rows a task has, where that differs from its support
+    size.
     """
     panels = [
         _panel_of_bins(evaluation, group, group.by_activity, "rows of a task", series)
@@ -71,7 +71,7 @@ def _panel_of_bins(
 def support_limit_chart(
     evaluation: Evaluation, series: Sequence[Series], names: Sequence[str]
 ) -> Chart:
-    """Return these metrics after adapting on no more than so many support rows, group by group."""
+    """Return these metrics after adapting on limited numbers of support rows, group by group."""
     adapted = [one for one in series if one.stage == "after"]
     told = "support rows shown; below, the tasks that have as many"
     panels = [

@@ -26,7 +26,7 @@ SECRET_WORDS = ("secret", "password", "token", "credential", "api_key", "access_
 @dataclass(frozen=True)
 class Estimate:
     """A metric with its 95 % interval over tasks; `num_tasks` count (GAUC: with both classes; AUC
-    and PR-AUC: with the rarer one)."""
+    and PR-AUC: with the rarer class)."""
 
     value: float
     low: float
@@ -91,7 +91,7 @@ class RowsBin:
 @dataclass(frozen=True)
 class SupportLimit:
     """All tasks of a group on the same query rows, adapted on no more than `max_support_rows` of
-    their support rows; `num_tasks_full` of them have so many. `results` are at the stage after.
+    their support rows; `num_tasks_full` tasks have that many. `results` are at the stage after.
     """
 
     max_support_rows: int
@@ -178,8 +178,8 @@ class FineTuning:
     """How a plain run's inner loop was chosen: the best of `tried` by a metric (the smallest), on
     tasks of a split.
 
-    `chosen` is one setting of the validation split, or two: for the first half of the tasks of a
-    split that is reported on, which the second half chose, and the other way round.
+    `chosen` is one setting, chosen on the validation split, or two: of a split that is reported on,
+    the first half of the tasks adapts as the second half chose, and the other way round.
     """
 
     split: str
@@ -255,9 +255,9 @@ class IntervalMethod:
 
 @dataclass(frozen=True)
 class LabelEvaluation:
-    """What an Evaluation says of another label of the same rows, of those where it is known.
+    """What an Evaluation says of another label, over those of the same rows where it is known.
 
-    `label` may be one given another, `buy|click`: its rows are those where the other is 1.
+    `label` may be conditional on another, `buy|click`: its rows are those where the other is 1.
     """
 
     label: str
@@ -272,8 +272,8 @@ class LabelEvaluation:
 class Evaluation:
     """A run, the first of `runs`, and its baselines, the others; `headline` names a metric.
 
-    `notes` are lines about a yardstick that is not there. Of several labels all is said of `label`,
-    "" for one without a name; `labels` are the others.
+    `notes` are lines about a yardstick that is not there. Where there are several labels all is
+    said of `label` ("": it has no name); `labels` are the others.
     """
 
     schema: str
@@ -305,7 +305,7 @@ def hide_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {
             key: "(hidden)"
-            # By the key alone: what a secret looks like nobody can say.
+            # By the key alone: nobody can tell a secret by its value.
             if any(word in str(key).lower() for word in SECRET_WORDS)
             else hide_secrets(item)
             for key, item in value.items()

@@ -45,8 +45,8 @@ def write(
     tell: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> ReportPaths:
     """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
-    the one reported, `notes` tell of yardsticks that are not there. `tell` shows what is found
-    before anything is written: a full disk must not take an hour of scoring along.
+    the one reported, `notes` say which yardsticks are missing. `tell` shows the result before
+    anything is written: a full disk must not cost an hour of scoring.
 
     Raises:
         UserError: the runs cannot be reported or compared; see check_runs. Nothing is written then.
@@ -89,7 +89,7 @@ def _predictions(runs: Sequence[EvaluatedRun], yardsticks: Sequence[EvaluatedYar
         table = one.predictions
         table = table.rename_columns([own.get(name, name) for name in table.column_names])
         for name in own.values() if one.name in found else ():
-            # Of another label, it predicts the same rows in the same order.
+            # A yardstick of another label predicts the same rows in the same order.
             found[one.name] = found[one.name].append_column(name, table[name])
         found.setdefault(one.name, table)
     tables = [

@@ -40,8 +40,8 @@ class Curve:
 def curves_of(
     history: Sequence[dict[str, Any]], scoring: Scoring, label: str = "", num_labels: int = 1
 ) -> list[Curve]:
-    """Return the curves of the training loss and of the headline metric on the validation split, of
-    a label if one stands behind it in the log, or the first metric logged."""
+    """Return the curves of the training loss and of the headline metric on the validation split,
+    for `label` unless it is ""; of the first metric logged where there is none of that."""
     curves = []
     if points := _without_short_end(_points(history, "loss")):
         steps, values = _thinned(points)

@@ -1,4 +1,4 @@
-"""What of a metric is noise: 95 % intervals from resampling whole tasks, the independent units.
+"""How much of a metric is noise: 95 % intervals from resampling whole tasks, the independent units.
 
 Rows of one task share its taste and support set: resampling rows would give too narrow intervals.
 """

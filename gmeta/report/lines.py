@@ -1,4 +1,4 @@
-"""How metrics with their intervals stand on axes: as points, and as lines over bins or sizes."""
+"""How metrics with their intervals are drawn: as points, and as lines over bins or sizes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,7 @@ def draw_lines(
     info: MetricInfo,
     axes: Axes,
 ) -> None:
-    """Draw a metric of each series over the ticks of a labelled axis, each of which has its
-    results."""
+    """Draw a metric of each series over a labelled axis; `results` has one entry for each tick."""
     for one, offset in zip(series, offsets(len(series), 0.36), strict=True):
         places, estimates = points(
             one, ((at + offset, found) for at, found in enumerate(results)), name
@@ -92,5 +91,5 @@ def with_unit(info: MetricInfo) -> str:
 
 
 def count(number: int) -> str:
-    """Return a number of tasks as it stands below an axis."""
+    """Return a number of tasks as it is written below an axis."""
     return str(number) if number < 10_000 else f"{number / 1000:.0f}k"

@@ -1,4 +1,4 @@
-"""Metrics with what is noise about them: estimates, and differences with their verdicts.
+"""Metrics and how noisy they are: estimates, and differences with their verdicts.
 
 Over several draws of support and query rows a metric is the mean of its values, and an interval
 resamples whole tasks, each with all its draws. Draws of a task are made apart from those of the
@@ -32,15 +32,15 @@ UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "u
 
 @dataclass(frozen=True)
 class Measured:
-    """A metric over draws: the mean of `value_D`, and the same of the draws' values on resampled
-    tasks; NaN with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
+    """A metric over draws: the mean of `value_D`, and `values_B`, the same on resampled tasks; NaN
+    with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
     """
 
     value_D: Floats
     num_tasks: int
     reason: str
     values_B: Floats
-    no_interval: str = ""  # why the value has none
+    no_interval: str = ""  # why there is none
 
     @property
     def value(self) -> float:
@@ -66,7 +66,7 @@ def measure(
     """
     made: list[dict[str, Terms]] = []
     values_MB = np.zeros(0)
-    # Of a label that is not always known, a task may have rows in some draws alone.
+    # Where a label is not always known, a task may have rows in only some of the draws.
     tasks_T = np.unique(np.concatenate([rows.task_N for rows in draws]))
     # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
     for rows in draws:

@@ -88,7 +88,7 @@ def _drawn(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
 
 
 def _infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
-    """Return what is said of the metrics: of each once, as it is read for the first label that has
+    """Return what is said of the metrics: each once, as it reads for the first label that has
     it."""
     infos: dict[str, MetricInfo] = {}
     for one in (evaluation, *map(evaluation.of, evaluation.labels)):

@@ -121,7 +121,7 @@ def svg_panel(chart: Chart, index: int) -> str:
     panel = chart.panels[index]
     prefix = f"{chart.name}-{index}"
     with matplotlib.rc_context(_rc(prefix)):
-        # Not by pyplot, which keeps every figure and may look for a display.
+        # Made without pyplot, which keeps every figure and may look for a display.
         figure = Figure((PANEL_WIDTH_INCHES, panel.height_inches), layout="constrained")
         panel.draw(figure.subplots())
         text = _saved(figure, "svg", transparent=True).decode()

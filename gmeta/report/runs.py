@@ -44,11 +44,11 @@ class EvaluatedRun:
 
     It may have more: `draw` (integer, from 0 on: which draw of support and query rows; without it
     there is one), `task_rows` (integer: stored rows of the task), and columns that only name a row.
-    With sampled candidates those of PLACES: how many score above a positive row before and after
-    adapting, and how many the same; -1 of other rows. `limited` holds the predictions after
-    adapting on no more than so many support rows.
+    With sampled candidates it has those of PLACES: how many score above a positive row before and
+    after adapting, and how many the same; -1 in other rows. `limited` holds, by a number of support
+    rows, the predictions after adapting on no more than that.
 
-    Of several labels `label` is the judged one, NaN where it is not known, and `other_losses` has
+    With several labels `label` is the judged one, NaN where it is not known, and `other_losses` has
     the others, each with the columns `label:NAME`, `before:NAME` and `after:NAME`.
     """
 
@@ -72,7 +72,7 @@ class EvaluatedRun:
 
     @property
     def scoring(self) -> Scoring:
-        """Return what of its predictions is measured."""
+        """Return how its predictions are measured."""
         return Scoring(self.loss, self.evaluation)
 
     @property
@@ -82,15 +82,13 @@ class EvaluatedRun:
 
     @property
     def label_logged(self) -> str:
-        """Return what its log has behind the metrics of its label: "" if the config judges by it,
+        """Return the suffix of its label's metrics in its log: "" if the config judges by it
         too."""
         is_own = self.label == self.config.get("labels", {}).get("judged", self.label)
         return "" if is_own else self.label
 
     def of(self, label: str) -> "EvaluatedRun":
-        """Return the run as if one of its labels were the only one, with the rows where it is
-        known.
-        """
+        """Return the run as if it had this label alone, with the rows where the label is known."""
         scoring, suffix = self.scoring, ""
         if label != self.label:
             scoring, suffix = scoring.beside(self.other_losses[label]), f":{label}"
@@ -110,9 +108,9 @@ class EvaluatedYardstick:
     """What a simple model predicts of the same query rows.
 
     `predictions` has the columns split, task, support_rows, label and prediction, as those of
-    EvaluatedRun, and draw where those have it; so have those `limited` to few support rows. `told`
-    and `chosen` say what the model is. Each is of one label, `label`, and has the rows where that
-    is not known too.
+    EvaluatedRun, and draw where EvaluatedRun has it; so do those `limited` to few support rows.
+    `told` and `chosen` say what the model is. It is of one label, `label`, and also has the rows
+    where that is not known.
     """
 
     name: str
@@ -124,7 +122,7 @@ class EvaluatedYardstick:
     label: str = field(default="")
 
     def known(self) -> "EvaluatedYardstick":
-        """Return it with the rows alone where its label is known."""
+        """Return the yardstick with only the rows where its label is known."""
         return replace(
             self,
             predictions=known_rows(self.predictions),
@@ -149,7 +147,7 @@ class SplitRows:
         return self.before_N if stage == "before" else self.after_N
 
     def places_N2(self, stage: Stage) -> Array:
-        """Return what candidates above and beside each row there are at a stage."""
+        """Return how many candidates score above each row, and how many the same, at a stage."""
         return self.places_N4[:, :2] if stage == "before" else self.places_N4[:, 2:]
 
     def where(self, keep_N: Array) -> "SplitRows":
@@ -186,9 +184,9 @@ def check_runs(runs: Sequence[EvaluatedRun], taken: Sequence[str] = ()) -> None:
 
 
 def runs_of(runs: Sequence[EvaluatedRun], label: str) -> list[EvaluatedRun]:
-    """Return the first run and the others as if one of its labels were the only one; without those
-    that do not predict it, if it is not the judged one. A label without a name is compared with
-    what others are judged by.
+    """Return the first run and the others as if they had `label` alone; those that do not predict
+    it are left out, unless it is the judged one. A label without a name is compared with the one
+    that others are judged by.
 
     Raises:
         UserError: a run lacks the judged one, or has another loss for it, or no probabilities.
@@ -265,7 +263,7 @@ def draws_of_split(predictions: pa.Table, split: str) -> list[SplitRows]:
 
 
 def task_rows_of(predictions: pa.Table, split: str) -> dict[int, int]:
-    """Return the stored rows of each task of a split; nothing where the table does not tell."""
+    """Return the stored rows of each task of a split; nothing where the table does not say."""
     if "task_rows" not in predictions.column_names:
         return {}
     rows = predictions.filter(pc.equal(predictions["split"], split))
@@ -316,7 +314,7 @@ def _check_table(run: EvaluatedRun) -> None:
 
 def _check_probabilities(run: EvaluatedRun) -> None:
     labels = run.predictions["label"].to_numpy()
-    wrong_N = ~((labels >= 0) & (labels <= 1))  # fractions are no 0 and no 1, and trained as such
+    wrong_N = ~((labels >= 0) & (labels <= 1))  # fractions are allowed, and trained as such
     if wrong_N.any():
         raise UserError(
             f"run '{run.name}' was trained with bce but has a label of "

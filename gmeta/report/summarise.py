@@ -124,7 +124,7 @@ def summarise(
 def _of_label(
     runs: Sequence[EvaluatedRun], yardsticks: Sequence[EvaluatedYardstick], label: str
 ) -> LabelEvaluation:
-    """Return what is said of one label; no groups where it is not known in any row."""
+    """Return what the report says of one label; no groups where it is not known in any row."""
     views = runs_of(runs, label)
     simple = [one.known() for one in yardsticks if one.label == label]
     scoring = views[0].scoring
@@ -140,8 +140,8 @@ def _of_label(
 
 
 class _Group:
-    """One split of all models: keeps the resampled values, which every comparison takes pairs
-    of. A yardstick has the stage "after" alone."""
+    """One split of all models: keeps the resampled values, of which every comparison pairs two
+    sets. A yardstick has the stage "after" alone."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _Group:
 
     def summary(self) -> Group:
         """Return all that the report says about this split."""
-        # Every draw has as many of each task, if the label is always known.
+        # Every draw has as many rows of each task, if the label is always known.
         rows = self._draws[self._first][0]
         support_E = _episode_support_rows(rows)
         return Group(
@@ -232,7 +232,7 @@ class _Group:
         return [one for one in bins if one.num_tasks]
 
     def _activity_bins(self) -> list[RowsBin]:
-        """Return the tasks by how many rows they have stored; no bin where the runs do not tell."""
+        """Return the tasks by how many rows they have stored; no bin where the runs do not say."""
         if not self._task_rows:
             return []
         tasks_T, rows_T = (np.array(part) for part in zip(*self._task_rows.items(), strict=True))
@@ -257,7 +257,7 @@ class _Group:
         return RowsBin(low, high, num_tasks, num_rows, results)
 
     def _support_limits(self) -> list[SupportLimit]:
-        """Return what the runs are worth after adapting on few support rows."""
+        """Return how good the runs are after adapting on few support rows."""
         rows = self._draws[self._first][0]
         limits = []
         for most in sorted(self._limited[self._first]):
@@ -295,7 +295,7 @@ def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
     """Return inclusive bounds of at most six bins: one a size, or each with a sixth of the
     episodes."""
     sizes, counts = np.unique(support_E, return_counts=True)
-    # Few different sizes are told one by one.
+    # Few different sizes get a bin each.
     target = 1 if sizes.size <= SUPPORT_BINS else support_E.size / SUPPORT_BINS
     bounds, first, held = [], 0, 0
     for last, count in enumerate(counts):
@@ -321,7 +321,7 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     code_N = np.unique(rows.task_N, return_inverse=True)[1]
     filled = [index for index in range(inner_edges.size + 1) if (bin_N == index).any()]
     terms = [_share_terms(rows.label_N, code_N, bin_N == index) for index in filled]
-    # By tasks, as everywhere: the rows of a bin are not independent.
+    # Resampled by tasks, as everywhere: the rows of a bin are not independent.
     shares_MB = bootstrap_values(terms, RESAMPLES, SEED)
     bins = [
         CalibrationBin(
@@ -341,7 +341,7 @@ def _share_terms(label_N: Array, code_N: Ints, in_bin_N: Array) -> Terms:
     """Return the share of positives among the rows of one bin, as sums over tasks."""
     num_tasks = int(code_N.max()) + 1
     rows_T, positives_T = (sum_T(n, code_N, num_tasks) for n in (in_bin_N, label_N * in_bin_N))
-    # Of a bin without a positive row every resample is 0, and the truth is not.
+    # In a bin without a positive row every resample is 0, but the true share is not.
     rarer_tasks = min(int(np.count_nonzero(of_T)) for of_T in (positives_T, rows_T - positives_T))
     value = float(positives_T.sum() / rows_T.sum())
     return Terms(value, positives_T, rows_T, rarer_tasks=rarer_tasks)

@@ -1,4 +1,4 @@
-"""How numbers read and what stands at the top, the same on the page and on the console."""
+"""How numbers are written and what stands at the top, alike on the page and on the console."""
 
 import math
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def columns_of(evaluation: Evaluation) -> list[tuple[str, str, Stage]]:
 
 
 def told_of(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """Return (name, line) of what was chosen inside the evaluation, and of what is missing."""
+    """Return (name, line) for all that the evaluation chose, and for what is missing."""
     lines = [(run.name, run.adapts_with) for run in evaluation.runs if run.adapts_with]
     lines += [(one.name, one.told) for one in evaluation.yardsticks]
     # A note begins with what it is about.

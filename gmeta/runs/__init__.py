@@ -1,1 +1,1 @@
-"""A run: its folder, what it tells while it trains, how far it has come."""
+"""A run: its folder, what it reports while it trains, how far it has come."""

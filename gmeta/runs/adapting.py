@@ -1,4 +1,4 @@
-"""How a run adapts in place of how its config says: what an evaluation chose on validation splits
+"""How a run adapts, in place of what its config says: as an evaluation chose on validation splits
 for one of its checkpoints, in adapting.json of its folder. Exports of that checkpoint adapt so.
 """
 
@@ -15,14 +15,14 @@ ADAPTING_FILE = "adapting.json"
 
 
 def write_adapting(folder: RunFolder, step: int, rate: float, steps: int, **told: Any) -> None:
-    """Keep the rate and steps that were chosen for a run's checkpoint; `told` is how."""
+    """Keep the rate and steps that were chosen for a run's checkpoint; `told` says how."""
     chosen = {"step": step, "inner_lr": rate, "inner_steps": steps, **told}
     write_json(folder.root / ADAPTING_FILE, chosen)
 
 
 def read_adapting(folder: RunFolder, own: AlgorithmConfig, step: int) -> AlgorithmConfig | None:
     """Return `own`, the algorithm of the run's config, with what was chosen for the checkpoint of
-    this step; None where nothing was.
+    this step; None where nothing was chosen.
 
     Raises:
         GMetaError: the file is damaged.

@@ -70,7 +70,7 @@ class RunFolder:
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
         """Return the config and the digest that its checkpoints were written with: that of the file
-        as it is, without keys that a later release has beyond.
+        as it is, without keys that later releases added.
 
         Raises:
             UserError: this is no run folder.
@@ -104,7 +104,7 @@ class RunFolder:
 
     def check_dataset(self, url: str, fingerprint: str) -> None:
         """Raise GMetaError where the dataset at `url` is not the one that the run was trained on,
-        in which an id may mean another value, or nothing is known of that one."""
+        so that an id may mean another value, or where it is not known which one that was."""
         trained_on = self.trained_on()
         if not trained_on:
             raise GMetaError(
@@ -120,7 +120,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return every logged step, oldest first; none if none was logged. A line that a full disk
-        or a power cut left half-written, or that is damaged, tells of no step."""
+        or a power cut left half-written, or that is damaged, is left out."""
         if not self.metrics.exists():
             return []
         found = []
@@ -131,7 +131,7 @@ class RunFolder:
 
 
 def _reading(line: str) -> dict[str, Any]:
-    """Return one line of the log; ValueError if it is none that a run writes."""
+    """Return one line of the log. Raise ValueError unless it is one that a run writes."""
     reading = json_object(line)
     values = [value for name, value in reading.items() if name != "valid"]
     scores = reading.get("valid", {})

@@ -28,7 +28,7 @@ class StepMeter:
     def add(self, loss: Tensor, num_rows: int, terms_per_shown: float = 1.0) -> None:
         """Count one outer step over all ranks' `num_rows`; does not wait for the device.
 
-        `terms_per_shown` times the loss is what it shows; nothing where it is 0.
+        `terms_per_shown` times the loss is what is shown of the step; nothing where it is 0.
         """
         self._loss.add_(loss.detach(), alpha=terms_per_shown)
         self._steps += 1
@@ -42,9 +42,9 @@ class StepMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of what is done inside out of the speed of steps. Collective."""
+        """Leave the time that the block takes out of the speed of steps. Collective."""
         before_device(self._ranks)
-        self._loss.item()  # what the device still has to do does
+        self._loss.item()  # waits for what the device still has to do
         began = time.perf_counter()
         yield
         self._began += time.perf_counter() - began

@@ -10,7 +10,7 @@ from gmeta.parallel.ranks import Ranks
 
 TRACE_FILE = "trace.json"  # opens in https://ui.perfetto.dev and chrome://tracing
 SUMMARY_FILE = "summary.txt"
-# A process's first steps make buffers and optimizer state: they tell of no other.
+# A process's first steps make buffers and optimizer state: they are like no others.
 SKIPPED_STEPS = 3
 SUMMARY_ROWS = 60
 
@@ -50,7 +50,7 @@ class StepProfiler:
     def end(self) -> None:
         """Write what was recorded, if the run ends before all steps of the profile."""
         if self._active and not self._ended:
-            # `with` ends it once more, after the run has told what became of it.
+            # `with` ends it once more, after the run has said what became of it.
             self._ended = True
             self._profile.stop()
 

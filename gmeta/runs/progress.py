@@ -6,8 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Progress:
     """Where in the data a checkpoint stands: `step` outer steps done, `epoch_step` of them in
-    `epoch`; and what validation said: the best score, of which step, and how many validations since
-    were none better.
+    `epoch`; and what validation said: the best score, its step, and how many validations since were
+    no better.
     """
 
     step: int = 0
@@ -20,7 +20,7 @@ class Progress:
 
     @property
     def is_best(self) -> bool:
-        """Return whether the model was scored behind this step, and never better."""
+        """Return whether the model was scored after this step, better than ever before."""
         return self.scored_step == self.step == self.best_step
 
 

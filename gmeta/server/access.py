@@ -1,7 +1,8 @@
-"""Who may ask a server for what: the proofs and roles of the data-shard service (docs/security.md).
+"""Who may ask a server for what, by the credentials and roles of the data-shard service
+(docs/security.md).
 
 A worker and an operator may infer, an operator and a viewer may look at metrics, status and /docs;
-everybody who has a role may read metadata; probes show no proof.
+everybody who has a role may read metadata; probes need no credentials.
 """
 
 import enum
@@ -25,7 +26,7 @@ class Right(enum.Enum):
 @final
 class Access:
     """Judges callers by a bearer token, a client certificate, or both where both are configured; a
-    browser or a scraper, which looks, needs only one of them."""
+    browser or a scraper, which only reads, needs just one of them."""
 
     def __init__(self, tokens: Tokens | None, certificates: bool) -> None:
         self._tokens = tokens

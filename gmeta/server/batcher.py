@@ -1,9 +1,9 @@
 """Requests that wait, and the batches that answer all of them together.
 
 A batch is computed on the event loop itself unless it is long: two threads of one interpreter only
-wait for each other. What comes meanwhile waits in the sockets, and all of it makes the next batch:
-one begins when a turn of the event loop has brought nothing new. The busier the server, the larger
-its batches.
+wait for each other. Requests that arrive meanwhile wait in the sockets and all go into the next
+batch, which begins once a turn of the event loop brings nothing new. The busier the server, the
+larger its batches.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from gmeta.server.protocol import Answer, Inference, Outcome
 from gmeta_keys.boundary import failing_as
 
 Run = Callable[[Sequence[Inference]], list[Outcome]]
-_RATE_MEMORY = 0.8  # of the rows a second, from batch to batch
-# So long a batch waits for requests whose bytes have begun to come.
+_RATE_MEMORY = 0.8  # weight of the rate so far against a new batch's
+# How long a batch waits for requests whose bytes have begun to arrive.
 _UNDER_WAY_S = 0.002
 
 
@@ -56,11 +56,11 @@ class Batcher:
         self._under_way = 0  # requests that are being read
         self._busy = False
         self._closing = False
-        self._has_come = False  # a request, since the last look
+        self._has_come = False  # whether a request came since the last look
         self._next_look: asyncio.Handle | None = None
         self._long: asyncio.Future[None] | None = None  # the batch that a thread computes
         self._rows_per_s = 0.0
-        self._threads = ThreadPoolExecutor(1, "serve-batches")  # for what takes long
+        self._threads = ThreadPoolExecutor(1, "serve-batches")  # for long batches
 
     def stop(self) -> None:
         """Take no more requests; what waits is answered as long as the event loop runs."""
@@ -74,7 +74,7 @@ class Batcher:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Tell that a request is being read inside: a batch waits for it, but not for long."""
+        """Note that a request is read in this block: a batch waits for it, but not for long."""
         self._under_way += 1
         try:
             yield
@@ -106,7 +106,7 @@ class Batcher:
                 "rows or fewer requests at once",
             ) from None
         finally:
-            if ticket.future.cancelled():  # it may still stand there, and must keep nobody out
+            if ticket.future.cancelled():  # it may still be queued, in another's place
                 with suppress(ValueError):
                     self._waiting.remove(ticket)
         if isinstance(outcome, RequestError):
@@ -124,7 +124,7 @@ class Batcher:
         )
 
     def _look_later(self, delay_s: float = 0.0) -> None:
-        """Look once, behind all that the event loop has to do by now, or after a time."""
+        """Look once, after all that the event loop has to do now, or after `delay_s`."""
         loop = asyncio.get_running_loop()
         if self._next_look is not None:
             self._next_look.cancel()
@@ -142,8 +142,9 @@ class Batcher:
         if len(self._waiting) >= self._limits.tasks:
             self._begin()
         elif self._has_come:
-            # Where one lay in the sockets there may be others. Without them they would be the next
-            # batch, and callers that ask again and again fall into groups that wait for each other.
+            # Where one request lay in the sockets there may be others. Left out, they would be the
+            # next batch, and callers that ask again and again fall into groups that wait for each
+            # other.
             self._has_come = False
             self._look_later()
         elif left_s > 0:
@@ -197,14 +198,14 @@ class Batcher:
     def _outcomes(self, requests: Sequence[Inference]) -> list[Outcome]:
         half = len(requests) // 2  # 0 where there is nothing to halve
         try:
-            # One batch must not end the server, nor one request fail the others; the log tells a
-            # defect with the request that meets it alone.
+            # One batch must not end the server, nor one request fail the others; the log reports a
+            # defect with the one request that causes it.
             with failing_as(_failed_together if half else failed):
                 return self._run(requests)
         except RequestError as error:
             if not half:
                 return [error]
-        # Behind the block: within it, each traceback would drag those of the larger batches along.
+        # After the block: within it, each traceback would drag those of the larger batches along.
         return self._outcomes(requests[:half]) + self._outcomes(requests[half:])
 
     def _next_batch(self) -> list[_Ticket]:

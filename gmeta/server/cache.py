@@ -63,11 +63,11 @@ class TaskCache:
 
     @property
     def num_unshared(self) -> int:
-        """Count what other processes could not be told, or be asked for."""
+        """Count the failed calls to the store that all processes share."""
         return self._shared.num_failed if self._shared is not None else 0
 
     def get(self, key: str) -> Entry | None:
-        """Return the task of this key, or None; its time begins anew with a put only."""
+        """Return the task of this key, or None; only a put renews its time."""
         now_s = self._clock()
         with self._lock:
             entry = self._entries.get(key)
@@ -81,15 +81,15 @@ class TaskCache:
         # Another process may have been given newer rows.
         found = self._shared.get(key, entry.stamp if entry is not None else "", now_s)
         if found is None:
-            # What never came there is this process's own.
+            # A task that never got there is this process's own.
             return entry if entry is not None and not entry.stamp else None
-        # Known there, with the rows that this process has already, or older ones.
+        # The store has the rows that this process has already, or older ones.
         if found.support is None or (entry is not None and found.expires_s < entry.expires_s):
             return entry
         return Entry(found.support, None, "", found.stamp, found.expires_s)
 
     def put(self, key: str, support: pa.Table, state: TaskState, version: str) -> bool:
-        """Keep a task that a caller sent the support rows of; return whether it has room."""
+        """Keep a task whose support rows a caller sent; return whether there is room for it."""
         expires_s = self._clock() + self._ttl_s
         stamp = self._shared.put(key, support, expires_s) if self._shared is not None else ""
         return self._keep(key, Entry(support, state, version, stamp, expires_s)) or bool(stamp)

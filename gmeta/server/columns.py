@@ -1,4 +1,4 @@
-"""The columns of a model as the inputs of a server: what is told of them, and rows made of tensors.
+"""The columns of a model as the inputs of a server: their description, and rows made of tensors.
 
 Inputs named like the model's columns are the rows to predict; with `support.` in front, the
 labelled rows to adapt by.
@@ -30,7 +30,7 @@ class Column:
 
     name: str
     role: str
-    datatype: str  # that metadata names; other numbers are taken too
+    datatype: str  # as metadata names it; other numeric types are taken too
     is_list: bool
     values: str  # in words
 

@@ -29,9 +29,9 @@ class _Share:
     """One request of a batch, and what is computed of it so far."""
 
     request: Inference
-    support: pa.Table | None = None  # rows to adapt by now
-    entry: Entry | None = None  # where they come from, if not from the request
-    state: TaskState | None = None  # where nothing is to adapt
+    support: pa.Table | None = None  # rows to adapt by, in this batch
+    entry: Entry | None = None  # the cache's, where the request has no rows
+    state: TaskState | None = None  # where it need not be adapted now
     cache: str = ""
     support_rows: int = 0
     known: EncodedColumns | None = None  # the support rows as ids and numbers
@@ -102,7 +102,7 @@ def _find_state(share: _Share, model: ServedModel, version: str, cache: TaskCach
 
 
 def _encode_sides(shares: Sequence[_Share], model: ServedModel) -> None:
-    """Give every request its rows as ids and numbers, or the reason why they are none."""
+    """Encode every request's rows as ids and numbers, or note the error where that fails."""
     adapting = [share for share in shares if share.support is not None and share.error is None]
     tables = [share.support for share in adapting if share.support is not None]
     for share, known in zip(
@@ -177,7 +177,7 @@ def _predict(
 
 
 def _cut(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the places of tasks with so many support and query rows, those of like size together,
+    """Return the places of tasks in `sizes` (support and query rows), those of like size together,
     in runs that padding does not make much larger.
     """
     if not sizes:
@@ -215,5 +215,5 @@ def _encode_alone(
         return model.encode(table, what, with_label)
     except UserError as error:
         return bad(str(error))
-    except MetaIOError as error:  # it knows columns alone, and both sides have the same
+    except MetaIOError as error:  # it names a column, which both sides have
         return bad(f"{what} rows: {error}")

@@ -24,7 +24,7 @@ GRPC_CODES = {
 
 
 class CallerLeftError(Exception):
-    """The caller went before its request was read: nobody is answered."""
+    """The caller left before its request was read: there is nobody to answer."""
 
 
 class RequestError(GMetaError):
@@ -51,6 +51,6 @@ def bad(message: str) -> RequestError:
 
 
 def failed(error: Exception) -> RequestError:
-    """Return the error of a request that met a defect, which the log tells in full."""
+    """Return the error of a request that met a defect, which the log describes in full."""
     logging.getLogger(LOGGER_NAME).error("request_failed", exc_info=error)
     return RequestError(500, "the server failed on this request; its log says why")

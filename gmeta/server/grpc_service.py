@@ -35,7 +35,7 @@ def inference_handler(service: Service, certificates: bool) -> Any:
     for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
         respond = _parsed(kinds[0], getattr(servicer, method.name))
-        # gRPC itself would answer UNKNOWN, with an exception's name, what it cannot parse.
+        # What it cannot parse, gRPC itself would answer with UNKNOWN and an exception's name.
         handlers[method.name] = grpc.unary_unary_rpc_method_handler(
             respond, request_deserializer=None, response_serializer=kinds[1].SerializeToString
         )
@@ -54,8 +54,8 @@ def _parsed(
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
             return await respond(request, context)
         except grpc.aio.AbortError as error:
-            # gRPC keeps it in a cycle with the call, and its traceback's frames the request, until
-            # a full collection: hundreds of megabytes of refused requests.
+            # gRPC keeps the error in a cycle with the call, and the frames of its traceback keep
+            # the request, until a full collection: hundreds of megabytes of refused requests.
             error.__context__ = request = None
             del content
             raise error.with_traceback(None) from None
@@ -72,15 +72,15 @@ class _Servicer:
         self._certificates = certificates
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
-        """Return that the process answers; needs no proof."""
+        """Return that the process answers; needs no credentials."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
-        """Return whether the server is to be called; needs no proof."""
+        """Return whether the server is to be called; needs no credentials."""
         return pb.ServerReadyResponse(ready=self._service.ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        """Return whether the model is to be called; needs no proof."""
+        """Return whether the model is to be called; needs no credentials."""
 
         async def respond() -> Any:
             self._service.check_model(request.name, request.version)

@@ -193,7 +193,7 @@ async def _body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
 
 
 def _shown(request: Request) -> tuple[list[str] | None, float]:
-    """Return the URIs of the connection's client certificate and its end; None without one."""
+    """Return the URIs of the client's certificate, and when it expires; None without one."""
     certificate = request.scope.get("extensions", {}).get(CERTIFICATE)
     if not certificate:
         return None, 0.0
@@ -224,7 +224,7 @@ async def _refused(request: Request, error: Exception) -> Response:
         # Basic, too: what a browser can ask for, with the token as the password.
         headers["www-authenticate"] = 'Basic realm="gmeta", charset="UTF-8"'
     if error.status in (408, 413, 415, 503):
-        headers["connection"] = "close"  # the rest of the body is not wanted, or the caller
+        headers["connection"] = "close"  # neither the body's rest nor the caller is wanted
     return JSONResponse({"error": str(error)}, error.status, headers)
 
 

@@ -1,6 +1,6 @@
 """uvicorn's connections with what it leaves out: a bound on the time and the bytes of a request's
-head, the body of one that asks for another protocol, and the client certificate, which the app
-judges."""
+head, the body of a request that asks for another protocol, and the client certificate, which the
+app judges."""
 
 import asyncio
 import logging
@@ -18,10 +18,10 @@ from gmeta.antdt.log import event
 
 HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 10.0
-# Longer than nginx and the clouds' balancers keep an idle connection (60 s): who closes first must
-# not be the server, under a request that is on its way.
+# Longer than nginx and the clouds' balancers keep an idle connection (60 s): the server must not be
+# the first to close, while a request is on its way.
 KEEP_ALIVE_S = 75
-# In the scope's extensions: what the client has shown, and whether it is one too many.
+# Keys of the scope's extensions: the client's certificate; whether there are too many connections.
 CERTIFICATE, TOO_MANY = "gmeta.certificate", "gmeta.too_many"
 
 _LOOK_EVERY_S = 1.0  # at the files of the certificate
@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
         would drop its body, and every request of Java's own client asks for HTTP/2."""
         if not self._in_body:
             head, end, rest = data.partition(b"\r\n\r\n")
-            # By as many bytes: nobody's body may end elsewhere than its sender said.
+            # Replaced by as many bytes: no body may end elsewhere than its sender said.
             data = _UPGRADE.sub(b"ignored:", head) + end + rest
         super().data_received(data)
         if self._in_head:
@@ -66,9 +66,9 @@ class Connection(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
-        """Leave the body's time and size to the app, and the answer beyond the most connections:
-        uvicorn's is no JSON, is not counted, and goes to probes too, which would have a busy pod
-        killed."""
+        """Leave to the app the body's time and size, and the answer beyond the limit of
+        connections: uvicorn's is no JSON, is not counted, and goes to probes too, which would get a
+        busy pod killed."""
         self._head_read()
         self._in_body = True
         most, self.limit_concurrency = self.config.limit_concurrency, None
@@ -116,21 +116,21 @@ def http_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=max_connections + 1,  # uvicorn refuses from so many on
+        limit_concurrency=max_connections + 1,  # uvicorn refuses from this number on
         timeout_graceful_shutdown=int(drain_s) + 1,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     config.load()
     if tls is not None:
         config.ssl = tls.context()
-    # uvicorn logs every request that is no HTTP; ours are the log's words.
+    # uvicorn logs every request that is no HTTP; the log is for our events alone.
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     return HttpServer(config)
 
 
 async def rotate(context: ssl.SSLContext, tls: ServerTls) -> None:
-    """Give new connections replaced files, until cancelled; where they do not fit together, log it
-    and keep the old ones."""
+    """Use replaced certificate files for new connections, until cancelled; where the files do not
+    fit together, log it and keep the old ones."""
 
     def load() -> None:
         tls.context()  # for its error alone

@@ -16,8 +16,8 @@ _TRIES = 3
 
 
 def model_folder(folder: Path | str, verify: bool) -> Path:
-    """Return the exported folder to serve, its files checked: this one, or of a channel what its
-    newest version is; a URL's is a channel. Without `verify` checksums are left alone.
+    """Return the exported folder to serve, its files checked: this one, or where it is a channel,
+    as each URL is, that of the version it serves. Without `verify` checksums are left alone.
 
     Raises:
         UserError: there is no exported model, or the channel has no version.

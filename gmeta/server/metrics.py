@@ -166,8 +166,9 @@ def count_together() -> None:
 
 @final
 class _ReservedFile(MmapedDict):  # type: ignore[misc]
-    """A file of metrics whose room is taken as it is made and grows: prometheus_client's has holes,
-    and a process dies as it counts into one on a place that is full by then. Raise GMetaError.
+    """A file of metrics whose disk space is reserved when it is made and when it grows:
+    prometheus_client's has holes, and writing into one kills the process once the disk is full.
+    Raise GMetaError.
     """
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:

@@ -51,9 +51,9 @@ def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorke
         configure_logging(log_level)
         run_worker(config, lambda: None)
         return 0
-    # Whoever is forked from a process whose torch has threads waits for them for ever.
+    # A process forked from one whose torch has threads waits for them for ever.
     torch.set_num_threads(1)
-    # Once, and told once, whatever the number of workers.
+    # Checked once and reported once, whatever the number of workers.
     model_folder(config.folder, config.verify)
     for option, address in config.addresses.items():
         check_free(option, *split_address(option, address))
@@ -76,7 +76,7 @@ def _folder_in_memory() -> AbstractContextManager[str]:
 class _Worker:
     process: BaseProcess
     sign: Connection  # readable once it serves, or has ended
-    pause_s: float = 0.0  # before it, or the next once it has died; 0: nobody has served here
+    pause_s: float = 0.0  # before it, or once it has died the next one; 0: the first here
     serves: bool = False
     again_at_s: float | None = None  # once it has died: when another takes its place
 
@@ -116,7 +116,7 @@ class _Workers:
             if worker.process.is_alive():
                 continue
             if worker.again_at_s is None:
-                # It counts no more in gauges of what is now.
+                # It no longer counts in gauges of the present.
                 mark_process_dead(worker.process.pid or 0)
                 # One that served may have died with its disk, which comes back; others serve on.
                 if not worker.serves and not worker.pause_s:
@@ -158,7 +158,7 @@ class _Workers:
                 worker.process.join()
 
     def _work(self, sign: Connection) -> None:
-        """Be a worker. Its model was checked already, and is again when it is replaced."""
+        """Be a worker, which checks the model again as it loads it, now and when it is replaced."""
         for number in ending_signals():
             signal.signal(number, signal.SIG_DFL)  # until the worker has its own
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())

@@ -38,8 +38,8 @@ PLATFORM = "gmeta_export"
 @dataclass(frozen=True)
 class Inference:
     """What a request asks for: rows to adapt by, the name of a task whose state is kept, rows to
-    predict; each may be missing. `outputs` are to be computed, each for all labels, `named` to be
-    answered with."""
+    predict; each may be missing. `outputs` are computed, each for all labels; `named` are those of
+    the answer."""
 
     support: pa.Table | None
     query: pa.Table | None
@@ -58,9 +58,9 @@ class Inference:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was computed for a request, by name, each [N], of several labels [N, labels]; `version`
-    is that of the model that computed all of it, `cache` says hit, stored, restored or too_large
-    where a task key was given."""
+    """What was computed for a request, by name, each [N], or [N, labels] of several labels;
+    `version` is that of the model that computed all of it, `cache` says hit, stored, restored or
+    too_large where a task key was given."""
 
     version: str
     outputs: Mapping[str, npt.NDArray[np.float32]]
@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def parameters(self) -> dict[str, str | int]:
-        """Return what stands beside the outputs."""
+        """Return the response's parameters, which go beside its outputs."""
         cache: dict[str, str | int] = {"task_cache": self.cache} if self.cache else {}
         return {"support_rows": self.support_rows, **cache}
 
@@ -91,7 +91,7 @@ def make_inference(
     request_id: str = "",
     binary: frozenset[str] = frozenset(),
 ) -> Inference:
-    """Return a request as its parts say. Raise RequestError."""
+    """Return the request that its parts describe. Raise RequestError."""
     known = {output.name: output for output in columns.outputs}
     for name in outputs:
         if name not in known:
@@ -106,7 +106,7 @@ def make_inference(
         )
     if len(request_id) > MAX_ID_CHARS:
         raise bad(f"id has {len(request_id)} characters; at most {MAX_ID_CHARS} are allowed")
-    # Before anything is made of them: rows of empty lists cost a caller nothing, and memory here.
+    # Checked before rows are made: rows of empty lists cost a caller nothing, but memory here.
     _check_rows(max((one.shape[0] for one in tensors if len(one.shape) == 2), default=0), limits)
     support, query = rows_of(columns, tensors)
     if query is None and (support is None or key is None):

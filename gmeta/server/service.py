@@ -33,7 +33,7 @@ CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
 
 @final
 class Service:
-    """One model that answers requests; `load` reads it from its folder, now and once replaced.
+    """One model that answers requests; `load` reads it from its folder, at first and when replaced.
 
     `ready` is false while it drains.
     """
@@ -52,7 +52,7 @@ class Service:
         self.tracing = tracing
         self.ready = True
         self.loaded = load(config.folder, config.verify)
-        # Each worker has files of its own for them, which stay: not for one that fails to load.
+        # Made last: each worker has metrics files of its own, which would stay if loading failed.
         self.metrics = metrics()
         self._trouble = Trouble()
         self._is_away = False  # no version could be seen at the last look
@@ -255,7 +255,7 @@ class Service:
 
 
 def _settle() -> None:
-    """Collect garbage, and look never again at what is left: a full collection would stop all
+    """Collect garbage, and keep what is left out of later collections: a full one would stop all
     requests for 0.2 s, mostly to walk over torch."""
     gc.collect()
     gc.freeze()

@@ -47,7 +47,7 @@ class SharedSupport:
         # What SQLite writes before a change needs room beside the rows.
         total = shutil.disk_usage(file.parent).total or 2 * max_bytes  # 0: it has no bounds
         self._max_bytes = min(max_bytes, total // 2)
-        self.num_failed = 0  # calls that the file did not take
+        self.num_failed = 0  # calls that failed
         self._is_failing = False
         self._lock = threading.Lock()
         # Nothing here must outlive the machine: no write waits for the disk.
@@ -66,9 +66,9 @@ class SharedSupport:
             self._db.execute("insert or ignore into total values (1, 0)")
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
-        """Keep a task's rows for all processes and return the stamp of this put; "" of rows larger
-        than the room for all, and where the file does not take them, as on a place that is full:
-        this is told once, and tried with each put.
+        """Keep a task's rows for all processes and return the stamp of this put; "" where the rows
+        are larger than the room for all, or cannot be written, as on a full disk: this is logged
+        once, and each put tries again.
         """
         rows, stamp = _to_bytes(support), uuid.uuid4().hex
         with self._lock:

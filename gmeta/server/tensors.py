@@ -62,7 +62,7 @@ class Tensor(NamedTuple):
 
 
 def check_head(name: object, datatype: object, shape: object) -> tuple[str, str, tuple[int, ...]]:
-    """Return what stands in front of a tensor's elements. Raise RequestError."""
+    """Return a tensor's name, datatype and shape, checked. Raise RequestError."""
     if not isinstance(name, str) or not name:
         raise bad(f"an input's name is {_shown(name)}; a text is needed. Name the column")
     if not isinstance(datatype, str) or datatype not in _PYTHON_TYPES:
@@ -111,7 +111,7 @@ def _array(name: str, datatype: str, data: Sequence[Any], kinds: set[type]) -> p
             return pa.array(np.array(data, _NUMBERS[datatype]))
         kind = pa.string() if datatype == "BYTES" else pa.from_numpy_dtype(_NUMBERS[datatype])
         if datatype == "FP16":
-            with np.errstate(over="ignore"):  # infinite, which its column tells
+            with np.errstate(over="ignore"):  # becomes infinite, which is refused later
                 data = [None if value is None else np.float16(value) for value in data]
         return pa.array(data, kind)
     except (pa.ArrowException, OverflowError, ValueError) as error:

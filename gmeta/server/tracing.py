@@ -28,7 +28,7 @@ class Tracing:
         self._tracer = provider and provider.get_tracer("gmeta.server")
 
     def stop(self) -> None:
-        """Export the last ones, which wait for a batch; not for long where nobody takes them."""
+        """Export the last spans, which wait for a full batch; give up soon if nobody takes them."""
         if self._provider is not None:
             last = threading.Thread(target=self._provider.shutdown, daemon=True)
             last.start()

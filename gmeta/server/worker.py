@@ -30,7 +30,7 @@ from gmeta_keys.asked import ending_signals
 
 BACKLOG = 1024
 _HANDSHAKE_MS = 10_000
-_KEPT_BYTES = 256 << 20  # of what batches gave back, for the next
+_KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
 def run_worker(config: ServeConfig, tell: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ async def _serve(config: ServeConfig, tell: Callable[[], None]) -> None:
 
 
 def _until_signal() -> asyncio.Event:
-    """Return what is set when the process is told to end."""
+    """Return an event that is set when the process is told to end."""
     ended = asyncio.Event()
     for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

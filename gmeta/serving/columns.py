@@ -115,7 +115,7 @@ class IdColumns:
         return list(dict.fromkeys([*sparse, *self._features.dense, *label]))
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
-        """Return the rows with their ids as they are, each held against its table's size."""
+        """Return the rows with their ids as they are, each checked against its table's size."""
         features, num_rows = self._features, batch.num_rows
         for name in batch.schema.names:
             if batch[name].null_count:
@@ -185,7 +185,7 @@ class IdColumns:
 def _typed(
     batch: pa.RecordBatch, types: Mapping[str, pa.DataType], otherwise: pa.DataType
 ) -> pa.RecordBatch:
-    """Return the batch with a type for the columns without a value, which have none."""
+    """Return the batch with a type for each column that has none, as it has no value."""
     arrays = [
         column.cast(types.get(name, otherwise)) if pa.types.is_null(column.type) else column
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -258,7 +258,7 @@ def select(table: pa.Table, names: list[str], optional: list[str], what: str) ->
     """Return the named columns as one record batch, with those optional ones that are there.
 
     Raises:
-        UserError: a column is missing, or there are two of it.
+        UserError: a column is missing, or is there twice.
     """
     present = table.column_names
     place = {name: index for index, name in enumerate(present)}
@@ -309,8 +309,8 @@ _ALLOWED = {"bce": "0 to 1, since it predicts clicks", "softmax": "numbers from 
 
 
 def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack: bool) -> None:
-    """Raise UserError for a label that the model's loss cannot take; with `may_lack` NaN, which
-    says that it is not known, is taken by any.
+    """Raise UserError for a label that the model's loss cannot take; with `may_lack` any loss takes
+    NaN, which says that the label is not known.
     """
     label_NL = label_N.reshape(len(label_N), len(kinds))
     names = columns.split(", ") if len(kinds) > 1 else [columns]

@@ -177,7 +177,7 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
             f"{path} is not of format {FORMAT_NAME}: {folder} is no exported model. "
             "Give a folder that `gmeta export` wrote"
         )
-    # Before the checksum: another version may take it of other things.
+    # Before the checksum: another version may compute it over other things.
     version = body.get("version")
     if version != FORMAT_VERSION:
         raise GMetaError(
@@ -192,7 +192,7 @@ def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
 def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
     # The checksum held, but whoever can write the folder can make it hold.
     try:
-        # A model of a release before them has none of these.
+        # A model of a release before these keys has none of them.
         outer = {"loss": body["loss"], "huber_delta": body.get("huber_delta", 1.0)}
         sections = {key: body[key] for key in ("model", "algorithm")}
         inputs = {key: body.get(key, {}) for key in ("support_features", "item_features", "labels")}
@@ -239,7 +239,7 @@ def _from_json(path: Path, body: dict[str, Any]) -> ExportedConfig:
 
 
 def _columns(told: dict[str, Any]) -> Columns:
-    """Return what config.json says of the columns; ValueError and its like where it makes no
+    """Return what config.json says of the columns. Raise ValueError or its like where it makes no
     sense."""
     task, label, kinds = told["task"], told["label"], told.get("kinds", {})
     moments = {name: (float(mean), float(std)) for name, (mean, std) in told["moments"].items()}
@@ -278,7 +278,7 @@ def is_export(folder: Path) -> bool:
 
 
 class FolderKind(NamedTuple):
-    """What an export writes: a word for it, and what tells that a folder is one."""
+    """What an export writes: a word for it, and how to recognise a folder of its kind."""
 
     noun: str  # behind "an"
     holds: Callable[[Path], bool]
@@ -289,8 +289,8 @@ MODEL_FOLDER = FolderKind("exported model", is_export)
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` when the block ends without an error; else it
-    goes, at the next export if the process was killed.
+    """Yield a temporary folder that becomes `out` when the block ends without an error; else it is
+    removed, at the next export if the process was killed.
 
     Raises:
         UserError: `out` is taken by one of its kind that may not be replaced, or by something else.

@@ -28,7 +28,7 @@ from gmeta.tables.widths import widths_of_tables
 from metaio.prepare.schema import features_of
 
 
-@torch.inference_mode(False)  # the caller's, in which no layer could adapt
+@torch.inference_mode(False)  # leaves the caller's, in which no layer could adapt
 @on_the_cpu
 def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedModel:
     """Return the model in a folder that `gmeta export` wrote; its layers compute on `device` (cpu,
@@ -84,13 +84,13 @@ def _learner(folder: Path, config: ExportedConfig) -> MetaLearner:
         )
 
     try:
-        with torch.device("meta"):  # no memory: somebody's widths could ask for any
+        with torch.device("meta"):  # takes no memory, whatever widths the config asks for
             wanted = built().state_dict()
     except (ValueError, RuntimeError) as error:
         raise GMetaError(
             f"{folder} cannot be built ({error}). Load it with the release that wrote it"
         ) from error
-    # Compared here, since torch tells of a misfit in as many lines as there are layers.
+    # Compared here, since torch reports a misfit in as many lines as there are layers.
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]
     if lacking or len(tensors) > len(wanted):

@@ -74,7 +74,7 @@ class ServedModel:
         self.config = config
         self.checksum = checksum
         self._reload = reload
-        # Not to be run but under a lock, or as a copy. Inner gradients are taken at the outputs of
+        # To be run only under a lock, or as a copy. Inner gradients are taken at the outputs of
         # layers and at rows, never at weights.
         self.learner = learner.requires_grad_(False).eval().to(device)
         self._device = device
@@ -86,12 +86,12 @@ class ServedModel:
         self._first_key_B = rows_B.cumsum(0) - rows_B
         self._num_keys = int(rows_B.sum())
         self._unadapted: TaskState | None = None
-        self._threads: ThreadChoice | None = None  # None: those that torch has
+        self._threads: ThreadChoice | None = None  # None: as many as torch has
         # Adapted layers act through hooks on the one model that all tasks share.
         self._lock = threading.Lock()
 
     def refusal(self, support_rows: int, who: str = "a task") -> str | None:
-        """Return why `who`, with so many support rows, cannot be adapted to; None if it can."""
+        """Return why `who`, with `support_rows` rows, cannot be adapted to; None if it can."""
         if not self._inner.plan.solves or support_rows <= MOST_SERVED_ROWS:
             return None
         return (
@@ -133,8 +133,8 @@ class ServedModel:
         return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
 
     def task(self, state: bytes) -> "AdaptedTask":
-        """Return the adapted task that `AdaptedTask.state()` of this very export made bytes of; it
-        predicts the same to the bit.
+        """Return the adapted task whose bytes `AdaptedTask.state()` of this very export returned;
+        it predicts the same to the bit.
 
         Raises:
             UserError: the bytes are no state, damaged, of another release or of another model.
@@ -191,7 +191,7 @@ class ServedModel:
             work = work_to_predict(batch.num_rows, num_weights, self.learner.inner_steps)
             chosen = self._threads.chosen_for(work)
         with self._exclusive(), chosen:
-            # As they are stored: the learner itself makes of them what the inner loop takes.
+            # Rows as they are stored: the learner itself turns them into what the inner loop takes.
             stored_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
             arranged = self.learner.arrange_to_predict(batch), stored_UD
             episodes, rows_UD = self._there(arranged)
@@ -199,8 +199,8 @@ class ServedModel:
 
     @on_the_cpu
     def adapt_together(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
-        """Return what the model becomes for several tasks, whose support rows stand one after the
-        other; of one without rows nothing is known.
+        """Return the model adapted to several tasks, whose support rows stand one after the other;
+        a task without rows is one of which nothing is known.
 
         Raises:
             UserError: a task has more rows than the algorithm takes.
@@ -229,13 +229,13 @@ class ServedModel:
             key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_rows(batch, num_rows)
         changes = {name: self._back(each) for name, each in adapted.layers.changes.items()}
         gates_TMO = {name: self._back(each) for name, each in adapted.layers.gates_TMO.items()}
-        # What new rows of a task share with its support is asked for again with each of them.
+        # The support rows are kept: a task's statistics are computed again with new rows of it.
         supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
         return AdaptedTensors(changes, gates_TMO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
     def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
-        """Return the same with a state for each task, which can be kept."""
+        """Return the state of each task, adapted as by `adapt_together`, which can be kept."""
         return split(self.adapt_together(rows, lengths), len(lengths))
 
     @on_the_cpu
@@ -322,7 +322,7 @@ class ServedModel:
         return tree if self._device == HOST else moved(tree, self._device)
 
     def _back(self, tree: Part) -> Part:
-        """Return the same with their tensors on the host."""
+        """Return dataclasses and tuples with their tensors on the host."""
         return tree if self._device == HOST else moved(tree, HOST)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
@@ -349,8 +349,8 @@ class ServedModel:
         lengths: Sequence[int],
         supports: Sequence[EncodedColumns | None],
     ) -> TaskBatch:
-        """Return the rows of several tasks as their query sides alone, with what each support says
-        of them.
+        """Return the rows of several tasks as their query sides alone, with the statistics of each
+        task's support.
         """
         nothing = no_rows(self.config.features)
         batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
@@ -358,8 +358,8 @@ class ServedModel:
             return batch
         known = [support or nothing for support in supports]
         known_lengths = [support.num_rows for support in known]
-        # Statistics are of a task's support, so both sides stand in one batch for them; the query
-        # rows alone go on.
+        # Statistics are of a task's support, so one batch has both sides to compute them; only the
+        # query rows are used further.
         both = self._statistics.widened(
             self._batch((join_rows(known), known_lengths), (rows, lengths))
         )
@@ -400,7 +400,7 @@ class ServedModel:
 
 
 def _task_of_rows(batch: TaskBatch, num_rows: int) -> Tensor:
-    """Return the task [P] of each row that the tasks of the batch have as their own."""
+    """Return the task [P] of each row in the batch that is a task's own copy."""
     task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
     task_P = torch.empty(num_rows, dtype=torch.int64)
     task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)

@@ -1,4 +1,4 @@
-"""What predictions are called, in files and in answers alike: of several labels one each.
+"""What predictions are called, in files and in answers alike: a name for each label.
 
 Shape suffixes: N rows, L labels.
 """
@@ -24,7 +24,7 @@ class Output(NamedTuple):
     at: int | None  # its place among the labels; None where predictions are [N]
 
     def values_N(self, found: Values) -> Values:
-        """Return the values of it among predictions of all labels."""
+        """Return this output's values among the predictions of all labels."""
         return found if self.at is None else found[:, self.at]  # type: ignore[index, no-any-return]
 
 

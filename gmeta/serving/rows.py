@@ -37,7 +37,7 @@ class EncodedColumns:
 
 
 def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColumns]:
-    """Return stretches of so many rows each, as views."""
+    """Return consecutive stretches of `lengths` rows, as views."""
     value_ends = offsets(row_sums(rows.lengths_NM))
     ends = np.cumsum([0, *lengths])
     return [
@@ -85,5 +85,5 @@ def no_rows(features: Features) -> EncodedColumns:
 
 
 def labels_shape(features: Features, num_rows: int) -> tuple[int, ...]:
-    """Return the shape of the labels of so many rows."""
+    """Return the shape of the labels of `num_rows` rows."""
     return (num_rows, features.num_labels) if features.num_labels > 1 else (num_rows,)

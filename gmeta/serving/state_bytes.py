@@ -2,8 +2,8 @@
 safetensors.
 
 The header names the format, its version, the exported model and a checksum of all the rest. Nothing
-in the bytes is run, and each tensor is held against what the model can take: they may come from
-anybody.
+in the bytes is run, and each tensor is checked against what the model can take: the bytes may come
+from anybody.
 
 Shape suffixes: as in states.py, and N support rows.
 """
@@ -30,7 +30,7 @@ from metaio.format.features import Features
 
 MAGIC = b"GMETATS"
 VERSION = 1
-_HEADER = struct.Struct("<7sB8s8s")  # magic, version, the model's checksum, the checksum
+_HEADER = struct.Struct("<7sB8s8s")  # magic, version, the model's checksum, that of the rest
 _CHECKSUM_BYTES = 8
 _CHANGE, _GATE, _SUPPORT = "change", "gate", "support"
 _ROWS, _KEYS = "rows", "keys"
@@ -211,7 +211,7 @@ def _support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
 
 def _tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, ...]) -> Tensor:
     _check(name, array, np.float32, shape)
-    # The bytes that it is a view of are nobody's to write to.
+    # Copied: it is a view of the bytes, which must not be written to.
     return torch.from_numpy(array.copy())
 
 

@@ -44,7 +44,7 @@ class TaskState:
 
 @dataclass(frozen=True)
 class AdaptedTensors:
-    """The same of T tasks; `task_P` says whose each row is, ascending."""
+    """The adaptation of T tasks; `task_P`, ascending, is the task of each row."""
 
     changes: Mapping[str, LayerChange]
     gates_TMO: Mapping[str, Tensor]

@@ -51,7 +51,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
     >>> store_table("t", torch.tensor([[1.0, -0.25]]), "int8").values_RD.tolist()
     [[127, -32]]
     """
-    # One number a row tells everything: NaN and infinity survive both abs and amax.
+    # One number a row is enough to look at: NaN and infinity survive both abs and amax.
     largest_R = weight_RD.abs().amax(dim=1)
     if not bool(torch.isfinite(largest_R).all()):
         row = int((~torch.isfinite(largest_R)).nonzero()[0])
@@ -106,8 +106,8 @@ def _shown(tensors: _Description) -> str:
 
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; behind those
-    of narrower tables are zeros.
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; rows of
+    narrower tables end in zeros.
     """
     parts = ids_U.split(lengths_B.tolist())
     rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]

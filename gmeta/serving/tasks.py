@@ -40,8 +40,8 @@ class TaskPredictions:
 
 @dataclass(frozen=True)
 class _Sides:
-    """Rows of each side sorted by task: where each of the query's tasks begins and how many it
-    has.
+    """Rows of each side sorted by task: where each of the query's tasks begins, and its number of
+    rows.
     """
 
     support_order_S: Int64
@@ -108,7 +108,8 @@ def _match(support: EncodedColumns, query: EncodedColumns) -> _Sides:
 
 
 def _batches(sides: _Sides) -> Iterator[tuple[Int64, Int64, Int64, Int64]]:
-    """Yield, batch by batch: support rows, how many a task has, query rows, how many a task has."""
+    """Yield for each batch: support rows, each task's number of them, and the same of query
+    rows."""
     pieces_T = -(-sides.query_rows_T // _PIECE_ROWS)
     task_E = np.repeat(np.arange(len(pieces_T)), pieces_T)
     skipped_E = (np.arange(len(task_E)) - np.repeat(offsets(pieces_T)[:-1], pieces_T)) * _PIECE_ROWS

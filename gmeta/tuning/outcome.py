@@ -1,4 +1,4 @@
-"""The outcome of a study: a table, results as JSON, the best config, and lines that tell it."""
+"""The outcome of a study: a table, results as JSON, the best config, and lines that sum it up."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from metaio.counted import counted
 
 
 def trial_line(study: Study, trial: Trial, space: Space, metric: str) -> str:
-    """Return a line of a trial that ended: its score, its values, and the best so far."""
+    """Return a line on a trial that ended: its score, its values, and the best so far."""
     if trial.state == "failed":
         return f"trial {trial.number}: failed: {trial.note}"
     best = study.best()
@@ -58,7 +58,7 @@ def best_toml(study: Study, best: Trial, split: str, metric: str, path: Path) ->
 
 
 def told_counts(study: Study) -> str:
-    """Return how many trials came to which end."""
+    """Return how many trials ended in which way."""
     states = [trial.state for trial in study.trials()]
     kinds = [kind for kind in ("complete", "pruned", "failed") if kind in states]
     return ", ".join(f"{states.count(kind)} {kind}" for kind in kinds)

@@ -18,9 +18,9 @@ from gmeta.metrics.catalogue import predicted_by
 from gmeta.outer.early_stop import early_stop_of
 from gmeta_keys import read_toml
 
-# Values are rounded to so many digits: more than a validation split can tell apart.
+# Values are rounded to this many digits: more than a validation split can tell apart.
 DIGITS = 3
-# What a score cannot be compared across, and what a trial has of its own.
+# Keys across which scores cannot be compared, and those of which a trial has values of its own.
 NOT_TUNED = {
     "data.path": "all trials are scored on the same data",
     "data.increment": "all trials are scored on the same data",
@@ -57,7 +57,7 @@ class Range:
         return min(max(_rounded(value), self.low), self.high)
 
     def held(self, value: Any) -> Any:
-        """Return what a study knows a value by; None where it is none of the range."""
+        """Return a value as a study holds it; None where it is outside the range."""
         return value if self.low <= value <= self.high else None
 
     def ends(self) -> list[Any]:
@@ -65,7 +65,8 @@ class Range:
         return [int(end) if self.whole else end for end in (self.low, self.high)]
 
     def edge(self, value: float) -> str:
-        """Return the name of the end that a value is within a twentieth of the range of, if any."""
+        """Return the end that a value is within a twentieth of the range of; "" of none or whole
+        ones."""
         place = math.log if self.log else float
         low, high, at = place(self.low), place(self.high), place(value)
         if high - low > 0 and not self.whole:
@@ -92,8 +93,8 @@ class Choices:
         return json.loads(trial.suggest_categorical(self.key, [*map(json.dumps, self.values)]))
 
     def held(self, value: Any) -> Any:
-        """Return what a study knows a value by; None where it is none of the choices."""
-        # As it stands there: a file may have 3 for 3.0.
+        """Return a value as a study holds it; None where it is none of the choices."""
+        # The choice as it is written: a file may have 3 for 3.0.
         return next((json.dumps(each) for each in self.values if _is_same(each, value)), None)
 
     def ends(self) -> list[Any]:
@@ -182,8 +183,8 @@ def plain_config(config: TrainConfig) -> TrainConfig:
 
 
 def plain_space(space: Space, plain: TrainConfig) -> Space:
-    """Return the space for a plain config: all of it but the choice of the algorithm, of its plain
-    epochs and of inner rate and steps.
+    """Return the space for a plain config: all of it but the choices of the algorithm, its plain
+    epochs, and inner rate and steps.
 
     Raises:
         UserError: nothing else is in it.

@@ -34,7 +34,7 @@ VALIDATIONS = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study is of; `seed` is that of its proposals, `dataset` a fingerprint."""
+    """What a study tries; `seed` is that of its proposals, `dataset` a fingerprint."""
 
     base: TrainConfig
     space: Space
@@ -43,7 +43,7 @@ class Plan:
     dataset: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what must be alike for a study to go on; not where the run of the config goes."""
+        """Return what must be the same for a study to go on; the config's run.dir need not."""
         base = self.base.to_json()
         base["run"].pop("dir")
         return {
@@ -52,15 +52,15 @@ class Plan:
             "pruner": self.pruner,
             "seed": self.seed,
             "config": base,
-            "score": "gmeta evaluate",  # once that of the last validation
+            "score": "gmeta evaluate",  # it was once the last validation's
         }
 
 
 @dataclass(frozen=True)
 class Trial:
     """One short run: its settings and its outcome. `scores` are those of its validations, None
-    where undefined, `score` is that of `gmeta evaluate` on the same tasks, or of a run without an
-    end its last; `note` says how it adapts for it, or why it failed.
+    where undefined, `score` is that of `gmeta evaluate` on the same tasks, or the last of `scores`
+    for a run that did not end; `note` says how it adapts for that score, or why it failed.
     """
 
     number: int
@@ -118,13 +118,13 @@ class Study:
         interrupted = []
         queued = [trial.system_attrs["fixed_params"] for trial in self._in(self._states.WAITING)]
         for trial in self._in(self._states.RUNNING):
-            if (state := trial.user_attrs.get("state")) is not None:  # killed behind its end
+            if (state := trial.user_attrs.get("state")) is not None:  # killed after its end
                 self._tell(trial.number, state, trial.user_attrs["score"])
                 continue
             # The same values as a new trial: a killed one cannot be reopened. One that was killed
-            # as it began has not yet taken those that were to be tried.
+            # as it began may not have drawn all of them yet.
             values = trial.system_attrs.get("fixed_params", {}) | trial.params
-            if values not in queued:  # as by one that was killed here
+            if values not in queued:  # as after a kill at this very place
                 self._study.enqueue_trial(values)
             self._study.tell(trial.number, state=self._states.FAIL)
             interrupted.append(trial.number)
@@ -134,7 +134,7 @@ class Study:
         return list(self._study.get_trials(deepcopy=False, states=(state,)))
 
     def _propose_own_values(self) -> None:
-        """Have the config's own values tried first: what is found is no worse than they are."""
+        """Have the config's own values tried first: the best found is then no worse."""
         held = {}
         for dimension in self._plan.space:
             value = dimension.held(self._plan.base.by_key()[dimension.key])
@@ -223,9 +223,7 @@ class Study:
         return first if first is not None and first.state == "complete" else None
 
     def config(self, values: dict[str, Any]) -> TrainConfig:
-        """Return the config that these values make of the study's; what a trial trains, but for
-        its folder.
-        """
+        """Return the study's config with these values: what a trial trains, but for its folder."""
         return config_with(self._plan.base, values)
 
 

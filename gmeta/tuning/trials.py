@@ -1,4 +1,4 @@
-"""Runs the trials of a study as processes, so many at a time, and hears what they score.
+"""Runs the trials of a study as processes, a few at a time, and hears what they score.
 
 A trial is an ordinary run in a folder of its own. Its process is forked from one that has imported
 torch once; what it prints goes to a file beside its run folder.
@@ -23,7 +23,7 @@ from gmeta.forking import forking_context, start
 from gmeta.runs.folder import RunFolder
 from gmeta.tuning.study import Study, Trial
 
-POLL_S = 0.25  # so long a validation may lie in a run's log before it is heard
+POLL_S = 0.25  # how long a validation may lie in a run's log unheard
 
 # (config as JSON, path of what it prints, place among those that run at a time, pipe for what it
 # says) -> nothing; it runs in a process of its own, which ends with it.
@@ -44,7 +44,7 @@ class Said:
 
 @dataclass
 class _Running:
-    """A trial's process; `heard` of its validations were reported."""
+    """A trial's process; `heard` counts its validations that were reported."""
 
     process: Any
     said: Connection
@@ -71,7 +71,7 @@ class TrialRunner:
         it ends. What still runs when the caller leaves is ended.
 
         Raises:
-            GMetaError: the disk did not take what a trial wrote: no other would fare better.
+            GMetaError: the disk did not take what a trial wrote; no other trial would fare better.
         """
         try:
             while True:
@@ -154,7 +154,7 @@ class TrialRunner:
 def started(
     context: ForkServerContext, work: Work, config: TrainConfig, log: Path, place: int = 0
 ) -> tuple[Any, Connection]:
-    """Start a process that does `work` with a config; return it, and what hears what it says."""
+    """Start a process that does `work` with a config; return it and the pipe that it reports to."""
     said, says = context.Pipe(duplex=False)
     arguments = config.to_json(), str(log), place, says
     process = context.Process(target=work, args=arguments, daemon=True)
@@ -167,7 +167,7 @@ def said_by(process: Any, said: Connection) -> Said:
     """Wait for the end of a process, and return what it said last."""
     process.join()
     last = Said()
-    # Both ends of the pipe are closed by now: there is something, or the end of it.
+    # The other end of the pipe is closed by now: there is something to read, or the end.
     with said, suppress(EOFError):
         while said.poll():
             last = said.recv()
@@ -175,8 +175,8 @@ def said_by(process: Any, said: Connection) -> Said:
 
 
 def trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the config of a trial's run: that of its study in a folder of its own, with no more
-    checkpoints than one may take up again from.
+    """Return the config of a trial's run: that of its study in a folder of its own, which keeps
+    only the last checkpoint.
     """
     return replace(config, run=replace(config.run, dir=str(folder), keep_last=1))
 

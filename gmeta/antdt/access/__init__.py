@@ -1,1 +1,1 @@
-"""Who may call what, how often, and how a caller and an address are told."""
+"""Who may call what, how often, and how callers and addresses are recognised."""

@@ -16,8 +16,8 @@ class AddressError(AntdtError, UserError):
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
-    """Return (host, port) to listen on; `name` says in the message what has the value. Raise
-    AddressError."""
+    """Return (host, port) to listen on; `name` says in the message which option has the value.
+    Raise AddressError."""
     host, port = _halves(address)
     if not host or not 0 <= port <= HIGHEST_PORT:
         raise AddressError(

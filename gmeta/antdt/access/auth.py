@@ -1,9 +1,9 @@
-"""Who calls: the proofs of a role, and the guard in front of every RPC.
+"""Who calls: the proofs of a caller's role, and the guard in front of every RPC.
 
 Two proofs can be asked for, and each one that is configured must be given: a client certificate
 (its URI names a role) and a bearer token (its file names the role). A caller acts in the role that
-both allow. Before its proof a call holds nothing: it is judged before its message is waited for.
-Health probes show no proof, and have places of their own.
+both allow. A call without its proof takes up nothing: it is judged before its message is waited
+for. Health probes show no proof, and have places of their own.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _RELOAD_EVERY_S = 1.0
 @final
 class Tokens:
     """A folder of token files named after roles: `worker`, `operator`, `viewer`. Each holds one
-    token a line; a role without a file cannot be had by token. Replaced files count within a
+    token a line; no token gives a role without a file. Replaced files take effect within a
     second."""
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ def _token_in(authorization: str) -> str:
 
 
 class Shown(NamedTuple):
-    """What a call, or the connection under it, shows of who makes it."""
+    """What a call, or the connection under it, shows of its caller."""
 
     authorization: str
     common_names: tuple[str, ...]
@@ -134,12 +134,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     rate."""
 
     def __init__(self, tokens: Tokens | None, certificates: bool, limits: CallLimits) -> None:
-        """Take the proofs to ask for. `certificates`: the handshake has demanded and verified a
-        client certificate."""
+        """Guard by these tokens, if any; with `certificates` the handshake has demanded and
+        verified a client certificate."""
         self._tokens = tokens
         self._certificates = certificates
         self._limits = limits
-        # Told of each call that is refused here: the RPC, the refusal, the peer.
+        # Called for each call that is refused here: the RPC, the refusal, the peer.
         self.on_refused: Callable[[str, RefusedError, str], None] = lambda rpc, error, peer: None
         self._num_calls = 0
         self._probes: dict[Any, None] = {}  # the task of each, the oldest first
@@ -175,8 +175,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @contextmanager
     def _probe(self) -> Iterator[None]:
-        """Hold a place for a probe. Of too many the oldest loses its own: an honest probe brings
-        its message along and is answered at once. Raise RefusedError in the one that loses."""
+        """Hold a place for a probe. When there are too many, the oldest loses its place: an honest
+        probe brings its message along and is answered at once. Raise RefusedError in the one that
+        loses."""
         task = asyncio.current_task()
         if len(self._probes) >= MAX_PROBES:
             oldest = next(iter(self._probes))
@@ -193,8 +194,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._probes.pop(task, None)
 
     def admission(self, context: Any) -> Callable[[str], None]:
-        """Return what judges each request of a stream as if it came by itself, so that a proof that
-        has expired or was withdrawn ends with the next request. It raises RefusedError."""
+        """Return a function that judges each request of a stream as if it came by itself, so that a
+        stream whose proof has expired or was withdrawn ends with the next request. It raises
+        RefusedError."""
         shown = Shown.by(context)
         return lambda rpc: self._check(SERVICE_PREFIX + rpc, shown)
 
@@ -229,7 +231,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             roles.append(role)
         if self._certificates:
             late_s = time.time() - shown.valid_until_s
-            if late_s > 0:  # the handshake was before
+            if late_s > 0:  # it was valid at the handshake
                 raise RefusedError(
                     "UNAUTHENTICATED",
                     "UNAUTHENTICATED",
@@ -241,8 +243,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _behind(handler: Any, place: Callable[[Any], AbstractContextManager[None]]) -> Any:
-    """Return the handler with `place` entered before its message is waited for. To gRPC it is one
-    of a stream of messages: for one message gRPC itself would wait, without an end."""
+    """Return the handler with `place` entered before its message is waited for. gRPC sees a handler
+    of a stream of messages: for a single message it would wait itself, without an end."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
 
     async def answer(requests: Any, context: Any) -> Any:
@@ -279,14 +281,15 @@ async def _message(context: Any) -> Any:
     except TimeoutError:
         message = grpc.aio.EOF
     if message is grpc.aio.EOF:
-        # As a refusal that is tried again: a network may have been cut, or this process stopped.
+        # A refusal that clients retry: a network may have been cut, or this process stopped.
         raise _busy(f"the call's message did not come within {MESSAGE_TIMEOUT_S:.0f} s. Retry.")
     return message
 
 
 def _identity(shown: Shown, roles: list[Role]) -> str:
-    """Return whose calls count together. All workers of a job show the same credentials, so their
-    addresses tell them apart; a person or a dashboard is one caller from wherever."""
+    """Return the name under which calls count together. All workers of a job show the same
+    credentials, so their addresses tell them apart; a person or a dashboard is one caller from
+    anywhere."""
     names = [role.value for role in roles] + list(shown.common_names)
     if Role.WORKER in roles:
         # Without the port: a worker's connections count together.

@@ -65,7 +65,7 @@ def read_tokens(path: Path) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def end_of_certificate(pem: bytes) -> float:
-    """Return until when a verified certificate is valid, in seconds since 1970.
+    """Return when a verified certificate expires, in seconds since 1970.
 
     The standard library reads no certificate that it has not verified itself: RFC 5280, section
     4.1, as far as `notAfter`.
@@ -73,7 +73,7 @@ def end_of_certificate(pem: bytes) -> float:
     ((_, certificate),) = _der_values(ssl.PEM_cert_to_DER_cert(pem.decode()))
     # 0xA0 is the version, which may be absent (section 4.1.2.1).
     fields = [value for tag, value in _der_values(_der_values(certificate)[0][1]) if tag != 0xA0]
-    _, (tag, text) = _der_values(fields[3])  # behind serial number, algorithm and issuer
+    _, (tag, text) = _der_values(fields[3])  # after serial number, algorithm and issuer
     # 0x17 is UTCTime, for dates before 2050 (section 4.1.2.5.1).
     form = "%y%m%d%H%M%SZ" if tag == 0x17 else "%Y%m%d%H%M%SZ"
     return datetime.strptime(text.decode(), form).replace(tzinfo=UTC).timestamp()
@@ -124,8 +124,8 @@ class WatchedFiles:
 
 @final
 class Reread(Generic[Value]):
-    """What `read` makes of some files, made anew once one of them is replaced. Where the new ones
-    cannot be used the old value stays, and the log has an event of the name `failed`."""
+    """What `read` makes of some files, made anew once one of them is replaced. Where the new files
+    cannot be used the old value stays, and the event `failed` is logged."""
 
     def __init__(
         self, paths: Sequence[Path | None], read: Callable[[], Value], failed: str
@@ -137,7 +137,7 @@ class Reread(Generic[Value]):
         self.value = read()
 
     def refresh(self) -> bool:
-        """Return whether there is another value since this was last asked."""
+        """Return whether there is a new value since this was last asked."""
         if not self._files.changed():
             return False
         try:
@@ -185,9 +185,9 @@ class ServerTls:
         return [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
 
     def context(self) -> ssl.SSLContext:
-        """Return TLS over HTTP with the files as they are now; a client may, but need not, show a
-        certificate: what it must show depends on what it asks for. Raise CredentialError unless
-        the files can be read and the key is the certificate's."""
+        """Return the context of TLS over HTTP with the files as they are now; a client may, but
+        need not, show a certificate: what it must show depends on what it asks for. Raise
+        CredentialError unless the files can be read and the key is the certificate's."""
         for path in self.files:
             read_file(path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

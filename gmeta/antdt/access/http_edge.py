@@ -1,10 +1,10 @@
-"""The service's HTTP address: `/healthz` for probes, and pages for who may look, over TLS where
-the service has it.
+"""The service's HTTP address: `/healthz` for probes, and pages for those who may look, over TLS
+where the service has it.
 
-Who looks shows a token of the role operator or viewer (Bearer, or as the password of Basic), or a
-client certificate of one; either is enough, so that a browser and a scraper need only one of them.
-Before that a connection is one of those that wait: of too many the oldest is closed, so that a
-probe, which sends its request at once, is always answered.
+To look, a caller shows a token of the role operator or viewer (Bearer, or as the password of
+Basic), or a client certificate of one; either is enough, so that a browser and a scraper need only
+one of them. Before that a connection is one of those that wait: when too many do, the oldest is
+closed, so that a probe, which sends its request at once, is always answered.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HttpRequest(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
-        """Answer one request: a probe's without a proof, any other once it is known who looks."""
+        """Answer one request: a probe's without a proof, any other once the caller is known."""
         try:
             path = urlsplit(self.path).path
         except ValueError:  # such as http://[
@@ -68,7 +68,7 @@ class HttpRequest(BaseHTTPRequestHandler):
         return None
 
     def may_look(self) -> bool:
-        """Return whether who asks may still look; a stream asks before each of its parts."""
+        """Return whether the caller may still look; a stream asks before each of its parts."""
         return self.server.role_of(self) in (Role.OPERATOR, Role.VIEWER)
 
     do_HEAD = do_GET
@@ -80,8 +80,8 @@ class HttpRequest(BaseHTTPRequestHandler):
         headers: Mapping[str, str] | None = None,
         content_type: str = "text/plain; charset=utf-8",
     ) -> None:
-        """Send a whole answer; for HEAD its headers alone. Who may not look is logged; of many not
-        each."""
+        """Send a whole answer; for HEAD its headers alone. Log callers who may not look, but not
+        each of many."""
         if status in (401, 403) and self.server.refusals.admit(""):
             path, peer = urlsplit(self.path).path[:200], self.client_address[0]
             event(logging.INFO, "refused", path=path, status=status, peer=peer)
@@ -123,8 +123,8 @@ class HttpServer(ThreadingHTTPServer):
         self._tokens = tokens
         self.refusals = RateLimit(REFUSALS_LOGGED_PER_S, REFUSALS_LOGGED_PER_S)
         self._places = threading.Semaphore(MAX_REQUESTS)
-        self._waiting: dict[socket.socket, float] = {}  # and since when, the oldest first
-        self._lock = threading.Lock()  # of those that wait
+        self._waiting: dict[socket.socket, float] = {}  # with the time since when, the oldest first
+        self._lock = threading.Lock()  # guards those that wait
         if tls is not None:
             # A token is enough too: see the top.
             self._context = Reread(tls.files, tls.context, "certificate_not_rotated")
@@ -188,8 +188,8 @@ class HttpServer(ThreadingHTTPServer):
             request.close()
 
     def service_actions(self) -> None:
-        """Hang up on who has not sent a request in time; called twice a second. The timeout of the
-        socket is for each of its bytes."""
+        """Hang up on callers who have not sent a request in time; called twice a second. The
+        socket's own timeout is for each read alone."""
         late_s = time.monotonic() - REQUEST_TIMEOUT_S
         with self._lock:
             for connection, since_s in self._waiting.items():
@@ -210,7 +210,7 @@ class HttpServer(ThreadingHTTPServer):
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Wake the thread that reads from the connection: it finds its end. Below TLS, whose own state
+    """Wake the thread that reads from the connection: it finds its end. Done below TLS, whose state
     belongs to that thread."""
     with suppress(OSError):  # it has ended by itself
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -27,7 +27,7 @@ class RateLimit:
         self._burst = burst
         self._clock = clock
         self._max_callers = max_callers
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # left, at
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # left, when
         self._lock = threading.Lock()
 
     def admit(self, caller: str) -> bool:
@@ -46,7 +46,7 @@ class RateLimit:
 
 @final
 class CallLimits:
-    """Both limits of a call: of its connection, and of who makes it over all connections."""
+    """Both limits of a call: on its connection, and on its caller over all connections."""
 
     def __init__(
         self,

@@ -16,11 +16,11 @@ _log = logging.getLogger("gmeta.antdt.agent")
 
 
 CHANGE_RATIO = 1.5  # of own time per task, up or down: worth a report at once
-CHANGE_AFTER_S = 0.5  # so much time is looked at together: a step alone may be a hiccup
+CHANGE_AFTER_S = 0.5  # time over which it is measured: one step may be a hiccup
 
 
 class Plan(NamedTuple):
-    """Tasks of this worker in each step, in so many micro-batches; later versions are newer."""
+    """Tasks and micro-batches of this worker in each step; later versions are newer."""
 
     version: int
     tasks: int
@@ -108,8 +108,8 @@ class WorkerAgent:
         try:
             self._client.ack_action(action_id, result, message)
         except RefusedError as error:
-            # A newer plan has taken its place since the heartbeat that brought it, or a restart of
-            # the ranks has ended it. Training goes on with what it holds until the newer one comes.
+            # A newer plan has replaced it since the heartbeat that brought it, or a restart of the
+            # ranks has ended it. Training goes on with its present plan until the newer one comes.
             if error.reason != "UNKNOWN_ACTION":
                 raise
             _log.info("action %s: %s", action_id, error)

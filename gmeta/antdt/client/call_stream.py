@@ -16,7 +16,7 @@ from gmeta.antdt.rpc.loop import event_loop
 from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
-# What gRPC calls a connection that broke at the wrong moment: in a write, or between two frames.
+# gRPC's code for a connection that broke at the wrong moment: in a write, or between two frames.
 _CUT_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 _CUT = "Stream removed"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -50,7 +50,7 @@ class CallStream:
     """One open stream; `call` is safe from several threads."""
 
     def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
-        """Open the stream. `metadata` holds for all its calls: other credentials need another
+        """Open the stream. `metadata` applies to all its calls: other credentials need another
         stream."""
         self.metadata = metadata
         self._loop = event_loop()
@@ -78,7 +78,7 @@ class CallStream:
         try:
             answer = answered.result(timeout_s)
         except TimeoutError:
-            # Whatever holds this answer back holds back the others behind it.
+            # Whatever delays this answer delays the others behind it.
             self.close()
             raise CallError(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "", f"no answer within {timeout_s:g} s", True
@@ -96,7 +96,7 @@ class CallStream:
         self._running.cancel()
 
     def _ask(self, message: Any, answered: Future[Any]) -> None:
-        # Closed before the loop came to it, it never ran, and never told that it has ended.
+        # If it was closed before the loop came to it, it never ran, and never reported its end.
         if self._ended is not None or self._running.cancelled():
             answered.set_exception(self._ended or _broken())
             return

@@ -47,8 +47,8 @@ class ShardClient:
         """Register at once. Raise FencedError, RefusedError or ServiceUnavailableError.
 
         `worker_id` is one per rank and stays the same over restarts. `rdzv_round` is torchrun's
-        rendezvous round when the caller counts them; a higher one takes every lease of earlier
-        rounds back.
+        rendezvous round when the caller counts them; with a higher one, every lease of earlier
+        rounds goes back to the service.
         """
         config = ConnectionConfig(
             address,
@@ -76,8 +76,7 @@ class ShardClient:
 
     @property
     def incarnation(self) -> str:
-        """Return what tells this process from those before and after it under the same worker
-        id."""
+        """Return the id that tells this process from others under the same worker id."""
         return self._session.incarnation
 
     @property
@@ -87,7 +86,7 @@ class ShardClient:
 
     @property
     def service_epoch(self) -> int:
-        """Return how often the service had started on its store when it last answered."""
+        """Return how many times the service had started on its store when it last answered."""
         return self._session.service_epoch
 
     @property
@@ -97,7 +96,7 @@ class ShardClient:
 
     def stop_when(self, is_stopping: Callable[[], bool]) -> None:
         """Ask from now on, in every wait for the service, whether this process was asked to stop;
-        calls then give an outage up after seconds."""
+        if so, calls give up on an outage after seconds."""
         self._session.connection.is_stopping = is_stopping
 
     def register_dataset(self, spec: DatasetSpec) -> int:
@@ -108,9 +107,9 @@ class ShardClient:
     def lease(
         self, dataset: str, epoch: int, max_shards: int = 1
     ) -> list[Lease] | WaitFor | EndOfEpoch:
-        """Return up to `max_shards` shards, or WaitFor, or END. Does not block on data, only on an
-        outage."""
-        # From before the call: the service counts the ttl from a moment that lies behind it.
+        """Return up to `max_shards` shards, or WaitFor, or END. Does not wait for data, only during
+        an outage."""
+        # Taken before the call: the service counts the ttl from a later moment.
         sent_s = time.monotonic()
         response = self._session.call_numbered(
             "Lease", dataset=dataset, epoch=epoch, max_shards=max_shards
@@ -128,8 +127,8 @@ class ShardClient:
     def shards(self, dataset: str, epoch: int = 0, prefetch_shards: int = 1) -> Iterator[Lease]:
         """Yield every shard that this worker gets of the epoch, waiting where it must; end at END.
 
-        For loops in which each worker trains by itself. The shard is completed when the loop
-        asks for the next one, so its units must be in the model by then. One of a speculative
+        For loops in which each worker trains by itself. The shard is completed when the loop asks
+        for the next one, so its units must be in the model by then. A shard of a speculative
         dataset the loop completes itself, with `complete`, unless it lost it.
         """
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
@@ -148,7 +147,7 @@ class ShardClient:
 
     def _check_left(self, lease: Lease) -> None:
         if lease.lost:
-            self.release([lease])  # where it was only late, nobody need wait for it to expire
+            self.release([lease])  # if it was only late, nobody need wait for its expiry
         elif lease.token in self._leases.tokens():
             raise ValueError(
                 f"shard {lease.shard_index} of the speculative dataset {lease.dataset!r} was left "
@@ -168,9 +167,9 @@ class ShardClient:
         return True
 
     def completed(self, token: int) -> bool:
-        """Return whether a result counts that an earlier process of this worker left behind,
-        killed between `complete` and putting it into effect. The service remembers the last
-        16,384 shards, also those that a restore has taken back since."""
+        """Return whether a result counts that was left by an earlier process of this worker, killed
+        between `complete` and putting the result into effect. The service remembers the last 16,384
+        shards, also those that a restore has taken back since."""
         return bool(self._complete([token])[0] != Outcome.FENCED)
 
     def _complete(self, tokens: list[int]) -> Sequence[int]:
@@ -178,7 +177,7 @@ class ShardClient:
         return outcomes
 
     def flush(self) -> None:
-        """Tell the service, at a step boundary, what is in the model, durably. Raise LeaseLostError
+        """Tell the service durably, at a step boundary, what is in the model. Raise LeaseLostError
         and FencedError.
 
         Leases that are finished are completed and no longer held. In a synchronous job every
@@ -209,10 +208,10 @@ class ShardClient:
                 self._leases.settle(whole, outcomes, drop=True)
 
     def _flush_what_is_held(self) -> LeaseLostError | None:
-        """Flush the leases that are not lost, and return the first loss that is met. A speculative
-        shard that is through counts once its result is ready, which `complete` says."""
+        """Flush the leases that are not lost, and return the first loss that is met. Finished
+        speculative shards are left out: `complete` says when their results are ready."""
         first: LeaseLostError | None = None
-        # Each try takes a loss out of the way: one from before, one of Progress, one of Complete.
+        # Each try clears one loss: one from before, one of Progress, one of Complete.
         for _ in range(4):
             try:
                 self._flush(also_speculative=False)
@@ -231,9 +230,9 @@ class ShardClient:
         self._leases.drop(tokens)
 
     def fail(self, lease: Lease, failure_class: str, message: str) -> bool:
-        """Report that the shard cannot be processed; return True when it is quarantined now. What
-        of it is in the model is flushed first. Raise LeaseLostError, also for another lease, when
-        this failure has been counted."""
+        """Report that the shard cannot be processed; return True when it is quarantined now. Its
+        units that are in the model are flushed first. LeaseLostError, also for another lease, is
+        raised only after this failure has been counted."""
         lost = self._flush_what_is_held()
         response = self._session.call_numbered(
             "Fail", token=lease.token, failure_class=failure_class, message=message
@@ -268,13 +267,13 @@ class ShardClient:
         with self._heartbeat.beating:
             response = self._session.call("Restore", manifest_json=text, restore_id=restore_id)
             self._session.enter_generation(response.run_generation)
-        # What was trained of them is in a model that is gone.
+        # Their trained units are in a model that is gone.
         self._leases.lose_all("the job was rolled back to a checkpoint")
         return self.run_generation
 
     def report(self, report: Report, share: int = 0) -> None:
-        """Set what the next heartbeat tells the monitor; from the first report on there is one as
-        often as the service asks for. `share`: tasks that this worker takes in each step now."""
+        """Set what the next heartbeat reports to the monitor; from the first report on there is one
+        as often as the service asks for. `share`: tasks that this worker takes in each step now."""
         self._heartbeat.report(report, share)
 
     def read(self, step: int, values: Mapping[str, float]) -> None:
@@ -282,7 +281,7 @@ class ShardClient:
         self._heartbeat.read(step, values)
 
     def hurry(self) -> None:
-        """Report at once, and look soon after what the controller decided."""
+        """Report at once, and ask soon after for what the controller decided."""
         self._heartbeat.hurry()
 
     def take_actions(self) -> list[Any]:

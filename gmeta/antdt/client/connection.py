@@ -31,18 +31,18 @@ from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_MESSAGE_BYTES = 16 << 20
-# A call of a training loop is far smaller; whatever is not goes by itself.
+# A call of a training loop is far smaller; any larger one is made outside the stream.
 MAX_STREAMED_BYTES = 1 << 20
 
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 2.0
-_PAUSE_GROWS = 1.5  # so a client is back within half of the time that the service was away
-_QUIET_S = 1.0  # a restart of the service within it is not worth a line
+_PAUSE_GROWS = 1.5  # so an outage's end is noticed within half its length
+_QUIET_S = 1.0  # a restart within this time is not worth a log line
 _WARN_EVERY_S = 10.0
-# Of a process that was asked to stop: long enough for a restart of the service, and Kubernetes
-# kills it 30 s after it has asked.
+# The budget of a process that was asked to stop: long enough for a restart of the service, and
+# Kubernetes kills the process 30 s after it asked.
 STOPPING_BUDGET_S = 5.0
-_LOOK_EVERY_S = 0.25  # in a pause, whether it was
+_LOOK_EVERY_S = 0.25  # in a pause, whether it was asked to stop
 # A cut link is UNAVAILABLE after keepalive time + timeout; without keepalive it hangs for ever.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -75,7 +75,7 @@ class ConnectionConfig:
 
     address: str
     outage_budget_s: float = 300.0  # how long the service may be away before a call raises
-    # Of one attempt; a group commit on a slow disk takes well under a second.
+    # For one attempt; a group commit on a slow disk takes well under a second.
     call_timeout_s: float = 10.0
     tls_ca: Path | None = None
     tls_cert: Path | None = None
@@ -99,8 +99,8 @@ class Connection:
                 "authority is given. Name the file with the service's: --tls-ca (in Python, "
                 "tls_ca)."
             )
-        # A proxy of the network around this machine cannot lead to its loopback, and gRPC would ask
-        # it ($http_proxy) for that too.
+        # No proxy for this machine's own loopback, which a proxy of the network ($http_proxy)
+        # cannot reach, though gRPC would ask it.
         self._options = (*_OPTIONS, ("grpc.enable_http_proxy", int(not is_loopback(host))))
         self._files = WatchedFiles([config.tls_ca, config.tls_cert, config.tls_key])
         self._bearer = Bearer(config.token_file) if config.token_file else None
@@ -121,8 +121,8 @@ class Connection:
         return grpc.aio.secure_channel(config.address, credentials, self._options)
 
     def _take_new_certificates(self) -> bool:
-        """Return whether there are new certificates, after a failed call: a channel holds on to
-        those it was made with."""
+        """Open a channel with new certificates, if there are any, and return whether there are.
+        Called after a failed call: a channel holds on to those it was made with."""
         if not self._files.changed():
             return False
         try:
@@ -139,7 +139,7 @@ class Connection:
 
     def _attempt(self, rpc: str, request: Any) -> Any:
         """Make one attempt at a call and return its response. Raise CallError."""
-        # The token, as its file has it now.
+        # The token that its file has now.
         metadata = self._bearer.metadata() if self._bearer else ()
         timeout_s = self._config.call_timeout_s
         # A message beyond the limit would take the whole stream down, and others' calls with it.
@@ -190,10 +190,10 @@ class Connection:
             try:
                 return self._attempt(rpc, build())
             except CallError as error:
-                # Whatever the error: a connection under an expired certificate just fails.
+                # Tried whatever the error is: a connection with an expired certificate just fails.
                 renewed = self._take_new_certificates()
-                # Made again at once: so far the service has refused a stream, and was asked
-                # nothing.
+                # Tried again at once: so far the service has only refused a stream, and seen no
+                # call.
                 if self._gives_up_streams(error):
                     continue
                 if error.reason == "FENCED_SERVICE_EPOCH" and renew is not None:
@@ -217,14 +217,14 @@ class Connection:
             pause_s = min(_PAUSE_GROWS * pause_s, _MAX_PAUSE_S)
 
     def _pause(self, pause_s: float) -> None:
-        """Sleep so long, or until the process is asked to stop."""
+        """Sleep for `pause_s`, or until the process is asked to stop."""
         was_stopping, until_s = self.is_stopping(), time.monotonic() + pause_s
         while (left_s := until_s - time.monotonic()) > 0 and self.is_stopping() == was_stopping:
             time.sleep(min(left_s, _LOOK_EVERY_S))
 
     def _gives_up_streams(self, error: CallError) -> bool:
-        """Return whether the service has no stream for this client, now or at all; its calls do as
-        well, only slower."""
+        """Return whether the service has no stream for this client, now or at all; single calls
+        work too, only more slowly."""
         none_left = error.reason == "LIMIT"
         if not error.of_stream or not (none_left or error.code is grpc.StatusCode.UNIMPLEMENTED):
             return False

@@ -33,12 +33,12 @@ class Heartbeat:
         self._session = session
         self._leases = leases
         self._report: Any = None
-        self._readings: list[Any] = []  # that no heartbeat has brought yet
-        self._beat_again_s = 0.0  # the pause behind a hurried heartbeat
+        self._readings: list[Any] = []  # that no heartbeat has delivered yet
+        self._beat_again_s = 0.0  # the pause after a hurried heartbeat
         self._actions: list[Any] = []
         self._lock = threading.Lock()
-        # Held over a beat, and by whoever begins a generation: one that left before and arrived
-        # behind it would be of the past, and fence this process.
+        # Held during a beat, and while a generation begins: a beat that left before that and
+        # arrived after it would be of the past, and fence this process.
         self.beating = threading.Lock()
         self._due = threading.Event()  # the next one is due now
         self._thread = threading.Thread(target=self._beat_on, name="antdt-heartbeat", daemon=True)
@@ -48,13 +48,13 @@ class Heartbeat:
         """Set the report of the next heartbeat."""
         is_first = self._report is None
         self._report = pb.WorkerReport(**report._asdict(), share=share)
-        # Or it would come with the next beat for the leases, up to a third of the ttl later.
+        # Else it would wait for the next beat for the leases, up to a third of the ttl.
         if is_first:
             self._due.set()
 
     def read(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a reading to the next heartbeat. Of more than one call may bring, the newest. A name
-        too long for the service is left out: it would refuse the call, which renews the leases."""
+        """Add a reading to the next heartbeat, which takes only the newest ones. A name too long
+        for the service is left out: it would refuse the call, which renews the leases."""
         named = iter((name, x) for name, x in values.items() if len(name) <= MAX_NAME_CHARS)
         with self._lock:
             # The service puts the parts of a step together.
@@ -74,7 +74,7 @@ class Heartbeat:
         return actions
 
     def join(self) -> None:
-        """Wait for the thread of a closed session, which need not wait for its next beat."""
+        """Wait for the thread, which no longer waits for its next beat: the session is closed."""
         self._due.set()
         self._thread.join()
 
@@ -83,7 +83,7 @@ class Heartbeat:
         while not is_last:
             self._due.wait(self._pause_s())
             self._due.clear()
-            # Closed while the last one was under way, it may have missed the newest readings.
+            # If it was closed during the last beat, that may have missed the newest readings.
             is_last = self._session.closed.is_set()
             if is_last and not self._readings:
                 return
@@ -110,7 +110,7 @@ class Heartbeat:
             self._beat()
 
     def _beat(self) -> None:
-        # From before the call: the service counts the ttl from a moment that lies behind it.
+        # Taken before the call: the service counts the ttl from a later moment.
         report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
         with self._lock:
             readings = list(self._readings)

@@ -1,5 +1,5 @@
-"""The leases that a client holds: which are live, which were lost since, and what of them the
-service has acknowledged. Several threads ask: the training loop, its reporter, the heartbeat."""
+"""The leases that a client holds: which are live, which were lost, and how much of each the service
+has acknowledged. Several threads ask: the training loop, its reporter, the heartbeat."""
 
 import threading
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class HeldLeases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[int, Lease] = {}
-        self._lost: list[Lease] = []  # since the last flush: what they trained may be unreported
+        self._lost: list[Lease] = []  # since the last flush: some of their units may be unreported
 
     def add(self, leases: Iterable[Lease]) -> None:
         """Add leases that were granted."""
@@ -63,8 +63,8 @@ class HeldLeases:
             self._held.clear()
 
     def renewed(self, usable_until_s: float, named: set[int], gone: set[int]) -> None:
-        """Take in an answer of the service: it renewed the leases that it was asked about, but for
-        those that are gone. A lease granted while the call was under way is not concerned."""
+        """Take in an answer of the service: it renewed the leases `named` in the call, but for
+        those `gone`. Leases granted while the call was under way are left alone."""
         with self._lock:
             for token in named & self._held.keys():
                 lease = self._held[token]
@@ -74,12 +74,12 @@ class HeldLeases:
                 else:
                     lease.lost = _UNKNOWN_TOKEN
                     del self._held[token]
-                    if not lease.speculative:  # of those nothing counts but the whole
+                    if not lease.speculative:  # speculative ones count only as a whole
                         self._lost.append(lease)
 
     def settle(self, sent: Sent, outcomes: Iterable[int], drop: bool) -> None:
-        """Take in the service's answer to a report; with `drop` the leases end by it. Raise
-        LeaseLostError."""
+        """Take in the service's answer to a report; with `drop` the report has ended the leases.
+        Raise LeaseLostError."""
         lost = []
         for (lease, units_sent), outcome in zip(sent, outcomes, strict=True):
             if outcome in (Outcome.FENCED, Outcome.INVALID):

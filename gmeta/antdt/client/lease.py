@@ -1,5 +1,5 @@
-"""A leased shard as the training loop holds it: which units are left, how far it got, and
-whether it may still be used; and what a call for one may be answered with instead."""
+"""A leased shard as the training loop holds it: which units are left, how far it got, and whether
+it may still be used; and what a call for a lease may be answered with instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gmeta.antdt.errors import LeaseLostError
 if TYPE_CHECKING:
     from gmeta.antdt.model import Grant
 
-SAFE_FRACTION = 0.8  # of the ttl; the rest is for a reply under way and for clocks that run apart
+SAFE_FRACTION = 0.8  # of the ttl; the rest is for replies under way and clock drift
 
 
 class WaitFor(NamedTuple):
@@ -69,7 +69,7 @@ class Lease:
             yield unit
 
     def advance(self, num_units: int) -> None:
-        """Note that so many more units went into the model. Raise LeaseLostError, and ValueError
+        """Note that `num_units` more units went into the model. Raise LeaseLostError, or ValueError
         beyond the end."""
         self.check()
         # A count beyond the end would be refused by the service, long after the step that is wrong.

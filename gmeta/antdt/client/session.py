@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gmeta.antdt.client.connection import Connection
     from gmeta.antdt.client.held import HeldLeases
 
-CLOSING_BUDGET_S = 2.0  # at the end an outage is not waited for: what is not given back expires
+CLOSING_BUDGET_S = 2.0  # an outage is not waited for: leases expire anyway
 
 
 @final
@@ -38,10 +38,10 @@ class Session:
         self._numbered = threading.Lock()  # one numbered call at a time
         self._registering = threading.Lock()
         self._caller = pb.Caller()
-        self._seq = 0  # of the last call that was answered
-        self._seq_at = (0, 0)  # service epoch and generation in which it counts
-        self._registered_seq = 0  # what the last Register called the last one
-        self._seq_lock = threading.Lock()  # for the three and the caller
+        self._seq = 0  # the number of the last call that was answered
+        self._seq_at = (0, 0)  # service epoch and generation of that number
+        self._registered_seq = 0  # the last call's number as the last Register gave it
+        self._seq_lock = threading.Lock()  # guards these three and the caller
         self._fenced: FencedError | None = None
 
     @property
@@ -51,7 +51,7 @@ class Session:
 
     @property
     def service_epoch(self) -> int:
-        """Return how often the service had started on its store when it last answered."""
+        """Return how many times the service had started on its store when it last answered."""
         return int(self._caller.service_epoch)
 
     @property
@@ -61,7 +61,7 @@ class Session:
 
     @property
     def _budget_s(self) -> float | None:
-        """Return how long an outage is waited for; None: as long as the connection says."""
+        """Return how long to wait out an outage; None: as long as the connection says."""
         return CLOSING_BUDGET_S if self.closed.is_set() else None
 
     def check_fence(self) -> None:
@@ -75,12 +75,12 @@ class Session:
 
     def call(self, rpc: str, budget_s: float | None = None, **fields: Any) -> Any:
         """Return the response of one RPC, as Connection.call does; its request has these fields,
-        and who calls."""
+        and the caller."""
         return self._call(rpc, lambda: self._request(rpc, **fields), budget_s)
 
     def call_numbered(self, rpc: str, **fields: Any) -> Any:
-        """Return the response of one RPC under the next number; its request has these fields, who
-        calls and that number."""
+        """Return the response of one RPC under the next number; its request has these fields, the
+        caller and that number."""
         sent_to = 0  # the epoch of the service that the last attempt was meant for
 
         def build() -> Any:
@@ -96,7 +96,7 @@ class Session:
                 self._seq = response.last_seq
                 if sent_to != self._caller.service_epoch:
                     # Another thread has registered with a successor of the service that answered,
-                    # and a WAIT of the old one is no number there.
+                    # where a number used for the old one's WAIT does not count.
                     self._seq = min(self._seq, self._registered_seq)
             return response
 
@@ -137,9 +137,9 @@ class Session:
                     run_generation=response.run_generation,
                 )
                 self._registered_seq = response.last_seq
-                # Lower when the restart took calls that are not on the disk: a WAIT, or in a
-                # power cut a grant. A call under way is one ahead. From one service to itself
-                # nothing is lost, and calls answered since Register was sent know better.
+                # Lower when the restart lost calls that were not on the disk: a WAIT, or in a power
+                # cut a grant. A call under way is one ahead. Within one service's life nothing is
+                # lost, and calls answered since Register was sent have newer numbers.
                 joined = (response.service_epoch, response.run_generation)
                 if self._seq_at != joined:
                     self._seq_at = joined
@@ -150,5 +150,5 @@ class Session:
             self.renewed(sent_s, named, named - live)
 
     def renewed(self, sent_s: float, named: set[int], gone: set[int]) -> None:
-        """Take in that a call sent then renewed the leases that it named, but for those gone."""
+        """Take in that a call sent at `sent_s` renewed the leases `named`, but for those `gone`."""
         self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, named, gone)

@@ -1,6 +1,6 @@
 """One epoch of a dataset for one rank of a synchronous job: its leases, taken ahead of the training
 loop, so that a step never waits for the service, and their units, counted when they are in the
-model and reported behind the loop's back.
+model and reported in the background.
 
 A rank without a shard feeds an empty batch, and all ranks stop at the step where every one of them
 has seen `ended`.
@@ -15,13 +15,13 @@ from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.errors import AntdtError
 from gmeta_keys.boundary import failing_as, kind_and_text
 
-REPORT_EVERY_S = 0.25  # two durable calls a rank: 0.4 % of a core, and END comes no later for it
+REPORT_EVERY_S = 0.25  # two durable calls: 0.4 % of a core a rank, and no later END
 
 
 @final
 class ShardFeed:
     """The leases of an epoch, taken by a thread, with up to `prefetch_shards` of them ready: `poll`
-    never blocks, `take` waits for the service alone and not for other workers."""
+    never blocks, `take` waits for the service but not for other workers."""
 
     def __init__(
         self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int = 2
@@ -50,23 +50,23 @@ class ShardFeed:
     @property
     def ended(self) -> bool:
         """Return whether the service said END: every shard of the epoch is done, this rank's
-        included. Raise what the thread met."""
+        included. Raise the thread's error."""
         self._raise_error()
         return self._end_seen and not self._ready
 
     def poll(self) -> Lease | None:
-        """Return the next shard, or None when none is ready. Never blocks. Raise what the thread
-        met (a fence, an outage)."""
+        """Return the next shard, or None when none is ready. Never blocks. Raise the thread's error
+        (a fence, an outage)."""
         self._raise_error()
         lease = self._ready.popleft() if self._ready else None
-        # Not for every shard: a step may take many, and the thread would take turns with it.
+        # Not at every shard: a step may take many, and the thread would compete with it.
         if self._missing():
             self._wake.set()
         return lease
 
     def take(self) -> Lease | None:
         """Return the next shard, or None when the service said WAIT or END: then only other
-        workers, or a flush of this one, can bring more. Raise what the thread met."""
+        workers, or a flush of this one, can bring more. Raise the thread's error."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._held_back or self._error)
         return self.poll()
@@ -90,8 +90,8 @@ class ShardFeed:
             # Whatever it is: whoever waits for a shard must not wait for ever.
             with failing_as(_defect, AntdtError):
                 while not self._closed.is_set() and not self._end_seen:
-                    # Before it is counted what is missing: a shard that is taken after that sets it
-                    # again.
+                    # Cleared before the missing shards are counted: a shard taken after that sets
+                    # it again.
                     self._wake.clear()
                     wait_s = self._fill()
                     self._wake.wait(wait_s)
@@ -102,14 +102,14 @@ class ShardFeed:
             self._changed.notify_all()
 
     def _missing(self) -> int:
-        """Return how many shards to lease now: half of them at once, as a call costs the same for
-        one as for many."""
+        """Return how many shards to lease now: none until half are missing, as a call costs the
+        same for one as for many."""
         wanted = self.prefetch_shards
         missing = wanted - len(self._ready)
         return missing if missing >= max(1, wanted // 2) else 0
 
     def _fill(self) -> float | None:
-        """Lease what is missing; return how long to pause, None until so much is missing."""
+        """Lease what is missing; return how long to pause, None: until enough is missing."""
         missing = self._missing()
         if not missing:
             return None
@@ -122,7 +122,7 @@ class ShardFeed:
                 self._ready.extend(answer)
             self._changed.notify_all()
         if isinstance(answer, WaitFor):
-            # Not for `_wake`, which a poll sets again: the pause would become calls without end.
+            # Not on `_wake`, which each poll sets: the pause would become calls without end.
             self._closed.wait(answer.retry_after_s)
         return 0.0
 
@@ -145,15 +145,15 @@ class UnitRange(NamedTuple):
 class UnitStream:
     """One epoch of one dataset. `take` may run any number of steps ahead of `trained`.
 
-    What is in the model is the front of what was taken, because steps train in the order in which
-    their units were taken: a number says it all.
+    What is in the model is the front of what was taken, because steps train their units in the
+    order in which they were taken: one number says how far.
     """
 
     def __init__(self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int) -> None:
         """Begin to lease at once."""
         self._client = client
         self._feed = ShardFeed(client, dataset, epoch, prefetch_shards)
-        self._held: deque[Lease] = deque()  # in the order of taking, trained in part or not yet
+        self._held: deque[Lease] = deque()  # in the order taken; trained in part, or not yet
         self._next_unit = 0  # of the last lease in `_held`: the first one not taken
         self._put_back: deque[Lease] = deque()  # to be taken again, before any new one
         self._error: AntdtError | None = None
@@ -188,7 +188,7 @@ class UnitStream:
                 lease = self._put_back.popleft() if self._put_back else self._feed.take()
                 # Not yet the end of the epoch: what other ranks hold may come back.
                 if lease is None:
-                    self._wake.set()  # the end may wait for what this rank has not reported yet
+                    self._wake.set()  # END may wait for this rank's unreported units
                     break
                 self._held.append(lease)
                 self._next_unit = lease.start_unit + lease.units_done
@@ -200,7 +200,7 @@ class UnitStream:
         return ranges
 
     def put_back(self, num_units: int) -> None:
-        """Take the last so many units again later: a plan for them was dropped."""
+        """Have the last `num_units` taken again later: a plan for them was dropped."""
         while num_units:
             lease = self._held[-1]
             number = min(num_units, self._next_unit - lease.start_unit - lease.units_done)
@@ -214,12 +214,12 @@ class UnitStream:
                 self._next_unit = self._held[-1].end_unit
 
     def lease_ahead(self, num_shards: int) -> None:
-        """Keep so many leases ready from now on."""
+        """Keep `num_shards` leases ready from now on."""
         self._feed.prefetch_shards = num_shards
 
     def trained(self, num_units: int) -> None:
-        """Note that so many more of the units taken are in the model. Raise what the reporter met,
-        and LeaseLostError."""
+        """Note that `num_units` more of the units taken are in the model. Raise the reporter's
+        error, or LeaseLostError."""
         self._raise_error()
         while num_units:
             # The last one stays: `take` goes on in it, or sees that it is used up.

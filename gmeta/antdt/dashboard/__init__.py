@@ -51,7 +51,7 @@ class Dashboard:
         self._closing.set()
 
     def page(self, request: HttpRequest) -> None:
-        """Answer GET / with the state of now, so that the page can be read before the first
+        """Answer GET / with the present state, so that the page can be read before the first
         event."""
         now = json.dumps(self.document()).replace("<", "\\u003c")  # it stands inside <script>
         request.send(
@@ -62,7 +62,7 @@ class Dashboard:
         )
 
     def events(self, request: HttpRequest) -> None:
-        """Answer GET /events: the state of now, and then once a second."""
+        """Answer GET /events: the present state, and then again once a second."""
         if not self._places.acquire(blocking=False):
             return request.send(503, f"{MAX_WATCHERS} pages are open; close one\n")
         try:
@@ -70,7 +70,7 @@ class Dashboard:
             request.send_header("Content-Type", "text/event-stream")
             request.send_header("Cache-Control", "no-store")
             request.end_headers()
-            # Asked again for each: a token may have been withdrawn meanwhile.
+            # Asked before each event: a token may have been withdrawn meanwhile.
             while request.command == "GET" and not self._closing.is_set() and request.may_look():
                 request.wfile.write(f"data: {json.dumps(self.document())}\n\n".encode())
                 self._closing.wait(EVERY_S)
@@ -120,8 +120,8 @@ class Dashboard:
         }
 
     def _audit(self, newest: Checkpoint | None) -> dict[str, Any] | None:
-        """Return the audit of the newest checkpoint; worked out once for each, not in the writer's
-        thread."""
+        """Return the audit of the newest checkpoint; worked out once for each checkpoint, not in
+        the writer's thread."""
         if newest is None:
             return None
         with self._auditing:
@@ -136,7 +136,7 @@ class Dashboard:
         rows = []
         for worker in status.workers:
             name = worker.worker_id
-            # What a worker was before it fell silent is no finding of now.
+            # The state of a worker before it fell silent says nothing about now.
             is_silent = name in self._governor.silent
             unknown = WorkerHealth(name, "unknown")
             found = unknown if is_silent else health.get(name, unknown)
@@ -177,14 +177,14 @@ def _read(
     slow: Set[str], ledger: Ledger, now_s: float
 ) -> tuple[Any, int, Checkpoint | None, Curves]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
-    # Before they are cut: of thousands, the slow and the silent are what the page is for.
+    # Sorted before they are cut: of thousands, the page is for the slow and the silent.
     names = sorted(present_workers(ledger), key=lambda name: (name not in slow, name))
     return views.status(ledger, now_s, names), len(names), newest, ledger.readings.curves()
 
 
 def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
-    """Return the newest decisions. Copied in one go first: the governor's thread adds to them
-    meanwhile."""
+    """Return the newest decisions. They are copied in one go first: the governor's thread adds to
+    them meanwhile."""
     return [said._asdict() for said in list(spoken)[: -MAX_DECISIONS - 1 : -1]]
 
 

@@ -49,7 +49,7 @@ def build_manifest(
     """Return the manifest of every dataset's state at this moment."""
     holders: dict[str, dict[int, str]] = {name: {} for name in state.tables}
     for lease in state.leases.values():
-        holders[lease.dataset][lease.position] = lease.worker_id  # of two the one granted last
+        holders[lease.dataset][lease.position] = lease.worker_id  # of two leases, the later one's
     return ShardManifest(
         state.job,
         command.checkpoint_id,
@@ -63,7 +63,7 @@ def build_manifest(
 
 
 def find_checkpoint(state: LedgerState, checkpoint_id: str) -> Checkpoint:
-    """Return a prepared checkpoint that the service still holds. Raise RefusedError for another."""
+    """Return a prepared checkpoint. Raise RefusedError for one that the service does not hold."""
     checkpoint = state.checkpoints.get(checkpoint_id)
     if checkpoint is None:
         raise RefusedError(
@@ -126,7 +126,7 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
 
 def describe_table(table: ShardTable, holders: dict[int, str]) -> DatasetManifest:
     """Return the manifest entry of a live table; `holders` maps a DOING position to its worker."""
-    # Whoever stands in no list is untouched, so ten million shards make no list.
+    # Shards in no list are untouched, so ten million of them need no list.
     touched = set(table.units_done) | set(table.attempts) | set(holders)
     states = table.states
     partial = [p for p in touched if states[p] in (ShardState.READY, ShardState.DOING)]

@@ -32,7 +32,7 @@ class Register(NamedTuple):
     rdzv_round: int | None
 
 
-# The caller comes first in every call of a worker, and its number second where it is numbered:
+# The caller comes first in every call of a worker, and the call's number second if it has one:
 # fences and checksums rely on it.
 class LeaseShards(NamedTuple):
     """Up to `max_shards` shards of one epoch."""
@@ -123,7 +123,7 @@ class PostAction(NamedTuple):
 
 class BackUp(NamedTuple):
     """From the controller inside the service: the shards that a slow worker holds may be done by
-    another one too, where their dataset is speculative. The service does it, so nobody acks."""
+    another one too, where their dataset is speculative. The service does so itself: no ack."""
 
     action_id: str
     worker_id: str

@@ -50,14 +50,14 @@ class LeasesGranted(NamedTuple):
 
 
 class BackupsWanted(NamedTuple):
-    """A worker is slow: these of its leases may have another one beside them."""
+    """A worker is slow: these of its leases may each get a second one beside them."""
 
     action_id: str
     tokens: list[int]
 
 
 class BackupGranted(NamedTuple):
-    """As LeasesGranted, of one shard that the lease `beside` holds already."""
+    """As LeasesGranted, of one shard, which the lease `beside` holds already."""
 
     worker_id: str
     seq: int
@@ -105,7 +105,7 @@ class ShardFailed(NamedTuple):
 
 
 class LeasesExpired(NamedTuple):
-    """Nobody renewed these; counts as an attempt each."""
+    """Nobody renewed these; each counts as an attempt."""
 
     tokens: list[int]
 
@@ -212,7 +212,7 @@ Event = (
 # Answers to a worker's numbered calls.
 NumberedEvent = LeasesGranted | BackupGranted | ShardsCompleted | ShardsReleased | ShardFailed
 
-# They stand in stores: a tag keeps its meaning, and its fields their order, for ever.
+# Stores hold them: a tag keeps its meaning, and its fields their order, for ever.
 _TAG_OF: dict[type[Event], str] = {
     ServiceStarted: "start",
     DatasetAdded: "dataset",
@@ -239,8 +239,8 @@ _TAG_OF: dict[type[Event], str] = {
 _TYPE_OF = {tag: kind for kind, tag in _TAG_OF.items()}
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
-# A grant that is lost in a power cut is fenced by the next service epoch, and what the controller
-# wants it wants again; everything else must not be forgotten.
+# A grant that is lost in a power cut is fenced by the next service epoch, and the controller
+# decides again; all other events must not be lost.
 NEEDS_NO_SYNC = (LeasesGranted, BackupGranted, BackupsWanted, LeasesExpired, ActionPosted)
 
 
@@ -250,8 +250,8 @@ def encode(event: Event) -> bytes:
 
 
 def decode(record: bytes) -> Event:
-    """Return the event of one stored line. Raise StoreFailedError for a line that no version before
-    wrote."""
+    """Return the event of one stored line. Raise StoreFailedError for a line that no version has
+    written."""
     try:
         tag, *fields = json.loads(record)
         kind = _TYPE_OF[tag]

@@ -23,7 +23,7 @@ def check_process(state: LedgerState, caller: Caller) -> Worker:
             f"worker {caller.worker_id!r} is unknown to this service; only registered workers may "
             "call. Call Register.",
         )
-    # In front of the service epoch: a zombie must stop, not register again and take the id back.
+    # Before the service epoch: a zombie must stop, not register again and take the id back.
     if caller.incarnation != worker.incarnation:
         raise superseded(caller.worker_id, caller.incarnation, worker.incarnation)
     if caller.service_epoch != state.service_epoch:

@@ -78,7 +78,7 @@ class Ledger:
         Raises RefusedError when the command is refused; what expired before it stays expired,
         see take_records.
         """
-        # First: no call may be judged by a lease that is over.
+        # First: no call may be judged by an expired lease.
         if now_s >= self._next_deadline_s:
             self._expire(now_s)
         reply = _DECIDE[type(command)](self, command, now_s)
@@ -86,7 +86,7 @@ class Ledger:
 
     def take_records(self) -> tuple[list[bytes], bool]:
         """Return the records emitted since the last call (also by a refused command: leases that
-        were due), and whether to sync."""
+        expired), and whether to sync."""
         records, needs_sync = self._records, self._needs_sync
         self._records, self._needs_sync = [], False
         return records, needs_sync
@@ -108,7 +108,7 @@ class Ledger:
         if due:
             self._expired += tuple((token, leases[token].worker_id) for token in due)
             self._emit(ev.LeasesExpired(due))
-        # Renewals only make deadlines later: before the earliest of now nothing is due.
+        # Renewals only make deadlines later: nothing is due before the earliest one now.
         self._next_deadline_s = min(
             (lease.deadline_s for lease in leases.values()), default=float("inf")
         )
@@ -135,7 +135,7 @@ class Ledger:
         self.seen[worker_id] = WorkerSeen(now_s, report or (old.report if old else ()))
 
     def _start_service(self, command: cmd.StartService, now_s: float) -> cmd.Reply:
-        # Deadlines are of one process's clock and never stored, so all are new from here.
+        # Deadlines are on one process's clock and never stored, so all begin anew here.
         self._emit(ev.ServiceStarted(*command))
         self.started_s = now_s
         self.renew_all(now_s)
@@ -165,13 +165,13 @@ class Ledger:
             state.generation,
         ):
             if worker is not None and worker.incarnation != incarnation:
-                # Its totals count from its own start: those of the process before would stand
-                # above them, and the monitor would take nothing in until they were passed.
+                # Totals count from the process's own start: those of the one before would be
+                # higher, and the monitor would take nothing in until they were passed.
                 self.seen.pop(worker_id, None)
             self._emit(ev.WorkerRegistered(worker_id, incarnation))
         worker = state.workers[worker_id]
         self._saw(worker_id, now_s)
-        # Who registers again lives: nothing may run out while it finds its way back.
+        # A worker that registers again lives: none of its leases may expire meanwhile.
         self._renew(worker.tokens, now_s)
         leases = tuple(self._live_grant(token) for token in sorted(worker.tokens))
         return cmd.RegisterReply(
@@ -215,7 +215,7 @@ class Ledger:
         worker = check_caller(self.state, command.caller)
         self._saw(worker.worker_id, now_s, command.report)
         self.readings.take(command.readings, self.state.generation)
-        # Only what it names: a grant that never reached it must be able to expire.
+        # Only those that it names: a grant that never reached it must be able to expire.
         live = [token for token in command.tokens if token in worker.tokens]
         self._renew(live, now_s)
         revoked = tuple(token for token in command.tokens if token not in worker.tokens)
@@ -248,7 +248,7 @@ class Ledger:
             return again
         failed = results.failed(self.state, worker, command, call_crc)
         if failed is None:
-            # Nothing happened, so no event and no number used: the next call carries this one.
+            # Nothing happened, so there is no event, and the next call has the same number.
             return cmd.Outcomes(self.numbers.last_seq(worker), (Outcome.FENCED,))
         self._emit(failed)
         return self.numbers.reply_of(worker.last_call[0])
@@ -257,7 +257,7 @@ class Ledger:
         check_caller(self.state, command.caller)
         again = checkpoints.prepared_before(self.state, command)
         if again is None:
-            # Before its own event is emitted: a manifest cannot state the head that holds itself.
+            # Made before its own event: a manifest cannot state a chain's head that covers itself.
             manifest = checkpoints.build_manifest(self.state, command, self.num_events, self.head)
             again = ev.CheckpointPrepared(
                 command.checkpoint_id, command.step, manifest.digest, manifest.to_json()
@@ -274,8 +274,8 @@ class Ledger:
     def _restore(self, command: cmd.Restore, now_s: float) -> cmd.Reply:
         state = self.state
         worker = check_process(state, command.caller)
-        # A repeated call still carries the generation that its first copy ended, so it is known
-        # here, in front of that fence.
+        # A repeated call still carries the generation that its first copy ended, so it is
+        # recognised here, before that fence.
         repeated = command.restore_id == state.restore_id and worker.generation == state.generation
         if not repeated:
             check_caller(state, command.caller)
@@ -292,7 +292,7 @@ class Ledger:
         return cmd.Restored(state.generation, state.restored_digest)
 
     def _operate(self, command: cmd.Requeue | cmd.Skip | cmd.Drain, now_s: float) -> cmd.Reply:
-        # Operators' clients retry too; a second Drain must not release what was leased since.
+        # Operators' clients retry too; a repeated Drain must not release what was leased since.
         if command.request_id not in self.state.requests:
             self._emit(operate.decide(self.state, command))
         return cmd.Changed(self.state.requests[command.request_id])

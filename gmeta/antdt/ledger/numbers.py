@@ -1,5 +1,5 @@
-"""Numbered calls: the last one again gets its stored answer, the next one is new, any other is
-refused.
+"""Numbered calls: the last one, if repeated, gets its stored answer; the next one is new; any other
+is refused.
 
 A worker's calls are numbered by the worker, one by one, so that a lost answer never costs or
 doubles a shard.
@@ -35,8 +35,8 @@ class CallNumbers:
     def __init__(self, state: LedgerState) -> None:
         self._state = state
         # Lease calls answered with WAIT or END use their number too, or a late copy of one could be
-        # granted shards that nobody knows of. No event: after a restart every worker registers and
-        # takes the ledger's.
+        # granted shards that nobody knows of. They leave no event: after a restart every worker
+        # registers and takes the ledger's number.
         self._unrecorded: dict[str, Unrecorded] = {}
         self._unstored: dict[str, Unrecorded] = {}  # those since the last `stored`
 
@@ -46,9 +46,9 @@ class CallNumbers:
         self._unstored.clear()
 
     def take_over(self, older: CallNumbers) -> None:
-        """Keep what left no event when the ledger was read back within one service epoch. Replies
-        beside events that the store did not take are forgotten with these: an END may have spoken
-        of a completion among them."""
+        """Keep calls that left no event when the ledger is read back within one service epoch.
+        Replies that stood beside events which the store did not take are forgotten too: an END may
+        have been due to a completion among those."""
         self._unrecorded = older._unrecorded
 
     def last_seq(self, worker: Worker) -> int:
@@ -57,8 +57,8 @@ class CallNumbers:
         return unrecorded.seq if unrecorded else worker.last_seq
 
     def answered_before(self, worker: Worker, command: Any, call_crc: int) -> cmd.Reply:
-        """Return None for a new call, the stored reply for the last one again. Raise RefusedError
-        for any other number."""
+        """Return None for a new call, the stored reply if it is the last one again. Raise
+        RefusedError for any other number."""
         last_seq = self.last_seq(worker)
         if command.seq == last_seq + 1:
             return None
@@ -90,7 +90,7 @@ class CallNumbers:
         same."""
         if isinstance(event, ev.LeasesGranted | ev.BackupGranted):
             table = self._state.tables[event.dataset]
-            # A retry of a call of an earlier epoch would need its order; such tokens are long
+            # A retry of an earlier epoch's call would need that epoch's order; its tokens are long
             # closed.
             if table.epoch != event.epoch:
                 return cmd.End(event.seq)
@@ -117,7 +117,7 @@ class CallNumbers:
 
 
 def crc_of(command: Any) -> int:
-    """Return a checksum that tells two calls under one number apart. The caller is left out: a
-    restarted service changes it."""
+    """Return a checksum that tells two calls with one number apart. The caller is left out: its
+    service epoch changes when the service restarts."""
     # Caller and number stand first in every numbered command, see commands.py.
     return zlib.crc32(repr((type(command).__name__, command[2:])).encode())

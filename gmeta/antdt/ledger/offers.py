@@ -1,8 +1,8 @@
 """What a Lease call may be answered with: shards, WAIT with its cause, or END, and when END is
 allowed.
 
-At the tail of a speculative dataset also a shard that a slow worker holds: speculative execution
-(Dean and Ghemawat, MapReduce, OSDI 2004, section 3.6)."""
+At the tail of a speculative dataset a shard that a slow worker holds is offered too: speculative
+execution (Dean and Ghemawat, MapReduce, OSDI 2004, section 3.6)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def hold_back(
         return cmd.Wait(seq, cmd.CAUSE_EARLIER_EPOCH, WAIT_RETRY_MS, text)
     if epoch == table.epoch and table.finished:
         return cmd.End(seq)
-    # Behind END: also who is drained must learn that the epoch is over.
+    # After END: a drained worker, too, must learn that the epoch is over.
     if state.draining or worker.draining:
         who = "the service" if state.draining else f"worker {worker.worker_id}"
         text = (
@@ -62,7 +62,7 @@ def hold_back(
 def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
     """Return the WAIT for an epoch in which nothing is READY and not everything is done."""
     doing, quarantined = table.counts[ShardState.DOING], table.counts[ShardState.QUARANTINED]
-    # First: what is in hand may still come back, and needs nobody's decision.
+    # First: shards in workers' hands may still come back, and need nobody's decision.
     if doing:
         text = f"shards of dataset {table.spec.name!r} in workers' hands: {doing}"
         return cmd.Wait(seq, cmd.CAUSE_IN_FLIGHT, WAIT_RETRY_MS, text)
@@ -92,8 +92,8 @@ def next_grant(
 
 
 def leases_to_back_up(state: LedgerState, worker: Worker) -> list[int]:
-    """Return those of the worker's leases that a decision to back it up is about: of speculative
-    datasets, where nothing is left to hand out, and without a second lease yet."""
+    """Return the worker's leases that a decision to back it up concerns: those of speculative
+    datasets with nothing left to hand out, without a second lease yet."""
     free = worker.tokens - state.backups.wanted - state.backups.twins.keys()
     tables, leases = state.tables, state.leases
     return [token for token in sorted(free) if _is_at_its_tail(tables[leases[token].dataset])]
@@ -112,7 +112,7 @@ def _lease_to_double(state: LedgerState, worker: Worker, table: ShardTable) -> i
     # Tokens rise with time: the shard that was held longest comes first.
     for token in sorted(backups.wanted - backups.twins.keys()):
         lease = state.leases[token]
-        # A shard that failed too often while it had two leases waits for its last one.
+        # A shard that failed too often while it had two leases gets no second one again.
         is_exhausted = table.attempts.get(lease.position, 0) > table.spec.max_attempts
         if lease.dataset == table.spec.name and not is_exhausted:
             return token

@@ -31,7 +31,7 @@ def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> e
             "told so; its shards can no longer change. Do it in the next epoch.",
         )
     allowed = _REQUEUE_FROM if isinstance(command, cmd.Requeue) else _SKIP_FROM
-    # Each once: one that is named twice would be counted as changed twice.
+    # Each shard once: one that is named twice would be counted as changed twice.
     positions = [_position(table, index, allowed) for index in dict.fromkeys(command.shard_indices)]
     if isinstance(command, cmd.Requeue):
         return ev.ShardsRequeued(command.request_id, command.dataset, positions)
@@ -75,8 +75,8 @@ _ADJUST_BS = 2  # of the proto
 
 
 def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None:
-    """Return what of an action concerns this worker: its own action, or its part of a global one;
-    None where nothing does."""
+    """Return the action as it concerns this worker: its own, or its part of a global one; None
+    where it does not."""
     if action.worker_id:
         return cmd.PostAction(*action) if action.worker_id == worker_id else None
     parameters = action.parameters
@@ -94,7 +94,7 @@ def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None
 
 def is_new_action(state: LedgerState, command: cmd.PostAction) -> bool:
     """Return False when the action id was used before. Raise RefusedError at the limit."""
-    # Also one that was answered by now: the controller posts again what it heard nothing of.
+    # Answered ones count too: the controller posts again what it has had no reply to.
     if command.action_id in state.actions or command.action_id in state.acked:
         return False
     if len(state.actions) >= MAX_ACTIONS:

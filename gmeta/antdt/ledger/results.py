@@ -1,5 +1,5 @@
 """What workers say of the shards that they hold: units that are in the model, whole shards, shards
-given back, shards that failed. What of it counts is decided here, and nothing is changed."""
+given back, shards that failed. What counts is decided here, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _judged(
     lease = state.leases[token]
     table = state.tables[lease.dataset]
     known = table.units_done.get(lease.position, 0) if moved is None else moved
-    # Of two leases of a shard each has a progress of its own: none counts but the whole.
+    # Two leases of a shard progress each on its own: only the whole shard counts.
     if table.spec.speculative or units_done > table.length_at(lease.position):
         return Outcome.INVALID
     return Outcome.ACCEPTED if units_done > known else Outcome.ALREADY
@@ -45,14 +45,14 @@ def _judged(
 def given_back(
     state: LedgerState, worker: Worker, command: cmd.Complete | cmd.Release, call_crc: int
 ) -> ev.ShardsCompleted | ev.ShardsReleased:
-    """Return the event of a Complete or Release, also where none of its tokens counts: its number
-    is used."""
+    """Return the event of a Complete or Release, even where none of its tokens counts: its number
+    is used up."""
     is_whole = isinstance(command, cmd.Complete)
     items: list[tuple[int, int]] = []
     accepted: set[int] = set()
     for token in command.tokens:
         if token in worker.tokens:
-            # Named twice in one call it counts once.
+            # A token named twice in one call counts once.
             outcome = Outcome.ALREADY if token in accepted else Outcome.ACCEPTED
             accepted.add(token)
         else:
@@ -72,7 +72,7 @@ def failed(
     lease = state.leases[command.token]
     table = state.tables[lease.dataset]
     exhausted = table.attempts.get(lease.position, 0) + 1 > table.spec.max_attempts
-    # While another worker holds the shard too, it may still be done.
+    # While another worker holds the shard too, it may still be completed.
     quarantined = exhausted and command.token not in state.backups.twins
     note = f"{command.failure_class}: {command.message}"
     return ev.ShardFailed(worker.worker_id, command.seq, call_crc, command.token, note, quarantined)

@@ -57,14 +57,14 @@ class LedgerState:
         _EVOLVE[type(event)](self, event)
 
     def drop_lease(self, token: int) -> Lease:
-        """End a lease and return it. What becomes of the shard is for the caller to say."""
+        """End a lease and return it. The caller decides what becomes of the shard."""
         lease = self.leases.pop(token)
         self.workers[lease.worker_id].tokens.discard(token)
         self.backups.drop(token)
         return lease
 
     def _return(self, token: int, counts_attempt: bool, note: str = "") -> None:
-        # Asked before the lease is dropped, which ends the pair.
+        # Looked up before the lease is dropped, which ends the pair.
         still_held = token in self.backups.twins
         lease = self.drop_lease(token)
         table = self.tables[lease.dataset]
@@ -76,7 +76,7 @@ class LedgerState:
         worker.last_call = [event]
 
     def _service_started(self, event: ev.ServiceStarted) -> None:
-        # Tokens carry the epoch in their upper bits, so a count from 0 on repeats none.
+        # Tokens carry the epoch in their upper bits, so counting from 0 repeats none.
         self.service_epoch = event.service_epoch
         self.job = event.job
         self.token_counter = 0
@@ -101,7 +101,7 @@ class LedgerState:
             # A restart that was asked for has happened: the new process must not end again.
             self._drop_actions(event.worker_id)
             fresh = Worker(event.worker_id, event.incarnation, self.generation, retired)
-            # An operator drains the id, not the process.
+            # An operator drains a worker id, not its process.
             fresh.draining = worker is not None and worker.draining
             self.workers[event.worker_id] = fresh
         else:
@@ -120,7 +120,7 @@ class LedgerState:
         self._record_call(event)
 
     def _backup_granted(self, event: ev.BackupGranted) -> None:
-        self._leases_granted(event)  # the shard is DOING already, and stays it
+        self._leases_granted(event)  # the shard is DOING already, and stays so
         self.backups.pair(event.beside, event.first_token)
 
     def _backups_wanted(self, event: ev.BackupsWanted) -> None:
@@ -163,7 +163,7 @@ class LedgerState:
 
     def _checkpoint_prepared(self, event: ev.CheckpointPrepared) -> None:
         self.lineage = event.digest
-        # The id may be of a lineage that was rolled back; put in anew it is the newest, and kept.
+        # The id may be of a rolled back lineage; put in anew it is the newest, and is kept.
         self.checkpoints.pop(event.checkpoint_id, None)
         self.checkpoints[event.checkpoint_id] = Checkpoint(
             event.checkpoint_id, self.generation, event.step, event.digest, event.manifest_json
@@ -194,7 +194,7 @@ class LedgerState:
         self.generation = event.generation
         self.actions.clear()
         self.lineage = self.restored_digest = event.digest
-        # Who restores it has it on disk, also where a crash came in front of its commit.
+        # It is on disk, since it is restored, even where a crash came before its commit.
         for checkpoint in self.checkpoints.values():
             checkpoint.committed |= checkpoint.digest == event.digest
         self.restore_id = event.restore_id

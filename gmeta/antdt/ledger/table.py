@@ -22,7 +22,7 @@ from gmeta.antdt.order import ShardOrder
 
 SHARDS_PER_PAGE = 4096  # one row of the store: 1e7 shards load in 29 ms
 
-# Of ShardState.DONE. An epoch in progress has few runs, however many shards.
+# Runs of ShardState.DONE. An epoch in progress has few, however many shards it has.
 _DONE_RUN = re.compile(b"\x02+")
 _READY_BYTE = bytes([ShardState.READY])
 
@@ -142,7 +142,7 @@ class ShardTable:
         self.recount()
 
     def mark_all_dirty(self) -> None:
-        """Have every page stored again that is not all READY."""
+        """Have every page that is not all READY stored again."""
         num_pages = -(-len(self.states) // SHARDS_PER_PAGE)
         # A page that is not stored stands for READY alone, see load_pages.
         self.dirty_pages = {n for n in range(num_pages) if self.page(n).strip(_READY_BYTE)}
@@ -160,7 +160,7 @@ def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
         raise RefusedError(
             "NOT_FOUND",
             "UNKNOWN_DATASET",
-            # Neither any name nor all of them: both could be more than a status may carry.
+            # Neither the asked name nor all names: either could be more than a status may carry.
             f"dataset {dataset!r:.130} is unknown; registered: "
             f"{', '.join(sorted(tables)[:20]) or 'none'}. Name one of these, or register it.",
         )

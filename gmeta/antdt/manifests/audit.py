@@ -64,7 +64,7 @@ def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
         return new.epoch < old.epoch
 
     runs = sorted(new.done)
-    # Shards that are in the model in part: as much of each, or all of it by now.
+    # Shards that are partly in the model: as much of each must be, or all of it by now.
     units_done = {item.position: item.units_done for item in new.exceptions}
     return not all(covers(runs, start, end) for start, end in old.done) or any(
         item.units_done > units_done.get(item.position, 0)
@@ -75,7 +75,7 @@ def _before(new: DatasetManifest, old: DatasetManifest) -> bool:
 
 def _account(entry: DatasetManifest) -> list[str]:
     spec = entry.spec
-    # By arithmetic over the runs: all shards have one length, but for the last of the dataset.
+    # By arithmetic over the runs: all shards but the dataset's last have one length.
     last_index = spec.num_shards - 1
     order = ShardOrder(spec.num_shards, spec.seed, entry.epoch, spec.shuffle)
     last = order.position_of(last_index)
@@ -87,7 +87,7 @@ def _account(entry: DatasetManifest) -> list[str]:
             for start, end in runs
         )
 
-    # Of skipped and quarantined shards the front may be in the model: it counts as trained.
+    # The front of skipped and quarantined shards may be in the model: it counts as trained.
     num_trained = num_units(entry.done) + sum(x.units_done for x in entry.exceptions)
     num_skipped = num_units((x.position, x.position + 1) for x in entry.skipped)
     num_skipped -= sum(x.units_done for x in entry.skipped)

@@ -119,13 +119,13 @@ def load_manifest(path: Path) -> ShardManifest:
 
 
 def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
-    """Check schema, digest and the type and range of every field, and return the manifest: nothing
-    after it needs to doubt a value. Raise ManifestError, whatever the text is."""
+    """Check schema, digest and the type and range of every field, and return the manifest: no later
+    code needs to doubt a value. Raise ManifestError, whatever the text is."""
     try:
         raw = json.loads(text)
         version = raw.pop("schema_version")
         order, digest = raw.pop("order"), raw.pop("digest")
-        # Over what was read: parsing converts, and could hide what was altered.
+        # The digest of what was read: parsing converts, and could hide what was altered.
         found = _digest({"schema_version": version, "order": order, **raw})
     # A lone surrogate is a ValueError when it is encoded, nesting without end a RecursionError.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -161,8 +161,8 @@ def parse_manifest(text: str, source: str = "the manifest") -> ShardManifest:
 
 
 def covers(runs: Sequence[tuple[int, int]], start: int, end: int) -> bool:
-    """Return whether one of some ascending runs of positions holds all of [start, end)."""
-    # No position is as large: the run that begins at `start` counts too.
+    """Return whether one of these ascending runs of positions holds all of [start, end)."""
+    # No position is this large: so the run that begins at `start` counts too.
     number = bisect.bisect_right(runs, (start, 1 << 62)) - 1
     return number >= 0 and end <= runs[number][1]
 
@@ -180,7 +180,7 @@ def _parse_dataset(raw: dict[str, Any]) -> DatasetManifest:
         for name in ("partial", "skipped", "quarantined")
     }
     for item in itertools.chain.from_iterable(lists.values()):
-        # Their bounds are the shard's: _check_positions tells them.
+        # Their bounds are the shard's: _check_positions checks them.
         check_type("position", item.position, int)
         check_type("units_done", item.units_done, int)
         check_range("attempts", item.attempts, 0, MAX_COUNTED_ATTEMPTS)
@@ -208,7 +208,7 @@ def _check_positions(dataset: DatasetManifest, source: str) -> None:
     order = ShardOrder(spec.num_shards, spec.seed, dataset.epoch, spec.shuffle)
     exceptions = ((item.position, item.position + 1) for item in dataset.exceptions)
     runs = sorted([*dataset.done, *exceptions])
-    # Sorted runs that neither overlap nor leave the dataset give edges that never fall.
+    # If sorted runs neither overlap nor leave the dataset, their edges never decrease.
     edges = [0, *(edge for run in runs for edge in run), spec.num_shards]
     if any(left > right for left, right in itertools.pairwise(edges)):
         raise ManifestError(
@@ -227,7 +227,7 @@ def _check_positions(dataset: DatasetManifest, source: str) -> None:
 
 
 def _canonical(body: dict[str, Any]) -> str:
-    # One text for one content: the digest is of these bytes.
+    # Equal contents give equal text: the digest is of these bytes.
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 

@@ -38,7 +38,7 @@ def find_policy(name: str) -> Policy:
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a dataclass of the file looks its annotations up
+    sys.modules[spec.name] = module  # where dataclasses look up their annotations
     with failing_as(
         lambda error: ConfigError(f"the policy file {path} does not load: {error!r}. Mend it")
     ):

@@ -46,8 +46,8 @@ class ControllerConfig:
     )
 
     def restarts_per_hour(self, num_workers: int) -> int:
-        """Return the restarts of all workers together; at least one, or a small job could never
-        restart any."""
+        """Return the restarts an hour of all workers together; at least one, or a small job could
+        never restart any."""
         return max(1, int(self.restart_share_per_hour * num_workers))
 
 
@@ -59,8 +59,8 @@ class WorkerView:
     tasks_per_step: int  # its share of a step now
     restarts: int = 0  # by the controller
     excluded: bool = False
-    to_back_up: int = 0  # last shards of speculative datasets, in its hands alone
-    backed_up: int = 0  # of those that another worker may do too, or does
+    to_back_up: int = 0  # last shards of speculative datasets that it alone holds
+    backed_up: int = 0  # last shards that another worker may do too, or does
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Snapshot:
     now_s: float
     step: int
     workers: tuple[WorkerView, ...]
-    tasks_per_step: int = 0  # of all workers together; 0: unknown, batches are left alone
+    tasks_per_step: int = 0  # of all workers together; 0: unknown, so batches stay
     remaining_s: float = float("inf")  # of the job, as far as known
     last_adjust_s: float = float("-inf")
     restarts_last_hour: int = 0
-    # Whom every evaluation since then wanted to give fewer tasks.
+    # Workers that every evaluation since `held_since_s` wanted to give fewer tasks.
     held: tuple[str, ...] = ()
     held_since_s: float = float("-inf")
-    hold_s: float = 0.0  # so long they must have wanted it
+    hold_s: float = 0.0  # how long they must have wanted it
 
     @property
     def active(self) -> tuple[WorkerView, ...]:
@@ -86,8 +86,8 @@ class Snapshot:
 
     @property
     def to_split(self) -> tuple[WorkerView, ...]:
-        """Return the workers that the tasks of a step can be divided among anew: none unless the
-        speed of all is known, and the tasks."""
+        """Return the workers to divide the tasks of a step among anew: none unless all speeds and
+        the number of tasks are known."""
         takes_part = [worker for worker in self.workers if not worker.excluded]
         is_known = self.tasks_per_step and len(self.active) == len(takes_part)
         return self.active if is_known and len(takes_part) > 1 else ()
@@ -107,7 +107,7 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "Snapshot":
-        """Return the snapshot of what `to_json` gave."""
+        """Return the snapshot from what `to_json` returned."""
         workers = tuple(
             WorkerView(**{**one, "health": WorkerHealth(**one["health"])}) for one in raw["workers"]
         )

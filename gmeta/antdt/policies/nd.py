@@ -1,5 +1,5 @@
-"""AntDT-ND, for clusters shared with other jobs: rebalance around whoever is slow now, restart who
-stays slow elsewhere (arXiv 2404.09679, section on non-dedicated clusters)."""
+"""AntDT-ND, for clusters shared with other jobs: rebalance around workers that are slow now,
+restart elsewhere those that stay slow (arXiv 2404.09679, section on non-dedicated clusters)."""
 
 from collections.abc import Sequence, Set
 from statistics import median
@@ -15,8 +15,8 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
     """Return KILL_RESTART for persistent stragglers where it pays, ADJUST_BS for all others, and
     BACKUP_WORKERS for the last shards of slow workers in a job that is not synchronous."""
     decisions = _restarts(snapshot, config)
-    # Those beyond the hour's budget are held back, but told: their workers stay in the job, and
-    # its batches must go on being balanced around them.
+    # Restarts beyond the hour's budget are held back, but reported: their workers stay in the job,
+    # and its batches must still be balanced around them.
     budget = config.restarts_per_hour(len(snapshot.workers)) - snapshot.restarts_last_hour
     restarted = {decision.worker_id for decision in decisions[: max(0, budget)]}
     if not (restarted and config.restart_stops_job):
@@ -27,8 +27,8 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
 
 
 def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
-    """Return the backups, slowest worker first. Whoever does the shard too has nothing else to do,
-    so it costs nothing."""
+    """Return the backups, slowest worker first. Workers that do a shard as well have nothing else
+    to do, so it costs nothing."""
     slow = [
         worker
         for worker in snapshot.stragglers
@@ -47,8 +47,8 @@ def _backups(snapshot: Snapshot, restarted: Set[str]) -> list[Decision]:
 
 
 def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
-    """Return the restarts, worst first. One pays when the speed won back until the end of the job
-    is worth more tasks than the restart costs."""
+    """Return the restarts, worst first. A restart pays when the speed that it wins until the end of
+    the job is worth more tasks than it costs."""
     active = snapshot.active
     if not active:
         return []
@@ -60,7 +60,7 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     for worker in sorted(slow, key=lambda w: w.health.ratio, reverse=True):
         if worker.restarts >= config.restarts_per_worker:
             continue
-        # By ratio: it holds what a slow link costs, which the speed does not.
+        # By ratio: it includes what a slow link costs, which the speed does not.
         won_tasks_per_s = typical - typical / worker.health.ratio
         stopped = together if config.restart_stops_job else worker.health.tasks_per_s
         cost_tasks = config.restart_cost_s * stopped
@@ -82,7 +82,7 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     if not active:
         return []
     shares = [worker.tasks_per_step for worker in active]
-    # Equal but for the remainder: where nobody is slow there is nothing to give back.
+    # Shares are equal but for the remainder: if nobody is slow there is nothing to give back.
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
     speeds = _speeds(active, bool(snapshot.stragglers))
@@ -110,32 +110,32 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
 
 
 def _speeds(active: Sequence[WorkerView], somebody_is_slow: bool) -> list[Speed]:
-    """Return the time of a task and of a step's overhead, of every worker."""
+    """Return the time of a task and a step's overhead for every worker."""
     overheads_ms = _overheads_ms(active)
     tasks_per_s = [_tasks_per_s(worker, somebody_is_slow) for worker in active]
     return [Speed(1000 / v, ms) for v, ms in zip(tasks_per_s, overheads_ms, strict=True)]
 
 
 def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:
-    """Return each worker's speed: of a straggler by the short windows, of all others by the long
-    mean, so that noise and a hiccup move no batch. A worker that became slow beside a straggler, or
-    that became fast, counts by its newest window: averages would follow only after some windows."""
+    """Return a worker's speed: a straggler's by the short windows, any other's by the long mean, so
+    that noise and hiccups move no batch. A worker that became slow beside a straggler, or that
+    became fast, counts by its newest window: averages would follow only after some windows."""
     health = worker.health
     usual, newest = health.tasks_per_s_long, health.tasks_per_s_newest
     if newest >= USUAL_RATIO * usual:
         return newest
     if health.verdict in STRAGGLERS:
         return health.tasks_per_s
-    # 0: the newest window has no work in it, as where a GPU was not through with the step yet.
+    # 0: the newest window has no work in it, as when a GPU has not finished the step yet.
     return newest if somebody_is_slow and 0 < USUAL_RATIO * newest <= usual else usual
 
 
 def _overheads_ms(active: Sequence[WorkerView]) -> list[float]:
     """Return what a step takes beyond its tasks: collectives, and the host's work around them.
 
-    It hides in what a worker waits for its peers. But the worker that all wait for waits for
-    nobody: its wait is its overhead. Whoever computes slowly does this slowly too, so the others'
-    is as much shorter as they are faster, and nobody's is longer than its wait.
+    It is hidden in the time that a worker waits for its peers. But the slowest worker waits for
+    nobody: its wait is its overhead. A worker that computes slowly is as slow in its overhead, so
+    the others' is shorter by as much as they are faster, and nobody's is longer than its wait.
     """
     factors = [w.health.ratio if w.health.cause == "compute" else 1.0 for w in active]
     usual_ms = min(w.health.peer_wait_ms / x for w, x in zip(active, factors, strict=True))

@@ -18,7 +18,7 @@ class Speed(NamedTuple):
         return max(1, -(-num_tasks // self.max_micro_batch))
 
     def step_ms(self, num_tasks: int) -> float:
-        """Return the time of its share of a step; 0 for no tasks."""
+        """Return the time that a share of `num_tasks` takes; 0 for no tasks."""
         if num_tasks == 0:
             return 0.0
         return self.micro_batches(num_tasks) * self.overhead_ms + num_tasks * self.task_ms
@@ -46,7 +46,7 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
     minimum = min(minimum, total // len(speeds))
     shares = [minimum] * len(speeds)
     free = list(range(len(speeds)))
-    while True:  # who would fall below the minimum gets it, the others share the rest
+    while True:  # workers below the minimum get it, others share the rest
         rest = total - minimum * (len(speeds) - len(free))
         weight = sum(speeds[i] for i in free)
         below = [i for i in free if rest * speeds[i] < minimum * weight]
@@ -66,8 +66,8 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
 def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list[int]:
     """Return the split of `total` tasks whose slowest worker ends first: min over n of max_i
     t_i(n_i) (AntDT-DD). Exact: a bisection over the time limit, then whole tasks are taken back. Of
-    splits that end at the same time it is the one with the most slack where a task takes long: a
-    straggler's time is the least certain.
+    splits that end at the same time it is the one with the most slack for workers whose tasks take
+    long: a straggler's time is the least certain.
 
     >>> fastest_split(16, [Speed(1.0), Speed(3.0)])
     [12, 4]
@@ -85,8 +85,8 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
             low = middle
     shares = [max(minimum, speed.tasks_within(high)) for speed in speeds]
     while (surplus := sum(shares) - total) > 0:
-        # Taken from workers at the limit they would not lower it, as not all of these could give
-        # one. So they come from where each saves most, one a worker in a round.
+        # Taking tasks from workers at the limit would not lower it, as not all of these could give
+        # one. So they are taken where each saves most, one from each worker in a round.
         order = sorted(
             (i for i in range(len(speeds)) if shares[i] > minimum),
             key=lambda i: speeds[i].step_ms(shares[i]) - speeds[i].step_ms(shares[i] - 1),
@@ -108,8 +108,8 @@ class Resplit(NamedTuple):
 def better_split(
     shares: Sequence[int], total: int, speeds: Sequence[Speed], minimum: int, min_gain: float
 ) -> Resplit | None:
-    """Return the fastest split in place of `shares`; None where the step would be no shorter by the
-    part `min_gain`."""
+    """Return the fastest split in place of `shares`; None unless it makes the step shorter by the
+    share `min_gain`."""
     wanted = fastest_split(total, speeds, minimum)
     now_ms, then_ms = (
         max(speed.step_ms(n) for speed, n in zip(speeds, split, strict=True))

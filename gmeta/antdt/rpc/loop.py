@@ -22,7 +22,7 @@ _STOP_S = 5.0  # for the callback that runs when the process ends
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the running loop; the first call starts it."""
     with _starting:
-        # Not when this is imported: who only reads a manifest needs no thread.
+        # Not when this is imported: a process that only reads a manifest needs no thread.
         if not _started:
             loop = uvloop.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="antdt-loop", daemon=True)
@@ -38,15 +38,14 @@ def wait_for(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _stop() -> None:
-    """Stop the loop. Its daemon thread outlives the interpreter by the time that the process takes
-    to unload, and a callback of uvloop's that comes due then is a segmentation fault."""
+    """Stop the loop. Its daemon thread outlives the interpreter while the process unloads, and a
+    callback of uvloop's that comes due then is a segmentation fault."""
     for loop, thread in _started:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(_STOP_S)
 
 
-# When this module is imported: whoever uses the loop and cleans up at exit registers later, and
-# what registers later runs earlier.
+# Registered on import: what uses the loop and cleans up at exit registers later, and runs earlier.
 atexit.register(_stop)
 # A forked child has a copy of the loop, but not of the thread that runs it.
 os.register_at_fork(after_in_child=_started.clear)

@@ -110,7 +110,7 @@ def list_shards(ledger: Ledger, dataset: str, state: int, page_size: int, page_t
     """Return a ListShardsResponse; its page token is the next position. Raise RefusedError."""
     table = find_table(ledger.state.tables, dataset)
     size = page_size or DEFAULT_PAGE
-    # A token is a position: more digits are no number of a shard, nor one that int() takes.
+    # A token is a position: with more digits it is none, nor a number that int() takes.
     is_token = (page_token or "0").isdecimal() and len(page_token) <= len(str(MAX_SHARDS))
     if size > MAX_PAGE or not is_token:
         raise bad_argument(
@@ -144,8 +144,7 @@ def _matching(table: ShardTable, state: int, start: int) -> Iterator[int]:
     if state == pb.SHARD_STATE_DONE_COMMITTED:
         runs = table.committed
     elif state == pb.SHARD_STATE_DONE_OPEN:
-        # Between the committed runs: of those there may be millions of shards, none of them asked
-        # for.
+        # Between the committed runs, which may hold millions of shards that are not asked for.
         edges = [0, *chain.from_iterable(table.committed), table.spec.num_shards]
         runs = zip(edges[::2], edges[1::2], strict=True)
     for left, right in runs:
@@ -179,7 +178,7 @@ def _shard_info(table: ShardTable, position: int, holders: Sequence[str]) -> Any
 
 
 def audit(manifest_json: str) -> Any:
-    """Return the AuditResponse of a manifest. Needs no ledger, so that it can be worked out beside
-    the writer."""
+    """Return the AuditResponse of a manifest. Needs no ledger, so that it can be computed outside
+    the writer's thread."""
     report = audit_manifest(parse_manifest(manifest_json))
     return pb.AuditResponse(ok=report.ok, lines=report.lines, manifest_json=manifest_json.encode())

@@ -29,12 +29,12 @@ from gmeta.antdt.rpc.nouns import grant_to, spec_from
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 MAX_REPORTED_MS = 1e15  # 30,000 years
-# Also those of ISO 6429 in one character each, and what Unicode ends lines with.
+# Includes the one-character codes of ISO 6429, and Unicode's line ends.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 def refusal_to(error: RefusedError) -> Any:
-    """Return the proto that a refusal is on a stream."""
+    """Return the proto of a refusal on a stream."""
     # The value of a gRPC status is (number, name in words).
     code, _ = getattr(grpc.StatusCode, error.code).value
     return pb.Refusal(code=code, reason=f"REASON_{error.reason}", message=str(error))
@@ -148,7 +148,7 @@ def _commit(request: Any) -> cmd.Command:
 
 def _restore(request: Any) -> cmd.Command:
     check_name("restore_id", request.restore_id)
-    # What is no UTF-8 does not match its digest, and is refused with those that were altered.
+    # A manifest that is no UTF-8 does not match its digest, and is refused like an altered one.
     text = request.manifest_json.decode(errors="replace")
     return cmd.Restore(caller_from(request.caller), text, request.restore_id)
 
@@ -207,7 +207,7 @@ def _leased(reply: cmd.Granted | cmd.Wait | cmd.End, ttl_ms: int) -> Any:
 def _beaten(reply: cmd.Beat, ttl_ms: int) -> Any:
     fields = [action._asdict() for action in reply.actions]
     for action in fields:
-        del action["worker_id"]  # it knows who it is
+        del action["worker_id"]  # the worker knows its own id
     actions = [pb.Action(**action) for action in fields]
     return pb.HeartbeatResponse(lease_ttl_ms=ttl_ms, revoked_tokens=reply.revoked, actions=actions)
 

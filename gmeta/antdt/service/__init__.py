@@ -1,1 +1,1 @@
-"""The service process: its RPCs, its metrics, and how a job runs one of its own."""
+"""The service process: its RPCs, its metrics, and how a job runs its own service."""

@@ -31,11 +31,11 @@ from gmeta.antdt.storage.writer import Writer
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
-MAX_WATCHERS = 8  # each has the whole status built again and again
-MAX_STREAMS = 4096  # one a worker; the workers beyond make their calls one by one
+MAX_WATCHERS = 8  # for each the whole status is built again and again
+MAX_STREAMS = 4096  # one a worker; workers beyond these make single calls
 GUARD_LINES_PER_S = 10.0  # of calls refused for their proof, role or rate
-# Rare calls, of which each changes who takes part or what is trained. A line for each Lease would
-# be a log of nothing else.
+# Rare calls, each of which changes who takes part or what is trained. With a line for each Lease
+# the log would hold nothing else.
 _LOGGED = {
     "Register",
     "RegisterDataset",
@@ -56,8 +56,8 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     def __init__(
         self, lease_ttl_s: float, report_every_s: float = 0.0, guard: Guard | None = None
     ) -> None:
-        """Take what replies state (`lease_ttl_s`, `report_every_s`) and the `guard`, which judges
-        each request of a stream here; in front of the other calls it stands by itself."""
+        """Take what replies tell clients (`lease_ttl_s`, `report_every_s`), and the `guard`, which
+        is asked here about each request of a stream; it intercepts all other calls by itself."""
         self._ttl_ms = int(lease_ttl_s * 1000)
         self._report_every_ms = int(report_every_s * 1000)
         self._guard = guard
@@ -76,16 +76,16 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._writer = writer
 
     async def close(self) -> None:
-        """End the streams, so that a drain need not wait for them; what they have asked is answered
-        first."""
+        """End the streams, so that a drain need not wait for them; their requests under way are
+        answered first."""
         self._closing.set()
         for task, is_idle in self._streams.items():
             if is_idle:
                 task.cancel()
 
     def ask(self, request: Request) -> Any:
-        """Return the request's answer; wait for it in a thread other than the event loop's. Raise
-        RefusedError."""
+        """Return the request's answer, waiting for it in a thread other than the event loop's.
+        Raise RefusedError."""
         return wait_for(self._ask(request))
 
     async def _ask(self, request: Request) -> Any:
@@ -125,7 +125,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             self.metrics.observe_call(rpc, code, time.perf_counter() - began_s)
 
     def _note_refused(self, rpc: str, error: RefusedError, peer: str) -> None:
-        """Count a call that the guard refused, and log it; of many not each."""
+        """Count a call that the guard refused, and log it; when there are many, not each."""
         self.metrics.calls.labels(rpc, error.code).inc()
         if self._lines_of_guard.admit(""):
             _log_refused(rpc, error, peer)
@@ -138,7 +138,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             await abort(context, error)
 
     def _admission(self, context: Any) -> Callable[[str], None]:
-        """Return what judges each request of a stream; without a guard all may come."""
+        """Return a function that judges each request of a stream; without a guard it admits all."""
         return self._guard.admission(context) if self._guard else lambda rpc: None
 
     async def Status(self, request: Any, context: Any) -> Any:
@@ -224,13 +224,13 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
                 if request is grpc.aio.EOF:
                     return
                 yield await self._answer_streamed(request, peer, admit)
-        # `close` cancels who waits for a request. Any other cancellation is the caller's leaving.
+        # `close` cancels streams that wait for a request. Any other cancellation: the caller left.
         except asyncio.CancelledError:
             if not self._closing.is_set():
                 raise
         finally:
             self._streams.pop(task, None)
-        # Said, so that the client asks the successor and does not take it for a cut link.
+        # Said so that the client asks the successor, instead of taking this for a cut link.
         await abort(context, shutting_down())
 
     async def _answer_streamed(self, request: Any, peer: str, admit: Callable[[str], None]) -> Any:
@@ -288,6 +288,6 @@ def _fields(command: Any) -> dict[str, object]:
     }
 
 
-# All calls that are a command differ in their codecs alone.
+# All calls that are commands differ only in their codecs.
 for _rpc in CODECS:
     setattr(Edge, _rpc, _handler(_rpc))

@@ -21,16 +21,16 @@ from gmeta.antdt.storage.sqlite_store import TAKEN
 
 STORE_FILE = "shards.db"
 LOG_FILE = "service.log"
-MAX_LOG_BYTES = 32 << 20  # with which a job begins; more is put aside, in place of what was before
+MAX_LOG_BYTES = 32 << 20  # at a job's start; a larger log replaces the one put aside before
 ADDRESS_FILE = "address"
 
 # The service of an owner that was killed ends within a second or two; then its store is free.
 TAKEN_TIMEOUT_S = 20.0
-READY_TIMEOUT_S = 300.0  # a long history is read in seconds; a mount may hang
+READY_TIMEOUT_S = 300.0  # a long history takes seconds to read; a mount may hang
 END_TIMEOUT_S = 15.0
-LAST_BYTES = 64 << 10  # of its log, in which its last line is looked for
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before it is started again, doubled each time
-STEADY_S = 10.0  # a service that lived so long did not fail to start
+LAST_BYTES = 64 << 10  # of its log, to look for the last line in
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before another start, doubled each time
+STEADY_S = 10.0  # a service that lived this long did not fail to start
 
 _SERVING = b'"event": "serving"'  # what the service logs once it answers
 
@@ -49,8 +49,8 @@ class EmbeddedService:
         self._folder = folder
         if self._log_bytes() > MAX_LOG_BYTES:
             self._log.replace(folder / f"{LOG_FILE}.1")
-        # Bound and never listened on as long as this lives: nobody is given the port by chance,
-        # also while the service starts or is started again. SO_REUSEADDR lets the service have it.
+        # Bound, but never listened on, as long as this lives: nobody else gets the port by chance,
+        # even while the service starts or is started again. SO_REUSEADDR lets the service have it.
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ class EmbeddedService:
         self._stdin, self._owner_lives = os.pipe()
         self._closing = threading.Event()
         self._process = self._start()
-        # Now that it serves: who finds the file may call.
+        # Written only now that it serves: whoever finds the file may call.
         (folder / ADDRESS_FILE).write_text(self.address + "\n")
         self._watcher = threading.Thread(target=self._watch, name="antdt-watcher", daemon=True)
         self._watcher.start()
@@ -67,7 +67,7 @@ class EmbeddedService:
     def close(self) -> None:
         """End the service once it has answered the calls under way and stored a snapshot."""
         self._closing.set()
-        # The end of its standard input is how the service is told.
+        # The service ends when its standard input does.
         os.close(self._owner_lives)
         self._watcher.join(END_TIMEOUT_S)
         if self._watcher.is_alive():
@@ -100,7 +100,7 @@ class EmbeddedService:
             before, began_s = self._log_bytes(), time.monotonic()
             process = self._spawn()
             while process.poll() is None:
-                # Not that it listens: it reads its store behind that, and may refuse it.
+                # Listening is not enough: it reads its store after that, and may refuse it.
                 if _SERVING in self._logged_since(before):
                     return process
                 if time.monotonic() > began_s + READY_TIMEOUT_S:

@@ -99,7 +99,7 @@ class _StateCollector(Collector):
             labels=["worker", "spent"],
         )
         for worker in status.workers:
-            # Who never reported is left out: 0 seconds would be a claim.
+            # Workers that never reported are left out: 0 seconds would be a claim.
             if worker.HasField("report"):
                 for spent in SPENT:
                     seconds.add_metric(

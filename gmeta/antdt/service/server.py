@@ -45,14 +45,14 @@ from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
 MAX_MESSAGE_BYTES = 16 << 20  # a manifest; every other message is far smaller
-DRAIN_S = 10.0  # calls under way at SIGTERM may take so long
+DRAIN_S = 10.0  # how long calls under way at SIGTERM may take
 AFTER_DRAIN_S = 5.0  # then gRPC cancels them, which may hang on a peer whose cable was pulled
 HANDSHAKE_TIMEOUT_S = 10  # a connection that has said nothing by then is closed
-MAX_CONNECTION_IDLE_S = 60  # as one without a call for so long; the next call connects anew
+MAX_CONNECTION_IDLE_S = 60  # closed without a call for so long; the next connects anew
 # Descriptors that the store, the log and the HTTP address need beside the workers' connections.
 RESERVED_DESCRIPTORS = 256
 MAX_CONNECTIONS = 2 * MAX_WORKERS
-FEW_CONNECTIONS = 1000  # a larger job, or a stranger's idle connections, could take them all
+FEW_CONNECTIONS = 1000  # larger jobs, or strangers' idle connections, could use them up
 MAX_CONNECTION_AGE_S = 3600  # then a client shakes hands anew: an expired certificate is found out
 
 _OPTIONS = (
@@ -147,7 +147,7 @@ class ShardServer:
         server = grpc.aio.server(
             interceptors=[self._guard] if self._guard else [],
             options=options,
-            # The guard counts the calls that have shown a proof: others must not fill the places.
+            # The guard counts calls that have shown a proof: others must not take up places.
             maximum_concurrent_rpcs=None if self._guard else MAX_CALLS,
         )
         pb_grpc.add_ShardServiceServicer_to_server(self.edge, server)
@@ -169,7 +169,7 @@ class ShardServer:
         began_s = time.perf_counter()
         wait_for(self._server.start())  # health answers NOT_SERVING while the store is read
         committer = Committer(self._store, time.monotonic, self.config.job, self.config.lease_ttl_s)
-        # In front of the writer: a port that is taken must end the start before a call is answered.
+        # Before the writer: a port that is taken must end the start before a call is answered.
         self.metrics_port = self._start_http()
         self._writer = Writer(committer, deliver, self._observe, self._on_end)
         self._writer.start()
@@ -215,7 +215,7 @@ class ShardServer:
         self.governor.stop()
         self._dashboard.close()
         wait_for(_drained(self._server, drain_s))
-        # Behind the last call and the governor, which both wait for its answers.
+        # After the last call and the governor, which both wait for its answers.
         self._writer.stop()
         self._stop_http()
         self._store.close()
@@ -308,6 +308,6 @@ def _wait_for_end_of_stdin(asked: Asked) -> None:
 
 
 async def _drained(server: grpc.aio.Server, drain_s: float) -> None:
-    """Stop the server within its drain and a little more, whether or not gRPC says that it has."""
+    """Stop the server within its drain and a little more, even if gRPC does not report its end."""
     stopping = asyncio.ensure_future(server.stop(drain_s))
     await asyncio.wait({stopping}, timeout=drain_s + AFTER_DRAIN_S)

@@ -18,11 +18,11 @@ def deliver(answered: list[Answered]) -> None:
 
 
 def resolve(answered: Sequence[tuple[Any, Answer]]) -> None:
-    """Set the answers of futures, which raise those that are refusals; call it on the event
+    """Set the futures' answers, or their exceptions where these are refusals; call it on the event
     loop."""
     for future, answer in answered:
         if future.done():
-            continue  # its caller has gone
+            continue  # its caller has left
         if isinstance(answer, RefusedError):
             future.set_exception(answer)
         else:

@@ -15,15 +15,15 @@ class JobConfig:
     tasks_per_worker: int = 32  # of a step with equal shares
     num_steps: int = 3600  # with equal shares
     task_ms: float = 30.0
-    read_ms: float = 0.0  # of a task, behind the computation's back
+    read_ms: float = 0.0  # of a task, during the computation
     overhead_ms: float = 40.0  # of a step, whatever its tasks
     jitter: float = 0.05  # standard deviation of the logarithm of each step's time
-    steps_per_shard: int = 4  # tasks of a shard = so many steps of an equal share
+    steps_per_shard: int = 4  # a shard has the tasks of this many steps of an equal share
     heartbeat_s: float = 2.5
-    actions_take_steps: int = 2  # under the old shares, from a decision on: as in the trainer
+    actions_take_steps: int = 2  # with the old shares after a decision, as in the trainer
     restart_cost_s: float = 90.0
     restart_stops_job: bool = False
-    backup_share: float = 0.05  # of the workers: so many of the last ones are not waited for
+    backup_share: float = 0.05  # of the workers: the last ones, which are not waited for
     min_tasks: int = 1
     hold_windows: int = ControllerConfig.hold_windows
     seed: int = 0

@@ -53,8 +53,8 @@ class SimulatedData:
         return self.ledger.state.tables[DATASET].finished
 
     def take(self, wanted_W: Ints, now_s: float) -> Ints:
-        """Return up to so many tasks for each worker's next step; fewer where the data runs out.
-        They count once `finish` says so."""
+        """Return up to `wanted_W` tasks for each worker's next step; fewer where the data runs out.
+        They count once `finish` is called with them."""
         for worker in np.flatnonzero(self._left_W < wanted_W).tolist():
             self._lease(worker, int(wanted_W[worker] - self._left_W[worker]), now_s)
         return np.minimum(wanted_W, self._left_W)
@@ -67,7 +67,7 @@ class SimulatedData:
             self._complete(worker, now_s)
 
     def take_for(self, worker: int, num_tasks: int, now_s: float) -> int:
-        """Return up to so many tasks for one worker."""
+        """Return up to `num_tasks` tasks for one worker."""
         if self._left_W[worker] < num_tasks:
             self._lease(worker, num_tasks - int(self._left_W[worker]), now_s)
         return min(num_tasks, int(self._left_W[worker]))
@@ -80,7 +80,7 @@ class SimulatedData:
             self._complete(worker, now_s)
 
     def restart(self, worker: int, process: int, now_s: float) -> None:
-        """Start a new process of the worker: what the old one held goes back, with its offset."""
+        """Start a new process of the worker: the old one's shards go back, with their offsets."""
         held = self._held[worker]
         if held:
             token, num_tasks, _ = held[0]

@@ -37,12 +37,11 @@ class _Cluster:
         per_shard = config.steps_per_shard * config.tasks_per_worker
         self.data = SimulatedData(num_tasks, per_shard, config.num_workers)
         self.tasks_left = num_tasks
-        # A stream of its own: the traces have 1 and 2, so noise moves no straggler.
+        # A random stream of its own: the traces have 1 and 2, so noise moves no straggler.
         self._random = np.random.default_rng((config.seed, 3))
 
     def compute_s(self, tasks_W: Ints) -> Floats:
-        """Return how long each worker computes for so many tasks, as slow as it is now; 0 for
-        none."""
+        """Return how long each worker computes its tasks, as slow as it is now; 0 for no tasks."""
         self.trace.advance(self.now_s)
         # Of median 1, and never below 0.
         noise_W = self._random.lognormal(0.0, self.config.jitter, len(tasks_W))
@@ -78,8 +77,8 @@ def run_backup_workers(config: JobConfig, trace: Trace) -> Outcome:
 
 def run_lb_bsp(config: JobConfig, trace: Trace) -> Outcome:
     """Run LB-BSP (Chen et al., 2020): shares in proportion to the speed of the last steps, which
-    all workers know at once and at no cost; new shares take effect as late as the other methods'
-    do.
+    all workers know at once and at no cost; new shares take effect as late as with the other
+    methods.
 
     Speeds are an exponential mean with weight 1/2 on the newest step; no worker is ever restarted.
     """
@@ -87,8 +86,8 @@ def run_lb_bsp(config: JobConfig, trace: Trace) -> Outcome:
 
 
 def run_lb_bsp_at_once(config: JobConfig, trace: Trace) -> Outcome:
-    """Run LB-BSP with shares in force in the very next step: no trainer that sends ids ahead
-    can."""
+    """Run LB-BSP with shares in force in the very next step: no trainer that sends ids ahead can do
+    so."""
     return _run_lb_bsp(0, config, trace)
 
 
@@ -98,7 +97,7 @@ def _run_lb_bsp(take_steps: int, config: JobConfig, trace: Trace) -> Outcome:
     pending = deque([equal_W] * take_steps)
 
     def balance(step_s: Floats, tasks_W: Ints) -> Ints:
-        # Who had no task keeps the speed that was known of it.
+        # Workers without a task keep the speed that was known of them.
         seen_W = np.divide(tasks_W, step_s, out=speeds_W.copy(), where=step_s > 0)
         speeds_W[:] = np.where(speeds_W > 0, (speeds_W + seen_W) / 2, seen_W)
         # A speed of 0 would get no task, and stay unknown for ever.
@@ -131,8 +130,8 @@ def _run_steps(
 
 
 def _end_of_step(step_s: Floats, dropped: int) -> float:
-    """Return when all but the last `dropped` of the workers with tasks are through; of fewer,
-    all."""
+    """Return when all but the last `dropped` of the workers with tasks are through, or all if no
+    more have tasks."""
     busy_s = np.sort(step_s[step_s > 0])
     return float(busy_s[-1 - dropped] if len(busy_s) > dropped else busy_s[-1])
 
@@ -198,7 +197,7 @@ class _Governed:
             while self.pending and self.pending[0][0] <= self.num_steps:
                 self.shares_W = self.pending.pop(0)[1]
             here_W = self.back_s <= cluster.now_s
-            # All restart: nothing happens until the first of them is back.
+            # All are restarting: nothing happens until the first of them is back.
             if not here_W.any():
                 cluster.now_s = float(self.back_s.min())
                 continue
@@ -226,7 +225,7 @@ class _Governed:
 
     def _changed(self, tasks_W: Ints, step_s: Floats) -> bool:
         """Return whether any worker's agent finds it much slower or faster than when it last looked
-        (see WorkerAgent): then all report behind this step."""
+        (see WorkerAgent): then all report after this step."""
         self.news_s += np.stack([tasks_W, step_s, np.full(len(step_s), step_s.max())])
         done_W, own_s, wall_s = self.news_s
         if wall_s.max() < CHANGE_AFTER_S:
@@ -240,7 +239,7 @@ class _Governed:
     def _report(self, here_W: NDArray[np.bool_]) -> None:
         columns = [total.tolist() for total in self.totals.values()]  # in the order of Report
         for worker, report in enumerate(zip(*columns, strict=True)):
-            # Who restarts says nothing: it would look like a worker that stands still.
+            # A worker that restarts reports nothing: it would look as if it stood still.
             if here_W[worker]:
                 process = f"p{self.processes[worker]}"
                 self.monitor.observe(self.names[worker], process, Report(*report))
@@ -253,7 +252,7 @@ class _Governed:
             * (cluster.now_s / max(1, self.num_steps))
         )
         health = self.monitor.health
-        # As the governor: no share can be planned for who is not judged yet.
+        # As in the governor: no share can be planned for workers that are not judged yet.
         if len(health) < len(self.names):
             return
         snapshot = self.controller.snapshot(

@@ -96,8 +96,8 @@ class _Pulling:
             heapq.heappush(self.queue, (now_s + WAIT_RETRY_MS / 1000, worker))
 
     def _finish(self, worker: int, now_s: float) -> None:
-        """Complete the worker's shard. Where another worker had it first, it learns so here and
-        holds nobody up."""
+        """Complete the worker's shard. If another worker completed it first, this one learns so
+        here and holds nobody up."""
         num_tasks = self.in_hand[worker][2]
         if num_tasks:
             self.totals[worker] = self._report(worker, now_s)

@@ -22,7 +22,7 @@ from gmeta.antdt.simulation.traces import (
 )
 from gmeta.errors import UserError
 
-# Moments are drawn for so many times a healthy job's length; a job that lasts longer has none left.
+# How many times a healthy job's length moments are drawn for; a longer job has none after that.
 TRACE_LENGTH = 12.0
 METHODS: dict[str, Callable[[JobConfig, Trace], Outcome]] = {
     "BSP": run_static,
@@ -74,7 +74,7 @@ def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace],
 def run_study(
     config: JobConfig, scenarios: Sequence[str], methods: Sequence[str], recorded: Path | None
 ) -> Iterator[Result]:
-    """Yield one result after the other; a method sees the same stragglers as every other.
+    """Yield one result after the other; all methods see the same stragglers.
 
     Raises:
         UserError: an unknown scenario or method, or a recording that cannot be read.

@@ -30,12 +30,12 @@ class TraceError(AntdtError, UserError):
 
 
 class Change(NamedTuple):
-    """From `time_s` on a worker is `factor` times slower than healthy, until its next change."""
+    """From `time_s` on a worker is slower than healthy by `factor`, until its next change."""
 
     time_s: float
     worker: int
     factor: float
-    of: Literal["moment", "node", "reader"]  # a restart elsewhere ends what is of the node
+    of: Literal["moment", "node", "reader"]  # a restart elsewhere ends the node's
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Stragglers:
     docs/stragglers.md: neither AntDT's paper nor anybody else has published such traces."""
 
     hardware_share: float = 0.0  # of the workers are of an older generation,
-    hardware_factor: float = 1.5  # so many times slower
+    hardware_factor: float = 1.5  # slower by this factor
     node_share: float = 0.0  # of the workers get a noisy neighbour that stays,
-    node_factor: float = 4.0  # which makes them so much slower,
-    node_start_s: float = 900.0  # beginning within so long from the start
-    moment_every_s: float = 0.0  # each worker is slowed for a while, once in so long on average;
-    moment_for_s: float = 180.0  # so long on average,
+    node_factor: float = 4.0  # which makes them slower by this factor,
+    node_start_s: float = 900.0  # beginning within this time from the start
+    moment_every_s: float = 0.0  # each worker is slowed once in this time on average;
+    moment_for_s: float = 180.0  # for this time on average,
     moment_factors: tuple[float, float] = (1.5, 3.0)  # by a factor between these
 
 

@@ -1,1 +1,1 @@
-"""Group commit and the stores: which answer waits for what to be on the disk."""
+"""Group commit and the stores: which answers wait until what they say is on the disk."""

@@ -26,7 +26,7 @@ from gmeta.antdt.storage.store import Store, damaged
 from gmeta.antdt.storage.stored import Batch
 from gmeta_keys.boundary import failing_as, kind_and_text
 
-SNAPSHOT_EVERY_EVENTS = 20_000  # so many are replayed in about 0.2 s after a crash
+SNAPSHOT_EVERY_EVENTS = 20_000  # this many take about 0.2 s to replay after a crash
 
 _log = logging.getLogger("gmeta.antdt")
 
@@ -58,10 +58,10 @@ class Committer:
         self._lease_ttl_s = lease_ttl_s
         self._snapshot_every = snapshot_every_events
         self._in_step = True
-        # Once set, nothing is answered from here any more.
+        # Once this is set, nothing is answered from here any more.
         self.taken: StoreTakenError | None = None
-        # Before anything is read: from here on an older service can append nothing that would be
-        # missed.
+        # Claimed before anything is read: from here on an older service can append nothing that the
+        # reading would miss.
         self.service_epoch = store.claim()
         self.ledger = self._recovered()
         known, epoch = self.ledger.state.service_epoch, self.service_epoch
@@ -107,9 +107,9 @@ class Committer:
         self._snapshot_at = ledger.num_events
 
     def _apply_all(self, requests: Sequence[Request]) -> tuple[list[Answer], list[bytes], bool]:
-        """Return the answers, the records and whether they need a sync. A request that a defect
-        ends is INTERNAL for its caller alone: what it may have changed by half is forgotten, and
-        the group applied without it."""
+        """Return the answers, the records and whether they need a sync. A request that meets a
+        defect is INTERNAL for its caller alone: what it may have half changed is forgotten, and the
+        group is applied without it."""
         failed: dict[int, RefusedError] = {}
         while True:
             self._catch_up()
@@ -133,8 +133,8 @@ class Committer:
                     self._in_step = False
                     break
                 except RefusedError as error:
-                    # A refused call may have come upon leases that were due; their expiry is a fact
-                    # all the same.
+                    # A refused call may have found leases expired; their expiry is a fact all the
+                    # same.
                     new, needs_sync = self.ledger.take_records()
                     answers.append(error)
                 records += new
@@ -143,7 +143,7 @@ class Committer:
                 return answers, records, any_sync
 
     def _look(self, question: Read, now_s: float) -> Answer:
-        """Return what the view shows. A defect in one is its caller's alone: it has changed
+        """Return what the view shows. A defect in a view concerns its caller alone: it has changed
         nothing, so the other calls of the group go on."""
         try:
             with failing_as(partial(_defect, "view_failed"), RefusedError):
@@ -166,7 +166,7 @@ class Committer:
         for batch in batches:
             if batch.first_event != ledger.num_events:
                 raise _broken_chain(f"event {ledger.num_events} is missing")
-            # First: what an altered record says may make no sense to the state.
+            # Checked first: the state may be unable to take an altered record.
             if batch.head != reduce(chained, batch.records, ledger.head):
                 num_after = ledger.num_events + len(batch.records)
                 raise _broken_chain(f"the records before event {num_after} were altered")
@@ -177,7 +177,7 @@ class Committer:
                 f"the store belongs to job {ledger.state.job!r}, this service is for "
                 f"{self._job!r}. Start it with that --job, or name another --store."
             )
-        # So much is in the snapshot; what was replayed counts towards the next one.
+        # This much is in the snapshot; what was replayed counts towards the next one.
         self._snapshot_at = 0 if snapshot is None else snapshot.num_events
         ledger.renew_all(self._clock())
         return ledger
@@ -186,7 +186,7 @@ class Committer:
         if self.taken is not None:
             raise self.taken
         if not self._in_step:
-            # What no event holds is taken along: it is of this service epoch, which goes on.
+            # What no event holds is kept: it belongs to this service epoch, which goes on.
             old, self.ledger = self.ledger, self._recovered()
             self.ledger.seen = old.seen
             self.ledger.started_s, self.ledger.readings = old.started_s, old.readings
@@ -194,8 +194,8 @@ class Committer:
             self._in_step = True
 
     def _fall_back(self, error: StoreError) -> None:
-        """Forget the batch that the store did not take in memory too, now or when the store can be
-        read again."""
+        """Have memory forget the batch that the store did not take, too, once the store can be
+        read."""
         if isinstance(error, StoreTakenError):
             self.taken = error
         self._in_step = False
@@ -203,7 +203,7 @@ class Committer:
 
     def try_snapshot(self) -> None:
         """Store a snapshot; only log it where the store cannot take one now."""
-        # Behind a store that failed memory still holds what was refused: it must not be stored.
+        # After a store failed, memory still holds what it refused: that must not be stored.
         if not self._in_step:
             return
         try:
@@ -215,7 +215,7 @@ class Committer:
 
 
 class DefectError(RefusedError):
-    """A call came upon a defect of the service."""
+    """A call met a defect of the service."""
 
 
 def _defect(name: str, error: Exception) -> DefectError:

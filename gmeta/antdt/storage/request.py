@@ -1,5 +1,5 @@
-"""What the ledger's one thread is asked, and what it answers: commands, and questions between
-them."""
+"""What the ledger's one thread is asked, and what it answers: commands, and questions in
+between."""
 
 from __future__ import annotations
 

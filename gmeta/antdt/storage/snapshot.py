@@ -135,7 +135,7 @@ def _load_table(item: dict[str, Any], snapshot: Snapshot) -> ShardTable:
 
 
 def _digest(table: ShardTable) -> str:
-    # Of the states, not of the pages: it also tells a page that is missing, or an older one.
+    # Of the states, not of the pages: it also reveals a missing page, or an older one.
     return hashlib.sha256(table.states).hexdigest()
 
 

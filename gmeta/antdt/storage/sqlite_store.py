@@ -60,8 +60,7 @@ class SqliteStore(Store):
                 self._durable_fd = _open_durable(path)
                 undo.callback(os.close, self._durable_fd)
                 self._num_events = self._num_durable = _read_durable(self._durable_fd)
-                # Transactions are begun by hand; the writer's thread is another than the one that
-                # opens.
+                # Transactions are begun by hand; the writer's thread is not the one that opens.
                 self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
                 undo.callback(self._db.close)
                 self._prepare()
@@ -80,11 +79,11 @@ class SqliteStore(Store):
                 "Use the newer version of gmeta that wrote it, or another --store."
             )
         if version < STORE_VERSION:
-            # From now on only this version understands all.
+            # From now on only this version can read all of it.
             self._db.create_function("seal_of", 3, seal_of, deterministic=True)
             script = _UPGRADE if version else _SCHEMA
             self._db.executescript(f"BEGIN;{script}PRAGMA user_version={STORE_VERSION};COMMIT;")
-        # A page that is in use and listed as free would be found out when it is written over.
+        # Else a page in use but listed as free would be noticed only when it is overwritten.
         elif self._db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise damaged(f"the pages of the file {self.path} do not fit together")
         self._wal_fd = _open_wal(self._db, self.path)
@@ -117,7 +116,7 @@ class SqliteStore(Store):
         return self._epoch
 
     def load(self) -> tuple[Snapshot | None, list[Batch]]:
-        """Read snapshot and log, held against the seal and against what was noted as durable."""
+        """Read snapshot and log, checked against the seal and what was noted as durable."""
         with _translated(self.path):
             snapshot = self._snapshot()
             rows = self._db.execute(
@@ -161,7 +160,7 @@ class SqliteStore(Store):
 
     def sync(self) -> None:
         """Sync the WAL, then note how many events are durable."""
-        num_events = self._num_events  # before: what is appended meanwhile may not be durable
+        num_events = self._num_events  # read first: later appends may not be durable
         try:
             os.fdatasync(self._wal_fd)
         except OSError as error:
@@ -218,7 +217,7 @@ def _lock(path: Path) -> int:
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Only once the lock is had: until then the file names who holds it.
+        # Only with the lock: until then the file names its holder.
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except BlockingIOError as error:
@@ -239,15 +238,15 @@ def _lock(path: Path) -> int:
 
 def _open_durable(path: Path) -> int:
     """Return a descriptor of PATH.durable, which says how many events survive a power cut: SQLite
-    reads a WAL up to the first page that does not fit, and says nothing of what lay behind it."""
-    # A store that is not there was deleted to be built anew: what was durable of it counts no more.
+    reads a WAL up to the first page that does not fit, and says nothing of what lay after it."""
+    # A missing store was deleted to be built anew: what was durable of it no longer counts.
     anew = 0 if path.exists() else os.O_TRUNC
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | anew
     return os.open(path.with_name(path.name + ".durable"), flags, 0o644)
 
 
 def _write_durable(fd: int, num_events: int) -> None:
-    """Note that so many events are durable. The note need not be: an older number is true too."""
+    """Note that `num_events` are durable. The note itself need not be: an older one holds too."""
     with suppress(OSError):  # a full disk may refuse it; the store goes on without
         os.pwrite(fd, f"{num_events:020} {num_events:020}\n".encode(), 0)
 
@@ -262,8 +261,8 @@ def _read_durable(fd: int) -> int:
 def _open_wal(db: sqlite3.Connection, path: Path) -> int:
     """Return a descriptor of the WAL for `sync`, with the file and its folder entry durable.
 
-    SQLite keeps the one file while the store is open; it locks the -shm file, so this descriptor
-    can be closed without giving any lock away.
+    SQLite keeps this one file while the store is open; it locks the -shm file, so closing this
+    descriptor releases no lock.
     """
     db.execute("BEGIN IMMEDIATE")  # makes sure that the file exists
     db.execute("UPDATE meta SET value = value WHERE key='service_epoch'")

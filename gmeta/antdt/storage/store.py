@@ -46,7 +46,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give the store free."""
+        """Release the store."""
 
 
 @final

@@ -27,7 +27,7 @@ MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 # lets both cores idle for more than that (benchmarks/antdt_service.py: 5 % fewer RPC/s).
 GATHER_S = 0.0002
 GATHER_ENOUGH = 32  # a group of this size goes at once
-MAX_QUEUED = 16_384  # more callers than this at once are told to come back
+MAX_QUEUED = 16_384  # more requests than this are refused for now
 TICK_S = 0.1  # how late an expiry may be noticed when nobody calls
 
 
@@ -73,8 +73,8 @@ class Writer:
         self._syncer.start()
 
     def submit(self, request: Request, ticket: Any) -> None:
-        """Queue a request; its answer comes through `deliver` with the ticket. Raise RefusedError
-        when overloaded."""
+        """Queue a request; `deliver` gets its answer with the ticket. Raise RefusedError when
+        overloaded."""
         if self._stopping:
             raise shutting_down()
         if len(self._queue) >= MAX_QUEUED:
@@ -111,7 +111,7 @@ class Writer:
             self._written = True
             self._sync_wake.set()
             self._end()
-            # Where a defect came between: nobody may wait for an answer that cannot come.
+            # After a defect some are left: nobody may wait for an answer that cannot come.
             left = [*self._in_hand, *self._queue]
             self._deliver([Answered(ticket, shutting_down()) for _, ticket in left])
 
@@ -154,8 +154,8 @@ class Writer:
             self._end()
 
     def _synced(self) -> RefusedError | None:
-        """Sync the store; return what to tell those who wait for it where that failed. Nobody knows
-        then what is on the disk: the service ends, and its successor reads it."""
+        """Sync the store; if that fails, return what to tell the callers that wait for it. Nobody
+        knows then what is on the disk: the service ends, and its successor reads it."""
         try:
             self._committer.sync()
         except StoreError as error:

@@ -24,7 +24,7 @@ from gmeta.errors import UserError
 from gmeta_keys.boundary import failing_as
 
 HOUR_S = 3600.0
-SLOW_SHARE, USUAL_SHARE = 0.8, 0.9  # of the mean share: who was balanced around, and is no more
+SLOW_SHARE, USUAL_SHARE = 0.8, 0.9  # of the mean share: below, tasks were taken; above, given back
 REGRET_WINDOWS = 12  # half a minute, as windows are by default
 _GLOBAL = ("ADJUST_BS", "ADJUST_LR")
 _OF_A_WORKER = ("BACKUP_WORKERS", "KILL_RESTART", "EXCLUDE")
@@ -139,7 +139,7 @@ def _refused_shares(
     unknown = sorted(set(shares) - set(workers))
     if unknown:
         return f"worker {unknown[0]!r} is unknown"
-    # Without a task it would keep the shards that it holds, and the epoch could not end.
+    # A worker without tasks would keep the shards that it holds, and the epoch could not end.
     if any(n < 1 or n != int(n) for n in decision.parameters.values()):
         return "shares and micro-batches are whole numbers from 1"
     total = int(sum(shares.values()))
@@ -160,8 +160,8 @@ def _refused_shares(
 def held_since_s(snapshot: Snapshot, decision: Decision) -> tuple[tuple[str, ...], float]:
     """Return whom every evaluation up to this decision wanted to give fewer tasks, and since when.
 
-    Noise of an even host slows one worker now and another then, each for a moment: whatever is
-    balanced around it is wrong by the time it takes effect. A straggler stays the same.
+    On an even host noise slows now one worker, now another, each for a moment: balancing around it
+    is wrong by the time it takes effect. A straggler stays the same.
     """
     now = {
         worker.health.worker_id
@@ -175,12 +175,12 @@ def held_since_s(snapshot: Snapshot, decision: Decision) -> tuple[tuple[str, ...
 
 @final
 class _Patience:
-    """How long a change of batches is held back: the longer, the oftener one was taken back soon.
+    """How long a change of batches is held back: longer, the more often one was soon taken back.
 
     A worker that gets its tasks back within REGRET_WINDOWS was slow for a moment: the change took
-    effect about when it was wrong. Each such moment doubles the hold, from one window to the most,
-    and each slowness that lasted halves it, to none in the end. So an even host whose cores other
-    work takes now and then is left alone, and where slowness lasts nobody waits.
+    effect about when it became wrong. Each such moment doubles the hold, from one window up to the
+    most, and each slowness that lasted halves it, down to none. So an even host on which other work
+    takes cores now and then is left alone, and where slowness lasts nobody waits.
     """
 
     def __init__(self, window_s: float, most_windows: int) -> None:
@@ -215,8 +215,8 @@ class Controller:
         window_s: float = 0.0,
     ) -> None:
         """Begin with equal shares. `window_s` is the monitor's; 0: batches are changed at once.
-        `log` gets one line of JSON for each evaluation that decided something, held something else
-        back than the one before or saw a verdict change."""
+        `log` gets one line of JSON for each evaluation that decided something, held back something
+        other than the last one did, or saw a verdict change."""
         self.config = config
         self.shares: dict[str, int] = {}
         self.excluded: set[str] = set()
@@ -240,11 +240,11 @@ class Controller:
         backups: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> Snapshot:
         """Return what the policy will see. Workers without a share yet have an equal one; `backups`
-        are (to back up, backed up) of those who hold shards of speculative datasets."""
+        are (to back up, backed up) of the workers that hold shards of speculative datasets."""
         while self._restart_times_s and self._restart_times_s[0] < now_s - HOUR_S:
             self._restart_times_s.popleft()
         names = sorted(health)
-        # Somebody joined or left: shares that were worked out for others add up to another step.
+        # Somebody joined or left: the shares of other workers add up to another number of tasks.
         if set(self.shares) != set(names):
             self.shares = equal_shares(tasks_per_step, names)
         workers = tuple(
@@ -284,8 +284,8 @@ class Controller:
                 self._carried_out(decision, snapshot.now_s)
         verdicts = {worker.health.worker_id: worker.health.verdict for worker in snapshot.workers}
         held_back = {(str(d.kind), d.worker_id) for d, allowed, _ in rulings if not allowed}
-        # All else replays to nothing, or to what was held back before, window after window: at
-        # 1,000 workers gigabytes a day.
+        # All else replays to nothing, or to what was held back before, window after window: with
+        # 1,000 workers, gigabytes a day.
         is_news = any(ruling.allowed for ruling in rulings) or verdicts != self._verdicts
         if self._log is not None and (is_news or held_back != self._held_back):
             self._log(log_line(snapshot, rulings))
@@ -331,7 +331,7 @@ def replayed(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, 
     """Return (rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
 
     Raises:
-        PolicyError: the line is none of a decision log.
+        PolicyError: the line is not from a decision log.
     """
     with failing_as(
         lambda error: PolicyError(

@@ -1,5 +1,5 @@
-"""The loop inside the service: reports out of the ledger into the monitor, verdicts into the
-controller, its actions back into the ledger, from where heartbeats carry them.
+"""The loop inside the service: reports go from the ledger to the monitor, verdicts to the
+controller, and its actions back to the ledger, from where heartbeats carry them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Reading(NamedTuple):
     generation: int
     # worker -> (incarnation, report as it came; empty before the first)
     workers: dict[str, tuple[str, tuple[float, ...]]]
-    silent: frozenset[str]  # workers that were not heard of for longer than a lease lives
+    silent: frozenset[str]  # not heard from for longer than a lease lives
     phase: Phase
-    tasks_left: int  # of all epochs; of the present ones where nobody said how many there are
+    tasks_left: int  # of all epochs; of present ones where the number of epochs is open
     backups: dict[str, tuple[int, int]]  # worker -> last shards to back up, and backed up
 
 
@@ -89,8 +89,8 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
 
 
 def read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
-    """Return, for each worker with such shards, how many a decision to back it up would be about,
-    and how many one was."""
+    """Return, for each worker with shards to back up or backed up, how many a decision to back it
+    up would concern, and how many one has concerned."""
     if not any(table.spec.speculative for table in state.tables.values()):
         return {}
     found = {}
@@ -135,7 +135,7 @@ class Governor:
         self._tasks_gained = 0  # by the last news
         self._num_actions = 0
         self._held_back: set[tuple[str, str]] = set()  # (kind, worker) of the last evaluation
-        # The controller holds them for done, so one that the store could not take is posted again.
+        # The controller takes them for done, so one that the store could not take is posted again.
         # A newer one of the kind replaces it, as it would in the ledger.
         self._unposted: dict[tuple[str, str], cmd.Command] = {}
         self._stopping = threading.Event()
@@ -159,7 +159,7 @@ class Governor:
         self.silent, self.phase = reading.silent, reading.phase
         if self.phase != "running":
             self.tasks_per_s, self._tasks_seen = 0.0, None
-        # What a worker was before it fell silent says nothing of now, nor of the others.
+        # A worker's state before it fell silent says nothing about now, nor about the others.
         self.monitor.forget(self.silent)
         for name, (incarnation, report) in reading.workers.items():
             if report and name not in self.silent:
@@ -168,7 +168,7 @@ class Governor:
         now_s = self._clock()
         if self.monitor.close_window(now_s):
             self.num_windows += 1
-            # Of a job that stands still nothing is known but what it did before.
+            # Nothing is known of a job that stands still but what it did before.
             if self.phase == "running":
                 self._note_speed(reading, now_s)
                 self._control(reading, now_s)
@@ -191,7 +191,7 @@ class Governor:
             except RefusedError as error:  # recovering, or shutting down
                 event(logging.DEBUG, "governor_waits", message=str(error))
             except AntdtError as error:
-                if str(error) != told:  # else it fails so at each tick
+                if str(error) != told:  # else it would be logged at each tick
                     logging.getLogger(LOGGER_NAME).error("governor_failed", exc_info=error)
                 told = str(error)
 
@@ -218,7 +218,7 @@ class Governor:
             self.tasks_per_s = self._tasks_gained / (now_s - self._tasks_seen[0])
             self._tasks_seen = (now_s, tasks_done)
         else:
-            # A step may be longer than a window; what took longer than the last one is slower.
+            # A step may outlast a window; if it takes longer than the last one, the job is slower.
             slower = self._tasks_gained / (now_s - self._tasks_seen[0])
             self.tasks_per_s = min(self.tasks_per_s, slower)
         for name, health in self.monitor.health.items():
@@ -233,7 +233,7 @@ class Governor:
         shares = {name: int(r[-1]) if r else 0 for name, (_, r) in reading.workers.items()}
         if not self._tasks_per_step and all(shares.values()):
             self._tasks_per_step = sum(shares.values())
-            # What is in force: the service that gave unequal shares may be the one before this.
+            # The shares in force: unequal ones may have been given by the service before this one.
             self.controller.shares = shares
         left_s = reading.tasks_left / self.tasks_per_s if self.tasks_per_s else float("inf")
         snapshot = self.controller.snapshot(
@@ -248,7 +248,7 @@ class Governor:
                 self._unposted[key] = self._command(decision, reading)
             else:
                 held_back.add(key)
-            # What is held back is so again at each window; once is enough for people.
+            # What is held back is held back again at each window; saying so once is enough.
             if allowed or key not in self._held_back:
                 self._speak(ruling)
         self._held_back = held_back
@@ -278,8 +278,8 @@ class Governor:
         )
 
     def _post_all(self) -> None:
-        """Post what was decided. Raise RefusedError while the store takes nothing; what is left is
-        for the next tick."""
+        """Post what was decided. Raise RefusedError while the store takes nothing; the next tick
+        posts the rest."""
         for key, command in list(self._unposted.items()):
             try:
                 self._ask(command)

@@ -33,8 +33,8 @@ def load_straggler_config(path: Path | None) -> StragglerConfig:
 
 
 def _check_together(monitor: MonitorConfig) -> None:
-    """Raise ConfigError for settings of which each is allowed, and that together call nobody slow
-    or let nobody recover."""
+    """Raise ConfigError for settings that are allowed one by one, but together call nobody slow or
+    let nobody recover."""
     pairs = (
         ("short_slow", monitor.short_slow, "short_windows", monitor.short_windows),
         ("long_slow", monitor.long_slow, "long_windows", monitor.long_windows),

@@ -79,7 +79,7 @@ def promote_candidate(
 
 def _remove_older(channel: Channel, keep: int) -> None:
     """Remove the versions that nobody needs, and print which; that some are damaged, or another
-    process is at work, is told, and is no failure of the promotion."""
+    process is at work, is reported, but does not fail the promotion."""
     try:
         gone = prune(channel, keep)
     except (GMetaError, MetaIOError) as error:
@@ -167,8 +167,8 @@ def show_verdict(verdict: Verdict) -> None:
 
 
 def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, Callable[[], Dataset]]:
-    """Return the exported model of a candidate, a run's made at `whole`, and what opens its
-    dataset."""
+    """Return the exported model of a candidate (a run's is made at `whole`), and a function that
+    opens its dataset."""
     if is_run(candidate):
         export_run(candidate, whole, overwrite=True)
         return whole, partial(open_data, RunFolder(candidate).read_config().data)

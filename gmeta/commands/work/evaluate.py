@@ -1,4 +1,4 @@
-"""`gmeta evaluate` as a rank; rank 0 writes the report and tells of it."""
+"""`gmeta evaluate` as a rank; rank 0 writes the report and says where."""
 
 import json
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ from metaio.prepare.raw_ids import lacking
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for: `overrides` are of the first run's algorithm, and of what is
+    """What the command line asks for: `overrides` change the first run's algorithm, and what is
     measured of all runs."""
 
     splits: list[str]
@@ -69,7 +69,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         chosen = judged_by(label, overridden(config, asked.overrides), dataset)
         if chosen.evaluation.candidates:
             _check_same_items(own_data, chosen.evaluation.candidates)
-        if asked.item_column:  # what is wrong with it is told before minutes are spent
+        if asked.item_column:  # an error is reported before minutes are spent
             item_index(dataset, asked.item_column)
         # One for all runs and ranks, whatever lands in a stream meanwhile.
         named = value_of_first(newest_named(asked.on), ranks) if asked.on else ""
@@ -139,7 +139,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 screen(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
-    # A run that was trained on a GPU is evaluated on what is here.
+    # A run that was trained on a GPU is evaluated on the device that is here.
     device = "cpu" if config.run.device == "cpu" else "auto"
     configs = [RunFolder(root).read_config().digest for root in roots]
     told = {**vars(asked), "the config of each RUN": configs}
@@ -147,7 +147,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
 
 
 def _keep_chosen(root: Path, run: EvaluatedRun) -> None:
-    """Keep what validation chose for a run that is there to adapt: `gmeta export` takes it."""
+    """Keep what validation chose for a run that adapts: `gmeta export` uses it."""
     if run.algorithm == PLAIN or not run.fine_tuning:
         return
     tuning = run.fine_tuning[0]
@@ -173,8 +173,8 @@ def _label(dataset: Dataset, label: str) -> str:
 
 
 def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
-    """Raise UserError for sampled candidates of runs whose ids stand for other items: of one that
-    was not trained on the dataset of the first."""
+    """Raise UserError for sampled candidates of runs whose ids stand for other items, as in a run
+    that was not trained on the dataset of the first."""
     (first, dataset), *others = own_data.items()
     for root, other in others:
         if other.fingerprint != dataset.fingerprint:

@@ -27,7 +27,7 @@ def export_since(
 
 
 def told(version: Version) -> str:
-    """Return in a line what a version holds."""
+    """Return a line on what a version holds."""
     if version.delta is None:
         return f"full, {size_text(version.num_bytes)}"
     rows = sum(each.rows for each in version.delta.touched.values())
@@ -53,8 +53,8 @@ def channel_to_be(root: Path) -> Channel:
 
 @contextmanager
 def beside(out: Path, name: str) -> Iterator[Path]:
-    """Yield where something is made on the file system of `out`; what is left there goes. Raise
-    DataError where another process writes `name`, as messages call it."""
+    """Yield a place on the file system of `out` to make something; what is left there is removed.
+    Raise DataError where another process writes `name`, as messages call it."""
     path = out.parent / f".{out.name}.whole"
     path.parent.mkdir(parents=True, exist_ok=True)
     with one_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):

@@ -1,4 +1,4 @@
-"""How a rank begins and ends, whatever it does between."""
+"""How a rank begins and ends, whatever it does in between."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,7 @@
-"""What ends all ranks with the same line is told by rank 0 alone: a job of 64 ranks says it once.
+"""An error that ends all ranks alike is printed by rank 0 alone: a job of 64 ranks says it once.
 
 Ranks that fail cannot ask each other in a collective, in which others may wait for something else.
-They leave word in the store through which they met, and wait for it only so long.
+They leave a note in the store through which they met, and wait for it only PATIENCE_S.
 """
 
 import os
@@ -16,8 +16,8 @@ from gmeta.commands.telling import told, told_errors, write_error
 from gmeta.internals import job_store
 from gmeta.parallel.ranks import Ranks
 
-# Ranks that refuse the same are at the same place of the same work. A rank that is alone with what
-# it says delays its exit by so much.
+# Ranks that fail alike do so at the same place of the same work. A rank whose error is its own
+# delays its exit by this much.
 PATIENCE_S = 2.0
 PAUSE_S = 0.02
 
@@ -28,7 +28,7 @@ def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
     its exit code.
 
     Raises:
-        SystemExit: an error of `told_errors` was raised on one of several ranks, and told.
+        SystemExit: an error of `told_errors` was raised on one of several ranks, and printed.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
 
 
 def _tell_others(store: Store, line: str, num_others: int, patience_s: float) -> None:
-    """Leave the line in the store, which rank 0 may hold: wait until the others have read it."""
+    """Leave the line in the store, which may end with rank 0: wait until the others read it."""
     try:
         store.set("line", line)
         _wait_until(lambda: store.add("heard", 0) == num_others, patience_s)

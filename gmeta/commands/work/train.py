@@ -28,7 +28,7 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         try:
             folder = train(config, ranks)
         except OSError as error:  # as of a full disk
-            if (Path(config.run.dir) / CONFIG_FILE).exists():  # it is no new run any more
+            if (Path(config.run.dir) / CONFIG_FILE).exists():  # the run has begun
                 error.add_note("go on with --resume")
             raise
         if ranks.rank == 0:
@@ -44,7 +44,7 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
 
 
 def _tell(folder: RunFolder) -> None:
-    # Such as every logged step has, unless its line was edited.
+    # Numbers that every logged step has, unless its line was edited.
     history = folder.read_metrics()
     speeds, waits = (
         [line[key] for line in history if isinstance(line.get(key), int | float)]

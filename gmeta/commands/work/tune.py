@@ -68,8 +68,8 @@ def be_trial(
 def _train(config: TrainConfig, says: Connection) -> None:
     def work(ranks: Ranks) -> None:
         root, splits = train(config, ranks).root, config.data.valid_splits
-        # As in a process of its own, whatever run.precision is. What was trained lies in cycles:
-        # a GPU may not hold two such models.
+        # Products as in a process of its own, whatever run.precision is. The trained model lies in
+        # cycles: a GPU may not hold two.
         choose_products("float32", ranks.device)
         gc.collect()
         # At the rate and steps that validation chooses, not at those of the trial: a baseline that
@@ -89,7 +89,7 @@ def _train(config: TrainConfig, says: Connection) -> None:
 
 
 def _leave_with_tune() -> None:
-    """End this process with the one that started it, however that ended: nobody would hear it."""
+    """End this process with the one that started it, however that ends: nobody would listen."""
     parent = parent_process()
     if parent is None:
         return

@@ -19,7 +19,7 @@ from metaio.format.storage import file_system, is_local
 from metaio.prepare.inputs import is_marker
 
 CSV = ".csv"
-# Of a batch. Files are read by row groups, whatever this is.
+# Rows of a batch. Files are read by row groups, whatever this is.
 _BATCH_ROWS = 65_536
 
 
@@ -87,7 +87,7 @@ def whole_output(out: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def writer_of(path: Path, schema: pa.Schema, suffix: str) -> csv.CSVWriter | pq.ParquetWriter:
-    """Return what writes record batches to a file of the kind that the suffix says."""
+    """Return a writer of record batches to a file of the kind that the suffix names."""
     return csv.CSVWriter(path, schema) if suffix == CSV else pq.ParquetWriter(path, schema)
 
 

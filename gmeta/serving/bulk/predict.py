@@ -58,7 +58,7 @@ def predict_files(
         DataError: a column holds what the model cannot take, or `out` cannot be written.
     """
     for rows, what in ((support, "support"), (query, "query")):
-        # A missing column is told before anything is read.
+        # A missing column is reported before anything is read.
         served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)
     heads = support.schema.empty_table(), query.schema.empty_table()
     check_task_kinds(served.config.columns.task, *heads)
@@ -82,8 +82,8 @@ def predict_files(
 
 
 def _reserved(path: Path, kinds: np.dtype[np.void], num_rows: int) -> npt.NDArray[np.void]:
-    """Return an array in a new file that has all of its room: where the disk fills up, writing into
-    a hole would end the process by a signal. Raise OSError."""
+    """Return an array in a new file whose disk space is reserved: once the disk is full, writing
+    into a hole would end the process by a signal. Raise OSError."""
     shape = (max(num_rows, 1),)  # a file of no byte cannot be mapped
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shape[0] * kinds.itemsize)
@@ -110,7 +110,7 @@ def _predict(
     found_N: npt.NDArray[np.void],
     clock: Clock,
 ) -> int:
-    """Fill in what is predicted of each query row; return how many have no support rows."""
+    """Fill in the predictions of each query row; return how many have no support rows."""
     without = 0
     for part in range(query.num_parts):
         _, place_N = query.tasks(part)

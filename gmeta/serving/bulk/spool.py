@@ -18,9 +18,9 @@ from metaio.format.features import Features
 from metaio.hashing import splitmix64
 from metaio.ragged import Int64, offsets
 
-# Of both sides, in memory at once: encoded rows of 39 columns are 300 bytes each.
+# Rows of both sides in memory at once: encoded rows of 39 columns are 300 bytes each.
 PART_ROWS = 1 << 20
-# More of them would make a spool files of a few rows each batch.
+# With more of them, each batch would append only a few rows to each file of a spool.
 _MAX_PARTS = 4_096
 _NAMES = [field.name for field in fields(EncodedColumns)]
 
@@ -28,7 +28,7 @@ Advance = Callable[[int, int], None]  # work done, and all of it
 
 
 class Clock:
-    """Adds up the model's time, and tells how far the work has come."""
+    """Adds up the model's time, and reports how far the work has come."""
 
     def __init__(self, advance: Advance, total: int) -> None:
         self.seconds = 0.0
@@ -41,7 +41,7 @@ class Clock:
         self.seconds += time.perf_counter() - self._began_s
 
     def did(self, num_rows: int) -> None:
-        """Tell that so many more rows are done."""
+        """Report that `num_rows` more rows are done."""
         self._done += num_rows
         self._advance(self._done, self._total)
 
@@ -116,7 +116,7 @@ class TaskSpool:
 
 
 def parts_for(num_rows: int, part_rows: int) -> int:
-    """Return in how many parts so many rows are spooled."""
+    """Return in how many parts `num_rows` rows are spooled."""
     return min(max(1, -(-num_rows // part_rows)), _MAX_PARTS)
 
 

@@ -14,7 +14,7 @@ from gmeta.serving.state_bytes import to_bytes
 from gmeta.serving.tasks import cuts
 
 STATE_COLUMNS = ("task", "state", "rows")
-# Rows whose tasks are encoded at once; the states of as many tasks are in memory.
+# Rows to adapt by in one go; the states of their tasks are in memory together.
 CHUNK_ROWS = 8_192
 
 

@@ -60,7 +60,7 @@ def adapt_files(
 ) -> Adapted:
     """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
     `out`, which appears whole or not at all. About `part_rows` rows, at least those of the longest
-    task, are in memory; `tell` is told of the work done and of all.
+    task, are in memory; `tell` is called with the work done and all of it.
 
     Raises:
         UserError: there is no model, a column is missing, or an input is no Parquet file.
@@ -72,7 +72,7 @@ def adapt_files(
     model, files = load(folder, verify), RowFiles(*inputs)
     # Globs and folders, too, may hold the file that is to be written.
     check_replaces(out, [("a file of SUPPORT", name) for name in files.names], True)
-    # A missing column is told before anything is read.
+    # A missing column is reported before anything is read.
     model.encode(files.schema.empty_table(), files.names[0], with_label=True, with_task=True)
     if files.num_rows == 0:
         raise UserError(
@@ -159,10 +159,10 @@ _HELD: list[ServedModel] = []  # of a worker process
 
 
 def _begin(model: ServedModel, parent: int) -> None:
-    """Be a worker: Ctrl-C is the parent's, its end is the end, and the pool ends by SIGTERM what a
-    process that died has left."""
+    """Be a worker: Ctrl-C is for the parent, with which this process ends; SIGTERM ends it too, as
+    the pool sends it to the others when one has died."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the program does at it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever handler the program has
     _HELD.append(model)
 
     def look() -> None:
