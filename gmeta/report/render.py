@@ -15,6 +15,8 @@ from html import escape
 from typing import Any, TypeAlias
 
 import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -97,7 +99,8 @@ def png_sheet(chart: Chart) -> bytes:
     height_inches = rows * max(panel.height_inches for panel in chart.panels) + 0.5 + legend_inches
     with matplotlib.rc_context(_rc(chart.name)):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
-        figure = Figure((PANEL_WIDTH_INCHES * columns, height_inches), layout=layout)
+        size = PANEL_WIDTH_INCHES * columns, height_inches
+        figure = Figure(size, PNG_DPI, facecolor=light("page"), layout=layout)
         figure.suptitle(chart.title, x=0.01, ha="left", fontweight="bold", fontsize=12)
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in zip(grid, chart.panels, strict=False):
@@ -113,18 +116,19 @@ def png_sheet(chart: Chart) -> bytes:
             figure.legend(
                 handles=handles, loc="outside lower left", ncols=legend_columns, frameon=False
             )
-        return _saved(figure, "png", facecolor=light("page"))
+        return _written(FigureCanvasAgg(figure).print_png, {"Software": None})
 
 
 def svg_panel(chart: Chart, index: int) -> str:
     """Return one panel as an <svg> element: no title, legend, fixed size or colours of its own."""
     panel = chart.panels[index]
     prefix = f"{chart.name}-{index}"
-    with matplotlib.rc_context(_rc(prefix)):
+    with matplotlib.rc_context(_rc(prefix) | {"axes.facecolor": "none"}):
         # Made without pyplot, which keeps every figure and may look for a display.
-        figure = Figure((PANEL_WIDTH_INCHES, panel.height_inches), layout="constrained")
+        size = PANEL_WIDTH_INCHES, panel.height_inches
+        figure = Figure(size, facecolor="none", layout="constrained")
         panel.draw(figure.subplots())
-        text = _saved(figure, "svg", transparent=True).decode()
+        text = _written(FigureCanvasSVG(figure).print_svg, {"Date": None, "Creator": None}).decode()
     return _themed(text[text.index("<svg") :].strip(), prefix, panel.description)
 
 
@@ -148,15 +152,15 @@ def _rc(salt: str) -> dict[str, Any]:
     }
 
 
-def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
+def _written(print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:
+    """Return what a canvas writes, without the metadata that would make two reports of one
+    evaluation differ. Figure.savefig would draw it all twice, the first time for the layout alone.
+    """
     buffer = io.BytesIO()
-    # Dates and versions in the file would make two reports of one evaluation differ.
-    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    dpi = PNG_DPI if kind == "png" else 72
     with warnings.catch_warnings():
         # A sheet has boxes for what its font lacks; the page, in the browser's fonts, has not.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata, **options)
+        print_to(buffer, metadata=metadata)
     return buffer.getvalue()
 
 

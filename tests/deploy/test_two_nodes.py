@@ -147,7 +147,7 @@ def test_a_node_that_is_cut_off_and_comes_back_costs_no_episode(
     run = tmp_path / "run"
     cluster = Cluster(network, tmp_path, write_config(tmp_path / "t.toml", click_logs, run))
     arguments = ["data.source=service", "data.tasks_per_step=2", "run.max_steps=0"]
-    arguments += ["run.epochs=2", "run.checkpoint_every_steps=10", "run.collective_timeout_s=12"]
+    arguments += ["run.epochs=2", "run.checkpoint_every_steps=25", "run.collective_timeout_s=12"]
     with ExitStack() as stack:
         service = stack.enter_context(cluster.start_service())
         stack.callback(service.terminate)
