@@ -257,14 +257,19 @@ class Channel:
     def before(self, current: Current | None) -> int | None:
         """Return the version that served before the present one, to which a rollback goes; None
         where there is none. Versions that were rolled back from do not count."""
-        served: list[int] = []
+        last, kept = current.number if current is not None else 0, set(self.numbers())
+        return next((one for one in reversed(self.history()) if one in kept and one < last), None)
+
+    def history(self) -> list[int]:
+        """Return the versions that served, ascending, up to the last that the log names; those that
+        were rolled back from do not count, and some may have been removed."""
+        found: list[int] = []
         for number in (entry.get("number") for entry in self.promotions()):
             if isinstance(number, int):  # a refusal has none
-                while served and served[-1] >= number:
-                    served.pop()
-                served.append(number)
-        last, kept = current.number if current is not None else 0, set(self.numbers())
-        return next((one for one in reversed(served) if one in kept and one < last), None)
+                while found and found[-1] >= number:
+                    found.pop()
+                found.append(number)
+        return found
 
     def record(self, verdict: Mapping[str, Any]) -> None:
         """Keep a verdict that refuses a candidate."""

@@ -198,17 +198,20 @@ class Loop:
 
     def continued_from(self, number: int) -> int | None:
         """Return the increment from whose run that of this one goes on: the newest whose model is
-        served, or the newest promoted one if another model serves; None where there is none.
+        served or, if a model of no increment is, served before it; None where there is none.
 
-        No run goes on from a refused increment, nor from one that was rolled back while a model of
-        another one serves.
+        No run goes on from an increment that was refused or rolled back.
         """
-        earlier = [one for one in increment_numbers(self._stream) if one < number]
-        promoted = [one for one in earlier if self.promoted(one) is not None]
+        by_version = {
+            self.promoted(earlier): earlier
+            for earlier in increment_numbers(self._stream)
+            if earlier < number
+        }
+        # A rollback that was killed after it moved the pointer is not in the log yet.
         current = self.channel.current()
-        # After a rollback the served version is an older one, and its run is what goes on.
-        served = [one for one in promoted if current and self.promoted(one) == current.number]
-        return max(served or promoted, default=None)
+        last = current.number if current is not None else 0
+        served = [version for version in self.channel.history() if version <= last]
+        return next((by_version[one] for one in reversed(served) if one in by_version), None)
 
     def refused_before(self, number: int) -> list[int]:
         """Return the increments before this one that were refused since the last promotion."""

@@ -249,6 +249,19 @@ def test_a_model_that_a_person_promotes_without_its_verdict_is_known(
     assert loop_of(config).unfinished() is None
 
 
+@pytest.mark.parametrize("of_nobody", [1, 2])
+def test_no_run_goes_on_from_what_a_model_of_no_increment_replaced_by_a_rollback(
+    followed: Path, tmp_path: Path, of_nobody: int
+) -> None:
+    root = shutil.copytree(followed, tmp_path / "copy")
+    verdict = root / "runs" / f"00000{of_nobody}" / "verdict.json"
+    verdict.write_text(json.dumps(json.loads(verdict.read_text()) | {"model": "of no version"}))
+    loop = loop_of(write_loop(root, margin=9))
+    assert loop.continued_from(3) == {1: 2, 2: 1}[of_nobody]
+    loop.channel.rollback(1)
+    assert loop.continued_from(3) == {1: None, 2: 1}[of_nobody]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("rolled_back", [False, True])
 def test_the_next_run_goes_on_from_what_serves_and_skips_what_was_refused(
