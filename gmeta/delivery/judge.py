@@ -1,10 +1,10 @@
 """Whether a candidate may take the champion's place: scored on the same rows of tasks that neither
 was trained on, the difference paired task by task.
 
-A candidate is promoted where its predictions are finite, their mean is the labels' within 10 %, or
-nearer to it than the champion's (scores of a ranking loss have no such mean), and its loss is at
-most a margin worse at 95 %: a test of non-inferiority (Walker & Nowacki 2011, Understanding
-Equivalence and Noninferiority Testing). Of equal models 5 % are refused at most where the interval
+A candidate is promoted where its predictions are finite, their mean (for clicks only) is the
+labels' within 10 %, or nearer to it than the champion's, and its loss is at most a margin worse at
+95 %: a test of non-inferiority (Walker & Nowacki 2011, Understanding Equivalence and Noninferiority
+Testing). Of equal models 5 % are refused at most where the interval
 is 0.54 of the margin to either side: P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05; so earlier windows are
 added until it is.
 
