@@ -207,10 +207,9 @@ class Loop:
             for earlier in increment_numbers(self._stream)
             if earlier < number
         }
-        # A rollback that was killed after it moved the pointer is not in the log yet.
-        current = self.channel.current()
-        last = current.number if current is not None else 0
-        served = [version for version in self.channel.history() if version <= last]
+        current, served = self.channel.current(), self.channel.history()
+        if current is not None:  # a rollback that was killed behind it is not in the log yet
+            served = [*(one for one in served if one < current.number), current.number]
         return next((by_version[one] for one in reversed(served) if one in by_version), None)
 
     def refused_before(self, number: int) -> list[int]:

@@ -260,6 +260,14 @@ def test_no_run_goes_on_from_what_a_model_of_no_increment_replaced_by_a_rollback
     assert loop.continued_from(3) == {1: 2, 2: 1}[of_nobody]
     loop.channel.rollback(1)
     assert loop.continued_from(3) == {1: None, 2: 1}[of_nobody]
+    log, pointer = root / "channel" / "promotions.jsonl", root / "channel" / "current.json"
+    told = log.read_text()
+    loop.channel.rollback(2)
+    whole, _ = log.read_text(), log.write_text(told)  # killed before it wrote the log
+    assert loop.continued_from(3) == {1: 2, 2: 1}[of_nobody]
+    log.write_text(whole)
+    pointer.unlink()
+    assert loop.continued_from(3) == {1: 2, 2: 1}[of_nobody]
 
 
 @pytest.mark.distributed
