@@ -12,14 +12,16 @@ def everything(steps: list[Any], runs: list[Any]) -> dict[str, Any]:
     whole runs beside it."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
-    process = fork.Process(target=_tell_of_steps, args=(there, steps))
+    process = fork.Process(target=_tell_of_steps, args=(here, there, steps))
     process.start()
     there.close()
-    found = training.everything(*runs)
-    told = {"runs": found, "steps": here.recv()}  # EOFError: it failed, as it has printed
+    with here:  # closed where a run fails: nobody would hear the other, which would wait for that
+        found = training.everything(*runs)
+        told = {"runs": found, "steps": here.recv()}  # EOFError: it failed, as it has printed
     process.join()
     return told
 
 
-def _tell_of_steps(told: Connection, steps: list[Any]) -> None:
+def _tell_of_steps(heard: Connection, told: Connection, steps: list[Any]) -> None:
+    heard.close()
     told.send(learner_steps.everything(*steps))
