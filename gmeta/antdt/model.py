@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 
 DEFAULT_MAX_ATTEMPTS = 5
 MAX_SHARDS = 100_000_000  # of one dataset; one byte each in memory

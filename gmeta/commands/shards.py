@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gmeta.antdt.access.address import DEFAULT_ADDRESS
-from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.antdt.model import MAX_SHARDS

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar, final
 
 import numpy as np
 
+from gmeta.antdt.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.stream import UnitRange, UnitStream
-from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
 from gmeta.batches.accumulate import MicroBatches

@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import triton_python_backend_utils as pb_utils
 
-import gmeta
 from gmeta.errors import GMetaError
 from gmeta.server.columns import columns_of, rows_of
 from gmeta.server.errors import RequestError, bad
 from gmeta.server.tensors import Tensor
+from gmeta.serving.load import load
 from gmeta.serving.outputs import BEFORE, PREDICTION
 from metaio.errors import MetaIOError
 
@@ -26,7 +26,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model; Triton calls this once an instance."""
-        self.model = gmeta.load(Path(__file__).parent / "model")
+        self.model = load(Path(__file__).parent / "model")
         self.columns = columns_of(self.model.config)
 
     def execute(self, requests: list[Any]) -> list[Any]:

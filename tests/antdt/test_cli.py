@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gmeta.antdt import DatasetSpec, ShardClient
-from gmeta.antdt.errors import AntdtError, ManifestError, ServiceUnavailableError
+from gmeta.antdt.access.errors import AntdtError
+from gmeta.antdt.errors import ManifestError, ServiceUnavailableError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.manifest import load_manifest
 from gmeta.antdt.rpc import views

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.commands.shards import shards
 from tests.deploy.policy import HOLDERS

@@ -13,14 +13,9 @@ from unittest import mock
 import pytest
 
 from gmeta.antdt import ShardClient
+from gmeta.antdt.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.lease import Lease
-from gmeta.antdt.errors import (
-    AntdtError,
-    FencedError,
-    LeaseLostError,
-    RefusedError,
-    ServiceUnavailableError,
-)
+from gmeta.antdt.errors import FencedError, LeaseLostError, ServiceUnavailableError
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
 from gmeta.batches.episodes import support_and_query
 from gmeta.build import check_source

@@ -4,7 +4,7 @@ calls."""
 import errno
 import socket
 
-from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.errors import UserError
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"  # of a service, and where its callers look for one

@@ -23,9 +23,9 @@ from gmeta.antdt.access.credentials import (
     end_of_certificate,
     read_tokens,
 )
+from gmeta.antdt.access.errors import REASON_KEY, RefusedError
 from gmeta.antdt.access.rate import CallLimits
 from gmeta.antdt.access.roles import ALLOWED, SERVICE_PREFIX, Role, may_call, role_of_certificate
-from gmeta.antdt.errors import REASON_KEY, RefusedError
 
 MIN_TOKEN_LENGTH = 16
 MAX_CALLS = 8192  # under way at once, of callers who have shown their proof; streams count too

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, final
 
 import grpc
 
-from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.log import event
 from gmeta.errors import UserError
 

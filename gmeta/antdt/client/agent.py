@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple, final
 
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import grpc
 
-from gmeta.antdt.errors import REASON_KEY
+from gmeta.antdt.access.errors import REASON_KEY
 from gmeta.antdt.rpc.loop import event_loop
 from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb

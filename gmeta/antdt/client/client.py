@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.client.connection import Connection, ConnectionConfig
 from gmeta.antdt.client.heartbeat import Heartbeat
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import END, SAFE_FRACTION, EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.client.session import Session
-from gmeta.antdt.errors import AntdtError, LeaseLostError
+from gmeta.antdt.errors import LeaseLostError
 from gmeta.antdt.manifests.manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
 from gmeta.antdt.reports import Report

@@ -24,8 +24,9 @@ from gmeta.antdt.access.credentials import (
     client_credentials,
     is_loopback,
 )
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.client.call_stream import CallError, CallStream
-from gmeta.antdt.errors import FencedError, RefusedError, ServiceUnavailableError
+from gmeta.antdt.errors import FencedError, ServiceUnavailableError
 from gmeta.antdt.rpc.loop import wait_for
 from gmeta.antdt.rpc.streamed import STREAMED
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc

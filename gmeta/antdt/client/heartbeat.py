@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
-from gmeta.antdt.errors import AntdtError, FencedError
+from gmeta.antdt.access.errors import AntdtError
+from gmeta.antdt.errors import FencedError
 from gmeta.antdt.model import MAX_NAME_CHARS
 from gmeta.antdt.readings import MAX_READINGS_PER_CALL, MAX_VALUES
 from gmeta.antdt.reports import Report

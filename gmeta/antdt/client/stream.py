@@ -10,9 +10,9 @@ import threading
 from collections import deque
 from typing import NamedTuple, final
 
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
-from gmeta.antdt.errors import AntdtError
 from gmeta_keys.boundary import failing_as, kind_and_text
 
 REPORT_EVERY_S = 0.25  # two durable calls: 0.4 % of a core a rank, and no later END

@@ -8,8 +8,8 @@ from functools import partial
 from importlib import resources
 from typing import Any, final
 
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.access.http_edge import HttpRequest
-from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.manifests.manifest import parse_manifest

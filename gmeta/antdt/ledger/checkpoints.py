@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gmeta.antdt.errors import ManifestError, RefusedError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import ManifestError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.table import ShardTable, check_room

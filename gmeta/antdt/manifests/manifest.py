@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gmeta.antdt.errors import ManifestError, RefusedError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import ManifestError
 from gmeta.antdt.model import (
     MAX_COUNTED_ATTEMPTS,
     MAX_NAME_CHARS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import (
     MAX_EPOCHS,

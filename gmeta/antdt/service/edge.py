@@ -14,8 +14,9 @@ from typing import Any, final
 import grpc
 
 from gmeta.antdt.access.auth import Guard, abort
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.access.rate import RateLimit
-from gmeta.antdt.errors import RefusedError, shutting_down
+from gmeta.antdt.errors import shutting_down
 from gmeta.antdt.ledger.checkpoints import find_checkpoint
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.log import event

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.storage.sqlite_store import TAKEN
 
 STORE_FILE = "shards.db"

@@ -22,11 +22,11 @@ from grpc_reflection.v1alpha import reflection
 from gmeta.antdt.access.address import DEFAULT_ADDRESS, check_free, split_address
 from gmeta.antdt.access.auth import MAX_CALLS, Guard
 from gmeta.antdt.access.credentials import is_loopback, take_port
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.access.http_edge import HttpServer, Route
 from gmeta.antdt.access.protection import Protection
 from gmeta.antdt.access.rate import CallLimits
 from gmeta.antdt.dashboard import Dashboard
-from gmeta.antdt.errors import AntdtError
 from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.log import DecisionLog, event
 from gmeta.antdt.model import MAX_NAME_CHARS, MAX_WORKERS

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.rpc.loop import event_loop
 from gmeta.antdt.storage.request import Answer, Answered
 

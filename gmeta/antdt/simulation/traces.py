@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.policies.interface import Snapshot
 from gmeta.antdt.reports import STRAGGLERS
 from gmeta.errors import UserError

@@ -10,12 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import NamedTuple, final
 
-from gmeta.antdt.errors import (
-    RefusedError,
-    StoreError,
-    StoreFailedError,
-    StoreTakenError,
-)
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreError, StoreFailedError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
 from gmeta.antdt.ledger.state import LedgerState

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gmeta.antdt.errors import RefusedError, StoreError, StoreFullError, StoreTakenError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable

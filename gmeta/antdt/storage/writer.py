@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from gmeta.antdt.errors import RefusedError, StoreError, shutting_down
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreError, shutting_down
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import event
 from gmeta.antdt.storage.request import Answered, Request, is_early, refusal_of

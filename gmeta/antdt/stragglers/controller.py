@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
-from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.policies.interface import (
     ControllerConfig,
     Decision,

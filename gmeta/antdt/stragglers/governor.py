@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from gmeta.antdt.errors import AntdtError, RefusedError
+from gmeta.antdt.access.errors import AntdtError, RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.offers import leases_to_back_up
 from gmeta.antdt.log import LOGGER_NAME, event

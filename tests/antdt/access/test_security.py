@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 
 from gmeta.antdt.access.auth import Tokens
 from gmeta.antdt.access.credentials import CredentialError, ServerTls
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.access.rate import CallLimits, RateLimit
 from gmeta.antdt.access.roles import ALLOWED, Role, may_call, role_of_certificate
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.connection import Connection, ConnectionConfig
-from gmeta.antdt.errors import RefusedError, ServiceUnavailableError
+from gmeta.antdt.errors import ServiceUnavailableError
 from gmeta.antdt.log import LOGGER_NAME
 from gmeta.antdt.service.edge import GUARD_LINES_PER_S
 from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer

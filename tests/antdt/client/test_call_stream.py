@@ -17,11 +17,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
 from gmeta.antdt.access.credentials import end_of_certificate
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.client.call_stream import CallError, CallStream
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.connection import MAX_STREAMED_BYTES
 from gmeta.antdt.client.lease import EndOfEpoch
-from gmeta.antdt.errors import FencedError, RefusedError
+from gmeta.antdt.errors import FencedError
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.rpc.loop import event_loop
 from gmeta.antdt.rpc.streamed import STREAMED

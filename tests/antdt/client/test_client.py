@@ -19,10 +19,10 @@ from gmeta.antdt import (
     ShardFeed,
     load_manifest,
 )
+from gmeta.antdt.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import Lease, WaitFor
 from gmeta.antdt.client.session import CLOSING_BUDGET_S
-from gmeta.antdt.errors import AntdtError, RefusedError
 from gmeta.antdt.model import Grant
 from gmeta.antdt.reports import Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer

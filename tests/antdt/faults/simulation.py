@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gmeta.antdt.errors import RefusedError, StoreFullError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreFullError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome, ShardState

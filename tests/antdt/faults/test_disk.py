@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.storage.committer import Committer

@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.errors import RefusedError, ServiceUnavailableError
+from gmeta.antdt.errors import ServiceUnavailableError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import DatasetSpec, Outcome
 from gmeta.antdt.service.server import ServiceConfig, ShardServer

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Outcome

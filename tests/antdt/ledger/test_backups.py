@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import DatasetSpec, Grant, Outcome

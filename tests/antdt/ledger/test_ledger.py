@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError, StoreFullError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreFullError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Outcome

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError, StoreFailedError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreFailedError
 from gmeta.antdt.ledger import checkpoints, fences, offers, operate, table
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError, StoreFailedError, StoreFullError, StoreTakenError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreFailedError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import state as ledger_state
 from gmeta.antdt.ledger.state import LedgerState

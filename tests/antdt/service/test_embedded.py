@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt import DatasetSpec, ShardClient
-from gmeta.antdt.errors import AntdtError
+from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.service import embedded
 from gmeta.antdt.service.embedded import EmbeddedService
 from gmeta.antdt.storage.committer import Committer

@@ -21,8 +21,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import CliRunner
 
 from gmeta.antdt.access.address import AddressError, check_free
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.errors import FencedError, RefusedError, StoreTakenError
+from gmeta.antdt.errors import FencedError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.rpc import views

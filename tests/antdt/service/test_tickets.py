@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.rpc.loop import event_loop, wait_for
 from gmeta.antdt.service import edge as edge_module

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError, StoreFailedError
+from gmeta.antdt.access.errors import RefusedError
+from gmeta.antdt.errors import StoreFailedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.ledger import Ledger

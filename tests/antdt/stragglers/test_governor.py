@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.errors import RefusedError
+from gmeta.antdt.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.log import DecisionLog
 from gmeta.antdt.model import MAX_EPOCHS
