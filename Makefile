@@ -61,7 +61,7 @@ protos: setup
 
 # The reference of all config keys, of the code; a test compares them.
 config-page: setup
-	$(BIN)/python -m tests.config_page > docs/config.md
+	$(BIN)/python -m tests.support.config_page > docs/config.md
 
 protos-lint:
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint && npx --yes @bufbuild/buf@1.75.0 format --diff --exit-code
@@ -73,12 +73,12 @@ mutants: setup
 KILLS ?= 2000
 kills: setup
 	LOOP_KILLS=$(KILLS) METAIO_STREAM_KILLS=$$(($(KILLS) / 10)) FOLLOW_KILLS=$$(($(KILLS) / 50)) $(BIN)/python -m pytest --timeout 36000 \
-		tests/loop/test_kills.py tests/loop/test_loop.py tests/metaio/stream/test_kill.py
+		tests/pipeline/test_kills.py tests/pipeline/test_loop.py tests/metaio/stream/test_kill.py
 
 # Wrong requests of a server, over HTTP and gRPC: so many of each. A minute.
 FUZZ ?= 5000
 fuzz: setup
-	GMETA_FUZZ_REQUESTS=$(FUZZ) $(BIN)/python -m pytest --timeout 36000 tests/server/test_fuzz.py tests/server/test_fuzz_grpc.py
+	GMETA_FUZZ_REQUESTS=$(FUZZ) $(BIN)/python -m pytest --timeout 36000 tests/serving/server/test_fuzz.py tests/serving/server/test_fuzz_grpc.py
 
 # Hours on two cores; fewer of each: make antdt-faults ANTDT_KILLS=200 ANTDT_SCHEDULES=2000
 antdt-faults: export ANTDT_SCHEDULES ?= 10000

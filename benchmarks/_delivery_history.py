@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 from _common import REPOSITORY
 
-from gmeta.delivery.judge import judge, windows_before
 from gmeta.errors import GMetaError
-from gmeta.loop.config import load_follow_config
-from gmeta.loop.loop import Loop
-from gmeta.loop.stages import last_line, run_stage
+from gmeta.pipeline.follow_config import load_follow_config
+from gmeta.pipeline.pipeline import Loop
+from gmeta.pipeline.stage_process import last_line, run_stage
+from gmeta.serving.channel.champion_judge import judge, windows_before
 from metaio.recipes.synthetic_days import DaysConfig, write_days
-from metaio.stream.chain import Stream, folder_of, open_stream
-from metaio.stream.numbering import Admission, Numbering, Occurrences, advanced
+from metaio.stream.chain import Stream, name_increment_folder, open_stream
+from metaio.stream.numbering import Admission, Numbering, Occurrences, advance
 
 _EARLY = 5  # the increment that later ones are held against
 _BESIDE = 1  # so many increments on either side count too: the median of three
@@ -79,7 +79,7 @@ def _compared(root: Path, increments: int, loop: Loop) -> dict[str, Any]:
         _run(root, [*train, *run])
     _run(root, ["export", root / "retrained-2", root / "retrained"])
     windows = windows_before(open_stream(str(root / "stream")).dataset(increments))
-    model = root / "runs" / folder_of(served) / "model"
+    model = root / "runs" / name_increment_folder(served) / "model"
     frozen = root / "frozen"
     found: dict[str, Any] = {}
     if not frozen.exists():
@@ -120,13 +120,13 @@ def numbered(num_ids: int) -> dict[str, Any]:
     def occurrences(ids: Any, start: int) -> Occurrences:
         return Occurrences.of(pa.array(ids), start + np.arange(len(ids)), 1)
 
-    state, _ = advanced(Numbering.empty(pa.int64()), occurrences(past, 0), rule)
+    state, _ = advance(Numbering.empty(pa.int64()), occurrences(past, 0), rule)
     began_s = time.perf_counter()
-    grown_on, _ = advanced(state, occurrences(window, num_ids), rule)
+    grown_on, _ = advance(state, occurrences(window, num_ids), rule)
     one_s = time.perf_counter() - began_s
     began_s = time.perf_counter()
     empty = Numbering.empty(pa.int64())
-    anew, _ = advanced(empty, occurrences(np.concatenate([past, window]), 0), rule)
+    anew, _ = advance(empty, occurrences(np.concatenate([past, window]), 0), rule)
     all_s = time.perf_counter() - began_s
     if not grown_on.vocabulary().equals(anew.vocabulary()):
         sys.exit("numbering in two steps gave other rows than in one")

@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from gmeta.numerics import autocast
+from gmeta.platform.numerics import autocast
 from metaio.read.batch import TaskBatch
 
 ROWS, HIDDEN = 10, (512, 256)  # of each side of a task; of the layers

@@ -12,7 +12,7 @@ import torch
 from _common import print_table
 from _synthetic import random_batch, single_id_features
 
-from gmeta.batches.for_fused import similar_tasks
+from gmeta.data.fused_batches import group_similar_tasks
 from gmeta.learner import MetaLearner
 
 Ints = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ def shapes_of_runs(learner: MetaLearner, num_batches: int) -> dict[str, dict[str
     """Print and return how many shapes each run has, what share of its batches has one of the
     twelve most frequent, and what share of the rows pads.
     """
-    layout = learner.arranging().layout
+    layout = learner.collate_options().layout
     assert layout is not None
     found: dict[str, dict[str, Any]] = {}
     for name, (draw, num_query) in RUNS.items():
@@ -57,7 +57,7 @@ def shapes_of_runs(learner: MetaLearner, num_batches: int) -> dict[str, dict[str
                 rows_T = torch.from_numpy(draw(np.random.default_rng(seed), tasks))
                 query_T = torch.full_like(rows_T, num_query) if num_query else rows_T - rows_T // 2
                 batch = random_batch(FEATURES, rows_T - query_T, query_T, seed=0)
-                groups = similar_tasks(batch, layout)
+                groups = group_similar_tasks(batch, layout)
                 shapes[tuple((len(one.tasks), *one[1:]) for one in groups)] += 1
                 padded += sum(one.num_rows for one in groups)
                 true += batch.num_rows

@@ -19,7 +19,7 @@ def learner_step(learner: MetaLearner, batches: Sequence[TaskBatch], width: int)
     steps = []
     for batch in batches:
         rows_UD = torch.randn(batch.unique_ids_U.numel(), width).mul_(0.1).requires_grad_()
-        steps.append((learner.arrange(batch), rows_UD))
+        steps.append((learner.collate(batch), rows_UD))
     upcoming = cycle(steps)
 
     def step() -> Tensor:

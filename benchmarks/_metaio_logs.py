@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.prepare.schema import Schema
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema_file import parse_schema
 
 IDS = tuple(f"id{i}" for i in range(26))
 LISTS = ("tags", "history")

@@ -19,7 +19,11 @@ from _common import REPOSITORY, environment
 from _socket_paths import keep_socket_paths_short
 
 # Imported once, by the process that all commands are forked from.
-PRELOADED = ["gmeta.commands.work.evaluate", "gmeta.commands.work.train", "gmeta.commands.prepare"]
+PRELOADED = [
+    "gmeta.cli.commands.work.evaluation_rank",
+    "gmeta.cli.commands.work.training_rank",
+    "gmeta.cli.commands.prepare",
+]
 
 
 @dataclass(frozen=True)

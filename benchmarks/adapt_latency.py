@@ -19,15 +19,15 @@ import torch
 from _common import environment, finish, interleaved, make_parser, print_table, spread_of
 
 import gmeta
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.export import write_model
-from gmeta.serving.folder import Columns, ExportedConfig, vocabulary_file
-from gmeta.serving.model import ServedModel
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.runs.build import build_learner
+from gmeta.serving.export import write_model
+from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig, vocabulary_file
+from gmeta.serving.served_model import ServedModel
 from gmeta.serving.table_format import TableFormat
 from gmeta_models import ModelConfig
-from metaio.prepare.schema import Schema, features_of
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema import Schema, make_features
+from metaio.prepare.schema.schema_file import parse_schema
 
 INTEGERS, TEXTS, VOCABULARIES, DENSE = 16, 8, 2, 13
 VOCABULARY_VALUES, WIDTH = 1_000, 32
@@ -60,8 +60,10 @@ def write(folder: Path, schema: Schema, table_format: TableFormat, inner_steps: 
         model=ModelConfig(embedding_dim=WIDTH, hidden=(256, 128), bottom=(64,)),
         algorithm=AlgorithmConfig(inner_steps=inner_steps),
         loss="bce",
-        features=features_of(schema, sizes),
-        columns=Columns("user", "click", schema, {f"dense{i}": (1.0, 0.5) for i in range(DENSE)}),
+        features=make_features(schema, sizes),
+        columns=ExportedColumns(
+            "user", "click", schema, {f"dense{i}": (1.0, 0.5) for i in range(DENSE)}
+        ),
         table_format=table_format,
         source={},
         files={},

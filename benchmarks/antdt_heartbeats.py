@@ -24,7 +24,7 @@ import grpc
 from _common import environment, finish, make_parser
 from antdt_service import free_port, wait_until_serving
 
-from gmeta.antdt.manifests.manifest import DatasetManifest, Exceptional, ShardManifest
+from gmeta.antdt.manifests.shard_manifest import DatasetManifest, Exceptional, ShardManifest
 from gmeta.antdt.model import DatasetSpec
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc

@@ -24,14 +24,14 @@ from _common import (
 )
 from _synthetic import even_sizes, random_batch, single_id_features
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.checkpoints.writer import CheckpointWriter
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import start_ranks
-from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.runs.progress import Progress
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import start_ranks
+from gmeta.distributed.sharding import shard_learner, table_shards
+from gmeta.runs.build import build_learner
+from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
+from gmeta.runs.run_progress import RunProgress
 from gmeta_models import ModelConfig
 
 NUM_FEATURES, WIDTH, TASKS, ROWS = 10, 32, 64, 10
@@ -50,7 +50,7 @@ def main() -> None:
     sharded = shard_learner(learner, features, config, ranks)
     optimizer = build_optimizer(sharded, config.outer)
     sizes = even_sizes(TASKS, ROWS)
-    episodes = learner.arrange(random_batch(features, sizes, sizes, seed=0))
+    episodes = learner.collate(random_batch(features, sizes, sizes, seed=0))
 
     def step() -> None:
         """A step of training, always on the same episodes."""
@@ -82,7 +82,7 @@ def main() -> None:
         def background_s() -> float:
             """How long `save` held the steps up; they go on while it is being written."""
             began_s = time.perf_counter()
-            in_background.save(Progress(step=1))
+            in_background.save(RunProgress(step=1))
             stall_s = time.perf_counter() - began_s
             while in_background.is_writing:
                 step()
@@ -92,7 +92,7 @@ def main() -> None:
 
         def at_once_s() -> float:
             """How long `save` held the steps up, which is as long as writing takes."""
-            return seconds_of(lambda: at_once.save(Progress(step=1)))
+            return seconds_of(lambda: at_once.save(RunProgress(step=1)))
 
         step()
         first_s = background_s()  # makes the buffers of the copy
@@ -118,7 +118,7 @@ def main() -> None:
             "environment": environment(("torch", "torchrec")),
         },
     )
-    # Native threads may abort a normal exit, see gmeta.cli.
+    # Native threads may abort a normal exit, see gmeta.cli.main.
     os._exit(0)
 
 

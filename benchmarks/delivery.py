@@ -41,17 +41,17 @@ from _delivery_history import grown, numbered
 from safetensors.torch import load_file, save_file
 
 import gmeta
-from gmeta.delivery.channel import Channel
-from gmeta.delivery.judge import judge, windows_before
-from gmeta.delivery.packing import pack
-from gmeta.delivery.whole import whole_version
-from gmeta.files.checksums import describe_file
-from gmeta.loop.stages import last_line, run_stage
-from gmeta.runs.folder import RunFolder, list_checkpoints
-from gmeta.serving.folder import read_config, table_file, write_config
+from gmeta.pipeline.stage_process import last_line, run_stage
+from gmeta.platform.files.checksums import describe_file
+from gmeta.runs.run_folder import RunFolder, list_checkpoints
+from gmeta.serving.channel.champion_judge import judge, windows_before
+from gmeta.serving.channel.channel import Channel
+from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.version_packing import pack
+from gmeta.serving.exported_folder import read_config, table_file, write_config
 from metaio.format.dataset import open_dataset
 from metaio.recipes.synthetic_days import DaysConfig, write_days
-from metaio.stream.chain import folder_of
+from metaio.stream.chain import name_increment_folder
 
 EXAMPLE = REPOSITORY / "examples" / "stream"
 MARGIN = 0.02
@@ -204,7 +204,7 @@ def files_of(root: Path) -> list[Path]:
 
 def increment(stream: Path, number: int) -> Path:
     """The dataset of an increment."""
-    return stream / "increments" / folder_of(number)
+    return stream / "increments" / name_increment_folder(number)
 
 
 def train(
@@ -356,7 +356,7 @@ def load_whole(folder: Path) -> None:
 def touched(root: Path, sizes: Sizes) -> dict[str, Any]:
     """Bytes of a delta over those of the full model, over the share of rows that changed."""
     sys.path.insert(0, str(REPOSITORY))
-    from tests.delivery.models import WIDTH, Model
+    from tests.serving.channel.models import WIDTH, Model
 
     found: dict[str, Any] = {}
     for form in ("float32", "int8"):

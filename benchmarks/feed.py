@@ -33,30 +33,30 @@ import _metaio_logs
 import torch
 from _common import environment, finish, make_parser, positive_int, print_table, spread_of
 
-import gmeta.adaptation.fused.loop
+import gmeta.adaptation.fused.fused_loop
 import gmeta.learner
 import gmeta.train
-from gmeta.batches import episodes, transfer
-from gmeta.batches.ahead import mapped_ahead
-from gmeta.batches.augment import augmented
-from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.config import TrainConfig, load_config
-from gmeta.feeds.agent import Agent, Arrange
-from gmeta.feeds.processes import Processes
-from gmeta.feeds.reader import open_reader
+from gmeta.config.train_config import TrainConfig, load_config
+from gmeta.data import episodes, transfer
+from gmeta.data.augment import augment_batches
+from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.data.map_ahead import map_ahead
+from gmeta.data.reader import open_reader
+from gmeta.distributed import sharding
+from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
+from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.tables import updates
+from gmeta.distributed.tables.rows_to_send import RowsToSend
+from gmeta.feeds.batch_workers import BatchWorkers
+from gmeta.feeds.step_agent import CollateFunction, StepAgent
 from gmeta.learner import MetaLearner
-from gmeta.parallel import sharding
-from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
-from gmeta.tables import updates
-from gmeta.tables.given import GivenRows
 from metaio.format.dataset import open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
-from metaio.read.order import EpisodeOrder, OrderConfig
+from metaio.read.episode_order import EpisodeOrder, OrderConfig
 from metaio.read.reader import BatchReader
 
 CONFIG = """
@@ -121,14 +121,14 @@ def without_gpu() -> Iterator[None]:
 
     def sent(trees: Sequence[Any], _: torch.device) -> list[Any]:
         """As transfer.sent to a GPU, but for the copy itself."""
-        return list(trees) if isinstance(trees[0], transfer.Packed) else transfer.packed(trees)
+        return list(trees) if isinstance(trees[0], transfer.Packed) else transfer.pack(trees)
 
     def copy(rows: Any, row_U: torch.Tensor, values_UD: torch.Tensor) -> None:
         values_UD.zero_()  # of rows that nobody reads: a step must find numbers there
         chosen = slice(MOVED_ROWS)
         torch.index_select(rows.values_RD, 0, row_U[chosen], out=values_UD[chosen])
 
-    def update(group: Any, given: GivenRows, grad_ND: torch.Tensor) -> None:
+    def update(group: Any, given: RowsToSend, grad_ND: torch.Tensor) -> None:
         chosen = slice(MOVED_ROWS)
         with torch.no_grad():
             group._update_rows(group, given.row_N[chosen], grad_ND[chosen])
@@ -145,18 +145,18 @@ def without_gpu() -> Iterator[None]:
         for owner, name, value in (
             (torch, "empty", unpinned),
             (episodes, "sent", sent),
-            (updates, "_HostRows", updates._DeviceRows),
-            (updates._DeviceRows, "copy", copy),
+            (updates, "_HostRows", updates._DeviceRowStore),
+            (updates._DeviceRowStore, "copy", copy),
             (updates.FastGroup, "update", update),
             (sharding, "_choose_shapes", choose_shapes),
             (gmeta.learner, "kind_of_device", lambda _: "cuda"),
-            (gmeta.adaptation.fused.loop, "kind_of_device", lambda _: "cuda"),
+            (gmeta.adaptation.fused.fused_loop, "kind_of_device", lambda _: "cuda"),
         ):
             patches.enter_context(patch.object(owner, name, value))
         yield
 
 
-class Turns(Agent):
+class Turns(StepAgent):
     """Feeds a run in each way in turns, and notes when its steps were taken."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Turns(Agent):
         self._dataset = open_dataset(config.data.path)
         self._feeds = ways
         self.at_s: dict[str, list[float]] = {name: [] for name in ("step", "cpu", "core", "data")}
-        self._wait_s, self._readers = 0.0, list[BatchReader | Processes]()
+        self._wait_s, self._readers = 0.0, list[BatchReader | BatchWorkers]()
         self.ways: list[str] = []  # of each turn
 
     def _stored(self, threads: int) -> Iterator[TaskBatch]:
@@ -175,10 +175,10 @@ class Turns(Agent):
         with open_reader(config, self._dataset, "train", 0, 1) as reader:
             self._readers.append(reader)
             for epoch in itertools.count():
-                checked = labels_checked(
+                checked = check_labels(
                     reader.batches(epoch), kinds_of(config, self._dataset), self._dataset, "train"
                 )
-                yield from augmented(
+                yield from augment_batches(
                     checked, config.augment, self._dataset.features, config.run.seed, epoch, 0
                 )
 
@@ -187,7 +187,7 @@ class Turns(Agent):
         config = replace(self._config, run=replace(self._config.run, epochs=MANY_EPOCHS))
         with open_reader(config, self._dataset, "train", 0, 1) as reader:
             num_steps = reader.num_steps()
-        processes = Processes(number, config, self._ranks)
+        processes = BatchWorkers(number, config, self._ranks)
         self._readers.append(processes)
         try:
             for epoch in range(MANY_EPOCHS):
@@ -195,16 +195,16 @@ class Turns(Agent):
         finally:
             processes.close()
 
-    def arranged(self, batches: Iterator[TaskBatch], arrange: Arrange) -> Batches:
+    def arranged(self, batches: Iterator[TaskBatch], arrange: CollateFunction) -> Batches:
         def prepared(batch: TaskBatch) -> Any:
-            return self._local.exchange.prepared(arrange(batch))
+            return self._local.exchange.prepare(arrange(batch))
 
         sources: dict[str, Batches] = {
-            f"threads = {n}": mapped_ahead(prepared, self._stored(n), n, self._waited)
+            f"threads = {n}": map_ahead(prepared, self._stored(n), n, self._waited)
             for n in self._feeds.threads
         }
         sources |= {f"processes = {n}": self._from_processes(n) for n in self._feeds.processes}
-        some = itertools.islice(mapped_ahead(prepared, self._stored(1), 1), 16)
+        some = itertools.islice(map_ahead(prepared, self._stored(1), 1), 16)
         sources[FED] = itertools.cycle(list(some))
         for turn in range(self._turns):
             for way in list(sources) if turn % 2 == 0 else reversed(list(sources)):
@@ -260,11 +260,11 @@ def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, fl
         chosen = [(blocks[one.block], one.episodes) for one in parts]
         batch = compose(dataset.features, chosen)
         times.append(time.thread_time())
-        arranged = local.learner.arrange(batch)
+        arranged = local.learner.collate(batch)
         times.append(time.thread_time())
-        planned = arranged.planned(local.exchange.planner.plan(arranged))
+        planned = arranged.with_plan(local.exchange.planner.plan(arranged))
         times.append(time.thread_time())
-        planned.packed()
+        planned.pack()
         times.append(time.thread_time())
         if step >= 10:
             for part, (began, ended) in enumerate(itertools.pairwise(times)):
@@ -283,7 +283,7 @@ def run(folder: Path, tasks: int, ways: Ways, quick: bool, rounds: int) -> dict[
     ranks = start_ranks("cpu", 300)
     turns: list[Turns] = []
 
-    def agent(config: TrainConfig, feed: Any, sharded: Any, ranks: Any, stop: Any) -> Agent:
+    def agent(config: TrainConfig, feed: Any, sharded: Any, ranks: Any, stop: Any) -> StepAgent:
         local = local_learner(sharded)
         parts.update(parts_of_a_batch(config, local))
         turns.append(Turns(config, local, ranks, ways, rounds))

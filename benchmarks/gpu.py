@@ -52,11 +52,11 @@ from maml_step import INNER_LR, NUM_FEATURES, WIDTH, model_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches import groups
-from gmeta.batches.graphs import CudaCapture
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.data import task_groups as groups
+from gmeta.data.cuda_graphs import CudaCapture
 from gmeta.learner import MetaLearner
-from gmeta.numerics import autocast, choose_products
+from gmeta.platform.numerics import autocast, choose_products
 from metaio.read.batch import TaskBatch
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 
@@ -143,7 +143,7 @@ def step_on(
     if as_graph:
         learner.in_buckets = True
         assert learner.use_graphs(CudaCapture()) == ""
-    episodes = learner.arrange(batch).to(device)
+    episodes = learner.collate(batch).to(device)
     rows_UD = (torch.randn(batch.unique_ids_U.numel(), WIDTH) * 0.1).to(device).requires_grad_()
 
     def step() -> torch.Tensor:
@@ -169,7 +169,7 @@ def counted() -> list[dict[str, Any]]:
             rows_UD.requires_grad_()
             learner.in_buckets = True  # as a run on CUDA is by default
             with pretended.counting() as counts:
-                episodes = learner.arrange(batch).to(pretended.CUDA)
+                episodes = learner.collate(batch).to(pretended.CUDA)
                 learner(rows_UD, episodes, 1 / episodes.num_terms).backward()
         found.append(
             {

@@ -38,10 +38,10 @@ from _synthetic import even_sizes, ragged_sizes, random_batch, single_id_feature
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.labels import LabelsConfig
 from gmeta.learner import MetaLearner
-from gmeta.losses.config import LabelsConfig
-from gmeta.losses.objectives import objectives_of
+from gmeta.losses.objectives import make_objectives
 from gmeta_models import InputSizes, ModelConfig, build_model
 from metaio.read.batch import TaskBatch
 
@@ -97,7 +97,7 @@ def ours(batches: list[TaskBatch], hidden: tuple[int, ...], name: str, steps: in
     )
     num_labels = 1 if batches[0].label_N.dim() == 1 else 2
     names = ("click", "buy")[: num_labels if num_labels > 1 else 0]
-    objectives = objectives_of("bce", 1.0, LabelsConfig(), names)
+    objectives = make_objectives("bce", 1.0, LabelsConfig(), names)
     learner = MetaLearner(model_of(hidden, num_labels), algorithm, objectives)
     return learner_step(learner, batches, WIDTH)
 

@@ -47,7 +47,7 @@ import metaio
 import metaio.format.layout
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.read.order import BlockEpisodes
+from metaio.read.episode_order import BlockEpisodes
 from metaio.read.pipeline import BatchPipeline, Plan
 from metaio.read.reader import DEFAULT_WINDOW_BLOCKS
 
@@ -66,7 +66,7 @@ def bare_decode(dataset: metaio.Dataset, mapped: bool) -> int:
     for shard in range(len(split.shards)):
         files = [
             pq.ParquetFile(root / stream.path("train", shard), memory_map=mapped)
-            for stream in metaio.format.layout.streams(dataset.features)
+            for stream in metaio.format.layout.list_streams(dataset.features)
         ]
         for group in range(files[0].num_row_groups):
             for file in files:

@@ -23,8 +23,8 @@ from _common import (
 from _learner import Step, learner_step
 from _synthetic import random_batch
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch

@@ -42,16 +42,16 @@ from _common import available_cores, environment, finish, make_parser, print_tab
 from _synthetic import even_sizes, random_batch, single_id_features
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.config import TrainConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import barrier, start_ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.transport.transport import GlooTransport
 from gmeta.learner import MetaLearner
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import barrier, start_ranks
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.together import no_tasks
-from gmeta.parallel.transport.transport import Gloo
-from gmeta.tables.sharding import ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 
 STEPS = 4  # of a turn
@@ -142,9 +142,9 @@ class Rank:
         losses = []
         barrier(self.ranks)
         times, cpu_start = [time.perf_counter()], time.process_time()
-        steps = in_step(
-            map(self.learner.arrange, shares),
-            self.learner.arrange(no_tasks(self.features)),
+        steps = iterate_steps(
+            map(self.learner.collate, shares),
+            self.learner.collate(batch_without_tasks(self.features)),
             self.ranks,
             sharded=self.sharded,
         )
@@ -212,7 +212,9 @@ def work_in_turns(
     group = f"store-of-{index}" if alone else "store-of-two"
     store = dist.FileStore(os.path.join(folder, group), world_size)
     shared = start_ranks("cpu", 300, store, shared_memory=True)
-    through_tcp = shared if alone else replace(shared, transport=Gloo(shared.rows, shared.control))
+    through_tcp = (
+        shared if alone else replace(shared, transport=GlooTransport(shared.rows, shared.control))
+    )
     found: list[Turns] = []
     for work in works:
         mine: dict[str, tuple[Rank, list[Any]]] = {}

@@ -35,13 +35,13 @@ from _latency import Latencies, latencies, latency_figures
 from _servers import Server, locked, serving
 
 import gmeta
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.export import write_model
-from gmeta.server.versions import version_in
-from gmeta.serving.folder import Columns, ExportedConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.runs.build import build_learner
+from gmeta.serving.export import write_model
+from gmeta.serving.exported_folder import ExportedColumns, ExportedConfig
+from gmeta.serving.server.versions import version_in
 from gmeta_models import ModelConfig
-from metaio.format.destination import replace_folder
+from metaio.format.atomic_folder import replace_folder
 from metaio.recipes.synthetic import SyntheticConfig, features
 
 CLIENTS, TASKS, RELOADS = 16, 64, 20
@@ -70,7 +70,7 @@ def write_demo(folder: Path, lr: float) -> None:
         algorithm=AlgorithmConfig(inner_steps=1, inner_lr=lr, adapt_embeddings=True),
         loss="bce",
         features=features(SyntheticConfig()),
-        columns=Columns("user", "click", None, {}),
+        columns=ExportedColumns("user", "click", None, {}),
         table_format="float32",
         source={},
         files={},

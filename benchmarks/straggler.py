@@ -38,26 +38,26 @@ import torch.multiprocessing as mp
 from _common import environment, finish, make_parser
 from _socket_paths import keep_socket_paths_short
 
-from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.shard_manifest import parse_manifest
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot
 from gmeta.antdt.reports import STRAGGLERS, MonitorConfig
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.simulation.config import JobConfig, Outcome
-from gmeta.antdt.simulation.job import run_antdt, run_static
-from gmeta.antdt.simulation.traces import Change, Trace
-from gmeta.antdt.stragglers.settings import StragglerConfig
-from gmeta.build import build_learner
-from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.feeds.agent import ServiceAgent
-from gmeta.feeds.leased import ServiceFeed
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import start_ranks, stop_ranks
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.antdt.simulation.job_config import JobConfig, JobOutcome
+from gmeta.antdt.simulation.synchronous_jobs import run_antdt, run_static
+from gmeta.antdt.simulation.traces import SpeedChange, Trace
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import start_ranks, stop_ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.stopping import Stop
+from gmeta.feeds.leased import LeasedBatchSource
+from gmeta.feeds.step_agent import LeasedStepAgent
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
@@ -106,7 +106,7 @@ def work(num_tasks: int, task_s: float) -> None:
         left_s -= min(time.monotonic() - began_s, 1.5 * NAP_S)
 
 
-def slow_down_reading(feed: ServiceFeed, read_task_s: float, ended: threading.Event) -> None:
+def slow_down_reading(feed: LeasedBatchSource, read_task_s: float, ended: threading.Event) -> None:
     """Storage that takes its time over every task from the third batch on, as the stopped rank is
     stopped from its third step on, in the thread that reads ahead. Once a task: what a change of
     the shares puts back is in memory. Nobody waits for what is read after the last step."""
@@ -143,17 +143,17 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
     optimizer = build_optimizer(sharded, config.outer)
     steps: list[tuple[float, int, float]] = []  # (time, tasks of the rank, its part of the loss)
     agent_s, ended = 0.0, threading.Event()
-    with ServiceFeed(config, dataset, ranks, None) as feed:
+    with LeasedBatchSource(config, dataset, ranks, None) as feed:
         if job.read_task_s and rank == SLOW_RANK:
             slow_down_reading(feed, job.read_task_s, ended)
-        agent = ServiceAgent(config, feed, sharded, ranks, Stop())
-        for episodes, totals in in_step(
-            agent.arranged(feed.batches(0, 0), learner.arrange),
-            learner.arrange(no_tasks(dataset.features)),
+        agent = LeasedStepAgent(config, feed, sharded, ranks, Stop())
+        for episodes, totals in iterate_steps(
+            agent.collate_batches(feed.batches(0, 0), learner.collate),
+            learner.collate(batch_without_tasks(dataset.features)),
             ranks,
             None,
             sharded,
-            agent.take_replanned,
+            agent.adopt_new_plan,
         ):
             # So long a run that no schedule of the rate moves it.
             optimizer.begin_step(len(steps), 10**9)
@@ -162,9 +162,9 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
             work(num_tasks, job.task_s * job.hardware[rank])
             loss.backward()
             optimizer.step()
-            feed.trained(num_tasks)
+            feed.report_trained(num_tasks)
             began_s = time.thread_time()
-            agent.stepped(num_tasks)
+            agent.finish_step(num_tasks)
             agent_s += time.thread_time() - began_s
             steps.append((time.monotonic(), num_tasks, loss.item()))
             if len(steps) == job.max_steps:
@@ -296,9 +296,9 @@ def predicted(
 
     def slow() -> Trace:
         """From the first moment, and without end."""
-        return Trace(np.ones(RANKS), [Change(0.0, SLOW_RANK, slow_factor, part)], 0.0, 0)
+        return Trace(np.ones(RANKS), [SpeedChange(0.0, SLOW_RANK, slow_factor, part)], 0.0, 0)
 
-    static: Outcome = run_static(job, slow())
+    static: JobOutcome = run_static(job, slow())
     return static.completion_s / run_antdt("nd", job, slow()).completion_s
 
 
@@ -358,7 +358,7 @@ def compare_hardware(healthy: Job) -> dict[str, Any]:
 def main() -> None:
     keep_socket_paths_short()
     # The imports cost seconds a rank: once is enough.
-    multiprocessing.set_forkserver_preload(["gmeta.feeds.agent", "gmeta.build"])
+    multiprocessing.set_forkserver_preload(["gmeta.feeds.step_agent", "gmeta.runs.build"])
     forkserver.ensure_running()  # beside the preparation of the data
     arguments = make_parser(__doc__ or "").parse_args()
     num_tasks = 1536 if arguments.quick else 2560

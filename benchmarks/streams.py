@@ -26,11 +26,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import REPOSITORY, environment, finish, make_parser, positive_int
 
-from gmeta.files.checked_json import read_json
-from gmeta.loop.config import load_follow_config
-from gmeta.loop.days import days_of
-from gmeta.loop.loop import Loop
-from gmeta.loop.stages import last_line, run_stage
+from gmeta.pipeline.days import days_of
+from gmeta.pipeline.follow_config import load_follow_config
+from gmeta.pipeline.pipeline import Loop
+from gmeta.pipeline.stage_process import last_line, run_stage
+from gmeta.platform.files.checked_json import read_json
 
 DATA = REPOSITORY.parent / "shared" / "data"
 FIRST_SHARE = 0.3

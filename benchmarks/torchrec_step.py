@@ -17,15 +17,15 @@ import torch.multiprocessing as mp
 from _common import environment, finish, interleaved, make_parser, print_table, spread_of
 from _synthetic import even_sizes, random_batch, single_id_features
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.config import OuterConfig, TrainConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import OuterConfig, TrainConfig
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import start_ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.steps import iterate_steps
 from gmeta.learner import MetaLearner
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import start_ranks
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.together import no_tasks
-from gmeta.tables.sharding import ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 
 NUM_FEATURES, WIDTH, ROWS_PER_TABLE, TASKS = 26, 32, 100_000, 128
@@ -63,15 +63,15 @@ def step_seconds(rank: int, world_size: int, folder: str, sizes: list[int], roun
         # Other rows on each rank, as in training.
         seeds = range(10 * rank, 10 * rank + STEPS)
         batches = [random_batch(features, share, share, seed) for seed in seeds]
-        arranged = [learner.arrange(batch) for batch in batches]
-        idle = learner.arrange(no_tasks(features))
+        arranged = [learner.collate(batch) for batch in batches]
+        idle = learner.collate(batch_without_tasks(features))
 
         def run() -> float:
             """Seconds a step, of the slower rank."""
             # Together, so that the time holds no waiting for a rank that came late.
             dist.barrier(group=ranks.control)
             start = torch.tensor([time.perf_counter()], dtype=torch.float64)
-            for episodes, totals in in_step(iter(arranged), idle, ranks, sharded=sharded):
+            for episodes, totals in iterate_steps(iter(arranged), idle, ranks, sharded=sharded):
                 optimizer.begin_step(0, 1)
                 sharded(episodes, weight=world_size / totals.num_terms).backward()
                 optimizer.step()

@@ -27,15 +27,15 @@ import torch.multiprocessing as mp
 from _common import environment, finish, make_parser, print_table
 from _synthetic import even_sizes, random_batch, single_id_features
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.config import TrainConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import start_ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.steps import iterate_steps
 from gmeta.learner import MetaLearner
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import start_ranks
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.together import no_tasks
-from gmeta.tables.sharding import ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 
 WIDTH, TASKS, ROWS = 32, 128, 10
@@ -170,8 +170,11 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
 
     def train() -> None:
         """The steps, as `gmeta train` runs them."""
-        arranged, idle = map(learner.arrange, batches), learner.arrange(no_tasks(features))
-        steps = in_step(arranged, idle, ranks, sharded=sharded)
+        arranged, idle = (
+            map(learner.collate, batches),
+            learner.collate(batch_without_tasks(features)),
+        )
+        steps = iterate_steps(arranged, idle, ranks, sharded=sharded)
         for episodes, totals in steps:
             sharded(episodes, world_size / totals.num_terms).backward()
             optimizer.step()

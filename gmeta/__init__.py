@@ -7,8 +7,8 @@ loads nothing.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gmeta.delivery.follow import follow
-    from gmeta.serving.load import load
+    from gmeta.serving.channel.follower import follow
+    from gmeta.serving.model_loader import load
 
 __version__ = "0.1.0"  # pyproject.toml and `gmeta --version` take it from here
 __all__ = ["__version__", "follow", "load"]
@@ -18,11 +18,11 @@ def __getattr__(name: str) -> Any:
     """Import `load` or `follow` at its first use, since the data-shard service must not load
     torch."""
     if name == "load":
-        from gmeta.serving.load import load
+        from gmeta.serving.model_loader import load
 
         return load
     if name == "follow":
-        from gmeta.delivery.follow import follow
+        from gmeta.serving.channel.follower import follow
 
         return follow
     raise AttributeError(f"module 'gmeta' has no attribute {name!r}")

@@ -16,28 +16,28 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from gmeta.adaptation.adaptation_plan import AdaptationPlan
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.closed_form import check_solvable
-from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.adaptation.fused.loop import FusedLoop
+from gmeta.adaptation.fused.fused_loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
-from gmeta.adaptation.learned import NOTHING_LEARNED
-from gmeta.adaptation.plan import AdaptationPlan
-from gmeta.batches.arranging import Arranging
-from gmeta.batches.episodes import Episodes, support_and_query
-from gmeta.batches.graphs import Capture, Graphs
-from gmeta.batches.groups import GROUP_WORK, least_gain
-from gmeta.batches.item_statistics import ItemStatistics
-from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups, WorkingRows
+from gmeta.adaptation.learned_parts import NOTHING_LEARNED
+from gmeta.config.algorithm import PLAIN, AlgorithmConfig
+from gmeta.data.collate import CollateOptions
+from gmeta.data.cuda_graphs import Capture, LossGraphs
+from gmeta.data.episodes import Episodes, collate_support_query
+from gmeta.data.features.item_statistics import ItemStatistics
+from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.data.task_groups import GROUP_WORK, least_gain
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
-from gmeta.rows.ragged import RowLayout
-from gmeta.rows.rectangles import PaddedTasks, kind_of_device
-from gmeta.rows.sides import Side, Sides, TaskGroups, WorkingRows
-from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_keys.plugins import is_ours
+from gmeta_keys.translate_errors import failing_as, kind_and_text
 from gmeta_models.decision import DecisionModel
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
@@ -108,7 +108,7 @@ class MetaLearner(nn.Module):
             self.projections.requires_grad_(False)
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
         self.in_buckets = False  # whether batches are arranged in few shapes: batches/buckets.py
-        self._graphs: Graphs | None = None
+        self._graphs: LossGraphs | None = None
         self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
         self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
@@ -150,23 +150,23 @@ class MetaLearner(nn.Module):
             return f"{type(own[0]).__name__} is no part of gmeta, and may read values or draw them"
         if not self.in_buckets:
             return "batches are not arranged in few shapes (run.shape_buckets)"
-        self._graphs = Graphs(self, self._loss_sum, capture)
+        self._graphs = LossGraphs(self, self._loss_sum, capture)
         return ""
 
-    def arrange(self, batch: TaskBatch, epoch: int = sys.maxsize) -> Episodes:
+    def collate(self, batch: TaskBatch, epoch: int = sys.maxsize) -> Episodes:
         """Return what `forward` takes in this epoch of a run, from a batch on the host: see
         Arranging. Without an epoch no batch is of the plain ones.
         """
-        return self.arranging().arranged(batch, epoch)
+        return self.collate_options().collate(batch, epoch)
 
-    def arranging(self) -> Arranging:
+    def collate_options(self) -> CollateOptions:
         """Return how it takes batches, without its weights."""
         layout, device = None, kind_of_device(self.model)
         if self._fused_loop is not None and self._query_loss is not None:
             layout = self._fused_loop.layout(self._query_loss.second_order, self.in_buckets)
-        return Arranging(
+        return CollateOptions(
             device=device,
-            items=None if self.items is None else self.items.of_folds(),
+            items=None if self.items is None else self.items.fold_statistics(),
             statistics=self.statistics,
             is_plain=self._config.name == PLAIN,
             plain_epochs=self._config.plain_epochs,
@@ -178,12 +178,12 @@ class MetaLearner(nn.Module):
 
     def with_items(self, batch: TaskBatch) -> TaskBatch:
         """Return a batch to predict, with what training rows say of its rows' values added."""
-        return batch if self.items is None else self.items.widened(batch)
+        return batch if self.items is None else self.items.with_features(batch)
 
-    def arrange_to_predict(self, batch: TaskBatch) -> Episodes:
+    def collate_to_predict(self, batch: TaskBatch) -> Episodes:
         """Return what `predict` takes, from a batch on the host."""
-        return support_and_query(
-            self.statistics.widened(self.with_items(batch)),
+        return collate_support_query(
+            self.statistics.with_features(self.with_items(batch)),
             rows_per_task=self._plan.adapts_rows,
             to_predict=True,
         )
@@ -233,30 +233,32 @@ class MetaLearner(nn.Module):
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
         loss_sum = self._algorithm.loss_sum
-        told = failing_as(self._failed_loss, GMetaError)
-        with nullcontext() if is_ours(loss_sum) else told:
+        problem = failing_as(self._loss_error, GMetaError)
+        with nullcontext() if is_ours(loss_sum) else problem:
             terms = [loss_sum(self.general_loop, rows, sides) for sides in groups]
         for term in terms:
             if not isinstance(term, Tensor) or term.dim():  # all of it would be added up
                 made = f"of shape {list(term.shape)}" if isinstance(term, Tensor) else repr(term)
-                raise self._wrong_loss(f"{made}; a scalar is needed, the sum over the tasks")
+                raise self._refuse_loss(f"{made}; a scalar is needed, the sum over the tasks")
         total = torch.stack(terms).sum()
         if all(sides.support.layout.num_rows == 0 for sides in groups):
             # No inner step: what only those use must still join every collective.
             total = total + self._zero(rows.values_PD)
         if not total.requires_grad:
-            raise self._wrong_loss("without a gradient; one is needed, so leave out .detach()")
+            raise self._refuse_loss("without a gradient; one is needed, so leave out .detach()")
         return total
 
-    def _failed_loss(self, error: Exception) -> ConfigError:
-        said = f"algorithm.name = {self._config.name!r} cannot make its loss"
+    def _loss_error(self, error: Exception) -> ConfigError:
+        message = f"algorithm.name = {self._config.name!r} cannot make its loss"
         return ConfigError(
-            f"{said}: {kind_and_text(error)}. Mend its loss_sum; --verbose shows the line"
+            f"{message}: {kind_and_text(error)}. Mend its loss_sum; --verbose shows the line"
         )
 
-    def _wrong_loss(self, told: str) -> ConfigError:
+    def _refuse_loss(self, problem: str) -> ConfigError:
         name = self._config.name
-        return ConfigError(f"algorithm.name = {name!r} makes a loss {told}. Correct its loss_sum")
+        return ConfigError(
+            f"algorithm.name = {name!r} makes a loss {problem}. Correct its loss_sum"
+        )
 
     def predict(self, rows_UD: Tensor, episodes: Episodes) -> QueryPrediction:
         """Return the outputs on the query rows with the meta-parameters, and after adapting on the
@@ -282,11 +284,13 @@ class MetaLearner(nn.Module):
             before_N = inner.output_N(inner.unadapted(rows, unknown), unknown)
         # Adapting takes gradients, also where the caller has turned them off.
         with torch.enable_grad():
-            adapted = inner.started(rows, support, query.layout.longest)
+            adapted = inner.start(rows, support, query.layout.longest)
         found, lengths_T = [], support.layout.lengths_T
-        for taken, num_steps in pairwise((0, *steps)):
+        for steps_taken, num_steps in pairwise((0, *steps)):
             with torch.enable_grad():
-                adapted = inner.further(adapted, rows, support, num_steps - taken, False)
+                adapted = inner.continue_steps(
+                    adapted, rows, support, num_steps - steps_taken, False
+                )
             with torch.no_grad():
                 after_N = inner.output_N(adapted, query)
             found.append(QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T))

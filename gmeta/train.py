@@ -12,46 +12,50 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.episodes import Episodes
-from gmeta.batches.labels import check_first_labels
-from gmeta.build import all_plugins_of, build
-from gmeta.checkpoints.about import restore_replaced
-from gmeta.checkpoints.beginning import beginning_of
-from gmeta.checkpoints.mirror import fetch_run
-from gmeta.checkpoints.settled import passed_over, settled_by_first
-from gmeta.checkpoints.writer import CheckpointWriter
-from gmeta.config import TrainConfig
-from gmeta.feeds.agent import arranged_batches, open_agent
-from gmeta.feeds.source import open_feed
-from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.guards import StepGuard
-from gmeta.hooks.run_hooks import RunHooks
-from gmeta.numerics import choose_products, make_deterministic, seed_step
-from gmeta.outer.early_stop import early_stop_of
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.plan import plan_lines
-from gmeta.parallel.ranks import Ranks, value_of_first
-from gmeta.parallel.sharded_learner import local_learner
-from gmeta.parallel.sharding import described_plan, shard_learner
-from gmeta.parallel.steps import StepTotals, in_step
-from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
-from gmeta.parallel.together import by_first, no_tasks, why_stopped
-from gmeta.predictions import Scored
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.accumulate import MicroBatches
+from gmeta.data.episodes import Episodes
+from gmeta.data.label_checks import check_first_labels
+from gmeta.distributed.collective_errors import (
+    batch_without_tasks,
+    gather_stop_reason,
+    run_on_first,
+)
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks, broadcast_value
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import describe_sharding, shard_learner
+from gmeta.distributed.sharding_plan import describe_in_words
+from gmeta.distributed.steps import StepTotals, iterate_steps
+from gmeta.distributed.stopping import Stop, StoppedError, stop_on_sigterm
+from gmeta.evaluation.predictions import EvalContext
+from gmeta.evaluation.validation import score_before_training, score_validation
+from gmeta.feeds.open_source import open_batch_source
+from gmeta.feeds.step_agent import iterate_batches, open_agent
+from gmeta.feeds.training_sums import read_item_statistics
+from gmeta.platform.numerics import choose_products, make_deterministic, seed_step
 from gmeta.runs.alike import check_alike
+from gmeta.runs.build import build, find_all_plugins
+from gmeta.runs.checkpoints.beginning import beginning_of
+from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
+from gmeta.runs.checkpoints.progress_file import restore_replaced
+from gmeta.runs.checkpoints.run_mirror import fetch_run
+from gmeta.runs.checkpoints.settled import passed_over, settled_by_first
+from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.environment import describe_environment
-from gmeta.runs.folder import (
+from gmeta.runs.guards import StepGuard
+from gmeta.runs.logging.run_hooks import RunHooks
+from gmeta.runs.run_folder import (
     RunFolder,
     create_run_folder,
-    keep_metrics_up_to,
     list_checkpoints,
+    truncate_metrics,
     write_json,
 )
-from gmeta.runs.lock import held_alone
-from gmeta.runs.meter import StepMeter
-from gmeta.runs.profiler import StepProfiler
-from gmeta.runs.progress import is_due
-from gmeta.validation import forecast, score_validation
+from gmeta.runs.run_lock import lock_run_folder
+from gmeta.runs.run_progress import is_due
+from gmeta.runs.step_meter import StepMeter
+from gmeta.runs.step_profiler import StepProfiler
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
@@ -60,14 +64,14 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     Raises:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
     """
-    by_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
-    asked, config = config, settled_by_first(config, ranks)
+    run_on_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
+    is_resumed, config = config, settled_by_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
     choose_products(config.run.precision, ranks.device)
-    with ExitStack() as held:
-        held.callback(torch.set_num_threads, torch.get_num_threads())  # steps choose their own
-        run = TrainingRun(config, ranks, held, passed_over(asked, config))
+    with ExitStack() as resources:
+        resources.callback(torch.set_num_threads, torch.get_num_threads())  # steps choose their own
+        run = TrainingRun(config, ranks, resources, passed_over(is_resumed, config))
         # Closed from right to left: the feed hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
@@ -78,7 +82,9 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
 class TrainingRun:
     """One rank's part of a run; all ranks make one and call it in the same places."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, held: ExitStack, told: list[str]) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, resources: ExitStack, messages: list[str]
+    ) -> None:
         """Build the learner, or take it from the newest checkpoint, and make the run folder, which
         is this run's alone until `held` closes; lines of `told` are printed as it begins."""
         self._config = config
@@ -87,25 +93,25 @@ class TrainingRun:
         self._dataset, self._learner = build(config)
         check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
         # By one rank for all: what it reads is not its own part of the data.
-        by_first(lambda: check_first_labels(config, self._dataset), ranks)
+        run_on_first(lambda: check_first_labels(config, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
-        self._scored = Scored(config, self._dataset, self._sharded, ranks)
-        plan = described_plan(self._sharded, ranks)
-        self._told_at_start = [*told, *plan_lines(plan)]
+        self._scored = EvalContext(config, self._dataset, self._sharded, ranks)
+        plan = describe_sharding(self._sharded, ranks)
+        self._told_at_start = [*messages, *describe_in_words(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
-        by_first(lambda: held.enter_context(held_alone(self.folder.root)), ranks)
-        by_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
+        run_on_first(lambda: resources.enter_context(lock_run_folder(self.folder.root)), ranks)
+        run_on_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         newest = next(reversed(list_checkpoints(self.folder.checkpoints)), None)
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
-        self.feed = open_feed(config, self._dataset, ranks, newest)
+        self.feed = open_batch_source(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
         self._told_at_start += self._beginning.told
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:
             self._told_at_start += self._take_item_statistics()
-        by_first(lambda: self._describe_run(plan), ranks)
+        run_on_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
         self._total_steps = min(self.feed.num_steps * config.run.epochs, self._step_limit)
@@ -115,11 +121,11 @@ class TrainingRun:
             self._optimizer,
             config,
             ranks,
-            committed=self._committed,
+            on_commit=self._confirm_checkpoint,
             lineage=self._beginning.lineage,
         )
         self._saved_step = self._progress.step
-        self._early_stop = early_stop_of(config)
+        self._early_stop = make_early_stop(config)
         self._guard = StepGuard(
             self.folder.bad_batches, self._learner.parameters(), ranks, ending=self.writer.finish
         )
@@ -127,16 +133,16 @@ class TrainingRun:
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
     def _take_item_statistics(self) -> list[str]:
-        return take_item_statistics(self._learner.items, self._config, self._dataset, self._ranks)
+        return read_item_statistics(self._learner.items, self._config, self._dataset, self._ranks)
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
-        fingerprint, plugins = self._dataset.fingerprint, all_plugins_of(self._config)
+        fingerprint, plugins = self._dataset.fingerprint, find_all_plugins(self._config)
         ran_on = describe_environment(self._ranks.world_size, fingerprint, plugins)
         create_run_folder(self._config, ran_on)
         write_json(self.folder.plan, plan)
         # Steps beyond the checkpoint are taken, and logged, again.
-        keep_metrics_up_to(self.folder, self._progress.step)
+        truncate_metrics(self.folder, self._progress.step)
 
     def work(self, stop: Stop) -> None:
         """Train epoch after epoch, to the end of the run.
@@ -145,24 +151,24 @@ class TrainingRun:
             StoppedError: SIGTERM asked a rank to stop.
         """
         self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
-        self.hooks.tell(self._told_at_start)
+        self.hooks.show_lines(self._told_at_start)
         if self._forecasts:
             self._forecast()
-            self.hooks.tell(self._take_item_statistics())
+            self.hooks.show_lines(self._take_item_statistics())
         self._agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
-        while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
+        while self._progress.epoch < self._config.run.epochs and not self._is_run_over():
             self._take_steps(stop)
-            if stop.agreed:
+            if stop.is_agreed:
                 self.writer.finish()  # what is being written still gets its name
-                self._leave(why_stopped(stop, self._ranks))
+                self._end_early(gather_stop_reason(stop, self._ranks))
                 break
             self._end_epoch()
         if self._early_stop.is_over(self._progress):
-            self.hooks.tell([self._early_stop.told(self._progress)])
+            self.hooks.show_lines([self._early_stop.stop_message(self._progress)])
         self.profiler.end()
-        self.hooks.tell(self.profiler.told())
+        self.hooks.show_lines(self.profiler.summary_lines())
 
-    def _steps_are_over(self) -> bool:
+    def _is_run_over(self) -> bool:
         """Return whether the run ends here, wherever in its epoch it is."""
         return self._progress.step >= self._step_limit or self._early_stop.is_over(self._progress)
 
@@ -171,8 +177,8 @@ class TrainingRun:
 
         stored batches -> augmented -> arranged episodes -> announced to all ranks -> a step.
         """
-        for episodes, totals in in_step(
-            arranged_batches(
+        for episodes, totals in iterate_steps(
+            iterate_batches(
                 self._config,
                 self._dataset,
                 self.feed,
@@ -181,20 +187,22 @@ class TrainingRun:
                 self._progress,
                 stop,
             ),
-            self._learner.arrange(no_tasks(self._dataset.features), self._progress.epoch),
+            self._learner.collate(
+                batch_without_tasks(self._dataset.features), self._progress.epoch
+            ),
             self._ranks,
             stop,
             self._sharded,
-            self._agent.take_replanned,
+            self._agent.adopt_new_plan,
             lambda: self._optimizer.begin_step(self._progress.step, self._total_steps),
         ):
             loss = self._step(episodes, totals)
             num_tasks = episodes.task_T.numel()
-            self.feed.trained(num_tasks)
-            self._agent.stepped(num_tasks)
-            self._meter.add(loss, totals.num_rows, totals.terms_per_shown)
+            self.feed.report_trained(num_tasks)
+            self._agent.finish_step(num_tasks)
+            self._meter.add(loss, totals.num_rows, totals.terms_per_reported)
             self._after_step()
-            if self._steps_are_over():
+            if self._is_run_over():
                 return
 
     def _step(self, episodes: Episodes | MicroBatches, totals: StepTotals) -> Tensor:
@@ -203,7 +211,7 @@ class TrainingRun:
         # The mean over all ranks' terms: data-parallel averaging divides by the world size.
         weight = self._ranks.world_size / max(totals.num_terms, 1)
         learner = local_learner(self._sharded)
-        with learner.model_told():
+        with learner.translate_model_errors():
             loss: Tensor = self._sharded(episodes, weight=weight)
             loss.backward()
         self._guard.watch(self._progress, episodes, loss, learner.exchange.gradient_sum)
@@ -212,7 +220,7 @@ class TrainingRun:
         self.profiler.step()
         step, epoch_step = self._progress.step + 1, self._progress.epoch_step + 1
         self._progress = replace(self._progress, step=step, epoch_step=epoch_step)
-        self.hooks.stepped(self._progress, loss)
+        self.hooks.record_step(self._progress, loss)
         return loss
 
     def _after_step(self) -> None:
@@ -228,8 +236,8 @@ class TrainingRun:
     def _end_epoch(self) -> None:
         """Log, validate and save what is due after the last step of an epoch, or of the run."""
         config, epoch = self._config, self._progress.epoch
-        epoch_over = self.feed.epoch_over(self._progress.epoch_step)
-        last = self._steps_are_over() or (epoch_over and epoch + 1 == config.run.epochs)
+        epoch_over = self.feed.is_epoch_over(self._progress.epoch_step)
+        last = self._is_run_over() or (epoch_over and epoch + 1 == config.run.epochs)
         if last and self._meter.steps:
             self._write_reading(epoch)
         if epoch_over:
@@ -248,7 +256,7 @@ class TrainingRun:
         ):
             self._save()
 
-    def _leave(self, reason: str) -> None:
+    def _end_early(self, reason: str) -> None:
         """Save every step that was done, and end the run: for a callback's reason, or SIGTERM."""
         if self._meter.steps:
             self._write_reading(self._progress.epoch)
@@ -256,44 +264,44 @@ class TrainingRun:
         if self._progress.step != self._saved_step:
             self._save()
             self.writer.finish()
-        told = (
+        message = (
             f"stopped by {reason or 'SIGTERM'} behind step {self._progress.step}, and nothing of "
             "it is lost. Run the same command with --resume to go on"
         )
         if not reason:
-            raise StoppedError(told)
-        self.hooks.tell([told])
+            raise StoppedError(message)
+        self.hooks.show_lines([message])
 
     def _write_reading(self, epoch: int) -> None:
         values = self._meter.read(self.feed.wait_s + self._agent.wait_s) | self._optimizer.reading()
         self.hooks.log(self._progress.step, epoch, values)
 
     def _save(self) -> None:
-        with self._meter.paused():
+        with self._meter.exclude_time():
             # What a NaN led to must not become a checkpoint.
             self._guard.check()
             self.writer.finish()
             self.writer.save(self._progress, self.feed.checkpoint_files(self._progress.step))
         self._saved_step = self._progress.step
 
-    def _committed(self, checkpoint: Path) -> None:
+    def _confirm_checkpoint(self, checkpoint: Path) -> None:
         """Tell who waits for it that a checkpoint has its name."""
-        self.feed.committed()
-        self.hooks.checkpointed(checkpoint)
+        self.feed.confirm_checkpoint()
+        self.hooks.record_checkpoint(checkpoint)
 
     def _validate(self, epoch: int) -> None:
-        with self._meter.paused():
-            scores = score_validation(self._scored, self.hooks.tell)
+        with self._meter.exclude_time():
+            scores = score_validation(self._scored, self.hooks.show_lines)
         # Only rank 0 has scores; all must judge alike, or they would part at the next step.
-        scores = value_of_first(scores, self._ranks)
-        self.hooks.validated(self._progress.step, epoch, scores)
+        scores = broadcast_value(scores, self._ranks)
+        self.hooks.record_validation(self._progress.step, epoch, scores)
         score = scores.get(self._early_stop.metric)
-        self._progress = self._early_stop.judged(self._progress, score)
+        self._progress = self._early_stop.update(self._progress, score)
 
     def _forecast(self) -> None:
         """Score the increment that is trained next, with the model as it came from the last."""
-        with self._meter.paused():
-            self.hooks.tell(forecast(self._scored, self._beginning.lineage))
+        with self._meter.exclude_time():
+            self.hooks.show_lines(score_before_training(self._scored, self._beginning.lineage))
 
     def _is_best(self) -> bool:
         return self._config.run.keep_best and self._progress.is_best

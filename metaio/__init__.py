@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from metaio.errors import DataError, FormatError, MetaIOError, SchemaError
 from metaio.format.block import Rows
 from metaio.format.dataset import Dataset, Split, open_dataset
+from metaio.format.dataset_writer import Provenance, write_dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.format.writer import Provenance, write_dataset
-from metaio.read.order import BlockEpisodes, EpisodeOrder, OrderConfig
+from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, OrderConfig
 
 if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch, empty_batch

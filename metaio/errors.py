@@ -55,12 +55,14 @@ REMEDY = (
 )
 
 
-def shown(text: str, most: int = 800) -> str:
+def to_one_line(text: str, most: int = 800) -> str:
     """Return `text` as a message may show it: one line, not too long, whatever somebody wrote."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
     return line if len(text) <= most else f"{line} ..."
 
 
-def faulty(what: str) -> FormatError:
+def make_content_error(what: str) -> FormatError:
     """Return the error about a file whose checksum holds and whose content makes no sense."""
-    return FormatError(f"{shown(what)}. The program that wrote it is at fault; see docs/format.md")
+    return FormatError(
+        f"{to_one_line(what)}. The program that wrote it is at fault; see docs/format.md"
+    )

@@ -32,7 +32,7 @@ def ragged_indices(starts_E: Int64, lengths_E: Int64) -> Int64:
     return np.arange(total, dtype=np.int64) + shifts
 
 
-def entries_of(offsets_N1: Int64, chosen_C: Int64) -> Int64:
+def index_entries(offsets_N1: Int64, chosen_C: Int64) -> Int64:
     """Return the indices of the entries of the chosen lists, list after list.
 
     >>> entries_of(np.array([0, 2, 2, 5]), np.array([2, 0])).tolist()
@@ -42,7 +42,7 @@ def entries_of(offsets_N1: Int64, chosen_C: Int64) -> Int64:
     return ragged_indices(starts_C, offsets_N1[chosen_C + 1] - starts_C)
 
 
-def row_by_row(lengths_NM: npt.NDArray[np.integer[Any]], columns: Sequence[Ids]) -> Int64:
+def reorder_row_by_row(lengths_NM: npt.NDArray[np.integer[Any]], columns: Sequence[Ids]) -> Int64:
     """Return lists that stand column by column in the order in which they are stored: those of the
     first row, then of the next. The lengths alone tell every list's place.
     """
@@ -77,17 +77,17 @@ def places(lengths: npt.ArrayLike) -> Int64:
     return found
 
 
-def run_starts(keys_N: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def find_run_starts(keys_N: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Tell which rows differ from the one before: where a run of equal keys begins.
 
-    >>> run_starts(np.array([7, 7, 2])).tolist()
+    >>> find_run_starts(np.array([7, 7, 2])).tolist()
     [True, False, True]
     """
     # The first row begins a run, where there is a first row.
     return np.concatenate([np.ones(min(len(keys_N), 1), np.bool_), keys_N[1:] != keys_N[:-1]])
 
 
-def row_sums(lengths_NM: Int32) -> Int64:
+def sum_rows(lengths_NM: Int32) -> Int64:
     """Return the sum of each row [N]: how many ids a row has in all its lists."""
     # Column by column: numpy takes ten times as long to sum along an axis of two or three.
     total_N = np.zeros(len(lengths_NM), dtype=np.int64)

@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from gmeta.antdt.log import LOGGER_NAME
+from gmeta.access.log import LOGGER_NAME
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from tests.commands import gmeta
-from tests.labelled import prepare as prepare_labelled
-from tests.processes import (
+from tests.support.commands import gmeta
+from tests.support.labelled import prepare as prepare_labelled
+from tests.support.processes import (
     collect_garbage_rarely,
     remove_sockets,
     skipping_what_may_not_start,
 )
-from tests.workers import fork_workers
+from tests.support.workers import fork_workers
 
 # Until the tests are collected: a million objects are imported, and none of them is garbage.
 gc.disable()
@@ -123,7 +123,7 @@ def click_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the log, dataset, config and run of tests/labelled.py: three labels."""
+    """A folder with the log, dataset, config and run of tests/support/labelled.py: three labels."""
     folder = tmp_path_factory.mktemp("labelled")
     done = gmeta("train", prepare_labelled(folder))
     assert done.returncode == 0, done.stderr

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gmeta.cli import COMMANDS, load_command
-from gmeta.config import describe_config
-from gmeta.loop.config import FollowConfig
-from metaio.prepare.rules import StreamRule
+from gmeta.cli.main import COMMANDS, load_command
+from gmeta.config.train_config import describe_config
+from gmeta.pipeline.follow_config import FollowConfig
+from metaio.prepare.schema.rules import StreamRule
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

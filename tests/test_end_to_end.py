@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import load_manifest
-from gmeta.runs.folder import list_checkpoints
+from gmeta.antdt.manifests.shard_manifest import load_manifest
+from gmeta.runs.run_folder import list_checkpoints
 from tests.antdt.faults.test_training_job import process_of
-from tests.commands import (
+from tests.support.commands import (
     SMALL_MODEL,
     environment,
     evaluate,
@@ -24,8 +24,8 @@ from tests.commands import (
     metrics,
     write_config,
 )
-from tests.forked import ForkedProcess, Task, forked, run_forked
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.forked import ForkedProcess, Task, forked, run_forked
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture

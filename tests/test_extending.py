@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SMALL_MODEL, environment, losses, metrics, without_pictures, write_config
-from tests.forked import run_forked
-from tests.waiting import PATIENCE_S
+from tests.support.commands import (
+    SMALL_MODEL,
+    environment,
+    losses,
+    metrics,
+    without_pictures,
+    write_config,
+)
+from tests.support.forked import run_forked
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -85,9 +92,9 @@ def test_the_packages_own_tests_pass(sources: Path, site: Path) -> None:
 def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_path: Path) -> None:
     (tmp_path / "test_boil.py").write_text(
         "from dataclasses import replace\n"
-        "from gmeta.adaptation.config import AlgorithmConfig\n"
-        "from gmeta.adaptation.fused.loop import FusedLoop\n"
-        "from gmeta.build import build_learner\n"
+        "from gmeta.config.algorithm import AlgorithmConfig\n"
+        "from gmeta.adaptation.fused.fused_loop import FusedLoop\n"
+        "from gmeta.runs.build import build_learner\n"
         "from gmeta_models import ModelConfig\n"
         "from tests import reference\n"
         "from tests.adaptation.agreement import assert_equals_loop\n"
@@ -114,8 +121,8 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
 COLD_AND_WARM = """
 import random
 import torch
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from tests import reference
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gmeta.adaptation.adaptation_plan import AdaptationPlan
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.metasgd import META_SGD, LearnedRates
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.plan import AdaptationPlan
 from gmeta.adaptation.rates import LayerRate
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
-from tests import golden
+from tests.support import golden
 
 # Inner rate, outer rate, and the outer rate of Meta-SGD's alphas.
 RATES = {"bce": (0.1, 0.5, 0.05), "mse": (0.05, 0.02, 0.0002)}
@@ -127,7 +127,7 @@ def test_meta_gradients_losses_and_three_outer_steps_equal_the_golden_numbers(
 
     for step in range(3):
         outer.zero_grad()
-        loss = learner(torch.cat(list(tables.values())), learner.arrange(batch), weight=1 / 3)
+        loss = learner(torch.cat(list(tables.values())), learner.collate(batch), weight=1 / 3)
         loss.backward()
         np.testing.assert_allclose(
             loss.item(), numbers[f"{key}/outer_losses"][step], rtol=0, atol=1e-10
@@ -152,7 +152,7 @@ def test_predictions_after_adaptation_equal_the_golden_query_logits(
     numbers = golden.load()
     model, tables = golden.build(case, numbers)
     learner = MetaLearner(model, algorithm_config(case, algorithm), loss=case[2:])
-    episodes = learner.arrange_to_predict(golden.batch(case, numbers))
+    episodes = learner.collate_to_predict(golden.batch(case, numbers))
     prediction = learner.predict(torch.cat(list(tables.values())).detach(), episodes)
     expected = np.concatenate(
         [numbers[f"{case}/{algorithm}/task{task}/query_logits"] for task in range(3)]

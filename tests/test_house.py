@@ -16,13 +16,13 @@ import grimp
 import pytest
 from rich.text import Text
 
-from gmeta.cli import COMMANDS, load_command
-from metaio.prepare.schema_file import parse_schema
+from gmeta.cli.main import COMMANDS, load_command
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.antdt.faults.mutants import MUTANTS, mutated
-from tests.config_page import config_page
+from tests.support.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[1]
-WORK = "gmeta.commands.work"  # what loads torch
+WORK = "gmeta.cli.commands.work"  # what loads torch
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -130,12 +130,12 @@ def test_a_name_is_imported_from_the_module_that_defines_it() -> None:
 def test_own_modules_are_imported_late_only_to_start_without_torch() -> None:
     late = {str(path.relative_to(ROOT)) for path in MODULES.values() if late_imports(path)}
     own = "adapt config delivery evaluate export follow inspect plan score serve train tune"
-    assert late == {"gmeta/__init__.py", *(f"gmeta/commands/{name}.py" for name in own.split())}
+    assert late == {"gmeta/__init__.py", *(f"gmeta/cli/commands/{name}.py" for name in own.split())}
 
 
 def test_a_command_loads_torch_with_nobody_looking_for_garbage() -> None:
     found = []
-    for path in ROOT.glob("gmeta/commands/*.py"):
+    for path in ROOT.glob("gmeta/cli/commands/*.py"):
         tree = ast.parse(path.read_text())
         loading = [one for one in imports_in(tree) if (one.module or "").startswith(WORK)]
         blocks = [one for one in ast.walk(tree) if isinstance(one, ast.With)]
@@ -158,7 +158,7 @@ def test_what_may_raise_anything_is_met_in_one_place() -> None:
         if isinstance(node, ast.ExceptHandler)
     ]
     found = [name for name, caught in handlers if caught in broad]
-    assert found == [], "use gmeta_keys.boundary.failing_as"
+    assert found == [], "use gmeta_keys.translate_errors.failing_as"
 
 
 NO_DATA = ("torch", "metaio", "matplotlib", "duckdb")
@@ -173,30 +173,30 @@ FRESH_IMPORTS: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "gmeta": [
         ("gmeta.antdt", ("torch", "metaio", "gmeta_models")),
         ("gmeta.feeds.service", ("torch", "metaio")),
-        ("gmeta.cli", NO_DATA),
-        ("gmeta.commands.train", NO_DATA),
-        ("gmeta.commands.plan", NO_DATA),
-        ("gmeta.commands.adapt", NO_DATA),
-        ("gmeta.commands.evaluate", NO_DATA),
-        ("gmeta.commands.export", NO_DATA),
-        ("gmeta.commands.serve", NO_DATA),
-        ("gmeta.commands.shard_service", NO_DATA),
-        ("gmeta.commands.shards", NO_DATA),
-        ("gmeta.commands.antdt_replay", NO_DATA),
-        ("gmeta.commands.tune", ("torch", "matplotlib", "duckdb", "optuna")),
+        ("gmeta.cli.main", NO_DATA),
+        ("gmeta.cli.commands.train", NO_DATA),
+        ("gmeta.cli.commands.plan", NO_DATA),
+        ("gmeta.cli.commands.adapt", NO_DATA),
+        ("gmeta.cli.commands.evaluate", NO_DATA),
+        ("gmeta.cli.commands.export", NO_DATA),
+        ("gmeta.cli.commands.serve", NO_DATA),
+        ("gmeta.cli.commands.shard_service", NO_DATA),
+        ("gmeta.cli.commands.shards", NO_DATA),
+        ("gmeta.cli.commands.antdt_replay", NO_DATA),
+        ("gmeta.cli.commands.tune", ("torch", "matplotlib", "duckdb", "optuna")),
         # They tell of a wrong option before they load more.
-        ("gmeta.commands.prepare", ("torch", "matplotlib")),
-        ("gmeta.commands.inspect", ("torch", "matplotlib")),
+        ("gmeta.cli.commands.prepare", ("torch", "matplotlib")),
+        ("gmeta.cli.commands.inspect", ("torch", "matplotlib")),
     ],
-    "antdt-sim": [("gmeta.commands.antdt_sim", ("torch", "metaio", "duckdb"))],  # which draws
+    "antdt-sim": [("gmeta.cli.commands.antdt_sim", ("torch", "metaio", "duckdb"))],  # which draws
     "gmeta_models": [
         ("gmeta_models", ("gmeta", "metaio", "torch", "torchrec")),
-        ("gmeta.build", ("torchrec", "matplotlib", "duckdb")),
+        ("gmeta.runs.build", ("torchrec", "matplotlib", "duckdb")),
         (
-            "gmeta.commands.work.before_ranks",
+            "gmeta.cli.commands.work.preflight",
             ("torchrec", "torch.distributed.checkpoint", "matplotlib", "duckdb"),
         ),
-        ("gmeta.commands.work.predict", ("torchrec", "duckdb", "matplotlib")),
+        ("gmeta.cli.commands.work.row_predictions", ("torchrec", "duckdb", "matplotlib")),
     ],
 }
 IMPORT_AND_ASK = """
@@ -226,9 +226,10 @@ def test_a_fresh_import_loads_no_more_than_it_should(
 
 def test_the_list_of_commands_loads_none_of_them() -> None:
     code = (
-        "import sys, gmeta.cli; gmeta.cli.app(['--help'], standalone_mode=False); "
-        "loaded = [m for m in sys.modules if m.startswith('gmeta.commands.')]; "
-        "sys.exit(set(loaded) != {'gmeta.commands.talking', 'gmeta.commands.telling'})"
+        "import sys, gmeta.cli.main; gmeta.cli.main.app(['--help'], standalone_mode=False); "
+        "loaded = [m for m in sys.modules if m.startswith('gmeta.cli.commands.')]; "
+        "sys.exit(set(loaded) != "
+        "{'gmeta.cli.commands.verbosity_options', 'gmeta.cli.commands.error_messages'})"
     )
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 
@@ -236,11 +237,11 @@ def test_the_list_of_commands_loads_none_of_them() -> None:
 COMMANDS_WITHOUT_TORCH = """
 import os, sys
 sys.modules["torch"] = None
-import gmeta.cli, gmeta.commands.inspect, gmeta.commands.prepare
+import gmeta.cli.main, gmeta.cli.commands.inspect, gmeta.cli.commands.prepare
 for line in sys.stdin.read().splitlines():
     if not (child := os.fork()):
         sys.argv = ["gmeta", *line.split()]
-        gmeta.cli.main()
+        gmeta.cli.main.main()
     if status := os.waitpid(child, 0)[1]:
         sys.exit(f"{line} ended with status {status}")
 """

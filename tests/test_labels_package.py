@@ -11,10 +11,10 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pytest
 
-from tests.commands import environment, losses, metrics, without_pictures
-from tests.forked import run_forked
-from tests.labelled import SCHEMA, TRAIN, write_log
-from tests.server.test_labels import request_of
+from tests.serving.server.test_labels import request_of
+from tests.support.commands import environment, losses, metrics, without_pictures
+from tests.support.forked import run_forked
+from tests.support.labelled import SCHEMA, TRAIN, write_log
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = '''
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gmeta.hooks.callback import Callback
+from gmeta.runs.logging.callback import Callback
 from gmeta.metrics.own import Metric
 
 
@@ -82,7 +82,7 @@ print(type(model.learner.model).__module__, tuple(task.predict(rows).shape))
 SERVE = """
 import json, sys
 from pathlib import Path
-from tests.server.serving import post, service_of
+from tests.serving.server.serving import post, service_of
 with service_of(Path(sys.argv[1])) as service:
     print(post(service, json.loads(Path(sys.argv[2]).read_text())).text)
 """

@@ -18,7 +18,7 @@ from benchmarks._socket_paths import (
     LONGEST_SOCKET_PATH,
     keep_socket_paths_short,
 )
-from tests.processes import remove_sockets, skipping_what_may_not_start, with_imports_ready
+from tests.support.processes import remove_sockets, skipping_what_may_not_start, with_imports_ready
 
 
 @pytest.mark.parametrize("too_long", [False, True])
@@ -87,7 +87,10 @@ def answer_what_is_imported(names: tuple[str, ...], answers: SimpleQueue) -> Non
 def test_a_forked_process_has_the_imports_ready() -> None:
     """multiprocessing says nothing where one fails: each process would import for itself."""
     context = with_imports_ready()
-    answers, names = context.SimpleQueue(), ("gmeta.train", "gmeta.server.worker", "tests.forked")
+    answers, names = (
+        context.SimpleQueue(),
+        ("gmeta.train", "gmeta.serving.server.server_worker", "tests.support.forked"),
+    )
     process = context.Process(target=answer_what_is_imported, args=(names, answers))
     process.start()
     assert answers.get() == list(names)

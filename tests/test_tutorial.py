@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import environment, evaluate, gmeta
-from tests.forked import run_forked
+from tests.support.commands import environment, evaluate, gmeta
+from tests.support.forked import run_forked
 
 REPOSITORY = Path(__file__).parents[1]
 STEP = re.compile(r"(?:<!-- file: (\S+) -->\n)?```(\w+)\n(.*?)```", flags=re.DOTALL)

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 import gmeta
-from tests.commands import SMALL_MODEL, environment, metrics, write_config
-from tests.waiting import PATIENCE_S
+from tests.support.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
@@ -95,7 +95,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_source_distribution_has_what_is_no_code_as_well(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= {"LICENSE", "gmeta/report/page.html"}
+    assert names >= {"LICENSE", "gmeta/evaluation/report/page.html"}
 
 
 def test_the_wheel_installs_every_module_under_names_of_its_own(wheel: Path) -> None:
@@ -129,9 +129,9 @@ def test_the_wheel_says_under_which_licence_and_with_which_torch_it_runs(wheel: 
 @pytest.mark.parametrize(
     ("image", "modules"),
     [
-        ("service", ("gmeta.commands.shard_service", "gmeta.commands.shards")),
-        ("trainer-cpu", ("gmeta.train", "gmeta.serving.load", "metaio.prepare.local")),
-        ("trainer-cuda", ("gmeta.train", "gmeta.serving.load", "metaio.prepare.local")),
+        ("service", ("gmeta.cli.commands.shard_service", "gmeta.cli.commands.shards")),
+        ("trainer-cpu", ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.local")),
+        ("trainer-cuda", ("gmeta.train", "gmeta.serving.model_loader", "metaio.prepare.local")),
     ],
 )
 def test_what_an_image_copies_installs_and_imports(image: str, modules: tuple[str, ...]) -> None:

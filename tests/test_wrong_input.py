@@ -19,23 +19,23 @@ import pytest
 import torch
 from aiohttp import ClientError
 
-from gmeta.build import check_on_data
-from gmeta.commands.antdt_sim import antdt_sim
-from gmeta.commands.evaluate import evaluate
-from gmeta.commands.export import export, predict
-from gmeta.commands.telling import told, write_error
-from gmeta.config import config_from_dict, load_config
+from gmeta.cli.commands.antdt_sim import antdt_sim
+from gmeta.cli.commands.error_messages import told, write_error
+from gmeta.cli.commands.evaluate import evaluate
+from gmeta.cli.commands.export import export, predict
+from gmeta.config.train_config import config_from_dict, load_config
+from gmeta.distributed.ranks import Ranks
 from gmeta.errors import UserError
-from gmeta.evaluate import splits_to_score
-from gmeta.feeds.static import StaticFeed
-from gmeta.parallel.ranks import Ranks
+from gmeta.evaluation.evaluate import choose_splits
+from gmeta.feeds.static import StaticBatchSource
+from gmeta.runs.build import check_on_data
 from gmeta.runs.environment import describe_environment
-from gmeta.runs.folder import create_run_folder
-from gmeta.runs.lock import held_alone
+from gmeta.runs.run_folder import create_run_folder
+from gmeta.runs.run_lock import lock_run_folder
 from gmeta_models.melu import MeLU
 from metaio import Provenance, open_dataset, write_dataset
-from tests.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
 from tests.metaio.conftest import FEATURES, make_rows
+from tests.support.commands import SMALL_MODEL, fresh_gmeta, gmeta, write_config
 
 # `gmeta` or `fresh_gmeta`: what the libraries say when they are imported is no line of ours.
 Command = Callable[..., CompletedProcess[str]]
@@ -88,7 +88,7 @@ def test_a_run_folder_in_use_is_not_overwritten(config: Path) -> None:
 
 def test_a_run_that_another_process_trains_is_left_alone(config: Path) -> None:
     run = config.parent / "run"
-    with held_alone(run):
+    with lock_run_folder(run):
         written = run / "checkpoints" / "tmp-step-00000004"
         written.mkdir(parents=True)
         message = refused(2, "train", config, "--resume")
@@ -284,7 +284,7 @@ def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
     config = write_config(tmp_path / "train.toml", Path(data), tmp_path / "run")
     for asked in ([], ["support", "none"]):
         with pytest.raises(UserError) as caught:
-            splits_to_score(load_config(config, []), open_dataset(data), asked)
+            choose_splits(load_config(config, []), open_dataset(data), asked)
         assert str(caught.value) == (
             f"split 'none' of {data} has 0 episodes: there is nothing to score. "
             "Name other splits with --split"
@@ -300,7 +300,7 @@ def test_an_epoch_without_a_step_is_refused(config: Path, click_logs: Path) -> N
     options = ["data.tasks_per_step=100000", "data.drop_last=true"]
     alone = Ranks(0, 1, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
     with pytest.raises(UserError) as caught:
-        StaticFeed(
+        StaticBatchSource(
             load_config(config, options), open_dataset(str(click_logs)), alone, is_fresh=False
         )
     assert str(caught.value) == (

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.episodes import Episodes
-from gmeta.config import OuterConfig, TrainConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import OuterConfig, TrainConfig
+from gmeta.data.episodes import Episodes
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks, start_ranks
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import shard_learner, table_shards
 from gmeta.learner import MetaLearner
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import Ranks, start_ranks
-from gmeta.parallel.sharded_learner import local_learner
-from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta_models import InputSizes, ModelConfig, build_model
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
@@ -56,8 +56,8 @@ class Gmeta(Peer):
     def prepare(self, batch: Batch) -> Episodes:
         # Announced ahead of its step, as `gmeta train` does.
         local = local_learner(self.sharded)
-        episodes = local.learner.arrange(task_batch(batch, self.features))
-        return local.exchange.announce(episodes)
+        episodes = local.learner.collate(task_batch(batch, self.features))
+        return local.exchange.enqueue(episodes)
 
     def step(self, prepared: Episodes) -> float:
         self.optimizer.begin_step(0, 1)

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.adaptation.closed_form import LayerGradients
-from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
+from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
 from gmeta.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gmeta.adaptation.plan import AdaptationPlan, TaskSize
+    from gmeta.adaptation.adaptation_plan import AdaptationPlan, TaskSize
+    from gmeta.adaptation.layout.ragged import RowLayout
     from gmeta.adaptation.rates import InnerRates
-    from gmeta.rows.ragged import RowLayout
 
 # By layer name: the layer, and what its outputs are multiplied by, then shifted by if M is 2:
 # [T, M, O].
@@ -43,14 +43,14 @@ class Tape:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
-    def rows(self, name: str, args: tuple[Tensor, ...]) -> Tensor:
+    def record_rows(self, name: str, args: tuple[Tensor, ...]) -> Tensor:
         """Return the rows that a layer was called on, and take note of the call.
 
         Raises:
             ConfigError: it is called in a way in which no layer can adapt.
         """
         if len(args) != 1:
-            raise _not_called(name)
+            raise _uncalled_layer_error(name)
         (rows,) = args
         if rows.shape[0] != self.layout.num_rows:
             raise ConfigError(
@@ -75,10 +75,10 @@ class AdaptedLayers:
         self._rates = rates
         self._size = size
         self._gates = gates
-        self._changes: dict[str, LayerChange] = {}
+        self._changes: dict[str, PlainUpdate] = {}
 
     @property
-    def changes(self) -> Mapping[str, LayerChange]:
+    def changes(self) -> Mapping[str, PlainUpdate]:
         """Return how far the steps so far have moved each layer, by name."""
         return self._changes
 
@@ -87,14 +87,14 @@ class AdaptedLayers:
         """Return the gates by the name of their layer."""
         return {name: gate_TMO for name, (_, gate_TMO) in self._gates.items()}
 
-    def moved_by(self, changes: Mapping[str, LayerChange]) -> AdaptedLayers:
+    def with_changes(self, changes: Mapping[str, PlainUpdate]) -> AdaptedLayers:
         """Return layers with the same gates, already moved by these changes."""
-        moved = AdaptedLayers(self._plan, self._rates, self._size, self._gates)
-        moved._changes = dict(changes)
-        return moved
+        adapted = AdaptedLayers(self._plan, self._rates, self._size, self._gates)
+        adapted._changes = dict(changes)
+        return adapted
 
     @contextmanager
-    def applied(self, layout: RowLayout) -> Iterator[Tape]:
+    def apply(self, layout: RowLayout) -> Iterator[Tape]:
         """Have the model's layers act, inside, on each row with the weights of its task.
 
         Yields the tape that `step` takes; it fills while the model runs on rows of this layout.
@@ -119,7 +119,7 @@ class AdaptedLayers:
                 handle.remove()
         # A layer that is never called, its weight read some other way, takes no step: say so.
         if idle := {*self._gates, *self._plan.layers} - tape.called:
-            raise _not_called(min(idle))
+            raise _uncalled_layer_error(min(idle))
 
     def step(self, tape: Tape, output_grads: Sequence[Tensor], second_order: bool) -> None:
         """Take one inner SGD step, from the gradients of the summed support losses at
@@ -128,13 +128,16 @@ class AdaptedLayers:
         for name, rows, grad in zip(tape.names, tape.inputs, output_grads, strict=True):
             if not second_order:  # the A of a step are constants, as its G are
                 rows = rows.detach()
-            activations_TSI, grads_TSO = _by_task(tape.layout, rows), _by_task(tape.layout, grad)
+            activations_TSI, grads_TSO = (
+                _group_by_task(tape.layout, rows),
+                _group_by_task(tape.layout, grad),
+            )
             widths = activations_TSI.shape[-1], grads_TSO.shape[-1]
             # A layer that works on each of a row's features counts a row once for each.
             path = self._plan.path(name, *widths, self._size, uses=math.prod(rows.shape[1:-1]))
             rates = self._rates.of_layer(name), self._plan.bias_rate(name)
-            step = one_step(path, activations_TSI, grads_TSO, *rates)
-            self._changes[name] = after_step(self._changes.get(name), step)
+            step = step_update(path, activations_TSI, grads_TSO, *rates)
+            self._changes[name] = add_step(self._changes.get(name), step)
 
     def gradients_of(self, tape: Tape, jacobians: Sequence[Tensor]) -> list[LayerGradients]:
         """Return the gradients of the support rows' outputs by each layer, as factors, task by
@@ -144,7 +147,7 @@ class AdaptedLayers:
         for name, rows, jacobian in zip(tape.names, tape.inputs, jacobians, strict=True):
             has_bias = self._plan.layers[name].bias is not None
             bias_rate = self._plan.bias_rate(name) if has_bias else 0.0
-            blocks = _by_task(tape.layout, rows), _by_task(tape.layout, jacobian)
+            blocks = _group_by_task(tape.layout, rows), _group_by_task(tape.layout, jacobian)
             gradients.append(LayerGradients(*blocks, bias_rate))
         return gradients
 
@@ -152,9 +155,11 @@ class AdaptedLayers:
         layout, change = tape.layout, self._changes.get(name)
 
         def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
-            rows = tape.rows(name, args)
+            rows = tape.record_rows(name, args)
             if change is not None:
-                block_TLO = change.of_outputs_TLO(_by_task(layout, rows), layer.bias is not None)
+                block_TLO = change.output_change_TLO(
+                    _group_by_task(layout, rows), layer.bias is not None
+                )
                 block_shape = (layout.num_tasks, layout.longest, *output.shape[1:])
                 output = output - layout.unpad(block_TLO.reshape(block_shape))
             if not output.requires_grad and torch.is_grad_enabled():
@@ -172,7 +177,7 @@ def _gate_hook(
     name: str, tape: Tape, gate_TMO: Tensor
 ) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
     def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
-        tape.rows(name, args)
+        tape.record_rows(name, args)
         layout = tape.layout
         shape = layout.num_rows, *[1] * (output.dim() - 2), gate_TMO.shape[2]
         scale, *shifts = (part.view(shape) for part in layout.spread(gate_TMO).unbind(dim=1))
@@ -182,7 +187,7 @@ def _gate_hook(
     return on_forward
 
 
-def _not_called(name: str) -> ConfigError:
+def _uncalled_layer_error(name: str) -> ConfigError:
     return ConfigError(
         f"layer {name!r} is not called as layer(x): only layers called so can adapt, and none "
         "whose weight is read alone. Call it so in the model, or leave it out of "
@@ -190,6 +195,6 @@ def _not_called(name: str) -> ConfigError:
     )
 
 
-def _by_task(layout: RowLayout, rows: Tensor) -> Tensor:
+def _group_by_task(layout: RowLayout, rows: Tensor) -> Tensor:
     """Return [N, ..., I] as [T, S, I]: extra dimensions of a row count as more rows of its task."""
     return layout.pad(rows).flatten(1, -2)

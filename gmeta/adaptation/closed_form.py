@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gmeta.losses.row_losses import in_float32, row_slopes_N
-from gmeta.numerics import full_products
+from gmeta.losses.row_losses import in_float32, row_grads_N
+from gmeta.platform.numerics import multiply_in_float32
 
 if TYPE_CHECKING:
     from gmeta.losses.objectives import Objectives
@@ -39,14 +39,15 @@ def check_solvable(name: str, objectives: Objectives) -> None:
     algorithm's."""
     losses = objectives.inner.losses
     if len(losses) > 1 or losses[0].ranks:
-        told = f"{len(losses)} labels" if len(losses) > 1 else f"the loss {losses[0].kind}"
+        problem = f"{len(losses)} labels" if len(losses) > 1 else f"the loss {losses[0].kind}"
         raise ValueError(
-            f"algorithm.name = {name!r} with {told}: its step is solved for one output and a loss "
+            f"algorithm.name = {name!r} with {problem}: its step is solved for one output and a "
+            "loss "
             "of each row alone. Choose maml, or one label with bce, mse, huber or mae"
         )
 
 
-def slopes_and_bends_N(
+def grad_and_hessian_N(
     loss: LossFunction, output_N: Tensor, label_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return slope and curvature of each row's loss by its output.
@@ -61,8 +62,8 @@ def slopes_and_bends_N(
         return predicted_N - label_N, predicted_N * (1.0 - predicted_N)
     if loss.kind == "mae":
         return output_N - label_N, torch.ones_like(output_N)
-    slope_N = row_slopes_N(loss, output_N, label_N)
-    return slope_N, torch.full_like(output_N, 2.0 if loss.kind == "mse" else 1.0)
+    grad_N = row_grads_N(loss, output_N, label_N)
+    return grad_N, torch.full_like(output_N, 2.0 if loss.kind == "mse" else 1.0)
 
 
 class LayerGradients(NamedTuple):
@@ -95,39 +96,39 @@ class LayerGradients(NamedTuple):
         )
 
 
-def solved_TS(
-    layers: Sequence[LayerGradients], slope_TS: Tensor, bend_TS: Tensor, rate: float
+def solve_TS(
+    layers: Sequence[LayerGradients], grad_TS: Tensor, hessian_TS: Tensor, rate: float
 ) -> Tensor:
     """Return s of every task; it is 0 for padding rows, whose slope is 0.
 
     Tasks are solved in chunks of at most MOST_ENTRIES numbers, or a single task, so that one long
     task among short ones does not multiply its memory by theirs.
     """
-    tasks, rows = slope_TS.shape
+    tasks, rows = grad_TS.shape
     if tasks <= 1:
-        return _solved_TS(layers, slope_TS, bend_TS, rate)
+        return _solve_block_TS(layers, grad_TS, hessian_TS, rate)
     at_a_time = max(1, MOST_ENTRIES // max(rows * rows, 1))
     found = []
     for first in range(0, tasks, at_a_time):
         last = first + at_a_time
         mine = [each.of_tasks(first, last) for each in layers]
-        found.append(_solved_TS(mine, slope_TS[first:last], bend_TS[first:last], rate))
+        found.append(_solve_block_TS(mine, grad_TS[first:last], hessian_TS[first:last], rate))
     return torch.cat(found)
 
 
-def _solved_TS(
-    layers: Sequence[LayerGradients], slope_TS: Tensor, bend_TS: Tensor, rate: float
+def _solve_block_TS(
+    layers: Sequence[LayerGradients], grad_TS: Tensor, hessian_TS: Tensor, rate: float
 ) -> Tensor:
-    rows = slope_TS.shape[1]
+    rows = grad_TS.shape[1]
     # Rounding can make the kernel of similar rows have eigenvalues below 0, which the system
     # multiplies by a H: in bf16 solutions were many times too large.
-    with full_products(slope_TS.device):
+    with multiply_in_float32(grad_TS.device):
         kernel_TSS = torch.stack([each.kernel_TSS(rows) for each in layers]).sum(dim=0)
-    identity_SS = torch.eye(rows, dtype=slope_TS.dtype, device=slope_TS.device)
+    identity_SS = torch.eye(rows, dtype=grad_TS.dtype, device=grad_TS.device)
     # Not symmetric, but solvable where a row's curvature is 0 (bce that is sure, a padding row):
     # its s is then g, the plain gradient.
-    system_TSS = identity_SS + rate * bend_TS.unsqueeze(2) * kernel_TSS.to(slope_TS.dtype)
+    system_TSS = identity_SS + rate * hessian_TS.unsqueeze(2) * kernel_TSS.to(grad_TS.dtype)
     # Unchecked: the eigenvalues are 1 or more, and asking would wait for a GPU.
-    solution_TS1, _ = torch.linalg.solve_ex(system_TSS, slope_TS.unsqueeze(2))
+    solution_TS1, _ = torch.linalg.solve_ex(system_TSS, grad_TS.unsqueeze(2))
     solved: Tensor = solution_TS1.squeeze(2)
     return solved

@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from gmeta.adaptation.adaptation_plan import AdaptationPlan, TaskSize
 from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
-from gmeta.adaptation.closed_form import slopes_and_bends_N, solved_TS
-from gmeta.adaptation.layer_change import LayerChange
-from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
-from gmeta.adaptation.plan import AdaptationPlan, TaskSize
-from gmeta.adaptation.rates import InnerRates, scaled
+from gmeta.adaptation.closed_form import grad_and_hessian_N, solve_TS
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.adaptation.layout.sides import Side, Sides, WorkingRows
+from gmeta.adaptation.learned_parts import NOTHING_LEARNED, LearnedParts
+from gmeta.adaptation.plain_update import PlainUpdate
+from gmeta.adaptation.rates import InnerRates, scale_grads
 from gmeta.losses.objectives import LabelLosses, Objectives, known_labels
 from gmeta.losses.row_losses import weighted_sum
-from gmeta.rows.ragged import RowLayout
-from gmeta.rows.sides import Side, Sides, WorkingRows
-from gmeta_models.config import pooling_of
 from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs
+from gmeta_models.model_config import resolve_pooling
 from gmeta_models.support_encoder import SupportRows
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedModel:
     """A model after k inner steps, for every task."""
 
     layers: AdaptedLayers
@@ -60,7 +60,7 @@ class GeneralLoop:
         self._objectives = objectives
         self.rates = rates
 
-    def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> Adapted:
+    def adapt(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> AdaptedModel:
         """Return theta_t of every task, after k inner steps from the meta-parameters.
 
         With `second_order` it is differentiable through the inner gradients, else they are
@@ -68,7 +68,7 @@ class GeneralLoop:
         """
         return self.take_steps(rows, tasks.support, tasks.query.layout.longest, second_order)
 
-    def query_loss_sum(self, adapted: Adapted, tasks: Sides) -> Tensor:
+    def query_loss_sum(self, adapted: AdaptedModel, tasks: Sides) -> Tensor:
         """Return the sum over the tasks of the mean loss of their query rows: a scalar.
 
         A task without query rows counts 0.
@@ -83,68 +83,70 @@ class GeneralLoop:
         query_rows: int,
         second_order: bool,
         keep_path: bool = False,
-    ) -> Adapted:
+    ) -> AdaptedModel:
         """Return the parameters after k inner steps on the support rows.
 
         `keep_path` keeps the support losses differentiable in first order too, at the price of
         their graphs. `query_rows` (of the longest task) only helps to choose the cheaper path.
         """
-        adapted = self.started(rows, support, query_rows)
+        adapted = self.start(rows, support, query_rows)
         steps = self.config.inner_steps
-        return self.further(adapted, rows, support, steps, second_order, keep_path)
+        return self.continue_steps(adapted, rows, support, steps, second_order, keep_path)
 
-    def started(self, rows: WorkingRows, support: Side, query_rows: int) -> Adapted:
+    def start(self, rows: WorkingRows, support: Side, query_rows: int) -> AdaptedModel:
         """Return the parameters before the first step: gates, and the meta-parameters."""
         size = TaskSize(support.layout.longest, query_rows)
         layers = AdaptedLayers(self.plan, self.rates, size, self._gates(rows, support))
-        return Adapted(layers, rows.values_PD)
+        return AdaptedModel(layers, rows.values_PD)
 
-    def further(
+    def continue_steps(
         self,
-        adapted: Adapted,
+        adapted: AdaptedModel,
         rows: WorkingRows,
         support: Side,
         num_steps: int,
         second_order: bool,
         keep_path: bool = False,
-    ) -> Adapted:
+    ) -> AdaptedModel:
         """Return the parameters `num_steps` steps further; `adapted` changes too, and is not to be
         used again."""
         takes_steps = self.plan.adapts and support.layout.num_rows
         for _ in range(num_steps if takes_steps else 0):
             if self.plan.solves:
-                adapted = self._solved_step(adapted, support, second_order)
+                adapted = self._solve_step(adapted, support, second_order)
             else:
                 adapted = self._step(adapted, rows.rate, support, second_order, keep_path)
         return adapted
 
-    def unadapted(self, rows: WorkingRows, side: Side) -> Adapted:
+    def unadapted(self, rows: WorkingRows, side: Side) -> AdaptedModel:
         """Return the meta-parameters as they are, for tasks of which nothing is known yet."""
         nothing = replace(self.plan, layers={})
         gates = self._gates(rows, side, known=False)
-        return Adapted(AdaptedLayers(nothing, self.rates, TaskSize(0, 0), gates), rows.values_PD)
+        return AdaptedModel(
+            AdaptedLayers(nothing, self.rates, TaskSize(0, 0), gates), rows.values_PD
+        )
 
-    def adapted_before(
+    def restore_adapted(
         self,
-        changes: Mapping[str, LayerChange],
+        changes: Mapping[str, PlainUpdate],
         gates_TMO: Mapping[str, Tensor],
         rows_PD: Tensor,
-    ) -> Adapted:
+    ) -> AdaptedModel:
         """Return tasks that adapted earlier, from the changes and gates of their layers."""
         layers = row_layers(self._model)
         gates = {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
         unmoved = AdaptedLayers(self.plan, self.rates, TaskSize(0, 0), gates)
-        return Adapted(unmoved.moved_by(changes), rows_PD)
+        return AdaptedModel(unmoved.with_changes(changes), rows_PD)
 
-    def output_N(self, adapted: Adapted, side: Side) -> Tensor:
+    def output_N(self, adapted: AdaptedModel, side: Side) -> Tensor:
         """Return the model's outputs on the rows of a side, at the adapted parameters: logits of
         labels that are 0 or 1; [N, labels] of several.
         """
-        with adapted.layers.applied(side.layout):
+        with adapted.layers.apply(side.layout):
             output: Tensor = self._model(self._inputs(side, adapted.rows_PD))
         return self._objectives.outer.logits(output)
 
-    def losses_N(self, adapted: Adapted, side: Side) -> Tensor:
+    def losses_N(self, adapted: AdaptedModel, side: Side) -> Tensor:
         """Return the loss of each row of a side, at the adapted parameters."""
         return _losses_N(self._objectives.outer, self.output_N(adapted, side), side)
 
@@ -175,7 +177,7 @@ class GeneralLoop:
             cold_N = self.output_N(self.unadapted(rows, side), side)
             error_N = self._objectives.outer.errors(cold_N, label_N, side.weight, layout)
             label_N = known_labels(label_N, side.weight)
-        features_NX = inputs.pooled(pooling_of(model)).side_by_side_NX()
+        features_NX = inputs.pooled(resolve_pooling(model)).side_by_side_NX()
         dtype = features_NX.dtype
         support = SupportRows(features_NX, label_N.to(dtype), error_N.to(dtype), layout.lengths_T)
         for name, by_TMO in encoder(support).items():
@@ -187,12 +189,12 @@ class GeneralLoop:
 
     def _step(
         self,
-        adapted: Adapted,
+        adapted: AdaptedModel,
         rate: float | Tensor,
         support: Side,
         second_order: bool,
         keep_path: bool,
-    ) -> Adapted:
+    ) -> AdaptedModel:
         """Return the parameters after one more inner step."""
         adapts_rows = self.plan.adapts_rows
         before_PD = adapted.rows_PD
@@ -200,7 +202,7 @@ class GeneralLoop:
         rows_PD = before_PD.view_as(before_PD) if second_order or keep_path else before_PD.detach()
         if adapts_rows and not rows_PD.requires_grad:
             rows_PD.requires_grad_()
-        with adapted.layers.applied(support.layout) as tape:
+        with adapted.layers.apply(support.layout) as tape:
             output_N = self._model(self._inputs(support, rows_PD))
         inner = self._objectives.inner
         losses_N = _losses_N(inner, inner.logits(output_N), support)
@@ -213,39 +215,39 @@ class GeneralLoop:
         adapted.layers.step(tape, grads[: len(tape.outputs)], second_order)
         return replace(
             adapted,
-            rows_PD=before_PD - scaled(grads[-1], rate) if adapts_rows else before_PD,
+            rows_PD=before_PD - scale_grads(grads[-1], rate) if adapts_rows else before_PD,
             support_loss_sums=(*adapted.support_loss_sums, loss_sum),
         )
 
-    def _solved_step(self, adapted: Adapted, support: Side, second_order: bool) -> Adapted:
+    def _solve_step(self, adapted: AdaptedModel, support: Side, second_order: bool) -> AdaptedModel:
         """Return the parameters after one step that is solved (closed_form.py)."""
         layout, rate = support.layout, self.config.inner_lr
-        with adapted.layers.applied(layout) as tape:
+        with adapted.layers.apply(layout) as tape:
             output_N = self._model(self._inputs(support, adapted.rows_PD))
         # One loss: check_solvable refused several when the learner was made.
         (loss,) = self._objectives.inner.losses
         label_N = known_labels(support.label_N, support.weight)
-        slope_N, bend_N = slopes_and_bends_N(loss, output_N, label_N)
+        grad_N, hessian_N = grad_and_hessian_N(loss, output_N, label_N)
         if support.weight is not None:
-            slope_N, bend_N = slope_N * support.weight, bend_N * support.weight
+            grad_N, hessian_N = grad_N * support.weight, hessian_N * support.weight
         # A row's output is its own: the gradient of their sum holds each one's Jacobian.
         jacobians = torch.autograd.grad(
             output_N.sum(), tape.outputs, create_graph=second_order, retain_graph=second_order
         )
         with torch.set_grad_enabled(second_order):
             layers = adapted.layers.gradients_of(tape, jacobians)
-            rows_TS = layout.pad(slope_N), layout.pad(bend_N)
-            solved_N = layout.unpad(solved_TS(layers, *rows_TS, rate))
+            rows_TS = layout.pad(grad_N), layout.pad(hessian_N)
+            solution_N = layout.unpad(solve_TS(layers, *rows_TS, rate))
             if prior := self.config.support_prior:
-                lengths_T = layout.lengths_T.to(solved_N.dtype)
+                lengths_T = layout.lengths_T.to(solution_N.dtype)
                 # The prior counts as that many rows without a gradient, as in a gradient step.
-                solved_N = solved_N * layout.spread(lengths_T / (lengths_T + prior))
-            grads = [each * _beside(solved_N, each) for each in jacobians]
+                solution_N = solution_N * layout.spread(lengths_T / (lengths_T + prior))
+            grads = [each * _broadcast_rows(solution_N, each) for each in jacobians]
             adapted.layers.step(tape, grads, second_order)
         return adapted
 
 
-def _beside(values_N: Tensor, rows: Tensor) -> Tensor:
+def _broadcast_rows(values_N: Tensor, rows: Tensor) -> Tensor:
     """Return a value for each row, to multiply rows of any shape with."""
     return values_N.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
 

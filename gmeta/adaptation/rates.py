@@ -23,7 +23,7 @@ class WeightRates(NamedTuple):
 LayerRate = float | Tensor | WeightRates
 
 
-def scaled(grads: Tensor, rate: float | Tensor) -> Tensor:
+def scale_grads(grads: Tensor, rate: float | Tensor) -> Tensor:
     """Return the gradients times their rate, in the gradients' precision (autocast's, where on)."""
     if isinstance(rate, float) and rate == 1.0:
         return grads
@@ -63,10 +63,10 @@ class FixedRates:
         rate_B1 = unique_lengths_B.new_zeros(len(unique_lengths_B), 1, dtype=torch.float64)
         for table in self.tables:  # with a list of them as an index CUDA makes the host wait
             rate_B1[table] = self.rate
-        return of_tables(rate_B1, unique_lengths_B, fetched_row_P)
+        return select_by_table(rate_B1, unique_lengths_B, fetched_row_P)
 
 
-def of_tables(value_BC: Tensor, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> Tensor:
+def select_by_table(value_BC: Tensor, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> Tensor:
     """Return the value of each row's table: [P, C]; see InnerRates.of_rows."""
     ends_B = unique_lengths_B.cumsum(0)
     return value_BC.index_select(0, torch.searchsorted(ends_B, fetched_row_P, right=True))

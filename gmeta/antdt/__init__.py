@@ -6,12 +6,12 @@ from gmeta.antdt import DatasetSpec, ShardClient
 docs/antdt.md tells the whole story. Nothing here imports torch.
 """
 
-from gmeta.antdt.access.errors import AntdtError
+from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import END, EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.client.stream import ShardFeed, UnitStream
 from gmeta.antdt.errors import FencedError, LeaseLostError, ServiceUnavailableError
-from gmeta.antdt.manifests.manifest import ShardManifest, load_manifest
+from gmeta.antdt.manifests.shard_manifest import ShardManifest, load_manifest
 from gmeta.antdt.model import DatasetSpec
 
 __all__ = [

@@ -5,11 +5,11 @@ Every message has four parts: what is wrong, the value, what is allowed, what to
 
 from typing import Any
 
-from gmeta.antdt.access.errors import AntdtError, RefusedError
+from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.errors import UserError
 
 
-def shutting_down() -> RefusedError:
+def shutdown_refusal() -> RefusedError:
     """Return the refusal of a service that ends, after which a client asks its successor."""
     return RefusedError(
         "UNAVAILABLE",

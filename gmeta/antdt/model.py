@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 
 DEFAULT_MAX_ATTEMPTS = 5
 MAX_SHARDS = 100_000_000  # of one dataset; one byte each in memory
@@ -44,7 +44,7 @@ class ShardState(IntEnum):
     QUARANTINED = 4
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Return the word that `gmeta shards ls` has for it."""
         return "todo" if self is ShardState.READY else self.name.lower()
 
@@ -111,7 +111,7 @@ class DatasetSpec:
         check_type("shuffle", self.shuffle, bool)
         check_type("speculative", self.speculative, bool)
         if self.num_shards > MAX_SHARDS:
-            raise bad_argument(
+            raise argument_refusal(
                 f"dataset {self.name} would have {self.num_shards} shards; at most {MAX_SHARDS} "
                 f"are allowed. Use units_per_shard >= {-(-self.num_units // MAX_SHARDS)}."
             )
@@ -144,7 +144,7 @@ class DatasetSpec:
 
 
 @dataclass(slots=True)
-class Lease:
+class LedgerLease:
     """A shard in a worker's hands. `deadline_s` lives on the server's monotonic clock and is never
     stored."""
 
@@ -207,7 +207,7 @@ class Checkpoint:
     committed: bool = False
 
 
-def bad_argument(message: str) -> RefusedError:
+def argument_refusal(message: str) -> RefusedError:
     """Return INVALID_ARGUMENT with reason BAD_ARGUMENT."""
     return RefusedError("INVALID_ARGUMENT", "BAD_ARGUMENT", message)
 
@@ -216,7 +216,7 @@ def check_type(what: str, value: object, kind: type) -> None:
     """Raise RefusedError unless `value` is exactly of `kind`: JSON's `true` and `1.0` are no
     integers."""
     if type(value) is not kind:
-        raise bad_argument(
+        raise argument_refusal(
             f"{what} is {value!r:.80}; allowed is a value of type {kind.__name__}. Correct the "
             "request."
         )
@@ -226,16 +226,19 @@ def check_range(what: str, value: int, low: int, high: int) -> None:
     """Raise RefusedError unless `value` is an integer from `low` to `high`."""
     check_type(what, value, int)
     if not low <= value <= high:
-        raise bad_argument(f"{what} is {value}; allowed is {low} to {high}. Correct the request.")
+        raise argument_refusal(
+            f"{what} is {value}; allowed is {low} to {high}. Correct the request."
+        )
 
 
 def check_name(what: str, value: str) -> None:
     """Raise RefusedError unless `value` is a short printable name."""
     check_type(what, value, str)
     if not _NAME.fullmatch(value):
-        shown = value[:MAX_NAME_CHARS]
-        raise bad_argument(
-            f"{what} is {shown!r}; allowed are 1 to {MAX_NAME_CHARS} letters, digits and _.:@/- . "
+        excerpt = value[:MAX_NAME_CHARS]
+        raise argument_refusal(
+            f"{what} is {excerpt!r}; allowed are 1 to {MAX_NAME_CHARS} letters, digits and "
+            "_.:@/- . "
             "Choose such a name."
         )
 
@@ -244,6 +247,6 @@ def check_text(what: str, value: str, max_chars: int) -> None:
     """Raise RefusedError unless `value` is text of at most `max_chars` characters."""
     check_type(what, value, str)
     if len(value) > max_chars:
-        raise bad_argument(
+        raise argument_refusal(
             f"{what} has {len(value)} characters; at most {max_chars} are allowed. Shorten it."
         )

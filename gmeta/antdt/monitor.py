@@ -19,13 +19,13 @@ from gmeta.antdt.reports import (
     Verdict,
     WorkerHealth,
 )
-from gmeta.antdt.windows import LongWindows, Window, tasks_per_s, windows_of
+from gmeta.antdt.windows import LongWindows, WorkerWindow, compare_windows, tasks_per_s
 
 CUT_AFTER = 0.2  # share of a window: no window is cut shorter
 
 
 @final
-class _Worker:
+class _WorkerHistory:
     """Reports and windows of one process."""
 
     def __init__(self, incarnation: str, config: MonitorConfig) -> None:
@@ -36,14 +36,14 @@ class _Worker:
         self.last: Report | None = None  # what it did in the last window with news,
         self.num_idle = 0  # and how many windows without came after it
         self.long = LongWindows(config)
-        self.short: deque[Window] = deque(maxlen=config.short_windows)
+        self.short: deque[WorkerWindow] = deque(maxlen=config.short_windows)
         self.num_windows = 0
         self.verdict: Verdict = "unknown"
         self.slow_since_s = 0.0
         self.num_slow = 0
         self.slow_from_the_start = False
 
-    def add_long(self, window: Window) -> None:
+    def add_long(self, window: WorkerWindow) -> None:
         """Take in a window that was not cut short."""
         self.long.add(window)
         config = self.long.config
@@ -52,13 +52,13 @@ class _Worker:
         if self.num_windows == config.short_windows:
             self.slow_from_the_start = self.num_slow >= config.short_slow
 
-    def news(self) -> Report | None:
+    def totals_of_window(self) -> Report | None:
         """Return the totals since the window began; None when no task was finished in it."""
-        return _between(self.at_window_start, self.newest)
+        return _subtract_reports(self.at_window_start, self.newest)
 
     def take_delta(self) -> Report | None:
         """Return `news`, and begin the next window."""
-        delta = self.news()
+        delta = self.totals_of_window()
         self.num_idle += 1
         if delta is not None:
             self.at_window_start, self.last, self.num_idle = self.newest, delta, 0
@@ -67,22 +67,22 @@ class _Worker:
     def take_long_delta(self) -> Report | None:
         """Return what was done since the last window that was not cut short, and begin the next
         one."""
-        delta = _between(self.at_long_start, self.newest)
+        delta = _subtract_reports(self.at_long_start, self.newest)
         if delta is not None:
             self.at_long_start = self.newest
         return delta
 
-    def changed(self, ratio: float) -> bool:
+    def has_changed_pace(self, ratio: float) -> bool:
         """Return whether own time per task is at least `ratio` times what it was in the last
         window, or at most 1/`ratio` of it."""
-        news = self.news()
+        news = self.totals_of_window()
         if news is None or not self.short:
             return False
         now_ms, then_ms = sum(news.own_ms) / news.tasks_done, self.short[-1].own_ms
         return not then_ms / ratio < now_ms < then_ms * ratio
 
 
-def _between(before: Report | None, newest: Report | None) -> Report | None:
+def _subtract_reports(before: Report | None, newest: Report | None) -> Report | None:
     if before is None or newest is None or newest.tasks_done <= before.tasks_done:
         return None
     return newest.since(before)
@@ -94,7 +94,7 @@ class Monitor:
 
     def __init__(self, config: MonitorConfig, now_s: float) -> None:
         self.config = config
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerHistory] = {}
         self._window_end_s = now_s + config.window_s
         self._may_cut_s = now_s + CUT_AFTER * config.window_s
         self.health: dict[str, WorkerHealth] = {}
@@ -103,7 +103,7 @@ class Monitor:
         """Take in a worker's newest totals; another incarnation begins a new history."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
-            worker = self._workers[worker_id] = _Worker(incarnation, self.config)
+            worker = self._workers[worker_id] = _WorkerHistory(incarnation, self.config)
         if worker.at_window_start is None:
             # Totals until now say nothing about a window.
             worker.at_window_start = worker.at_long_start = report
@@ -124,12 +124,12 @@ class Monitor:
         if not is_over and not self._cut_short(now_s):
             return False
         self._may_cut_s = now_s + CUT_AFTER * self.config.window_s
-        judged = self._windows(_Worker.take_delta)
+        judged = self._windows(_WorkerHistory.take_delta)
         for name, window in judged.items():
             self._workers[name].short.append(window)
         if is_over:
             self._window_end_s = now_s + self.config.window_s
-            for name, window in self._windows(_Worker.take_long_delta).items():
+            for name, window in self._windows(_WorkerHistory.take_long_delta).items():
                 self._workers[name].add_long(window)
         for name in judged:
             worker = self._workers[name]
@@ -142,11 +142,13 @@ class Monitor:
         their reports, so that the reaction need not wait for the end of the window."""
         return (
             now_s >= self._may_cut_s
-            and all(worker.news() is not None for worker in self._workers.values())
-            and any(worker.changed(self.config.slow_ratio) for worker in self._workers.values())
+            and all(worker.totals_of_window() is not None for worker in self._workers.values())
+            and any(
+                worker.has_changed_pace(self.config.slow_ratio) for worker in self._workers.values()
+            )
         )
 
-    def _windows(self, take: Callable[[_Worker], Report | None]) -> dict[str, Window]:
+    def _windows(self, take: Callable[[_WorkerHistory], Report | None]) -> dict[str, WorkerWindow]:
         deltas = {
             name: delta
             for name, worker in self._workers.items()
@@ -161,10 +163,10 @@ class Monitor:
                 for name, worker in self._workers.items()
                 if worker.num_idle > 1 and worker.last is not None
             }
-        windows = windows_of({**idle, **deltas}, self.config)
+        windows = compare_windows({**idle, **deltas}, self.config)
         return {name: windows[name] for name in deltas}
 
-    def _judge(self, worker: _Worker, now_s: float) -> Verdict:
+    def _judge(self, worker: _WorkerHistory, now_s: float) -> Verdict:
         config, short = self.config, worker.short
         if len(short) < config.short_slow:
             return "unknown"
@@ -188,14 +190,14 @@ class Monitor:
         steady = of_hardware and long.spread() <= config.steady_spread
         return "deterministic" if steady else "persistent"
 
-    def _describe(self, name: str, worker: _Worker, now_s: float) -> WorkerHealth:
+    def _describe(self, name: str, worker: _WorkerHistory, now_s: float) -> WorkerHealth:
         short, long = worker.short, worker.long
         is_straggler = worker.verdict in STRAGGLERS
         ratio = sum(window.ratio for window in short) / len(short)
         return WorkerHealth(
             name,
             worker.verdict,
-            _cause(short) if is_straggler else "",
+            _largest_excess(short) if is_straggler else "",
             ratio,
             tasks_per_s(short),
             # Windows cut short may come before the first whole one.
@@ -203,19 +205,19 @@ class Monitor:
             1000 / short[-1].work_ms if short[-1].work_ms > 0 else 0.0,
             long.overhead_ms(),
             now_s - worker.slow_since_s if is_straggler else 0.0,
-            _evidence(short, long, ratio) if is_straggler else "",
+            _describe_evidence(short, long, ratio) if is_straggler else "",
             # The least: a pause of the whole job shows in one window, not in all of them.
             min(window.peer_wait_ms for window in short),
         )
 
 
-def _cause(windows: Sequence[Window]) -> Cause:
+def _largest_excess(windows: Sequence[WorkerWindow]) -> Cause:
     """Return the part of the time with the largest excess over the others."""
     excess = [fmean(window.excess_ms[i] for window in windows) for i in range(len(CAUSES))]
     return CAUSES[excess.index(max(excess))]
 
 
-def _evidence(short: Sequence[Window], long: LongWindows, ratio: float) -> str:
+def _describe_evidence(short: Sequence[WorkerWindow], long: LongWindows, ratio: float) -> str:
     parts = ", ".join(
         f"{cause} {fmean(window.excess_ms[i] for window in short):+.2f}"
         for i, cause in enumerate(CAUSES)

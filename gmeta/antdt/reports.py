@@ -50,7 +50,7 @@ class Report(NamedTuple):
         """Return what was added since an earlier report."""
         return Report._make(map(sub, self, before))
 
-    def and_then(self, later: "Report") -> "Report":
+    def plus(self, later: "Report") -> "Report":
         """Return the totals with what was added later."""
         return Report._make(map(add, self, later))
 

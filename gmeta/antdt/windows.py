@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 from gmeta.antdt.reports import MonitorConfig, Report
 
 
-class Window(NamedTuple):
+class WorkerWindow(NamedTuple):
     """One worker in one window; times are ms per task, by cause in the order of CAUSES."""
 
     tasks: int
@@ -30,7 +30,7 @@ class LongWindows:
     there are."""
 
     def __init__(self, config: MonitorConfig) -> None:
-        self.windows: deque[Window] = deque()
+        self.windows: deque[WorkerWindow] = deque()
         self.num_slow = 0  # above the ratio of recovery: a straggler stays one down to it
         self.tasks = 0
         self.work_ms = 0.0
@@ -38,7 +38,7 @@ class LongWindows:
         # Of tasks per step (x) and working time per step (y), forgotten at the rate of the windows.
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
-    def add(self, window: Window) -> None:
+    def add(self, window: WorkerWindow) -> None:
         """Take in the newest window, drop the oldest."""
         if len(self.windows) == self.config.long_windows:
             self._count_in(self.windows.popleft(), -1)
@@ -52,7 +52,7 @@ class LongWindows:
             self._x, self._y = keep * self._x + x, keep * self._y + y
             self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
 
-    def _count_in(self, window: Window, sign: int) -> None:
+    def _count_in(self, window: WorkerWindow, sign: int) -> None:
         self.num_slow += sign * (window.ratio >= self.config.recovered_ratio)
         self.tasks += sign * window.tasks
         self.work_ms += sign * window.tasks * window.work_ms
@@ -66,9 +66,9 @@ class LongWindows:
         variance = self._xx / self._count - x * x
         if variance < (0.1 * x) ** 2:
             return 0.0
-        slope = (self._xy / self._count - x * y) / variance
+        gradient = (self._xy / self._count - x * y) / variance
         # Noise may put the line through zero or below; at least a tenth is the tasks' own.
-        return min(max(0.0, y - slope * x), 0.9 * y)
+        return min(max(0.0, y - gradient * x), 0.9 * y)
 
     def spread(self) -> float:
         """Return (p90 - p10) / median of the ratio."""
@@ -76,12 +76,12 @@ class LongWindows:
         return (deciles[8] - deciles[0]) / deciles[4] if deciles[4] > 0 else 0.0
 
 
-def windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str, Window]:
+def compare_windows(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str, WorkerWindow]:
     """Return the window of every worker, compared with the median of the others: with two workers,
     each with the other."""
     parts = [tuple(ms / delta.tasks_done for ms in delta.own_ms) for delta in deltas.values()]
-    own = [sum(part) for part in parts]
-    typical_own = _medians_of_others(own)
+    own_ms = [sum(part) for part in parts]
+    typical_own = _medians_of_others(own_ms)
     typical = list(
         zip(*(_medians_of_others([part[i] for part in parts]) for i in range(3)), strict=True)
     )
@@ -90,12 +90,12 @@ def windows_of(deltas: Mapping[str, Report], config: MonitorConfig) -> dict[str,
         compute, reader, network = (
             part - median for part, median in zip(parts[index], typical[index], strict=True)
         )
-        ratio = own[index] / typical_own[index] if typical_own[index] > 0 else 1.0
-        is_slow = ratio > config.slow_ratio and own[index] - typical_own[index] > config.floor_ms
-        windows[name] = Window(
+        ratio = own_ms[index] / typical_own[index] if typical_own[index] > 0 else 1.0
+        is_slow = ratio > config.slow_ratio and own_ms[index] - typical_own[index] > config.floor_ms
+        windows[name] = WorkerWindow(
             delta.tasks_done,
             delta.step,
-            own[index],
+            own_ms[index],
             parts[index][0] + parts[index][1],
             ratio,
             is_slow,
@@ -121,7 +121,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     return medians
 
 
-def tasks_per_s(windows: Sequence[Window]) -> float:
+def tasks_per_s(windows: Sequence[WorkerWindow]) -> float:
     """Return the median speed, since a window in which the shares change mixes both; of two windows
     the faster, because the other may include the start."""
     task_ms = median_low([window.work_ms for window in windows])

@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, TypeVar, final
 
 import numpy as np
 
-from gmeta.antdt.access.errors import AntdtError, RefusedError
+from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.stream import UnitRange, UnitStream
-from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
+from gmeta.antdt.manifests.shard_manifest import MANIFEST_FILE_NAME, ShardManifest, load_manifest
 from gmeta.antdt.model import MAX_EPOCHS, MAX_SHARDS_PER_LEASE_CALL, DatasetSpec
-from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.episodes import Episodes
-from gmeta.config import TrainConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.accumulate import MicroBatches
+from gmeta.data.episodes import Episodes
+from gmeta.distributed.collective_errors import run_on_all, run_on_first
+from gmeta.distributed.ranks import Ranks, barrier, broadcast_value
 from gmeta.errors import UserError
-from gmeta.feeds.asked import Asked
-from gmeta.feeds.feed import Feed
-from gmeta.feeds.processes import processes_of
-from gmeta.feeds.service import connect, own_service, service_address
-from gmeta.hooks.logger import Logger, Reading
-from gmeta.parallel.ranks import Ranks, barrier, value_of_first
-from gmeta.parallel.together import by_all, by_first
+from gmeta.feeds.batch_request import BatchRequest
+from gmeta.feeds.batch_source import BatchSource
+from gmeta.feeds.batch_workers import start_workers
+from gmeta.feeds.service import connect, service_address, start_embedded_service
+from gmeta.runs.logging.logger import Logger, Reading
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 
 if TYPE_CHECKING:
-    from gmeta.parallel.sharded_learner import ShardedLearner
+    from gmeta.distributed.sharded_learner import ShardedLearner
 
 # Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
 SMALL_SHARD_TASKS = 16
@@ -48,9 +48,9 @@ IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their 
 
 _log = logging.getLogger("gmeta.feed")
 
-Made = TypeVar("Made", TaskBatch, Episodes | MicroBatches)
+Batch = TypeVar("Batch", TaskBatch, Episodes | MicroBatches)
 # Makes a batch of each of the groups, from this step on; it draws some groups ahead.
-_Maker = Callable[[Iterator[list[UnitRange]], int], Generator[Made]]
+_BatchMaker = Callable[[Iterator[list[UnitRange]], int], Generator[Batch]]
 
 
 def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
@@ -75,7 +75,7 @@ def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
 
 
 @final
-class LivePage(Logger):
+class LivePageLogger(Logger):
     """The readings that the live page of the data-shard service draws."""
 
     def __init__(self, client: ShardClient) -> None:
@@ -83,11 +83,11 @@ class LivePage(Logger):
 
     def log(self, reading: Reading) -> None:
         """Hand the reading to the next heartbeat."""
-        self._client.read(reading.step, reading.scalars())
+        self._client.report_metrics(reading.step, reading.scalars())
 
 
 @final
-class ServiceFeed(Feed):
+class LeasedBatchSource(BatchSource):
     """Shards leased from the data-shard service: each rank takes the next ones when it needs them.
 
     `share` is how many tasks this rank takes for each batch.
@@ -141,17 +141,17 @@ class ServiceFeed(Feed):
                 join()
                 self._restore(spec, checkpoint, config)
 
-            by_first(begin, ranks)
+            run_on_first(begin, ranks)
             # Behind the roll-back: who registers before it is of the generation that it ends.
-            address = value_of_first(address, ranks)
-            by_all(join if ranks.rank else lambda: None, ranks)
-            self.processes = processes_of(config, dataset, ranks)
-            self.loggers = {"the data-shard service": LivePage(self.client)}
+            address = broadcast_value(address, ranks)
+            run_on_all(join if ranks.rank else lambda: None, ranks)
+            self.workers = start_workers(config, dataset, ranks)
+            self.loggers = {"the data-shard service": LivePageLogger(self.client)}
             self._closing = undo.pop_all()
-        self._made_by = self.processes or self._reader
+        self._made_by = self.workers or self._reader
         self.batches_ahead = max(PREFETCH_BATCHES, data.threads)
-        if self.processes is not None:
-            self.batches_ahead = PREFETCH_BATCHES * self.processes.number
+        if self.workers is not None:
+            self.batches_ahead = PREFETCH_BATCHES * self.workers.number
 
     @staticmethod
     def _start_service(config: TrainConfig, ranks: Ranks, undo: ExitStack) -> str:
@@ -161,7 +161,7 @@ class ServiceFeed(Feed):
                 "to run the data-shard service. Start `gmeta shard-service` where all reach it and "
                 "set data.service = HOST:PORT"
             )
-        return undo.enter_context(own_service(config)).address
+        return undo.enter_context(start_embedded_service(config)).address
 
     def _restore(self, spec: DatasetSpec, checkpoint: Path | None, config: TrainConfig) -> None:
         manifest = None if checkpoint is None else load_manifest(checkpoint)
@@ -186,12 +186,12 @@ class ServiceFeed(Feed):
             AntdtError: of this rank alone: the others may be in a collective.
         """
 
-        def made(groups: Iterator[list[UnitRange]], _: int) -> Generator[TaskBatch]:
+        def make_batches(groups: Iterator[list[UnitRange]], _: int) -> Generator[TaskBatch]:
             return self._reader.batches(
                 [EpisodeRange(self._split, *part) for part in group] for group in groups
             )
 
-        return self._epoch_of(made, epoch, first_step)
+        return self._iterate_epoch(make_batches, epoch, first_step)
 
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int
@@ -202,26 +202,28 @@ class ServiceFeed(Feed):
             AntdtError: of this rank alone: the others may be in a collective.
             GMetaError: a process has ended.
         """
-        if self.processes is None:
+        if self.workers is None:
             return None
-        processes = self.processes
+        processes = self.workers
 
-        def made(
+        def make_episodes(
             groups: Iterator[list[UnitRange]], step: int
         ) -> Generator[Episodes | MicroBatches]:
             asks = (
-                Asked((epoch, at), np.array(group, np.int64).reshape(-1, 2), self._num_parts)
+                BatchRequest((epoch, at), np.array(group, np.int64).reshape(-1, 2), self._num_parts)
                 for at, group in enumerate(groups, step)
             )
-            return processes.made(local, asks, self.batches_ahead)
+            return processes.make_batches(local, asks, self.batches_ahead)
 
-        return self._epoch_of(made, epoch, first_step)
+        return self._iterate_epoch(make_episodes, epoch, first_step)
 
-    def _epoch_of(self, maker: _Maker[Made], epoch: int, first_step: int) -> Iterator[Made]:
+    def _iterate_epoch(
+        self, maker: _BatchMaker[Batch], epoch: int, first_step: int
+    ) -> Iterator[Batch]:
         self._close_stream()
         self._replan = self._epoch_ended = False
         self._stream = UnitStream(self.client, self._split, epoch, self._shards_ahead())
-        yield from self._batches_of(self._stream, maker, first_step)
+        yield from self._iterate_batches(self._stream, maker, first_step)
         self._epoch_ended = True
 
     def change_share(self, num_tasks: int, num_parts: int) -> None:
@@ -238,13 +240,15 @@ class ServiceFeed(Feed):
         """
         return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
 
-    def _batches_of(self, stream: UnitStream, maker: _Maker[Made], step: int) -> Iterator[Made]:
+    def _iterate_batches(
+        self, stream: UnitStream, maker: _BatchMaker[Batch], step: int
+    ) -> Iterator[Batch]:
         """Yield the batches of a stream from this step on; after a change of share, those made
         ahead are dropped and planned anew, from blocks that are decoded already.
         """
         while not stream.ended:
             planned: deque[int] = deque()  # tasks of each batch that is made ahead
-            with closing(maker(self._groups(stream, planned), step)) as batches:
+            with closing(maker(self._iterate_ranges(stream, planned), step)) as batches:
                 for batch in batches:
                     step += 1
                     yield batch
@@ -256,12 +260,12 @@ class ServiceFeed(Feed):
             self._replan = False
             stream.lease_ahead(self._shards_ahead())
 
-    def _groups(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[UnitRange]]:
+    def _iterate_ranges(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[UnitRange]]:
         """Yield the episodes of this rank's next batches, until the epoch has ended."""
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
-            taken = stream.take(self.share)
+            taken = stream.take_units(self.share)
             if taken:
                 warn_at_s = began_s + WARN_AFTER_S
             else:
@@ -274,20 +278,20 @@ class ServiceFeed(Feed):
             planned.append(sum(part.number for part in taken))
             yield taken
 
-    def trained(self, num_tasks: int) -> None:
+    def report_trained(self, num_tasks: int) -> None:
         """Report the tasks to the service. Where a lease was lost, the next batch and the next
         checkpoint tell.
         """
         if self._stream is None:
             raise RuntimeError("trained() needs an epoch: call batches() first")
-        with self._noting_problems():
-            self._stream.trained(num_tasks)
+        with self._defer_problems():
+            self._stream.mark_trained(num_tasks)
 
-    def epoch_over(self, epoch_step: int) -> bool:
+    def is_epoch_over(self, epoch_step: int) -> bool:
         """Return whether the service has ended the epoch."""
         if self._stream is not None and not self._epoch_ended:
             # The last step of a run, and this rank has not asked for a batch since.
-            with self._noting_problems():
+            with self._defer_problems():
                 self._epoch_ended = self._stream.ended
         return self._epoch_ended
 
@@ -303,23 +307,23 @@ class ServiceFeed(Feed):
             self._manifest = self.client.prepare_checkpoint(f"step-{step:08d}", step)
             files[MANIFEST_FILE_NAME] = self._manifest.to_json()
 
-        by_all(self._flush, self._ranks)  # every rank's progress is with the service
-        by_first(prepare, self._ranks)  # nobody reports the next step before it is taken
+        run_on_all(self._flush, self._ranks)  # every rank's progress is with the service
+        run_on_first(prepare, self._ranks)  # nobody reports the next step before it is taken
         return files
 
     def _flush(self) -> None:
         self._raise_problem()
         self.client.flush()
 
-    def committed(self) -> None:
+    def confirm_checkpoint(self) -> None:
         """Commit the manifest: its episodes are in a checkpoint that has its final name."""
         if self._manifest is not None:
-            with self._noting_problems():
+            with self._defer_problems():
                 self.client.commit_checkpoint(self._manifest)
             self._manifest = None
 
     @contextmanager
-    def _noting_problems(self) -> Iterator[None]:
+    def _defer_problems(self) -> Iterator[None]:
         """Keep an error of the service until the next batch or checkpoint: the others may be in a
         collective now.
         """
@@ -351,7 +355,7 @@ class ServiceFeed(Feed):
 
     def close(self) -> None:
         """Give back what was not trained, and end the job's own service, if any. Collective."""
-        by_all(self._close_stream, self._ranks)
+        run_on_all(self._close_stream, self._ranks)
         self.client.close()
         barrier(self._ranks)  # rank 0 may own the service, and the others still say good-bye to it
         self._closing.close()

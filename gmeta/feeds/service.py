@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.service.embedded import EmbeddedService
-from gmeta.config import TrainConfig
+from gmeta.config.train_config import TrainConfig
 
 # The same that `gmeta shards` reads.
 SERVICE_VARIABLE = "GMETA_SHARD_SERVICE"
@@ -23,7 +23,7 @@ def needs_own_service(config: TrainConfig) -> bool:
     return config.data.source == "service" and not service_address(config)
 
 
-def own_service(config: TrainConfig) -> EmbeddedService:
+def start_embedded_service(config: TrainConfig) -> EmbeddedService:
     """Return the job's service, its store in the run folder; it ends with this process at the
     latest.
     """

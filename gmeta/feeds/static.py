@@ -3,23 +3,23 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, final
 
-from gmeta.batches.accumulate import MicroBatches
-from gmeta.batches.episodes import Episodes
-from gmeta.config import TrainConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.accumulate import MicroBatches
+from gmeta.data.episodes import Episodes
+from gmeta.data.reader import open_reader
+from gmeta.distributed.ranks import Ranks
 from gmeta.errors import UserError
-from gmeta.feeds.feed import Feed
-from gmeta.feeds.processes import processes_of
-from gmeta.feeds.reader import open_reader
-from gmeta.parallel.ranks import Ranks
+from gmeta.feeds.batch_source import BatchSource
+from gmeta.feeds.batch_workers import start_workers
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:
-    from gmeta.parallel.sharded_learner import ShardedLearner
+    from gmeta.distributed.sharded_learner import ShardedLearner
 
 
 @final
-class StaticFeed(Feed):
+class StaticBatchSource(BatchSource):
     """Every rank its share of every step, worked out from the seed alone."""
 
     def __init__(
@@ -38,8 +38,8 @@ class StaticFeed(Feed):
                 "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
             )
         # Both while the model and the run folder are made ready.
-        self.processes = processes_of(config, dataset, ranks)
-        if is_fresh and self.processes is None:
+        self.workers = start_workers(config, dataset, ranks)
+        if is_fresh and self.workers is None:
             self._reader.prefetch(epoch=0)
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
@@ -52,14 +52,14 @@ class StaticFeed(Feed):
         self, local: "ShardedLearner", epoch: int, first_step: int
     ) -> Iterator[Episodes | MicroBatches] | None:
         """Take them from the processes, if there are any."""
-        if self.processes is None:
+        if self.workers is None:
             return None
-        return self.processes.episodes(local, epoch, first_step, self.num_steps)
+        return self.workers.episodes(local, epoch, first_step, self.num_steps)
 
-    def trained(self, num_tasks: int) -> None:
+    def report_trained(self, num_tasks: int) -> None:
         """Do nothing: the step's number says it all."""
 
-    def epoch_over(self, epoch_step: int) -> bool:
+    def is_epoch_over(self, epoch_step: int) -> bool:
         """Return whether the epoch's last step was taken."""
         return epoch_step >= self.num_steps
 
@@ -67,13 +67,13 @@ class StaticFeed(Feed):
         """Return nothing: progress.json says it all."""
         return {}
 
-    def committed(self) -> None:
+    def confirm_checkpoint(self) -> None:
         """Do nothing: nobody waits for it."""
 
     @property
     def wait_s(self) -> float:
         """Return the seconds that steps waited for the reader."""
-        return self._reader.wait_s if self.processes is None else self.processes.wait_s
+        return self._reader.wait_s if self.workers is None else self.workers.wait_s
 
     def close(self) -> None:
         """End the reader's threads."""

@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from gmeta.batches.item_statistics import ItemStatistics
-from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.config import TrainConfig
-from gmeta.parallel.ranks import Ranks, add_arrays_over_ranks
-from gmeta.parallel.together import by_all
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.features.item_statistics import ItemStatistics
+from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.distributed.collective_errors import run_on_all
+from gmeta.distributed.ranks import Ranks, add_arrays_over_ranks
 from metaio.format.dataset import Dataset
 from metaio.read.compose import compose
 
 
-def take_item_statistics(
+def read_item_statistics(
     items: ItemStatistics | None, config: TrainConfig, dataset: Dataset, ranks: Ranks
 ) -> list[str]:
     """Read the training split once, each rank its share of the blocks, fill `items` with what it
@@ -23,16 +23,16 @@ def take_item_statistics(
     """
     if items is None:
         return []
-    sums, split = items.no_sums(), dataset.split(config.data.train_split)
+    sums, split = items.empty_sums(), dataset.split(config.data.train_split)
 
-    def read() -> None:
+    def add_split() -> None:
         for block in range(ranks.rank, split.num_blocks, ranks.world_size):
             stored = dataset.read_block(split.name, block)
             batch = compose(dataset.features, [(stored, np.arange(stored.num_episodes))])
-            for checked in labels_checked([batch], kinds_of(config, dataset), dataset, split.name):
+            for checked in check_labels([batch], kinds_of(config, dataset), dataset, split.name):
                 items.add(sums, checked)
 
-    by_all(read, ranks)
+    run_on_all(add_split, ranks)
     add_arrays_over_ranks([sums.total_K3, *sums.columns], ranks)
-    items.take(sums)
+    items.set_from_sums(sums)
     return [f"item_features: from {split.num_rows:,} rows of split {split.name}"]

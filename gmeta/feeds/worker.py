@@ -18,15 +18,15 @@ from typing import final
 
 import torch
 
-from gmeta.batches.augment import augmented
-from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.batches.shared import Told, into_block
+from gmeta.data.augment import augment_batches
+from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.data.opening import open_data
+from gmeta.data.reader import open_reader
+from gmeta.data.shared_batch import BlockDescription, write_to_block
 from gmeta.errors import GMetaError
-from gmeta.feeds.asked import Answer, Asked, Place, Work, places_from
-from gmeta.feeds.increment import open_data
-from gmeta.feeds.reader import open_reader
+from gmeta.feeds.batch_request import BatchReply, BatchRequest, BatchWork, Place, places_from
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.numerics import keep_freed_memory
+from gmeta.platform.numerics import keep_freed_memory
 from metaio.errors import MetaIOError
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
@@ -39,7 +39,7 @@ _ERRORS = GMetaError, MetaIOError, OSError  # of reading, told to the rank
 class TrainingSplit:
     """Reads the training split, which is opened when a batch is first asked for."""
 
-    def __init__(self, work: Work, held: ExitStack) -> None:
+    def __init__(self, work: BatchWork, held: ExitStack) -> None:
         """Read as long as `held` is open."""
         self._work, self._held = work, held
         self._share: Iterator[tuple[Place, TaskBatch]] = iter(())
@@ -59,7 +59,7 @@ class TrainingSplit:
         threads = self._work.config.data.threads
         return self._held.enter_context(RangeReader(self._dataset, threads=threads))
 
-    def begin(self, asked: Asked) -> Iterator[TaskBatch]:
+    def begin(self, request: BatchRequest) -> Iterator[TaskBatch]:
         """Return what yields the batch that was asked for, checked and augmented; it is read in the
         background until then.
 
@@ -68,13 +68,13 @@ class TrainingSplit:
         """
         config, dataset = self._work.config, self._dataset
         split, seed = config.data.train_split, config.run.seed
-        if asked.ranges is None:
-            stored: Iterator[TaskBatch] = map(self._share_of, [asked.place])
+        if request.ranges is None:
+            stored: Iterator[TaskBatch] = map(self._share_of, [request.place])
         else:
-            group = [EpisodeRange(split, *part) for part in asked.ranges.tolist()]
+            group = [EpisodeRange(split, *part) for part in request.ranges.tolist()]
             stored = self._range_reader.begin(group)
-        checked = labels_checked(stored, kinds_of(config, dataset), dataset, split)
-        return augmented(checked, config.augment, dataset.features, seed, *asked.place)
+        checked = check_labels(stored, kinds_of(config, dataset), dataset, split)
+        return augment_batches(checked, config.augment, dataset.features, seed, *request.place)
 
     def _share_of(self, place: Place) -> TaskBatch:
         """Return the rank's share of a step. Those that this process will be asked for are read
@@ -84,7 +84,7 @@ class TrainingSplit:
         if found is None:  # the first, or behind one that could not be read
             work, reader = self._work, self._share_reader
             to_come = places_from(place, reader.num_steps(), work.config.run.epochs)
-            places, planned = tee(islice(to_come, 0, None, work.of))
+            places, planned = tee(islice(to_come, 0, None, work.num_processes))
             self._share = zip(places, reader.batches_of_steps(planned), strict=False)
             found = next(self._share)
         made_for, batch = found
@@ -101,30 +101,30 @@ def work(connection: int, *blocks: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     with Connection(connection) as rank, suppress(EOFError, ConnectionError):
-        answer(rank, rank.recv(), [SharedBlock(descriptor) for descriptor in blocks])
+        serve_requests(rank, rank.recv(), [SharedBlock(descriptor) for descriptor in blocks])
 
 
-def answer(rank: Connection, work: Work, blocks: list[SharedBlock]) -> None:
+def serve_requests(rank: Connection, work: BatchWork, blocks: list[SharedBlock]) -> None:
     """Make the batches that the rank asks for, one after the other, until it is gone (EOFError,
     ConnectionError). It never has more batches to copy than there are blocks.
     """
-    turns, begun = cycle(blocks), deque[tuple[Asked, Iterator[TaskBatch] | Exception]]()
+    turns, pending = cycle(blocks), deque[tuple[BatchRequest, Iterator[TaskBatch] | Exception]]()
     with ExitStack() as held:
         split = TrainingSplit(work, held)
         while True:
-            while not begun or rank.poll():
-                asked: Asked = rank.recv()
+            while not pending or rank.poll():
+                request: BatchRequest = rank.recv()
                 try:
-                    begun.append((asked, split.begin(asked)))
+                    pending.append((request, split.begin(request)))
                 except _ERRORS as error:
-                    begun.append((asked, error))
-            (asked, read), block = begun.popleft(), next(turns)
+                    pending.append((request, error))
+            (request, batches), block = pending.popleft(), next(turns)
             began_s = perf_counter()
-            what: Told | Exception
+            result: BlockDescription | Exception
             try:
-                if isinstance(read, Exception):
-                    raise read
-                what = into_block(work.arranged(next(read), asked), block.first)
+                if isinstance(batches, Exception):
+                    raise batches
+                result = write_to_block(work.collate(next(batches), request), block.first)
             except _ERRORS as error:
-                what = error  # of this one: the rank may have dropped it
-            rank.send(Answer(asked.place, what, perf_counter() - began_s))
+                result = error  # of this one: the rank may have dropped it
+            rank.send(BatchReply(request.place, result, perf_counter() - began_s))

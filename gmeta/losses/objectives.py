@@ -27,18 +27,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gmeta.losses.ranking import list_losses, list_slopes
+from gmeta.losses.ranking import list_grads, list_losses
 from gmeta.losses.row_losses import (
     LossFunction,
     errors_N,
     in_float32,
+    row_grads_N,
     row_losses_N,
-    row_slopes_N,
 )
 
 if TYPE_CHECKING:
-    from gmeta.losses.config import LabelsConfig
-    from gmeta.losses.ranking import Lists
+    from gmeta.config.labels import LabelsConfig
+    from gmeta.losses.ranking import TaskLists
 
 
 class LabelLosses(NamedTuple):
@@ -61,12 +61,12 @@ class LabelLosses(NamedTuple):
         return torch.stack(self._entire_space(own), dim=1)
 
     def row_losses_N(
-        self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
+        self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
     ) -> Tensor:
         """Return the loss of each row, in float32 at least; see `known_labels`."""
         losses = self._losses(logits, known_labels(label, weight), weight, lists)
         losses = losses if weight is None else losses * weight.to(losses.dtype)
-        losses = self.scaled(losses)
+        losses = self.scale(losses)
         return losses if len(self.losses) == 1 else losses.sum(dim=1)
 
     def predictions(self, logits: Tensor) -> Tensor:
@@ -74,12 +74,14 @@ class LabelLosses(NamedTuple):
         predicted label.
         """
 
-        def shown(loss: LossFunction, logit: Tensor) -> Tensor:
+        def predict_label(loss: LossFunction, logit: Tensor) -> Tensor:
             return logit.sigmoid() if loss.kind == "bce" else logit.clone()
 
-        return self._of_each(shown, logits)
+        return self._map_labels(predict_label, logits)
 
-    def errors(self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists) -> Tensor:
+    def errors(
+        self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
+    ) -> Tensor:
         """Return how far each label is above its prediction, or how a ranking loss pulls the
         output; 0 where it is not known.
         """
@@ -87,13 +89,13 @@ class LabelLosses(NamedTuple):
 
         def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor | None) -> Tensor:
             if loss.ranks:
-                return -list_slopes(loss.kind, in_float32(logit), label, known, lists)
+                return -list_grads(loss.kind, in_float32(logit), label, known, lists)
             errors = errors_N(loss, logit, label)
             return errors if known is None else torch.where(known > 0, errors, 0.0)
 
-        return self._of_each(error, logits, known_labels(label, weight), known)
+        return self._map_labels(error, logits, known_labels(label, weight), known)
 
-    def scaled(self, values: Tensor) -> Tensor:
+    def scale(self, values: Tensor) -> Tensor:
         """Return the values times the labels' weights: [N, L] where there are several labels, from
         [N, L] or [N, 1]."""
         if len(self.weights) > 1:
@@ -101,29 +103,31 @@ class LabelLosses(NamedTuple):
         return values if self.weights == (1.0,) else values * self.weights[0]
 
     def losses_NL(
-        self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: Lists
+        self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: TaskLists
     ) -> Tensor:
         """Return the loss of each label at the outputs of a last layer, in float32 at least."""
         return self._losses(self.logits(output_NL), label_NL, weight_NL, lists)
 
-    def slopes_NL(
-        self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: Lists
+    def grads_NL(
+        self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: TaskLists
     ) -> Tensor:
         """Return the gradient of the weighted sum of these losses at the outputs of a last layer,
         differentiable once more.
         """
 
-        def slopes(loss: LossFunction, output: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+        def label_grads(
+            loss: LossFunction, output: Tensor, label: Tensor, weight: Tensor
+        ) -> Tensor:
             if loss.ranks:
-                return list_slopes(loss.kind, output, label, weight, lists)
-            return row_slopes_N(loss, output, label) * weight
+                return list_grads(loss.kind, output, label, weight, lists)
+            return row_grads_N(loss, output, label) * weight
 
         output_NL = in_float32(output_NL)
         if max(self.before) < 0:
-            return self._of_each(slopes, output_NL, label_NL, weight_NL)
+            return self._map_labels(label_grads, output_NL, label_NL, weight_NL)
         own = output_NL.unbind(dim=1)
         joint = self._entire_space(own)
-        of_joint = self._of_each(slopes, torch.stack(joint, dim=1), label_NL, weight_NL)
+        of_joint = self._map_labels(label_grads, torch.stack(joint, dim=1), label_NL, weight_NL)
         found = list(of_joint.unbind(dim=1))
         # From the last label to the first: what a label takes place among stands before it.
         for at in reversed(range(len(found))):
@@ -135,7 +139,9 @@ class LabelLosses(NamedTuple):
                 found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
         return torch.stack(found, dim=1)
 
-    def _losses(self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: Lists) -> Tensor:
+    def _losses(
+        self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
+    ) -> Tensor:
         """Return the loss of each label; one that weighs 0 is in no list."""
 
         def losses(
@@ -145,7 +151,7 @@ class LabelLosses(NamedTuple):
                 return list_losses(loss.kind, in_float32(logit), label, weight, lists)
             return row_losses_N(loss, logit, label)
 
-        return self._of_each(losses, logits, label, weight)
+        return self._map_labels(losses, logits, label, weight)
 
     def _entire_space(self, own: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the logit of each label's probability among all rows, from the model's outputs."""
@@ -157,7 +163,7 @@ class LabelLosses(NamedTuple):
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
-    def _of_each(self, function: Callable[..., Tensor], *of_labels: Tensor | None) -> Tensor:
+    def _map_labels(self, function: Callable[..., Tensor], *of_labels: Tensor | None) -> Tensor:
         """Return the function's value for each label by its own loss; None stays None for each."""
         # One call for all labels where they have one loss: several would be as many launches.
         if len(set(self.losses)) == 1:
@@ -192,7 +198,7 @@ class RowLoss(NamedTuple):
     losses: LabelLosses
     label_NL: Tensor  # any number where it is not known
     weight_NL: Tensor  # in float32 at least
-    lists: Lists
+    lists: TaskLists
 
     def sum(self, output_NO: Tensor) -> Tensor:
         """Return the loss of these outputs: a scalar."""
@@ -203,10 +209,10 @@ class RowLoss(NamedTuple):
         """Return the loss with all weights times `rate`."""
         return self._replace(weight_NL=self.weight_NL * rate)
 
-    def slope_NO(self, output_NO: Tensor) -> Tensor:
+    def grad_NO(self, output_NO: Tensor) -> Tensor:
         """Return the gradient of the loss at these outputs, differentiable once more."""
-        slopes_NO = self.losses.slopes_NL(output_NO, self.label_NL, self.weight_NL, self.lists)
-        return slopes_NO.to(output_NO.dtype)
+        grads_NO = self.losses.grads_NL(output_NO, self.label_NL, self.weight_NL, self.lists)
+        return grads_NO.to(output_NO.dtype)
 
 
 def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
@@ -233,7 +239,7 @@ def known_labels(label: Tensor, weight: Tensor | None) -> Tensor:
     return label if weight is None else torch.where(weight > 0, label, 0.0)
 
 
-def objectives_of(
+def make_objectives(
     loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
 ) -> Objectives:
     """Return the objectives of a dataset's labels, `names`; for one without a name, those of

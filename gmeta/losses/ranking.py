@@ -29,18 +29,18 @@ MOST_PAIRS = 1 << 18
 NO_SCORE = -1e30  # its share of a softmax is 0, also in float32
 
 
-class Lists(Protocol):
+class TaskLists(Protocol):
     """Where the rows of each task stand: rows/ragged.py, rows/rectangles.py."""
 
     def blocks(self, rows_NX: Tensor) -> Sequence[Tensor]:
         """Return the rows in blocks [tasks, rows, X]; what pads is 0."""
 
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+    def join_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
         """Return blocks as rows [N, X], the inverse of `blocks`."""
 
 
 def list_losses(
-    kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
+    kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
 ) -> Tensor:
     """Return l_n of each row, in the shape and the precision of the outputs: [N] or [N, L].
 
@@ -50,19 +50,19 @@ def list_losses(
     return _by_list(of_block, lists, output, label, weight)
 
 
-def list_slopes(
-    kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
+def list_grads(
+    kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
 ) -> Tensor:
     """Return the gradient of the weighted sum of these losses at the outputs, differentiable once
     more. None: each weighs 1.
     """
-    of_block = _softmax_slopes if kind == "softmax" else _pair_slopes
+    of_block = _softmax_grads if kind == "softmax" else _pair_grads
     return _by_list(of_block, lists, output, label, weight)
 
 
 def _by_list(
     of_block: Callable[[Tensor, Tensor, Tensor], Tensor],
-    lists: Lists,
+    lists: TaskLists,
     output: Tensor,
     label: Tensor,
     weight: Tensor | None,
@@ -77,7 +77,7 @@ def _by_list(
         # Of no row there is no largest label.
         block_TR = of_block(*mine_TR) if longest else mine_TR[0]
         found.append(block_TR.unflatten(0, (num_tasks, num_labels)).mT)
-    return lists.joined(found).view_as(output)
+    return lists.join_blocks(found).view_as(output)
 
 
 def _targets(label_TR: Tensor, weight_TR: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _softmax_losses(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> T
     return -_targets(label_TR, weight_TR) * log_p_TR
 
 
-def _softmax_slopes(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
+def _softmax_grads(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
     target_TR = _targets(label_TR, weight_TR) * weight_TR
     p_TR = output_TR.masked_fill(weight_TR == 0, NO_SCORE).softmax(1)
     # The gradient of - sum_n t_n log p_n, whose targets need not add up to 1 with row weights.
@@ -108,10 +108,10 @@ def _pair_losses(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tens
     return losses_TR
 
 
-def _pair_slopes(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
+def _pair_grads(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
     label_TR = _or_unknown(label_TR, weight_TR)
-    slopes_TR: Tensor = _PairSlopes.apply(output_TR, label_TR, weight_TR)
-    return slopes_TR
+    grads_TR: Tensor = _PairGrads.apply(output_TR, label_TR, weight_TR)
+    return grads_TR
 
 
 def _or_unknown(label_TR: Tensor, weight_TR: Tensor) -> Tensor:
@@ -130,20 +130,20 @@ class _PairLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _PairSlopes.apply(*ctx.saved_tensors, grads[0]), None
+        return _PairGrads.apply(*ctx.saved_tensors, grads[0]), None
 
 
-class _PairSlopes(torch.autograd.Function):
+class _PairGrads(torch.autograd.Function):
     """The gradient of sum_n c_n l_n at the outputs."""
 
     @staticmethod
     def forward(ctx: Any, output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
         ctx.save_for_backward(output_TR, label_TR, weight_TR)
 
-        def slopes(pairs: _Pairs) -> Tensor:
+        def pair_grads(pairs: _Pairs) -> Tensor:
             return pairs.gap_TrR.sigmoid() * pairs.both(weight_TR)
 
-        above, below = _sums_over_pairs(output_TR, label_TR, slopes)
+        above, below = _sums_over_pairs(output_TR, label_TR, pair_grads)
         return below - above
 
     @staticmethod

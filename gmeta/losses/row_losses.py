@@ -18,7 +18,7 @@ HALVES = (torch.bfloat16, torch.float16)
 RANKING = ("softmax", "pairwise")
 
 
-def labels_taken_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+def defined_labels_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     """Return where the loss is defined: for `bce` from 0 to 1, for `softmax` from 0 on, else
     wherever it is finite.
     """
@@ -65,7 +65,7 @@ def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
     return torch.dot(losses_N, weights_N)
 
 
-def row_slopes_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
+def row_grads_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tensor:
     """Return the first derivative of each row's loss by its output, differentiable once more."""
     if loss.kind == "bce":
         return output_N.sigmoid() - label_N

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from gmeta.config.evaluation import LIKED, EvaluationConfig
+from gmeta.config.labels import Loss
 from gmeta.errors import ConfigError
-from gmeta.losses.config import Loss
-from gmeta.metrics.config import LIKED, EvaluationConfig
-from gmeta.metrics.own import NAMED_METRICS, is_own
-from gmeta.metrics.texts import CANDIDATE_TEXTS, OVER_CANDIDATES, TEXTS, MetricInfo
+from gmeta.metrics.metric_info import CANDIDATE_TEXTS, OVER_CANDIDATES, TEXTS, MetricInfo
+from gmeta.metrics.own import NAMED_METRICS, is_custom
 
-Predicted: TypeAlias = Literal["probability", "rating", "score"]  # a score ranks, no more
+PredictionKind: TypeAlias = Literal["probability", "rating", "score"]  # a score ranks, no more
 
 OF_CLICKS = ("auc", "gauc", "logloss")
 OF_RATINGS = ("mae", "rmse", "ndcg@1", "ndcg@3", "auc", "gauc")
@@ -27,7 +27,7 @@ OF_PROBABILITIES = ("logloss", "ece")
 OF_VALUES = ("mae", "rmse")
 
 
-def predicted_by(loss: str) -> Predicted:
+def predicted_by(loss: str) -> PredictionKind:
     """Return what a model of this loss predicts: a probability, a label, or a score that tells the
     order of a task's rows and nothing of their level.
     """
@@ -53,7 +53,7 @@ def label_of(metric: str) -> tuple[str, str]:
     name, _, label = metric.partition(":")
     if not (name and label):
         return name, label
-    is_ours = bool(parsed(name)[0]) or name in NAMED_METRICS.names() or _is_mistyped(name)
+    is_ours = bool(parse_name(name)[0]) or name in NAMED_METRICS.names() or _is_mistyped(name)
     if not is_ours:
         # An import path has a colon of its own.
         attribute, _, label = label.partition(":")
@@ -104,7 +104,7 @@ class Scoring:
                 "or leave it 0"
             )
 
-    def beside(self, loss: Loss) -> "Scoring":
+    def for_other_label(self, loss: Loss) -> "Scoring":
         """Return what is measured of another label of the same rows, by its loss: the same metrics
         where they mean something for it, none of them over candidates, which are sampled beside the
         positive rows of one label.
@@ -115,7 +115,7 @@ class Scoring:
 
     def is_over_candidates(self, name: str) -> bool:
         """Return whether a metric ranks each positive row among sampled items."""
-        return bool(self.config.candidates) and parsed(name)[0] in _OF_CANDIDATES
+        return bool(self.config.candidates) and parse_name(name)[0] in _OF_CANDIDATES
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Scoring:
 
     def check(self, key: str, name: str) -> None:
         """Raise ConfigError unless `name`, the value of `key`, is a metric of this loss."""
-        family, at = parsed(name)
+        family, at = parse_name(name)
         if not family and is_metric(name):
             try:
                 NAMED_METRICS.find(name)
@@ -149,32 +149,32 @@ class Scoring:
                 f"with a whole number from 1 to {MOST_K:,} for K, or name yours as "
                 "package.module:Name (docs/extending.md)"
             )
-        predicted = predicted_by(self.loss)
-        if family in OF_PROBABILITIES and predicted == "rating":
+        kind = predicted_by(self.loss)
+        if family in OF_PROBABILITIES and kind == "rating":
             raise ConfigError(
                 f"{key} = {name!r} is of probabilities, but with outer.loss = {self.loss!r} the "
                 "model predicts ratings. Choose mae or rmse"
             )
-        if family in OF_PROBABILITIES + OF_VALUES and predicted == "score":
+        if family in OF_PROBABILITIES + OF_VALUES and kind == "score":
             raise ConfigError(
                 f"{key} = {name!r} is of probabilities or ratings, but with outer.loss = "
                 f"{self.loss!r} the model predicts scores, which tell the order of a task's rows "
                 f"alone. Choose ndcg@10, gauc or {self.loss}"
             )
-        if family in LIST_LOSSES and predicted != "score":
+        if family in LIST_LOSSES and kind != "score":
             raise ConfigError(
                 f"{key} = {name!r} is of scores, but with outer.loss = {self.loss!r} the model "
-                f"predicts a {predicted}. Choose {loss_metric(self.loss)}, or train with "
+                f"predicts a {kind}. Choose {loss_metric(self.loss)}, or train with "
                 f"outer.loss = {name!r}"
             )
 
     def threshold_of(self, name: str) -> float | None:
         """Return the least label that a metric counts as positive; None if it does not ask."""
-        return self.threshold if parsed(name)[0] in _OF_POSITIVES else None
+        return self.threshold if parse_name(name)[0] in _OF_POSITIVES else None
 
     def info(self, name: str) -> MetricInfo:
         """Return how a metric is named and read."""
-        family, k = parsed(name)
+        family, k = parse_name(name)
         if not family:
             own = NAMED_METRICS.find(name)
             return MetricInfo(own.label, own.higher_is_better, own.unit, own.explanation)
@@ -202,12 +202,12 @@ _OF_CANDIDATES = ("mrr", "ndcg", "hr", "p", "recall")
 def is_metric(name: str) -> bool:
     """Return whether a metric of this release, or of a package of somebody's own, has that name;
     no name with a label behind it is one."""
-    return bool(parsed(name)[0]) or (not label_of(name)[1] and is_own(name))
+    return bool(parse_name(name)[0]) or (not label_of(name)[1] and is_custom(name))
 
 
-def not_ours(names: Iterable[str]) -> list[str]:
+def custom_names(names: Iterable[str]) -> list[str]:
     """Return the names that no metric of this release has, without empty ones."""
-    return [name for name in names if name and not parsed(name)[0]]
+    return [name for name in names if name and not parse_name(name)[0]]
 
 
 def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
@@ -215,11 +215,11 @@ def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
     return {name: scoring.info(name) for name in scoring.names}
 
 
-def parsed(name: str) -> tuple[str, int | None]:
+def parse_name(name: str) -> tuple[str, int | None]:
     """Return the family of a metric's name and its K, None for a whole one; no family for a name
     that is not one of ours.
     """
     if name in WHOLE_NAMES:
         return name, None
-    found = re.fullmatch(rf"({'|'.join(CUT_NAMES)})@([0-9]{{1,6}})", name)
-    return (found[1], int(found[2])) if found else ("", None)
+    match = re.fullmatch(rf"({'|'.join(CUT_NAMES)})@([0-9]{{1,6}})", name)
+    return (match[1], int(match[2])) if match else ("", None)

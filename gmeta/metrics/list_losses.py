@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gmeta.metrics.terms import Floats, Ints, Terms, mean_over_tasks, undefined
+from gmeta.metrics.terms import Floats, Ints, Terms, mean_over_tasks, undefined_terms
 
 MOST_PAIRS = 1 << 20  # of a task, at once in memory
 
@@ -23,8 +23,8 @@ def list_loss_terms(
     """
     num_negative = int(np.count_nonzero(label_N < 0))
     if name == "softmax" and num_negative:
-        told = f"{num_negative:,} of {label_N.size:,} labels are below 0, and cannot share 1"
-        return undefined(num_tasks, told)
+        reason = f"{num_negative:,} of {label_N.size:,} labels are below 0, and cannot share 1"
+        return undefined_terms(num_tasks, reason)
     of_task: Callable[[Floats, Floats], float] = _softmax if name == "softmax" else _pairwise
     order_N = np.argsort(code_N, kind="stable")
     ends_T = np.cumsum(np.bincount(code_N, minlength=num_tasks))
@@ -34,7 +34,7 @@ def list_loss_terms(
         if rows.size and label_R.min() < label_R.max():
             loss_T[task], counts_T[task] = of_task(label_R, score_N[rows]), True
     if not counts_T.any():
-        return undefined(num_tasks, "no task holds two different labels")
+        return undefined_terms(num_tasks, "no task holds two different labels")
     return mean_over_tasks(loss_T, counts_T)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from gmeta.errors import GMetaError
-from gmeta.metrics.terms import Floats, Ints, Terms, undefined, with_influence
-from gmeta_keys.boundary import failing_as, kind_and_text
+from gmeta.metrics.terms import Floats, Ints, Terms, undefined_terms, with_influence
 from gmeta_keys.plugins import Registry, package_told
+from gmeta_keys.translate_errors import failing_as, kind_and_text
 
 # N rows, T tasks, G groups of tasks
 
@@ -44,7 +44,7 @@ NAMED_METRICS: Registry[Metric] = Registry(
 )
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """Return whether a name is an import path or an entry point, rather than one of ours."""
     return bool(re.fullmatch(r"[\w.]+:[\w.]+", name)) or name in NAMED_METRICS.names()
 
@@ -60,8 +60,10 @@ def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) 
         try:
             NAMED_METRICS.check_trusted(name)
         except ValueError as error:
-            told = package_told(made_on, f"{KEY}: {name}")
-            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{told}") from error
+            problem = package_told(made_on, f"{KEY}: {name}")
+            raise GMetaError(
+                f"{path} was made with {error}: docs/extending.md.{problem}"
+            ) from error
 
 
 def try_out(name: str) -> None:
@@ -69,12 +71,12 @@ def try_out(name: str) -> None:
     place_N = np.arange(200)
     label_N, score_N = (place_N % 2).astype(np.float64), (place_N + 1) / 201
     try:
-        own_terms(name, label_N, score_N, place_N // 10, 20, resampled=False)
+        custom_terms(name, label_N, score_N, place_N // 10, 20, resampled=False)
     except GMetaError as error:
         raise GMetaError(f"{error}. These rows were made up to try it") from error
 
 
-def own_terms(
+def custom_terms(
     name: str, label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, resampled: bool
 ) -> Terms:
     """Return an own metric with what its value changes by each task's weight; `resampled` false:
@@ -103,7 +105,7 @@ def own_terms(
 
     value = value_of(np.ones(label_N.size, np.bool_))
     if not math.isfinite(value):
-        return undefined(num_tasks, f"{name} is {value} of these rows")
+        return undefined_terms(num_tasks, f"{name} is {value} of these rows")
     if not resampled:
         return Terms(value, np.full(num_tasks, value), np.ones(num_tasks))
     num_groups = min(NUM_GROUPS, num_tasks)

@@ -9,14 +9,14 @@ from gmeta.metrics.terms import (
     Floats,
     Ints,
     Terms,
-    one_class,
     run_bounds,
     sum_T,
-    undefined,
-    unusable,
+    undefined_terms,
+    why_one_class,
+    why_unusable,
     with_influence,
 )
-from metaio.ragged import run_starts
+from metaio.ragged import find_run_starts
 
 # N rows, T tasks, X bins
 
@@ -31,20 +31,20 @@ def auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int) 
     """
     num_positive = int(np.count_nonzero(positive_N))
     num_negative = positive_N.size - num_positive
-    reason = unusable(score_N) or one_class(num_positive, num_negative)
+    reason = why_unusable(score_N) or why_one_class(num_positive, num_negative)
     if reason:
-        return undefined(num_tasks, reason)
+        return undefined_terms(num_tasks, reason)
     order_N = np.argsort(score_N, kind="stable")
-    first_N, end_N = run_bounds(run_starts(score_N[order_N]))
+    first_N, end_N = run_bounds(find_run_starts(score_N[order_N]))
     beaten_N = np.empty(score_N.size, np.int64)
-    beaten_N[order_N] = _beaten_twice(positive_N[order_N], first_N, end_N)
+    beaten_N[order_N] = _count_beaten_twice(positive_N[order_N], first_N, end_N)
     pairs = num_positive * num_negative
     # Counted in half pairs up to here: whole numbers, exact however many rows there are.
     value = int(beaten_N[positive_N].sum()) / (2 * pairs)
     weight_N = np.where(positive_N, 1.0 / num_positive, 1.0 / num_negative)
     placement_N = beaten_N / np.where(positive_N, 2.0 * num_negative, 2.0 * num_positive)
     influence_T = sum_T(weight_N * (placement_N - value), code_N, num_tasks)
-    return with_influence(value, influence_T, _of_rarer(positive_N, code_N))
+    return with_influence(value, influence_T, _count_rarer_tasks(positive_N, code_N))
 
 
 def pr_auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int) -> Terms:
@@ -59,11 +59,11 @@ def pr_auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: in
          - p(s_i) / n(s_i)^2)) / n_pos
     """
     num_positive = int(np.count_nonzero(positive_N))
-    reason = unusable(score_N) or one_class(num_positive, positive_N.size - num_positive)
+    reason = why_unusable(score_N) or why_one_class(num_positive, positive_N.size - num_positive)
     if reason:
-        return undefined(num_tasks, reason)
+        return undefined_terms(num_tasks, reason)
     order_N = np.argsort(score_N, kind="stable")
-    first_N, end_N = run_bounds(run_starts(score_N[order_N]))
+    first_N, end_N = run_bounds(find_run_starts(score_N[order_N]))
     ordered_N = positive_N[order_N]
     positives_before = np.concatenate(([0], np.cumsum(ordered_N)))
     rows_N = (positive_N.size - first_N).astype(np.float64)
@@ -74,7 +74,7 @@ def pr_auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: in
     losses = np.concatenate(([0.0], np.cumsum(ordered_N * precision_N / rows_N)))[end_N]
     influence_N = (ordered_N * (precision_N - value + gains) - losses) / num_positive
     influence_T = sum_T(influence_N, code_N[order_N], num_tasks)
-    return with_influence(value, influence_T, _of_rarer(positive_N, code_N))
+    return with_influence(value, influence_T, _count_rarer_tasks(positive_N, code_N))
 
 
 def ece_terms(label_N: Floats, probability_N: Floats, code_N: Ints, num_tasks: int) -> Terms:
@@ -88,9 +88,9 @@ def ece_terms(label_N: Floats, probability_N: Floats, code_N: Ints, num_tasks: i
     interval of two models' difference holds to first order. One of the value would not: what noise
     does in a bin always adds to it, and of 60 tasks, 400 rows, it held the truth 37 times of 100.
     """
-    reason = unusable(probability_N)
+    reason = why_unusable(probability_N)
     if reason:
-        return undefined(num_tasks, reason)
+        return undefined_terms(num_tasks, reason)
     edges = np.linspace(0.0, 1.0, ECE_BINS + 1)[1:-1]
     bin_N = np.digitize(probability_N, edges, right=True)
     excess_N = label_N - probability_N
@@ -108,7 +108,7 @@ def logloss_N(label_N: Floats, probability_N: Floats) -> Floats:
     return -(label_N * np.log(clipped_N) + (1.0 - label_N) * np.log1p(-clipped_N))
 
 
-def _of_rarer(positive_N: Bools, code_N: Ints) -> int:
+def _count_rarer_tasks(positive_N: Bools, code_N: Ints) -> int:
     """Return how many tasks hold a row of the class that fewer of them hold. With five of these in
     200 a 95 % interval of the AUC holds the truth 81 times of 100, with one 6 times.
     """
@@ -116,7 +116,7 @@ def _of_rarer(positive_N: Bools, code_N: Ints) -> int:
     return min(int(np.count_nonzero(np.bincount(code_of_class))) for code_of_class in classes)
 
 
-def _beaten_twice(positive_N: Bools, first_N: Ints, end_N: Ints) -> Ints:
+def _count_beaten_twice(positive_N: Bools, first_N: Ints, end_N: Ints) -> Ints:
     """Return twice the rows of the other class that a row is rightly ordered against, ties once."""
     positives_before = np.concatenate(([0], np.cumsum(positive_N)))
     negatives_before = np.concatenate(([0], np.cumsum(~positive_N)))

@@ -18,9 +18,9 @@ from gmeta.metrics.terms import (
     mean_over_tasks,
     run_bounds,
     sum_T,
-    undefined,
+    undefined_terms,
 )
-from metaio.ragged import owners, places, run_starts
+from metaio.ragged import find_run_starts, owners, places
 
 # N rows, T tasks, R ties: runs of rows of one task with equal scores
 
@@ -58,22 +58,22 @@ class Ties:
         """Return the terms of a metric of positive rows where no task holds one."""
         if self.positives_T.any():
             return None
-        return undefined(self.num_tasks, "no task holds a positive row")
+        return undefined_terms(self.num_tasks, "no task holds a positive row")
 
 
 def rank_within_tasks(label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int) -> RankedRows:
     """Sort rows by (task, score); code_N are dense task codes in [0, num_tasks)."""
     order_N = np.lexsort((score_N, code_N))
     task_N, sorted_N = code_N[order_N], score_N[order_N]
-    new_task_N = run_starts(task_N)
-    tie_first_N, tie_end_N = run_bounds(new_task_N | run_starts(sorted_N))
+    new_task_N = find_run_starts(task_N)
+    tie_first_N, tie_end_N = run_bounds(new_task_N | find_run_starts(sorted_N))
     task_first_N, task_end_N = run_bounds(new_task_N)
     return RankedRows(
         label_N[order_N], task_N, task_first_N, task_end_N, tie_first_N, tie_end_N, num_tasks
     )
 
 
-def ties_of(ranked: RankedRows, threshold: float) -> Ties:
+def find_ties(ranked: RankedRows, threshold: float) -> Ties:
     """Return the ties; a label of at least `threshold` is positive."""
     first_R = np.flatnonzero(ranked.tie_first_N == np.arange(ranked.tie_first_N.size))
     end_R = ranked.tie_end_N[first_R]
@@ -106,7 +106,7 @@ def gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
     pairs_T = positives_T * (rows_T - positives_T)
     # As everywhere here: NaN with its reason, where a 0 or a half would pass for a score.
     if not pairs_T.any():
-        return undefined(ranked.num_tasks, "no task holds both classes")
+        return undefined_terms(ranked.num_tasks, "no task holds both classes")
     won_T = sum_T(np.where(positive_N, beaten_N, 0), ranked.task_N, ranked.num_tasks)
     # Tasks of one class weigh nothing below; the 1 keeps them from dividing by 0.
     auc_T = won_T / np.maximum(2 * pairs_T, 1)
@@ -124,10 +124,10 @@ def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int) -> Terms:
     are left out; NaN when none is left or a label is negative.
     """
     if ranked.label_N.size and ranked.label_N.min() < 0:
-        return undefined(ranked.num_tasks, "labels below 0 have no gain")
+        return undefined_terms(ranked.num_tasks, "labels below 0 have no gain")
     ideal_T = _dcg_T(ideal, k)
     if not (ideal_T > 0).any():
-        return undefined(ranked.num_tasks, "no task holds a row with gain")
+        return undefined_terms(ranked.num_tasks, "no task holds a row with gain")
     return mean_over_tasks(_dcg_T(ranked, k) / np.where(ideal_T > 0, ideal_T, 1.0), ideal_T > 0)
 
 
@@ -136,7 +136,7 @@ def precision_terms(ties: Ties, k: int) -> Terms:
 
     Always over k, also where a task has fewer rows, as trec_eval's P_k: such a task cannot reach 1.
     """
-    return ties.none or mean_over_tasks(_found_T(ties, k) / k, ties.positives_T > 0)
+    return ties.none or mean_over_tasks(_positives_found_T(ties, k) / k, ties.positives_T > 0)
 
 
 def recall_terms(ties: Ties, k: int) -> Terms:
@@ -144,7 +144,7 @@ def recall_terms(ties: Ties, k: int) -> Terms:
     one; trec_eval's recall_k.
     """
     return ties.none or mean_over_tasks(
-        _found_T(ties, k) / np.maximum(ties.positives_T, 1), ties.positives_T > 0
+        _positives_found_T(ties, k) / np.maximum(ties.positives_T, 1), ties.positives_T > 0
     )
 
 
@@ -204,7 +204,7 @@ def candidate_terms(
     """
     above_P, tied_P = places_N2[places_N2[:, 0] >= 0].astype(np.int64).T
     if not above_P.size:
-        return undefined(num_tasks, "no positive row among candidates")
+        return undefined_terms(num_tasks, "no positive row among candidates")
     most = int((above_P + tied_P).max()) + 1
     rank_R = np.arange(1, most + 1)
     counts_R = np.ones(most) if k is None else (rank_R <= k).astype(np.float64)
@@ -221,7 +221,7 @@ def candidate_terms(
     return mean_over_rows(value_P, code_N[places_N2[:, 0] >= 0], num_tasks)
 
 
-def _found_T(ties: Ties, k: int) -> Floats:
+def _positives_found_T(ties: Ties, k: int) -> Floats:
     """Return how many positive rows the k best of each task hold, on average over ties."""
     inside_R = np.clip(k - ties.above_R, 0, ties.size_R)
     return sum_T(ties.positives_R * inside_R / ties.size_R, ties.task_R, ties.num_tasks)

@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gmeta.metrics.catalogue import LIST_LOSSES, Scoring, parsed
+from gmeta.metrics.catalogue import LIST_LOSSES, Scoring, parse_name
 from gmeta.metrics.list_losses import list_loss_terms
-from gmeta.metrics.own import own_terms
+from gmeta.metrics.own import custom_terms
 from gmeta.metrics.pooled import auc_terms, ece_terms, logloss_N, pr_auc_terms
 from gmeta.metrics.ranking import (
     RankedRows,
     Ties,
     candidate_terms,
+    find_ties,
     gauc_terms,
     hit_terms,
     mrr_terms,
@@ -20,7 +21,6 @@ from gmeta.metrics.ranking import (
     precision_terms,
     rank_within_tasks,
     recall_terms,
-    ties_of,
 )
 from gmeta.metrics.terms import (
     Array,
@@ -30,8 +30,8 @@ from gmeta.metrics.terms import (
     Value,
     mean_of,
     mean_over_rows,
-    undefined,
-    unusable,
+    undefined_terms,
+    why_unusable,
 )
 
 # N rows, T tasks
@@ -69,25 +69,25 @@ def split_terms(
 
     `places_N2` has for each positive row how many sampled candidates score above it and how many
     the same, -1 for other rows: what metrics over candidates are made of. Without `resampled`
-    metrics of somebody's own have their value alone, for a fiftieth of the time: see own_terms.
+    metrics of somebody's own have their value alone, for a fiftieth of the time: see custom_terms.
     """
-    label_N, score_N, task_N = _checked(label, prediction, task)
+    label_N, score_N, task_N = _check_arrays(label, prediction, task)
     ids_T = np.unique(task_N) if tasks is None else tasks
     code_N = np.searchsorted(ids_T, task_N)
     chosen = tuple(names) or scoring.names
-    reason = unusable(score_N)
+    reason = why_unusable(score_N)
     if reason:
-        return dict.fromkeys(chosen, undefined(ids_T.size, reason))
-    maker = _maker(label_N, score_N, code_N, ids_T.size, scoring.threshold)
+        return dict.fromkeys(chosen, undefined_terms(ids_T.size, reason))
+    maker = _terms_by_name(label_N, score_N, code_N, ids_T.size, scoring.threshold)
 
     def over_candidates(name: str) -> Terms:
         if places_N2 is None:
-            return undefined(ids_T.size, "no candidates were sampled")
-        return candidate_terms(*parsed(name), places_N2, code_N, ids_T.size)
+            return undefined_terms(ids_T.size, "no candidates were sampled")
+        return candidate_terms(*parse_name(name), places_N2, code_N, ids_T.size)
 
     def terms_of(name: str) -> Terms:
-        if not parsed(name)[0]:
-            return own_terms(name, label_N, score_N, code_N, ids_T.size, resampled)
+        if not parse_name(name)[0]:
+            return custom_terms(name, label_N, score_N, code_N, ids_T.size, resampled)
         return over_candidates(name) if scoring.is_over_candidates(name) else maker(name)
 
     return {name: terms_of(name) for name in chosen}
@@ -95,17 +95,19 @@ def split_terms(
 
 def logloss(label: Array, probability: Array) -> float:
     """Return the mean negative log-likelihood in nats, clipped at the epsilon of float32."""
-    label_N, probability_N, _ = _checked(label, probability, np.zeros(np.shape(label), np.int64))
+    label_N, probability_N, _ = _check_arrays(
+        label, probability, np.zeros(np.shape(label), np.int64)
+    )
     return mean_of(logloss_N(label_N, probability_N))
 
 
 def mae(label: Array, prediction: Array) -> float:
     """Return the mean absolute error over all rows, in the label's unit."""
-    label_N, prediction_N, _ = _checked(label, prediction, np.zeros(np.shape(label), np.int64))
+    label_N, prediction_N, _ = _check_arrays(label, prediction, np.zeros(np.shape(label), np.int64))
     return mean_of(np.abs(prediction_N - label_N))
 
 
-def _checked(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, Ints]:
+def _check_arrays(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, Ints]:
     shapes = (np.shape(label), np.shape(score), np.shape(task))
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(
@@ -115,30 +117,30 @@ def _checked(label: Array, score: Array, task: Array) -> tuple[Floats, Floats, I
     return np.asarray(label, np.float64), np.asarray(score, np.float64), np.asarray(task, np.int64)
 
 
-def _maker(
+def _terms_by_name(
     label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int, threshold: float
 ) -> Callable[[str], Terms]:
     """Return a function that makes the terms of a metric from its name."""
     error_N = score_N - label_N
 
     @functools.cache  # the sort is most of the work, and most metrics share it
-    def ranked() -> RankedRows:
+    def rank_rows() -> RankedRows:
         return rank_within_tasks(label_N, score_N, code_N, num_tasks)
 
     @functools.cache
-    def ideal() -> RankedRows:
+    def rank_ideally() -> RankedRows:
         return rank_within_tasks(label_N, label_N, code_N, num_tasks)
 
     @functools.cache
-    def ties() -> Ties:
-        return ties_of(ranked(), threshold)
+    def find_all_ties() -> Ties:
+        return find_ties(rank_rows(), threshold)
 
-    def made(name: str) -> Terms:
-        family, k = parsed(name)
+    def make_terms(name: str) -> Terms:
+        family, k = parse_name(name)
         makers: dict[str, Callable[[], Terms]] = {
             "auc": lambda: auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
             "pr_auc": lambda: pr_auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
-            "gauc": lambda: gauc_terms(ranked(), threshold),
+            "gauc": lambda: gauc_terms(rank_rows(), threshold),
             "logloss": lambda: mean_over_rows(logloss_N(label_N, score_N), code_N, num_tasks),
             "ece": lambda: ece_terms(label_N, score_N, code_N, num_tasks),
             "mae": lambda: mean_over_rows(np.abs(error_N), code_N, num_tasks),
@@ -147,12 +149,12 @@ def _maker(
                 loss: functools.partial(list_loss_terms, loss, label_N, score_N, code_N, num_tasks)
                 for loss in LIST_LOSSES
             },
-            "mrr": lambda: mrr_terms(ties()),
-            "ndcg": lambda: ndcg_terms(ranked(), ideal(), k or 0),
-            "hr": lambda: hit_terms(ties(), k or 0),
-            "p": lambda: precision_terms(ties(), k or 0),
-            "recall": lambda: recall_terms(ties(), k or 0),
+            "mrr": lambda: mrr_terms(find_all_ties()),
+            "ndcg": lambda: ndcg_terms(rank_rows(), rank_ideally(), k or 0),
+            "hr": lambda: hit_terms(find_all_ties(), k or 0),
+            "p": lambda: precision_terms(find_all_ties(), k or 0),
+            "recall": lambda: recall_terms(find_all_ties(), k or 0),
         }
         return makers[family]()
 
-    return made
+    return make_terms

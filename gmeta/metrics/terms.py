@@ -1,4 +1,5 @@
-"""A metric as sums over tasks, which makes resampling tasks cheap (gmeta.report.intervals).
+"""A metric as sums over tasks, which makes resampling tasks cheap
+(gmeta.evaluation.report.intervals).
 
 An undefined value is NaN with its reason, never a number that looks like one.
 """
@@ -55,7 +56,7 @@ class Terms:
         return counted if self.rarer_tasks is None else min(counted, self.rarer_tasks)
 
 
-def undefined(num_tasks: int, reason: str) -> Terms:
+def undefined_terms(num_tasks: int, reason: str) -> Terms:
     """Return the terms of a metric that has no value, of which no task counts."""
     zeros_T = np.zeros(num_tasks)
     return Terms(np.nan, zeros_T, zeros_T, reason=reason)
@@ -96,7 +97,7 @@ def mean_of(row_N: Floats) -> float:
     return float(row_N.mean()) if row_N.size else float("nan")
 
 
-def unusable(score_N: Floats) -> str:
+def why_unusable(score_N: Floats) -> str:
     """Return why nothing can be said of these predictions; "" if something can."""
     if score_N.size == 0:
         return "no rows"
@@ -108,7 +109,7 @@ def unusable(score_N: Floats) -> str:
     )
 
 
-def one_class(num_positive: int, num_negative: int) -> str:
+def why_one_class(num_positive: int, num_negative: int) -> str:
     """Return why two classes cannot be told apart; "" where both are there."""
     if num_positive and num_negative:
         return ""

@@ -5,9 +5,9 @@ model that nobody asked for, or wait for each other for ever.
 from collections.abc import Mapping
 from typing import Any
 
-from gmeta.config import TrainConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.ranks import Ranks, broadcast_value, gather_values
 from gmeta.errors import UserError
-from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 
 # What may differ from one machine to the next: where the data is, and who reads it.
 OF_ONE_MACHINE = ("data.path", "data.service", "data.threads", "data.processes")
@@ -21,7 +21,7 @@ def settings_of_all(config: TrainConfig) -> dict[str, Any]:
 def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
     """Raise UserError on all ranks, with the keys that differ, where one was told something else
     than rank 0. Collective."""
-    everyone = gather_to_first(dict(told), ranks) or []
+    everyone = gather_values(dict(told), ranks) or []
     problem = ""
     for rank, other in enumerate(everyone):
         if other != everyone[0] and not problem:
@@ -34,6 +34,6 @@ def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
                 f"rank {rank} has {differing}: all ranks of a run need the same. Start every rank "
                 "with the same command, config and data"
             )
-    problem = value_of_first(problem, ranks)
+    problem = broadcast_value(problem, ranks)
     if problem:
         raise UserError(problem)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gmeta.config import TrainConfig
+from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring, label_of, not_ours
+from gmeta.metrics.catalogue import Scoring, custom_names, label_of
 from gmeta.metrics.own import check_trusted
-from gmeta.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
+from gmeta.runs.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
-DEEPEST = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
+MAX_DEPTH = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
 NOT_COMPARED = ("run.dir",)  # never the same
 
 
@@ -41,17 +41,17 @@ def find_runs(root: Path) -> Iterator[RunFolder]:
     """
     if not root.is_dir():
         raise UserError(f"{root} is no folder. Give a run folder, or one with runs below it")
-    yield from _below(root, DEEPEST)
+    yield from _iterate_below(root, MAX_DEPTH)
 
 
-def _below(root: Path, depth: int) -> Iterator[RunFolder]:
+def _iterate_below(root: Path, depth: int) -> Iterator[RunFolder]:
     if _is_run(root):
         yield RunFolder(root)
     elif depth:
         with os.scandir(root) as entries:
             folders = sorted(entry.path for entry in entries if entry.is_dir())
         for folder in folders:
-            yield from _below(Path(folder), depth - 1)
+            yield from _iterate_below(Path(folder), depth - 1)
 
 
 def _is_run(folder: Path) -> bool:
@@ -68,9 +68,9 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     """
     config, history = folder.read_config(), folder.read_metrics()
     # The first, or that of early stopping, decides; to know what is better its code is loaded.
-    asked = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
-    check_trusted(folder.root, not_ours(asked), folder.read_environment())
-    metric, is_better = _judged_by(config)
+    metric_name = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
+    check_trusted(folder.root, custom_names(metric_name), folder.read_environment())
+    metric, is_better = _choose_early_stop_metric(config)
     scored = [
         (line["valid"][metric], line["step"])
         for line in history
@@ -94,7 +94,7 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     )
 
 
-def _judged_by(config: TrainConfig) -> tuple[str, bool]:
+def _choose_early_stop_metric(config: TrainConfig) -> tuple[str, bool]:
     """Return the metric that validation goes by, and whether more of it is better."""
     named, label = label_of(config.run.early_stop_metric)
     scoring = Scoring(config.loss_of(label), config.evaluation)
@@ -103,7 +103,7 @@ def _judged_by(config: TrainConfig) -> tuple[str, bool]:
     return f"{name}:{label}" if is_other else name, scoring.info(name).higher_is_better
 
 
-def differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
+def find_differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
     """Return the keys whose values are not the same in all configs, each with its values."""
     resolved = [config.by_key() for config in configs]
     by_key = {key: [config[key] for config in resolved] for key in resolved[0]}

@@ -21,17 +21,17 @@ def on_the_cpu(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     @wraps(function)
-    def shielded(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run_on_cpu(*args: P.args, **kwargs: P.kwargs) -> R:
         # Looked at first: under a device as a context every call of torch takes a little longer.
         if torch.get_default_device().type == "cpu":
             return function(*args, **kwargs)
         with torch.device("cpu"):
             return function(*args, **kwargs)
 
-    return shielded
+    return run_on_cpu
 
 
-def device_named(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
     """Return a device to compute on: cpu, cuda or cuda:N.
 
     Raises:

@@ -5,10 +5,10 @@ Shape suffixes: N rows, T episodes, E rows chosen from one side.
 
 import numpy as np
 
-from gmeta.serving.rows import EncodedColumns, join_rows, take_rows
+from gmeta.serving.encoded_rows import EncodedColumns, join_rows, take_rows
 from metaio.format.block import Rows, build_block
 from metaio.format.features import Features
-from metaio.ragged import Int64, row_by_row
+from metaio.ragged import Int64, reorder_row_by_row
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
@@ -25,7 +25,9 @@ def task_batch(
     """
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
-    order_N = row_by_row(np.stack(lengths_T, axis=1), [support_E, query_E + support.num_rows])
+    order_N = reorder_row_by_row(
+        np.stack(lengths_T, axis=1), [support_E, query_E + support.num_rows]
+    )
     both = take_rows(join_rows([support, query]), order_N)
     rows = Rows(
         task_T=np.arange(len(support_T)),

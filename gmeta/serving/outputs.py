@@ -5,7 +5,7 @@ Shape suffixes: N rows, L labels.
 
 from typing import NamedTuple, TypeVar
 
-from gmeta.serving.folder import ExportedConfig
+from gmeta.serving.exported_folder import ExportedConfig
 
 PREDICTION = "prediction"
 BEFORE = "prediction_before"  # without adaptation
@@ -18,17 +18,17 @@ class Output(NamedTuple):
     """One column of predictions, such as `prediction_buy`: `of` is PREDICTION or BEFORE."""
 
     name: str
-    of: str
+    kind: str
     label: str  # "" where the model's one label has no name
     loss: str
-    at: int | None  # its place among the labels; None where predictions are [N]
+    label_index: int | None  # its place among the labels; None where predictions are [N]
 
-    def values_N(self, found: Values) -> Values:
+    def values_N(self, predictions: Values) -> Values:
         """Return this output's values among the predictions of all labels."""
-        return found if self.at is None else found[:, self.at]  # type: ignore[index, no-any-return]
+        return predictions if self.label_index is None else predictions[:, self.label_index]  # type: ignore[index, no-any-return]
 
 
-def outputs_of(config: ExportedConfig) -> tuple[Output, ...]:
+def list_outputs(config: ExportedConfig) -> tuple[Output, ...]:
     """Return the outputs of a model: first those after adaptation, in the order of its labels."""
     labels = config.features.labels or ("",)
     several = len(labels) > 1

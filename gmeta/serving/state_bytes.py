@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from gmeta.adaptation.layer_change import LayerChange, LowRankChange, MaterialisedChange
+from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate, PlainUpdate
 from gmeta.errors import UserError
-from gmeta.serving.rows import EncodedColumns, labels_shape
-from gmeta.serving.states import TaskState
-from metaio.format.block import multi_feature_of_values
+from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.task_states import TaskState
+from metaio.format.block import find_features_of_values
 from metaio.format.features import Features
 
 MAGIC = b"GMETATS"
@@ -55,7 +55,7 @@ class StateShape:
 
 def to_bytes(state: TaskState, model_checksum: str) -> bytes:
     """Return a state as bytes, tied to the exported model with this checksum (hexadecimal)."""
-    payload: bytes = save(_arrays_of(state))
+    payload: bytes = save(_to_arrays(state))
     before = _HEADER.pack(MAGIC, VERSION, bytes.fromhex(model_checksum), b"")[:-_CHECKSUM_BYTES]
     return before + _checksum(before, payload) + payload
 
@@ -95,7 +95,7 @@ def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskS
             f"{_REMEDY}, or load the model that it was adapted with"
         )
     try:
-        return _state_of(load(payload), shape)
+        return _to_state(load(payload), shape)
     except (SafetensorError, ValueError, LookupError, TypeError, OverflowError) as error:
         # The checksum held, but whoever can write the bytes can make it hold.
         raise UserError(
@@ -109,7 +109,7 @@ def _checksum(before: bytes, payload: bytes) -> bytes:
     return hashed.digest()
 
 
-def _arrays_of(state: TaskState) -> dict[str, npt.NDArray[Any]]:
+def _to_arrays(state: TaskState) -> dict[str, npt.NDArray[Any]]:
     tensors = {_ROWS: state.rows_PD, _KEYS: state.key_P}
     tensors |= {f"{_GATE}/{name}": gate_1MO for name, gate_1MO in state.gates_1MO.items()}
     arrays: dict[str, npt.NDArray[Any]] = {}
@@ -127,7 +127,7 @@ def _arrays_of(state: TaskState) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def _state_of(arrays: _Arrays, shape: StateShape) -> TaskState:
+def _to_state(arrays: _Arrays, shape: StateShape) -> TaskState:
     """Return the state of these arrays. Raise ValueError or its like for what does not fit."""
     parts: dict[str, dict[str, npt.NDArray[Any]]] = {}
     for name, array in arrays.items():
@@ -143,41 +143,41 @@ def _state_of(arrays: _Arrays, shape: StateShape) -> TaskState:
     if gates.keys() != shape.gates_1MO.keys():
         raise ValueError(f"it has gates of {len(gates)} layers, not of {len(shape.gates_1MO)}")
     key_P = arrays[_KEYS]
-    _check(_KEYS, key_P, np.int64, (None,))
+    _check_array(_KEYS, key_P, np.int64, (None,))
     # Keys are looked up by bisection, which takes their order on trust.
     if np.any(key_P[1:] <= key_P[:-1]) or np.any((key_P < 0) | (key_P >= shape.num_keys)):
         raise ValueError("its keys are no ascending rows of the tables")
     return TaskState(
-        {layer: _change(layer, own, shape) for layer, own in changes.items()},
+        {layer: _parse_change(layer, own, shape) for layer, own in changes.items()},
         {
-            name: _tensor(f"gate {name}", gates[name], tuple(gate_1MO.shape))
+            name: _parse_tensor(f"gate {name}", gates[name], tuple(gate_1MO.shape))
             for name, gate_1MO in shape.gates_1MO.items()
         },
-        _tensor(_ROWS, arrays[_ROWS], (len(key_P), shape.width)),
+        _parse_tensor(_ROWS, arrays[_ROWS], (len(key_P), shape.width)),
         torch.from_numpy(key_P.copy()),
-        _support(parts.get(_SUPPORT, {}), shape),
+        _parse_support(parts.get(_SUPPORT, {}), shape),
     )
 
 
-def _change(layer: str, parts: _Arrays, shape: StateShape) -> LayerChange:
+def _parse_change(layer: str, parts: _Arrays, shape: StateShape) -> PlainUpdate:
     if layer not in shape.layers:
         raise ValueError(f"layer {layer!r:.60} does not adapt")
     width_in, width_out = shape.layers[layer]
     if parts.keys() == {"activations_TSI", "scaled_grads_TSO", "bias_rate"}:
-        activations_TSI = _tensor(layer, parts["activations_TSI"], (1, None, width_in))
+        activations_TSI = _parse_tensor(layer, parts["activations_TSI"], (1, None, width_in))
         num_rows = activations_TSI.shape[1]
-        grads_TSO = _tensor(layer, parts["scaled_grads_TSO"], (1, num_rows, width_out))
-        _check("bias_rate", parts["bias_rate"], np.float64, (1,))
-        return LowRankChange(activations_TSI, grads_TSO, float(parts["bias_rate"][0]))
+        grads_TSO = _parse_tensor(layer, parts["scaled_grads_TSO"], (1, num_rows, width_out))
+        _check_array("bias_rate", parts["bias_rate"], np.float64, (1,))
+        return LowRankUpdate(activations_TSI, grads_TSO, float(parts["bias_rate"][0]))
     if parts.keys() != {"weight_TIO", "bias_T1O"}:
         raise ValueError(f"layer {layer} has the parts {', '.join(sorted(parts))!r:.80}")
-    return MaterialisedChange(
-        _tensor(layer, parts["weight_TIO"], (1, width_in, width_out)),
-        _tensor(layer, parts["bias_T1O"], (1, 1, width_out)),
+    return MaterialisedUpdate(
+        _parse_tensor(layer, parts["weight_TIO"], (1, width_in, width_out)),
+        _parse_tensor(layer, parts["bias_T1O"], (1, 1, width_out)),
     )
 
 
-def _support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
+def _parse_support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
     if not shape.keeps_support:
         if parts:
             raise ValueError("it has support rows, of which the model takes no statistics")
@@ -189,36 +189,38 @@ def _support(parts: _Arrays, shape: StateShape) -> EncodedColumns | None:
     # A state of a release before weights has none.
     parts = {"weight_NW": np.zeros((num_rows, 0), np.float32), **parts}
     rows = EncodedColumns(**{own.name: parts[own.name] for own in fields(EncodedColumns)})
-    _check("task_N", rows.task_N, np.int64, (num_rows,))
-    _check("label_N", rows.label_N, np.float32, labels_shape(features, num_rows))
-    _check("weight_NW", rows.weight_NW, np.float32, (num_rows, int(bool(features.weight))))
-    _check("dense_NK", rows.dense_NK, np.float32, (num_rows, len(features.dense)))
-    _check("lengths_NM", rows.lengths_NM, np.int32, (num_rows, len(features.multi)))
-    _check("ids_NF", rows.ids_NF, np.integer, (num_rows, len(features.single)))
+    _check_array("task_N", rows.task_N, np.int64, (num_rows,))
+    _check_array("label_N", rows.label_N, np.float32, labels_shape(features, num_rows))
+    _check_array("weight_NW", rows.weight_NW, np.float32, (num_rows, int(bool(features.weight))))
+    _check_array("dense_NK", rows.dense_NK, np.float32, (num_rows, len(features.dense)))
+    _check_array("lengths_NM", rows.lengths_NM, np.int32, (num_rows, len(features.multi)))
+    _check_array("ids_NF", rows.ids_NF, np.integer, (num_rows, len(features.single)))
     if np.any(rows.lengths_NM < 0):
         raise ValueError("a list of its support rows has a length below 0")
     num_values = int(rows.lengths_NM.sum(dtype=np.int64))
-    _check("values_V", rows.values_V, np.integer, (num_values,))
+    _check_array("values_V", rows.values_V, np.integer, (num_values,))
     limits = {table.name: table.num_rows for table in features.tables}
     limit_F = np.array([limits[feature.table] for feature in features.single], np.int64)
     limit_M = np.array([limits[feature.table] for feature in features.multi], np.int64)
-    limit_V = limit_M[multi_feature_of_values(rows.lengths_NM)]
+    limit_V = limit_M[find_features_of_values(rows.lengths_NM)]
     for ids, limit in ((rows.ids_NF, limit_F), (rows.values_V, limit_V)):
         if np.any((ids < 0) | (ids >= limit)):
             raise ValueError("a support row has an id that its table does not have")
     return rows
 
 
-def _tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, ...]) -> Tensor:
-    _check(name, array, np.float32, shape)
+def _parse_tensor(name: str, array: npt.NDArray[Any], shape: tuple[int | None, ...]) -> Tensor:
+    _check_array(name, array, np.float32, shape)
     # Copied: it is a view of the bytes, which must not be written to.
     return torch.from_numpy(array.copy())
 
 
-def _check(name: str, array: npt.NDArray[Any], dtype: type, shape: tuple[int | None, ...]) -> None:
+def _check_array(
+    name: str, array: npt.NDArray[Any], dtype: type, shape: tuple[int | None, ...]
+) -> None:
     """Raise ValueError unless an array is of this type and shape; None stands for any length."""
     is_shape = len(array.shape) == len(shape) and all(
-        wanted in (None, found) for found, wanted in zip(array.shape, shape, strict=True)
+        wanted in (None, size) for size, wanted in zip(array.shape, shape, strict=True)
     )
     if not (is_shape and np.issubdtype(array.dtype, dtype)):
         raise ValueError(f"{name} is {array.dtype} {list(array.shape)}")

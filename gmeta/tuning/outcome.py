@@ -6,67 +6,70 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.errors import GMetaError
-from gmeta.outer.early_stop import EarlyStop
-from gmeta.tuning.space import Dimension, Space
+from gmeta.runs.early_stop import EarlyStop
+from gmeta.tuning.config_toml import format_config
+from gmeta.tuning.search_space import Dimension, Space
 from gmeta.tuning.study import Study, Trial
-from gmeta.tuning.written import config_toml
-from metaio.counted import counted
+from metaio.quantities import format_count
 
 
-def trial_line(study: Study, trial: Trial, space: Space, metric: str) -> str:
+def describe_trial(study: Study, trial: Trial, space: Space, metric: str) -> str:
     """Return a line on a trial that ended: its score, its values, and the best so far."""
     if trial.state == "failed":
         return f"trial {trial.number}: failed: {trial.note}"
-    best = study.best()
-    shown = "" if trial.score is None else f" {metric} {shown_score(trial.score)}"
+    best = study.best_trial()
+    texts = "" if trial.score is None else f" {metric} {format_score(trial.score)}"
     if best is not None:
-        shown += f" (best {shown_score(best.score)}, trial {best.number})"
-    names = zip(short_names(space), space, strict=True)
-    values = " ".join(f"{name}={shown_value(trial.values.get(each.key))}" for name, each in names)
-    return f"trial {trial.number}: {trial.state}{shown}  {values}"
+        texts += f" (best {format_score(best.score)}, trial {best.number})"
+    names = zip(shorten_keys(space), space, strict=True)
+    values = " ".join(f"{name}={format_value(trial.values.get(each.key))}" for name, each in names)
+    return f"trial {trial.number}: {trial.state}{texts}  {values}"
 
 
 def check_any_complete(study: Study, folder: Path) -> Trial:
     """Return the best trial. Raise GMetaError where none came to its end."""
-    best = study.best()
+    best = study.best_trial()
     if best is None:
-        ranked = [trial for trial in study.ranked() if trial.state != "interrupted"]
+        ranked = [trial for trial in study.rank_trials() if trial.state != "interrupted"]
         note = next((trial.note for trial in ranked if trial.note), "it was pruned")
         raise GMetaError(
-            f"0 of {counted(len(ranked), 'trial')} in {folder} came to an end; the first: {note}. "
+            f"0 of {format_count(len(ranked), 'trial')} in {folder} came to an end; the first: "
+            f"{note}. "
             "Correct the config or narrow --space, and choose another --study"
         )
     return best
 
 
-def results_json(study: Study, decides: EarlyStop) -> str:
+def format_results(study: Study, decides: EarlyStop) -> str:
     """Return all trials as JSON, the best first, with the score of every validation."""
-    trials = [vars(trial) for trial in study.ranked()]
+    trials = [vars(trial) for trial in study.rank_trials()]
     return json.dumps({"metric": decides.metric, "trials": trials}, indent=2)
 
 
-def best_toml(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:
+def format_best_config(study: Study, best: Trial, split: str, metric: str, path: Path) -> str:
     """Return the config of the best trial, to be written at `path`."""
     adapts = f"{best.note}\n" if best.note else ""
     header = (
-        f"Found by `gmeta tune`: {metric} {shown_score(best.score)} on split {split!r}, "
-        f"trial {best.number} ({told_counts(study)}).\n"
+        f"Found by `gmeta tune`: {metric} {format_score(best.score)} on split {split!r}, "
+        f"trial {best.number} ({describe_counts(study)}).\n"
         f"{adapts}The score chose the settings, so it flatters them a little.\n"
         f"gmeta train {path}"
     )
-    return config_toml(study.config(best.values), header, set(best.values))
+    return format_config(study.config(best.values), header, set(best.values))
 
 
-def told_counts(study: Study) -> str:
+def describe_counts(study: Study) -> str:
     """Return how many trials ended in which way."""
     states = [trial.state for trial in study.trials()]
     kinds = [kind for kind in ("complete", "pruned", "failed") if kind in states]
     return ", ".join(f"{states.count(kind)} {kind}" for kind in kinds)
 
 
-def edge_lines(space: Space, best: Trial) -> list[str]:
+def describe_edges(space: Space, best: Trial) -> list[str]:
     """Return a line for each range at whose end the best value lies: a better one may be beyond."""
-    edges = [(dimension.key, dimension.edge(best.values[dimension.key])) for dimension in space]
+    edges = [
+        (dimension.key, dimension.find_edge(best.values[dimension.key])) for dimension in space
+    ]
     return [
         f"{key} = {best.values[key]:g} is at the {edge} end of its range: widen it with --space"
         for key, edge in edges
@@ -74,7 +77,7 @@ def edge_lines(space: Space, best: Trial) -> list[str]:
     ]
 
 
-def short_names(space: Sequence[Dimension]) -> list[str]:
+def shorten_keys(space: Sequence[Dimension]) -> list[str]:
     """Return each key without its section, unless another has the same name there."""
     short = [dimension.key.partition(".")[2] for dimension in space]
     return [
@@ -83,13 +86,13 @@ def short_names(space: Sequence[Dimension]) -> list[str]:
     ]
 
 
-def shown_score(score: float | None) -> str:
+def format_score(score: float | None) -> str:
     """Return a score as a table shows it; a run that diverges may have one of 30 digits."""
     if score is None:
         return ""
     return f"{score:.4f}" if abs(score) < 1e5 else f"{score:.1e}"
 
 
-def shown_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value of a config as a table shows it."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)

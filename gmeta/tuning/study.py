@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from gmeta.config import TrainConfig
+from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.files.checked_json import read_json
-from gmeta.files.whole import write_whole
-from gmeta.outer.early_stop import EarlyStop
-from gmeta.tuning.space import Space, config_with
+from gmeta.platform.files.atomic_write import write_atomically
+from gmeta.platform.files.checked_json import read_json
+from gmeta.runs.early_stop import EarlyStop
+from gmeta.tuning.search_space import Space, replace_values
 
 PrunerName = Literal["median", "hyperband", "none"]
 State = Literal["complete", "pruned", "failed", "interrupted"]
@@ -33,7 +33,7 @@ VALIDATIONS = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """What a study tries; `seed` is that of its proposals, `dataset` a fingerprint."""
 
     base: TrainConfig
@@ -48,7 +48,7 @@ class Plan:
         base["run"].pop("dir")
         return {
             "dataset": self.dataset,
-            "space": {dimension.key: dimension.told() for dimension in self.space},
+            "space": {dimension.key: dimension.to_json() for dimension in self.space},
             "pruner": self.pruner,
             "seed": self.seed,
             "config": base,
@@ -75,7 +75,7 @@ class Trial:
 class Study:
     """Proposes trials and remembers them; one process at a time has a study open."""
 
-    def __init__(self, folder: Path, plan: Plan, best: EarlyStop) -> None:
+    def __init__(self, folder: Path, plan: StudyPlan, best: EarlyStop) -> None:
         """Open the study in `folder`, which exists, or begin it there; `best` says which metric
         decides.
 
@@ -90,7 +90,7 @@ class Study:
             # Hyperband and the like are called experimental.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             journal = folder / JOURNAL_FILE
-            _mend(journal)
+            _repair_journal(journal)
             backend = optuna.storages.journal.JournalFileBackend(str(journal))
             try:
                 storage = optuna.storages.JournalStorage(backend)
@@ -99,27 +99,29 @@ class Study:
                     study_name="tune",
                     load_if_exists=True,
                     direction="maximize" if best.higher_is_better else "minimize",
-                    pruner=_pruner(optuna, plan.pruner),
+                    pruner=_make_pruner(optuna, plan.pruner),
                 )
             except (LookupError, TypeError, ValueError) as error:
-                raise _damaged(journal, error) from error
+                raise _make_damage_error(journal, error) from error
             # A study that goes on must not draw its first proposals once more.
             begun = len(self._study.get_trials(deepcopy=False))
             self._study.sampler = optuna.samplers.TPESampler(
                 n_startup_trials=2 * STARTUP_TRIALS, seed=plan.seed + begun, constant_liar=True
             )
         self._running: dict[int, Any] = {}
-        self.interrupted = self._take_up()
+        self.interrupted = self._requeue_interrupted()
         if not begun:
-            self._propose_own_values()
+            self._enqueue_base_values()
 
-    def _take_up(self) -> list[int]:
+    def _requeue_interrupted(self) -> list[int]:
         """Have the trials that a killed study left unfinished tried anew; return their numbers."""
         interrupted = []
-        queued = [trial.system_attrs["fixed_params"] for trial in self._in(self._states.WAITING)]
-        for trial in self._in(self._states.RUNNING):
+        queued = [
+            trial.system_attrs["fixed_params"] for trial in self._list_trials(self._states.WAITING)
+        ]
+        for trial in self._list_trials(self._states.RUNNING):
             if (state := trial.user_attrs.get("state")) is not None:  # killed after its end
-                self._tell(trial.number, state, trial.user_attrs["score"])
+                self._tell_optuna(trial.number, state, trial.user_attrs["score"])
                 continue
             # The same values as a new trial: a killed one cannot be reopened. One that was killed
             # as it began may not have drawn all of them yet.
@@ -130,20 +132,20 @@ class Study:
             interrupted.append(trial.number)
         return interrupted
 
-    def _in(self, state: Any) -> list[Any]:
+    def _list_trials(self, state: Any) -> list[Any]:
         return list(self._study.get_trials(deepcopy=False, states=(state,)))
 
-    def _propose_own_values(self) -> None:
+    def _enqueue_base_values(self) -> None:
         """Have the config's own values tried first: the best found is then no worse."""
-        held = {}
+        normalised = {}
         for dimension in self._plan.space:
-            value = dimension.held(self._plan.base.by_key()[dimension.key])
+            value = dimension.normalise(self._plan.base.by_key()[dimension.key])
             if value is not None:
-                held[dimension.key] = value
-        if held:
-            self._study.enqueue_trial(held)
+                normalised[dimension.key] = value
+        if normalised:
+            self._study.enqueue_trial(normalised)
 
-    def ask(self) -> tuple[int, dict[str, Any]]:
+    def propose_trial(self) -> tuple[int, dict[str, Any]]:
         """Return the number of the next trial and the values that it is to be trained with."""
         trial = self._study.ask()
         values = {dimension.key: dimension.suggest(trial) for dimension in self._plan.space}
@@ -151,20 +153,22 @@ class Study:
         self._running[trial.number] = trial
         return trial.number, values
 
-    def heard(self, number: int, step: int, score: float | None) -> bool:
+    def report_score(self, number: int, step: int, score: float | None) -> bool:
         """Take the score of a trial's validation number `step` (from 0); return whether the trial
         is to be pruned.
         """
         trial = self._running[number]
         # Kept by our own attribute: Optuna takes no undefined score, and the journal must have it.
-        seen = [*trial.user_attrs.get("scores", []), score]
-        trial.set_user_attr("scores", seen)
+        reported_scores = [*trial.user_attrs.get("scores", []), score]
+        trial.set_user_attr("scores", reported_scores)
         if score is None:
             return False
         trial.report(score, step)
         return bool(trial.should_prune())
 
-    def ended(self, number: int, state: State, note: str = "", score: float | None = None) -> Trial:
+    def finish_trial(
+        self, number: int, state: State, note: str = "", score: float | None = None
+    ) -> Trial:
         """Take the end of a trial and return it; a complete one without a score has failed."""
         trial = self._running.pop(number)
         if state == "complete" and score is None:
@@ -175,10 +179,10 @@ class Study:
         trial.set_user_attr("score", score)
         trial.set_user_attr("note", note)
         trial.set_user_attr("state", state)  # last: with it a trial has ended
-        self._tell(number, state, score)
+        self._tell_optuna(number, state, score)
         return next(each for each in self.trials() if each.number == number)
 
-    def _tell(self, number: int, state: State, score: float | None) -> None:
+    def _tell_optuna(self, number: int, state: State, score: float | None) -> None:
         if state == "complete":
             self._study.tell(number, score)
         else:
@@ -201,12 +205,12 @@ class Study:
             if trial.state.is_finished()
         ]
 
-    def num_tried(self) -> int:
+    def count_tried(self) -> int:
         """Return how many trials ended or run; an interrupted one is tried anew and not counted."""
         ended = sum(trial.state != "interrupted" for trial in self.trials())
         return ended + len(self._running)
 
-    def ranked(self) -> list[Trial]:
+    def rank_trials(self) -> list[Trial]:
         """Return the trials, the best first: complete ones, then pruned, then failed."""
         order = ("complete", "pruned", "failed", "interrupted")
         sign = -1.0 if self._metric.higher_is_better else 1.0
@@ -217,14 +221,14 @@ class Study:
 
         return sorted(self.trials(), key=place)
 
-    def best(self) -> Trial | None:
+    def best_trial(self) -> Trial | None:
         """Return the best complete trial; None as long as none is complete."""
-        first = next(iter(self.ranked()), None)
+        first = next(iter(self.rank_trials()), None)
         return first if first is not None and first.state == "complete" else None
 
     def config(self, values: dict[str, Any]) -> TrainConfig:
         """Return the study's config with these values: what a trial trains, but for its folder."""
-        return config_with(self._plan.base, values)
+        return replace_values(self._plan.base, values)
 
 
 def import_optuna() -> Any:
@@ -243,7 +247,7 @@ def import_optuna() -> Any:
     return optuna
 
 
-def _pruner(optuna: Any, name: PrunerName) -> Any:
+def _make_pruner(optuna: Any, name: PrunerName) -> Any:
     if name == "median":
         return optuna.pruners.MedianPruner(STARTUP_TRIALS, WARM_UP)
     if name == "hyperband":
@@ -251,7 +255,7 @@ def _pruner(optuna: Any, name: PrunerName) -> Any:
     return optuna.pruners.NopPruner()
 
 
-def _mend(journal: Path) -> None:
+def _repair_journal(journal: Path) -> None:
     """Remove what a kill or a full disk leaves: Optuna's lock, for which it would wait, for ever
     where the path is relative, and the beginning of a line, behind which it reads no other.
     """
@@ -262,33 +266,33 @@ def _mend(journal: Path) -> None:
         os.truncate(journal, content.rfind(b"\n") + 1)
 
 
-def _check_same(folder: Path, plan: Plan) -> None:
+def _check_same(folder: Path, plan: StudyPlan) -> None:
     """Write what the study is of, or compare it with what it was begun with. Raise UserError where
     that is something else."""
     path = folder / STUDY_FILE
     wanted = plan.to_json()
     if not path.exists():
-        write_whole(path, json.dumps(wanted, indent=2).encode())
+        write_atomically(path, json.dumps(wanted, indent=2).encode())
         return
     try:
         found = read_json(path)
     except ValueError as error:
-        raise _damaged(path, error) from error
+        raise _make_damage_error(path, error) from error
     for name, value in wanted.items():
         # There and back, so that tuples are lists on both sides.
         if found.get(name) != json.loads(json.dumps(value)):
-            which = ", ".join(_differing(found.get(name), value)) or name
+            which = ", ".join(_find_differing_keys(found.get(name), value)) or name
             raise UserError(
                 f"--study {folder} was begun with another {name} ({which}): its trials do not "
                 "compare. Give the same command to go on, or another --study"
             )
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
+def _make_damage_error(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is damaged: {error}. Begin another --study")
 
 
-def _differing(found: Any, wanted: Any, prefix: str = "") -> list[str]:
+def _find_differing_keys(found: Any, wanted: Any, prefix: str = "") -> list[str]:
     """Return the keys in which two nested dicts differ."""
     if not (isinstance(found, dict) and isinstance(wanted, dict)):
         return []
@@ -296,5 +300,5 @@ def _differing(found: Any, wanted: Any, prefix: str = "") -> list[str]:
     for name in [*wanted, *(name for name in found if name not in wanted)]:
         one, other = found.get(name), json.loads(json.dumps(wanted.get(name)))
         if one != other:
-            names += _differing(one, other, f"{prefix}{name}.") or [f"{prefix}{name}"]
+            names += _find_differing_keys(one, other, f"{prefix}{name}.") or [f"{prefix}{name}"]
     return names

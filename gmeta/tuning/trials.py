@@ -17,10 +17,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.config import TrainConfig
+from gmeta.config.train_config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.forking import forking_context, start
-from gmeta.runs.folder import RunFolder
+from gmeta.platform.forking import forking_context, start
+from gmeta.runs.run_folder import RunFolder
 from gmeta.tuning.study import Study, Trial
 
 POLL_S = 0.25  # how long a validation may lie in a run's log unheard
@@ -31,7 +31,7 @@ Work = Callable[[dict[str, Any], str, int, Connection], None]
 
 
 @dataclass(frozen=True)
-class Said:
+class TrialReport:
     """What a trial's process says at its end: the run's score (None: undefined) and a line on how
     it adapted for it, or a line on why it failed; `unwritten` if that was for want of a disk.
     """
@@ -39,18 +39,18 @@ class Said:
     score: float | None = None
     adapts: str = ""
     failure: str = ""
-    unwritten: bool = False
+    is_write_failure: bool = False
 
 
 @dataclass
-class _Running:
+class _RunningTrial:
     """A trial's process; `heard` counts its validations that were reported."""
 
     process: Any
-    said: Connection
+    connection: Connection
     folder: RunFolder
     place: int  # among those that run at a time, from 0 on
-    heard: int = 0
+    num_reported: int = 0
     pruned: bool = False
 
 
@@ -64,7 +64,7 @@ class TrialRunner:
         """Prepare for trials that do `work` in processes of the context."""
         self._study, self._folder, self._metric, self._work = study, folder, metric, work
         self._context = context
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningTrial] = {}
 
     def run(self, num_trials: int, parallel: int) -> Iterator[Trial]:
         """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as
@@ -75,15 +75,15 @@ class TrialRunner:
         """
         try:
             while True:
-                while len(self._running) < parallel and self._study.num_tried() < num_trials:
-                    self._start(*self._study.ask())
+                while len(self._running) < parallel and self._study.count_tried() < num_trials:
+                    self._start(*self._study.propose_trial())
                 if not self._running:
                     return
                 wait([each.process.sentinel for each in self._running.values()], POLL_S)
                 for number, running in list(self._running.items()):
                     # Before its log is read: what it wrote until its end is heard.
                     over = not running.process.is_alive()
-                    self._hear(number, running)
+                    self._report_validations(number, running)
                     if over:
                         yield self._end(number, running)
         finally:
@@ -99,44 +99,45 @@ class TrialRunner:
         folder = self.folder_of(number)
         folder.root.parent.mkdir(exist_ok=True)
         shutil.rmtree(folder.root, ignore_errors=True)  # of a journal that is lost
-        config = trial_config(self._study.config(values), folder.root)
+        config = make_trial_config(self._study.config(values), folder.root)
         log = folder.root.with_suffix(".log")
-        taken = {each.place for each in self._running.values()}
-        place = next(place for place in count() if place not in taken)
-        process, said = started(self._context, self._work, config, log, place)
-        self._running[number] = _Running(process, said, folder, place)
+        used_places = {each.place for each in self._running.values()}
+        place = next(place for place in count() if place not in used_places)
+        process, connection = start_process(self._context, self._work, config, log, place)
+        self._running[number] = _RunningTrial(process, connection, folder, place)
 
-    def _hear(self, number: int, running: _Running) -> None:
+    def _report_validations(self, number: int, running: _RunningTrial) -> None:
         """Report the validations that the run has logged since the last time."""
         readings = [line["valid"] for line in running.folder.read_metrics() if "valid" in line]
-        for step in range(running.heard, len(readings)):
-            running.heard += 1
+        for step in range(running.num_reported, len(readings)):
+            running.num_reported += 1
             score = readings[step].get(self._metric)
-            if self._study.heard(number, step, score) and not running.pruned:
+            if self._study.report_score(number, step, score) and not running.pruned:
                 running.pruned = True
                 # Not killed: it commits its checkpoint and frees its folder.
                 running.process.terminate()
 
-    def _end(self, number: int, running: _Running) -> Trial:
+    def _end(self, number: int, running: _RunningTrial) -> Trial:
         process = running.process
-        said = said_by(process, running.said)
+        report = wait_for_report(process, running.connection)
         del self._running[number]
-        if said.unwritten:
+        if report.is_write_failure:
             raise GMetaError(
-                f"trial {number}: {said.failure}. It is not counted: once there is space, the same "
+                f"trial {number}: {report.failure}. It is not counted: once there is space, the "
+                "same "
                 "command of gmeta tune tries its values again"
             )
         if running.pruned:
-            trial = self._study.ended(number, "pruned")
-        elif process.exitcode or said.failure:
-            note = said.failure or self._cause(number, process)
-            trial = self._study.ended(number, "failed", note)
+            trial = self._study.finish_trial(number, "pruned")
+        elif process.exitcode or report.failure:
+            note = report.failure or self._describe_failure(number, process)
+            trial = self._study.finish_trial(number, "failed", note)
         else:
-            trial = self._study.ended(number, "complete", said.adapts, said.score)
+            trial = self._study.finish_trial(number, "complete", report.adapts, report.score)
         self._keep_best_only()
         return trial
 
-    def _cause(self, number: int, process: Any) -> str:
+    def _describe_failure(self, number: int, process: Any) -> str:
         log = self.folder_of(number).root.with_suffix(".log")
         code = process.exitcode
         if code < 0:
@@ -145,36 +146,36 @@ class TrialRunner:
 
     def _keep_best_only(self) -> None:
         """Remove the checkpoints of all trials that ended but the best: they may be large."""
-        best = self._study.best()
+        best = self._study.best_trial()
         for trial in self._study.trials():
             if best is None or trial.number != best.number:
                 shutil.rmtree(self.folder_of(trial.number).checkpoints, ignore_errors=True)
 
 
-def started(
+def start_process(
     context: ForkServerContext, work: Work, config: TrainConfig, log: Path, place: int = 0
 ) -> tuple[Any, Connection]:
     """Start a process that does `work` with a config; return it and the pipe that it reports to."""
-    said, says = context.Pipe(duplex=False)
-    arguments = config.to_json(), str(log), place, says
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = config.to_json(), str(log), place, sender
     process = context.Process(target=work, args=arguments, daemon=True)
     start(process)
-    says.close()
-    return process, said
+    sender.close()
+    return process, receiver
 
 
-def said_by(process: Any, said: Connection) -> Said:
+def wait_for_report(process: Any, receiver: Connection) -> TrialReport:
     """Wait for the end of a process, and return what it said last."""
     process.join()
-    last = Said()
+    last = TrialReport()
     # The other end of the pipe is closed by now: there is something to read, or the end.
-    with said, suppress(EOFError):
-        while said.poll():
-            last = said.recv()
+    with receiver, suppress(EOFError):
+        while receiver.poll():
+            last = receiver.recv()
     return last
 
 
-def trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
+def make_trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return the config of a trial's run: that of its study in a folder of its own, which keeps
     only the last checkpoint.
     """

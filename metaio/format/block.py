@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from metaio.format.features import Features
-from metaio.ragged import Float32, Ids, Int32, Int64, offsets, row_sums
+from metaio.ragged import Float32, Ids, Int32, Int64, offsets, sum_rows
 
 # Marking used ids costs about 1 ns an id of the table, sorting about 5 ns an id of the block.
 _MARK_RATIO = 4
@@ -25,15 +25,15 @@ _MARK_RATIO = 4
 _MAX_RANKED_IDS = 1 << 28
 # All sizes from 256 to 16,384 are as fast.
 _ROWS_AT_ONCE = 1_024
-_OWN = threading.local()
+_THREAD_LOCAL = threading.local()
 
 
-def no_row_ids() -> Int64:
+def make_no_row_ids() -> Int64:
     """Return the row ids [0] of a dataset whose schema names no column of them."""
     return np.zeros(0, dtype=np.int64)
 
 
-def no_weights() -> Float32:
+def make_no_weights() -> Float32:
     """Return the weights [0] of a dataset whose rows all weigh the same."""
     return np.zeros(0, dtype=np.float32)
 
@@ -56,8 +56,8 @@ class Rows:
     ids_NF: Ids
     multi_ids_V: Ids
     multi_lengths_NM: Int32
-    row_id_N: Int64 = field(default_factory=no_row_ids)
-    weight_N: Float32 = field(default_factory=no_weights)
+    row_id_N: Int64 = field(default_factory=make_no_row_ids)
+    weight_N: Float32 = field(default_factory=make_no_weights)
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Block:
     multi_lengths_NM: Int32
     unique_ids_U: Int64
     unique_offsets_B1: Int64
-    row_id_N: Int64 = field(default_factory=no_row_ids)
-    weight_N: Float32 = field(default_factory=no_weights)
+    row_id_N: Int64 = field(default_factory=make_no_row_ids)
+    weight_N: Float32 = field(default_factory=make_no_weights)
     bundles: Bundles | None = None
 
     @property
@@ -106,17 +106,17 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Return the memory held, in bytes."""
-        return sum(array.nbytes for array in _arrays(self))
+        return sum(array.nbytes for array in _list_arrays(self))
 
 
-def multi_feature_of_values(multi_lengths_NM: Int32) -> Int64:
+def find_features_of_values(multi_lengths_NM: Int32) -> Int64:
     """Return the feature index [V] of each id of a row-by-row, feature-by-feature list."""
     num_rows, num_multi = multi_lengths_NM.shape
     features_V: Int64 = np.repeat(np.tile(np.arange(num_multi), num_rows), multi_lengths_NM.ravel())
     return features_V
 
 
-def with_one_unknown(
+def merge_unknown_ids(
     ids_U: Int64, is_unknown_U: npt.NDArray[np.bool_], table_U: Int64, num_tables: int
 ) -> tuple[Int64, Int64, Int32]:
     """Turn ids into the unknown id, row 0, where asked; a table's unknown ids come to share one
@@ -137,10 +137,10 @@ def with_one_unknown(
 
 def build_block(features: Features, rows: Rows) -> Block:
     """Replace ids by positions into the sorted unique ids of their table, tables concatenated."""
-    multi_of_V = multi_feature_of_values(rows.multi_lengths_NM)
+    multi_of_V = find_features_of_values(rows.multi_lengths_NM)
     # Feature by feature side by side in memory: numpy is several times slower on every 26th number.
     ids_FN = np.empty(rows.ids_NF.shape[::-1], dtype=rows.ids_NF.dtype)
-    _turn(rows.ids_NF, ids_FN.T)
+    _transpose_into(rows.ids_NF, ids_FN.T)
     positions_FN = np.empty(ids_FN.shape, dtype=np.int32)
     multi_positions_V = np.empty(rows.multi_ids_V.shape, dtype=np.int32)
     uniques: list[Int64] = [np.zeros(0, dtype=np.int64)]
@@ -155,7 +155,7 @@ def build_block(features: Features, rows: Rows) -> Block:
         ]
         parts = [ids_FN[column] for column in columns]
         parts += [rows.multi_ids_V[own] for own in values]
-        unique, ranks = _rank(parts, table.num_rows, base)
+        unique, ranks = _rank_ids(parts, table.num_rows, base)
         for column, rank in zip(columns, ranks, strict=False):
             positions_FN[column] = rank
         for own, rank in zip(values, ranks[len(columns) :], strict=True):
@@ -163,13 +163,13 @@ def build_block(features: Features, rows: Rows) -> Block:
         uniques.append(unique)
         base += len(unique)
     positions_NF = np.empty(rows.ids_NF.shape, dtype=np.int32)
-    _turn(positions_FN.T, positions_NF)
+    _transpose_into(positions_FN.T, positions_NF)
     row_offsets_T1 = offsets(rows.row_lengths_T)
     return Block(
         task_T=rows.task_T,
         row_offsets_T1=row_offsets_T1,
         support_lengths_T=rows.support_lengths_T,
-        value_offsets_T1=offsets(row_sums(rows.multi_lengths_NM))[row_offsets_T1],
+        value_offsets_T1=offsets(sum_rows(rows.multi_lengths_NM))[row_offsets_T1],
         label_N=rows.label_N,
         dense_NK=rows.dense_NK,
         positions_NF=positions_NF,
@@ -182,7 +182,7 @@ def build_block(features: Features, rows: Rows) -> Block:
     )
 
 
-def _turn(source_N: Ids, target_N: Ids) -> None:
+def _transpose_into(source_N: Ids, target_N: Ids) -> None:
     """Copy a matrix with many rows into the transpose of another, or the other way round."""
     # A few rows at a time stay in the cache while each of their features is picked out: up to 2.5
     # times as fast as one copy of the whole.
@@ -190,7 +190,7 @@ def _turn(source_N: Ids, target_N: Ids) -> None:
         target_N[first : first + _ROWS_AT_ONCE] = source_N[first : first + _ROWS_AT_ONCE]
 
 
-def _rank(
+def _rank_ids(
     parts: list[Ids], num_ids: int, base: int
 ) -> tuple[Int64, list[npt.NDArray[np.integer[Any]]]]:
     """Return the sorted distinct ids of all parts, below `num_ids`, and each part as `base` plus
@@ -202,14 +202,14 @@ def _rank(
         distinct, ranks = np.unique(joined, return_inverse=True)
         ranks = ranks + base
     else:
-        distinct = distinct_below(num_ids, joined)
-        rank_of = scratch(num_ids)
+        distinct = find_distinct(num_ids, joined)
+        rank_of = borrow_scratch(num_ids)
         rank_of[distinct] = np.arange(base, base + len(distinct), dtype=np.int32)
         ranks = np.take(rank_of, joined, mode="clip")
     return distinct, [ranks[first:stop] for first, stop in itertools.pairwise(bounds)]
 
 
-def distinct_below(bound: int, *parts: npt.NDArray[np.integer[Any]]) -> Int64:
+def find_distinct(bound: int, *parts: npt.NDArray[np.integer[Any]]) -> Int64:
     """Return the distinct values of all parts, ascending; each is in [0, bound), and below 2^31."""
     count = sum(part.size for part in parts)
     if bound <= _MARK_RATIO * count:
@@ -226,25 +226,25 @@ def distinct_below(bound: int, *parts: npt.NDArray[np.integer[Any]]) -> Int64:
     return values[first].astype(np.int64)
 
 
-def scratch(length: int) -> Int32:
+def borrow_scratch(length: int) -> Int32:
     """Return an array of this thread, at least that long, with any content."""
     # A megabyte of fresh memory for each block would cost more in page faults than the work in it.
-    kept: Int32 | None = getattr(_OWN, "array", None)
+    kept: Int32 | None = getattr(_THREAD_LOCAL, "array", None)
     if kept is None or len(kept) < length:
-        kept = _OWN.array = np.empty(length, dtype=np.int32)
+        kept = _THREAD_LOCAL.array = np.empty(length, dtype=np.int32)
     return kept
 
 
-def bundle_bounds(num_episodes: int, num_tasks: int) -> Int64:
+def find_bundle_bounds(num_episodes: int, num_tasks: int) -> Int64:
     """Return the first episode of each bundle, then T [G1]; the last bundle may be smaller.
 
-    >>> bundle_bounds(7, 3).tolist()
+    >>> find_bundle_bounds(7, 3).tolist()
     [0, 3, 6, 7]
     """
     return np.append(np.arange(0, num_episodes, num_tasks), num_episodes)
 
 
-def bundles_of(num_tasks: int, lengths_GB: Int64) -> Bundles:
+def make_bundles(num_tasks: int, lengths_GB: Int64) -> Bundles:
     """Return a block's bundles of `num_tasks` episodes, given how many ids of each table they use.
 
     A block's ids stand table by table, and within a table bundle by bundle.
@@ -253,7 +253,7 @@ def bundles_of(num_tasks: int, lengths_GB: Int64) -> Bundles:
     return Bundles(num_tasks, starts_BG.T, lengths_GB)
 
 
-def bundled(block: Block, num_tasks: int) -> Block:
+def bundle_ids(block: Block, num_tasks: int) -> Block:
     """Return the block with ids of their own for every `num_tasks` episodes; as it is for 0.
 
     What each row holds stays the same. An id stands once for each bundle that uses it. Without
@@ -261,27 +261,27 @@ def bundled(block: Block, num_tasks: int) -> Block:
     """
     if not num_tasks or len(block.unique_offsets_B1) == 1:
         return block
-    bounds_G1 = bundle_bounds(block.num_episodes, num_tasks)
-    rows_G = _stretches(block.row_offsets_T1[bounds_G1])
-    values_G = _stretches(block.value_offsets_T1[bounds_G1])
+    bounds_G1 = find_bundle_bounds(block.num_episodes, num_tasks)
+    rows_G = _list_slices(block.row_offsets_T1[bounds_G1])
+    values_G = _list_slices(block.value_offsets_T1[bounds_G1])
     used = [
-        distinct_below(
+        find_distinct(
             len(block.unique_ids_U), block.positions_NF[rows], block.multi_positions_V[values]
         )
         for rows, values in zip(rows_G, values_G, strict=True)
     ]
     lengths = [np.diff(np.searchsorted(used_P, block.unique_offsets_B1)) for used_P in used]
     lengths_GB = np.array(lengths, dtype=np.int64).reshape(-1, len(block.unique_offsets_B1) - 1)
-    bundles = bundles_of(num_tasks, lengths_GB)
+    bundles = make_bundles(num_tasks, lengths_GB)
     ids_U = np.empty(lengths_GB.sum(), dtype=np.int64)
     positions_NF = np.empty_like(block.positions_NF)
     multi_V = np.empty_like(block.multi_positions_V)
-    new_U = scratch(len(block.unique_ids_U))
+    new_U = borrow_scratch(len(block.unique_ids_U))
     for index, used_P in enumerate(used):
         # Within a table its ids move by as much as the first of them.
-        own_B, rows, values = lengths_GB[index], rows_G[index], values_G[index]
+        is_used_B, rows, values = lengths_GB[index], rows_G[index], values_G[index]
         new_P = np.arange(len(used_P)) + np.repeat(
-            bundles.starts_GB[index] - offsets(own_B)[:-1], own_B
+            bundles.starts_GB[index] - offsets(is_used_B)[:-1], is_used_B
         )
         ids_U[new_P] = block.unique_ids_U[used_P]
         new_U[used_P] = new_P
@@ -297,20 +297,20 @@ def bundled(block: Block, num_tasks: int) -> Block:
     )
 
 
-def are_apart(features: Features, block: Block) -> bool:
+def are_positions_valid(features: Features, block: Block) -> bool:
     """Tell whether each position is one of the ids of the feature's table, and of its own bundle
     where there are bundles.
     """
     table_F, table_M = features.table_of_single, features.table_of_multi
     all_lengths_B = np.diff(block.unique_offsets_B1)
-    bundles = block.bundles or bundles_of(max(block.num_episodes, 1), all_lengths_B[None])
-    bounds_G1 = bundle_bounds(block.num_episodes, bundles.num_tasks)
-    rows_G = _stretches(block.row_offsets_T1[bounds_G1])
-    values_G = _stretches(block.value_offsets_T1[bounds_G1])
+    bundles = block.bundles or make_bundles(max(block.num_episodes, 1), all_lengths_B[None])
+    bounds_G1 = find_bundle_bounds(block.num_episodes, bundles.num_tasks)
+    rows_G = _list_slices(block.row_offsets_T1[bounds_G1])
+    values_G = _list_slices(block.value_offsets_T1[bounds_G1])
     for index, (rows, values) in enumerate(zip(rows_G, values_G, strict=True)):
         starts_B = bundles.starts_GB[index].astype(np.int32)
         lengths_B = bundles.lengths_GB[index]
-        table_V = table_M[multi_feature_of_values(block.multi_lengths_NM[rows])]
+        table_V = table_M[find_features_of_values(block.multi_lengths_NM[rows])]
         for position, table in (
             (block.positions_NF[rows], table_F),
             (block.multi_positions_V[values], table_V),
@@ -325,22 +325,22 @@ def _are_within(position: Int32, start: Int32, length: Int64) -> bool:
     return bool(((position - start).view(np.uint32) < length.astype(np.uint32)).all())
 
 
-def _stretches(offsets_G1: Int64) -> list[slice]:
+def _list_slices(offsets_G1: Int64) -> list[slice]:
     """Return where each bundle's rows (or values) stand."""
     bounds = offsets_G1.tolist()
     return [slice(first, stop) for first, stop in itertools.pairwise(bounds)]
 
 
-def content_digest(block: Block) -> int:
+def hash_content(block: Block) -> int:
     """Return xxh3_64 of decoded arrays in field order: equal for equal content in any encoding."""
     # Decoded arrays rather than files: another writer or codec may store the same content.
     digest = xxhash.xxh3_64()
-    for array in _arrays(block):
+    for array in _list_arrays(block):
         digest.update(np.ascontiguousarray(array).data)
     return digest.intdigest()
 
 
-def _arrays(block: Block) -> list[npt.NDArray[np.generic]]:
+def _list_arrays(block: Block) -> list[npt.NDArray[np.generic]]:
     """Return the decoded arrays in field order; where bundles begin is not content."""
     values = (getattr(block, own.name) for own in fields(block))
     return [value for value in values if isinstance(value, np.ndarray)]

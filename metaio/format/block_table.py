@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.errors import REMEDY, FormatError, faulty
-from metaio.format.block import Bundles, bundles_of
+from metaio.errors import REMEDY, FormatError, make_content_error
+from metaio.format.block import Bundles, make_bundles
 from metaio.format.features import Features
-from metaio.format.layout import block_table_schema
+from metaio.format.layout import make_block_table_schema
 from metaio.format.manifest import SplitEntry, xxh3_hex
 from metaio.format.storage import Storage
 from metaio.ragged import Int64, owners
@@ -37,7 +37,7 @@ class BlockTable:
         """Return the bundles of a block; None where its episodes keep their ids together."""
         if not self.bundle_tasks:
             return None
-        return bundles_of(self.bundle_tasks, self.bundle_unique_lengths[block])
+        return make_bundles(self.bundle_tasks, self.bundle_unique_lengths[block])
 
 
 def read_block_table(
@@ -57,22 +57,22 @@ def read_block_table(
     try:
         source = pa.BufferReader(data)
         bundled = "bundle_tasks" in pq.read_schema(source).names
-        table = pq.read_table(source, schema=block_table_schema(bundled))
-        flat = {name: _flat(table[name].combine_chunks()) for name in table.column_names}
+        table = pq.read_table(source, schema=make_block_table_schema(bundled))
+        flat = {name: _flatten_column(table[name].combine_chunks()) for name in table.column_names}
     except (pa.ArrowException, OSError) as error:
-        raise faulty(f"{storage.name(path)} cannot be decoded: {error}") from error
+        raise make_content_error(f"{storage.name(path)} cannot be decoded: {error}") from error
     num_blocks, num_tables = table.num_rows, len(features.tables)
     # A foreign writer may give lists of any length; ours cannot once the checksum matches.
     if (len(flat["unique_lengths"]), len(flat["xxh3"])) != (
         num_blocks * num_tables,
         num_blocks * num_columns,
     ):
-        raise faulty(
+        raise make_content_error(
             f"{storage.name(path)} must list {num_tables} unique lengths and {num_columns} "
             "checksums for each block"
         )
     _check_counts(storage.name(path), entry, flat)
-    bundle_tasks, bundle_lengths = _bundles(storage.name(path), flat, num_blocks, num_tables)
+    bundle_tasks, bundle_lengths = _parse_bundles(storage.name(path), flat, num_blocks, num_tables)
     return BlockTable(
         shard_X=flat["shard"],
         num_episodes_X=flat["num_episodes"],
@@ -87,7 +87,7 @@ def read_block_table(
     )
 
 
-def _bundles(
+def _parse_bundles(
     name: str, flat: dict[str, Int64], num_blocks: int, num_tables: int
 ) -> tuple[int, tuple[Int64, ...]]:
     """Return the episodes of a bundle and the unique lengths [G, B] of each block's bundles; 0 and
@@ -98,7 +98,7 @@ def _bundles(
     tasks_X, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]
     num_tasks = int(tasks_X[0])
     if num_tasks < 1 or (tasks_X != num_tasks).any():
-        raise faulty(
+        raise make_content_error(
             f"{name}: column bundle_tasks must hold one number from 1 on, it holds "
             f"{tasks_X.min()} to {tasks_X.max()}"
         )
@@ -110,10 +110,10 @@ def _bundles(
         sums = [part.sum(axis=0) for part in found]
         if all(map(np.array_equal, sums, totals_XB)):
             return num_tasks, found
-    raise faulty(f"{name}: column bundle_unique_lengths contradicts unique_lengths")
+    raise make_content_error(f"{name}: column bundle_unique_lengths contradicts unique_lengths")
 
 
-def _flat(column: pa.Array) -> Int64:
+def _flatten_column(column: pa.Array) -> Int64:
     """Return a column as int64, lists end to end; raise ArrowInvalid where it holds a null."""
     values = column.flatten() if pa.types.is_list(column.type) else column
     if column.null_count or values.null_count:
@@ -127,13 +127,15 @@ def _check_counts(name: str, entry: SplitEntry, flat: dict[str, Int64]) -> None:
     readers would look in the wrong place."""
     for column in ("num_episodes", "num_rows", "num_values", "unique_lengths"):
         if flat[column].min(initial=0) < 0:
-            raise faulty(f"{name}: column {column} holds {flat[column].min()}; 0 is the least")
+            raise make_content_error(
+                f"{name}: column {column} holds {flat[column].min()}; 0 is the least"
+            )
         if column != "unique_lengths" and flat[column].sum() != getattr(entry, column):
-            raise faulty(
+            raise make_content_error(
                 f"{name}: column {column} adds up to {flat[column].sum()}, the manifest says "
                 f"{getattr(entry, column)}"
             )
     lengths = [shard.num_blocks for shard in entry.shards]
     # The sum first: lengths that somebody made up could ask for any memory.
     if sum(lengths) != len(flat["shard"]) or not np.array_equal(flat["shard"], owners(lengths)):
-        raise faulty(f"{name}: column shard contradicts the shards of the manifest")
+        raise make_content_error(f"{name}: column shard contradicts the shards of the manifest")

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from metaio.errors import FormatError
-from metaio.format.destination import flush_to_disk
-from metaio.format.manifest import checksum_of, signed
+from metaio.format.atomic_folder import flush_to_disk
+from metaio.format.manifest import add_checksum, compute_checksum
 
 VERSION = 1
 
 
-def write_checked(path: Path, kind: str, body: Mapping[str, Any]) -> None:
+def write_checked_json(path: Path, kind: str, body: Mapping[str, Any]) -> None:
     """Write a JSON file of this kind; it takes its name once it is on the disk."""
-    found = signed({"format": kind, "version": VERSION, **body})
+    found = add_checksum({"format": kind, "version": VERSION, **body})
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     flush_to_disk([partial])
@@ -24,8 +24,8 @@ def write_checked(path: Path, kind: str, body: Mapping[str, Any]) -> None:
     flush_to_disk([path.parent])
 
 
-def checked(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]:
-    """Return what `write_checked` wrote into the file `name`, with its format, version and
+def parse_checked_json(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]:
+    """Return what `write_checked_json` wrote into the file `name`, with its format, version and
     checksum.
 
     Raises:
@@ -43,12 +43,12 @@ def checked(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]
             f"{name} has version {body.get('version')!r:.20}, this release reads version "
             f"{VERSION}. Read it with the release that wrote it"
         )
-    if body.get("checksum") != checksum_of(body):
+    if body.get("checksum") != compute_checksum(body):
         raise FormatError(f"{name} does not match its own checksum: it was edited. {remedy}")
     return body
 
 
-def fits(value: Any, shape: Any) -> bool:
+def has_shape(value: Any, shape: Any) -> bool:
     """Tell whether a JSON value is as the shape says: of its type, a list of its one entry, an
     object with its keys (and others), or, if its one key is "", an object whose values all have
     that shape.
@@ -57,10 +57,12 @@ def fits(value: Any, shape: Any) -> bool:
     (True, False)
     """
     if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+        return isinstance(value, list) and all(has_shape(one, shape[0]) for one in value)
     if not isinstance(shape, dict):
         return type(value) is shape
     if not isinstance(value, dict):
         return False
     keys = value if "" in shape else shape
-    return all(key in value and fits(value[key], shape.get(key, shape.get(""))) for key in keys)
+    return all(
+        key in value and has_shape(value[key], shape.get(key, shape.get(""))) for key in keys
+    )

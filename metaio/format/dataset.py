@@ -13,10 +13,10 @@ from types import MappingProxyType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.errors import REMEDY, FormatError, NoDatasetError, faulty
+from metaio.errors import REMEDY, FormatError, NoDatasetError, make_content_error
 from metaio.format.block import Block
 from metaio.format.block_table import BlockTable, read_block_table
-from metaio.format.decode import RowGroup, assemble, check_counts, read_footer
+from metaio.format.decode import RowGroup, assemble_block, check_counts, read_footer
 from metaio.format.features import Features
 from metaio.format.layout import (
     BLOCK_TABLE_NAME,
@@ -24,9 +24,9 @@ from metaio.format.layout import (
     RAW_IDS_FOLDER,
     RESET_FOLDER,
     VOCABULARY_FOLDER,
-    checksum_columns,
-    chunk_ranges,
-    streams,
+    find_chunk_ranges,
+    list_checksum_columns,
+    list_streams,
 )
 from metaio.format.manifest import (
     MIN_FOOTER_BYTES,
@@ -84,7 +84,7 @@ class Dataset:
         self.fingerprint = manifest.fingerprint
         self.splits: Mapping[str, Split] = MappingProxyType(dict(splits))
         self._storage = storage
-        self._streams = streams(manifest.features)
+        self._streams = list_streams(manifest.features)
         self._metadata: dict[tuple[str, int], list[pq.FileMetaData]] = {}
         self._footer_locks: dict[tuple[str, int], threading.Lock] = {}
         self._verified: set[tuple[str, int]] = set()
@@ -113,11 +113,11 @@ class Dataset:
             )
         return self.splits[name]
 
-    def seen_as(self, features: Features, seen: Callable[[Block], Block]) -> "Dataset":
+    def with_features(self, features: Features, translate: Callable[[Block], Block]) -> "Dataset":
         """Return the same dataset with these tables; `seen` is applied to each block that is
         read."""
         other = Dataset(self._storage, self.manifest, self.splits)
-        other.features, other._seen = features, seen
+        other.features, other._seen = features, translate
         return other
 
     def block_bytes(self, split: str) -> Int64:
@@ -186,14 +186,14 @@ class Dataset:
             columns[stream.name] = group.decode(in_place)
         place = f"{self.url}, split {split}, block {block}"
         try:
-            decoded = assemble(
+            decoded = assemble_block(
                 self.manifest.features,
                 columns,
                 entry.blocks.unique_lengths_XB[block],
                 bundles,
             )
         except ValueError as error:
-            raise faulty(f"{place}: {error}") from error
+            raise make_content_error(f"{place}: {error}") from error
         if verify:
             table = entry.blocks
             counts = (table.num_episodes_X, table.num_rows_X, table.num_values_X)
@@ -210,8 +210,8 @@ class Dataset:
         entries = [files[stream.name] for stream in self._streams]
         metadata = self._shard_metadata(split, shard, paths, entries)
         # A row group's chunks lie side by side, so one range a file brings them all.
-        ranges = [chunk_ranges(own, row_group) for own in metadata]
-        windows = self._storage.windows(
+        ranges = [find_chunk_ranges(own, row_group) for own in metadata]
+        windows = self._storage.read_windows(
             [
                 ByteRange(path, file.num_bytes, own[0][0], own[-1][1])
                 for path, file, own in zip(paths, entries, ranges, strict=True)
@@ -242,7 +242,7 @@ class Dataset:
             for path, file in zip(paths, entries, strict=True)
         ]
         found = []
-        windows = self._storage.windows(ranges)
+        windows = self._storage.read_windows(ranges)
         parts = zip(self._streams, ranges, entries, windows, strict=True)
         for stream, own, file, window in parts:
             name, footer = self._storage.name(own.path), window.view(own.begin, own.end)
@@ -274,7 +274,7 @@ def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
         raise
     manifest = decode_manifest(raw, storage.name(MANIFEST_NAME))
     _check_manifest(manifest, storage.name(MANIFEST_NAME))
-    columns = checksum_columns(manifest.features)
+    columns = list_checksum_columns(manifest.features)
     splits = {}
     for name, entry in manifest.splits.items():
         path = f"{name}/{BLOCK_TABLE_NAME}"
@@ -302,24 +302,28 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
     for key, names in named.items():
         for own in names:
             if not is_name(own):
-                raise faulty(f"{name}: {key} has the name {own!r}; allowed are {NAME_RULE}")
+                raise make_content_error(
+                    f"{name}: {key} has the name {own!r}; allowed are {NAME_RULE}"
+                )
     try:
         _ = manifest.raw_ids  # checked as it is read
         manifest.features.check()
     except ValueError as error:
-        raise faulty(f"{name}: {error}") from error
-    wanted = {stream.name for stream in streams(manifest.features)}
+        raise make_content_error(f"{name}: {error}") from error
+    wanted = {stream.name for stream in list_streams(manifest.features)}
     for split, entry in manifest.splits.items():
         for index, shard in enumerate(entry.shards):
             place = f"{name}: shard {index} of split {split}"
             if shard.files.keys() != wanted:
-                raise faulty(f"{place} must have the files {', '.join(sorted(wanted))}")
+                raise make_content_error(f"{place} must have the files {', '.join(sorted(wanted))}")
             for stream, file in shard.files.items():
                 if not MIN_FOOTER_BYTES <= file.footer_bytes <= file.num_bytes:
-                    raise faulty(f"{place}: {stream} cannot have {file.footer_bytes} footer bytes")
+                    raise make_content_error(
+                        f"{place}: {stream} cannot have {file.footer_bytes} footer bytes"
+                    )
 
 
-def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
+def read_verified_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
     """Return a whole file, held against the manifest.
 
     Raises:
@@ -343,7 +347,7 @@ def read_column(
     Raises:
         FormatError: the file is missing or altered, or has no such column.
     """
-    content = verify_file(dataset, path, entry)
+    content = read_verified_file(dataset, path, entry)
     try:
         column = pq.read_table(pa.BufferReader(content))[name].combine_chunks()
         if kind is not None:
@@ -352,4 +356,6 @@ def read_column(
                 raise pa.ArrowInvalid(f"{column.null_count} values are missing")
         return column
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise faulty(f"{dataset.url}/{path} has no column {name} to read: {error}") from error
+        raise make_content_error(
+            f"{dataset.url}/{path} has no column {name} to read: {error}"
+        ) from error

@@ -15,13 +15,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from metaio.counted import counted
-from metaio.errors import REMEDY, FormatError, faulty
-from metaio.format.block import Block, Bundles, are_apart, no_row_ids, no_weights
+from metaio.errors import REMEDY, FormatError, make_content_error
+from metaio.format.block import (
+    Block,
+    Bundles,
+    are_positions_valid,
+    make_no_row_ids,
+    make_no_weights,
+)
 from metaio.format.features import Features
-from metaio.format.layout import Stream, chunk_ranges
-from metaio.format.storage import Window
-from metaio.ragged import Int64, offsets, row_sums
+from metaio.format.layout import ShardStream, find_chunk_ranges
+from metaio.format.storage import ByteWindow
+from metaio.quantities import format_count
+from metaio.ragged import Int64, offsets, sum_rows
 
 # How Parquet's types lie in a plain page: little-endian.
 _PLAIN_TYPES: dict[str, np.dtype[Any]] = {
@@ -38,7 +44,7 @@ class RowGroup:
     name: str  # address of the file
     index: int
     metadata: pq.FileMetaData
-    window: Window
+    window: ByteWindow
     ranges: list[tuple[int, int]]
 
     def check(self, checksums: list[int]) -> None:
@@ -59,7 +65,7 @@ class RowGroup:
         Raises:
             FormatError: the pages are not what the footer says.
         """
-        stored = self._stored() if in_place and self.window.may_be_held() else None
+        stored = self._view_plain_columns() if in_place and self.window.can_be_held() else None
         if stored is not None:
             return stored
         try:
@@ -72,10 +78,10 @@ class RowGroup:
                 f"{self.name}, row group {self.index} cannot be decoded: "
                 f"{str(error).rstrip('.')}. {REMEDY}"
             ) from error
-        self.window.done(self.ranges[0][0], self.ranges[-1][1])
+        self.window.release(self.ranges[0][0], self.ranges[-1][1])
         return columns
 
-    def _stored(self) -> list[npt.NDArray[np.generic]] | None:
+    def _view_plain_columns(self) -> list[npt.NDArray[np.generic]] | None:
         """Return the columns, not copied, where each is one page of plain values."""
         found = []
         group = self.metadata.row_group(self.index)
@@ -88,27 +94,27 @@ class RowGroup:
             # Required values have no levels: a page of that size holds all of them and nothing
             # else.
             header = bytes(self.window.view(begin, max(start, begin)))
-            if not header.startswith(_page_header(column.num_values, kind.itemsize)):
+            if not header.startswith(_encode_page_header(column.num_values, kind.itemsize)):
                 return None
             found.append(np.frombuffer(self.window.view(start, end), dtype=kind))
         for values, (begin, end) in zip(found, self.ranges, strict=True):
             self.window.will_need(begin, end)
             # Its pages may leave memory with the last array that looks at them.
-            weakref.finalize(values, self.window.done, begin, end).atexit = False
+            weakref.finalize(values, self.window.release, begin, end).atexit = False
         return found
 
 
-def _page_header(num_values: int, item_bytes: int) -> bytes:
+def _encode_page_header(num_values: int, item_bytes: int) -> bytes:
     """Return how the header of an uncompressed data page of plain values begins.
 
     In Thrift's compact protocol: type DATA_PAGE, size uncompressed and compressed, then of its
     DataPageHeader the number of values and the encoding PLAIN.
     """
-    size = b"\x15" + _varint(num_values * item_bytes)
-    return b"\x15\x00" + size * 2 + b"\x2c\x15" + _varint(num_values) + b"\x15\x00"
+    size = b"\x15" + _encode_varint(num_values * item_bytes)
+    return b"\x15\x00" + size * 2 + b"\x2c\x15" + _encode_varint(num_values) + b"\x15\x00"
 
 
-def _varint(number: int) -> bytes:
+def _encode_varint(number: int) -> bytes:
     """Return a non-negative number as Thrift writes it: zigzag, seven bits a byte, lowest first."""
     rest, found = 2 * number, bytearray()
     while rest >= 0x80:
@@ -118,7 +124,7 @@ def _varint(number: int) -> bytes:
 
 
 def read_footer(
-    name: str, data: memoryview, stream: Stream, num_blocks: int, num_bytes: int
+    name: str, data: memoryview, stream: ShardStream, num_blocks: int, num_bytes: int
 ) -> pq.FileMetaData:
     """Return the footer of a file of `num_bytes`, given its bytes.
 
@@ -129,17 +135,23 @@ def read_footer(
     try:
         metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
         schema = metadata.schema.to_arrow_schema()
-        groups = [chunk_ranges(metadata, index) for index in range(metadata.num_row_groups)]
+        groups = [find_chunk_ranges(metadata, index) for index in range(metadata.num_row_groups)]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise faulty(f"{name}: the footer cannot be decoded: {error}") from error
+        raise make_content_error(f"{name}: the footer cannot be decoded: {error}") from error
     if (schema.names, schema.types) != (stream.schema.names, stream.schema.types):
-        raise faulty(f"{name} has other columns or types than {', '.join(stream.schema.names)}")
+        raise make_content_error(
+            f"{name} has other columns or types than {', '.join(stream.schema.names)}"
+        )
     if len(groups) != num_blocks:
-        raise faulty(f"{name} has {len(groups)} row groups, its shard {num_blocks} blocks")
+        raise make_content_error(
+            f"{name} has {len(groups)} row groups, its shard {num_blocks} blocks"
+        )
     for ranges in groups:
         bounds = [0, *itertools.chain(*ranges), num_bytes]
         if bounds != sorted(bounds):  # one after another: they are fetched as one range
-            raise faulty(f"{name}: a column chunk lies outside of the file's {num_bytes} bytes")
+            raise make_content_error(
+                f"{name}: a column chunk lies outside of the file's {num_bytes} bytes"
+            )
     return metadata
 
 
@@ -154,14 +166,14 @@ def check_counts(
     """Raise FormatError where decoded arrays contradict the block table or each other, as a foreign
     writer may be wrong."""
     # Little beside decoding; unseen, it would be an index out of bounds in some step.
-    for column in _contradictions(features, decoded, num_episodes, num_rows, num_values):
+    for column in _find_contradictions(features, decoded, num_episodes, num_rows, num_values):
         raise FormatError(
             f"{place}: column {column} contradicts the block table. The program that wrote it is "
             "at fault; docs/format.md says what belongs there"
         )
 
 
-def _contradictions(
+def _find_contradictions(
     features: Features, decoded: Block, num_episodes: int, num_rows: int, num_values: int
 ) -> Iterator[str]:
     """Yield the columns that are wrong; from the second on they may be so because of the first."""
@@ -172,7 +184,7 @@ def _contradictions(
         yield "num_rows"
     if decoded.multi_lengths_NM.min(initial=0) < 0:
         yield "length"
-    values_T1 = offsets(row_sums(decoded.multi_lengths_NM))[row_offsets_T1]
+    values_T1 = offsets(sum_rows(decoded.multi_lengths_NM))[row_offsets_T1]
     if not np.array_equal(values_T1, decoded.value_offsets_T1) or values_T1[-1] != num_values:
         yield "num_values"
     if len(decoded.multi_positions_V) != num_values:
@@ -182,7 +194,7 @@ def _contradictions(
     support_T = decoded.support_lengths_T
     if support_T.min(initial=0) < 0 or (support_T > rows_T).any():
         yield "num_support"
-    if not are_apart(features, decoded):
+    if not are_positions_valid(features, decoded):
         yield "position"
     if not _are_ids(features, decoded.unique_ids_U, decoded.unique_offsets_B1):
         yield "id"
@@ -192,24 +204,25 @@ def _are_ids(features: Features, unique_ids_U: Int64, unique_offsets_B1: Int64) 
     """Tell whether each table's ids are rows of it."""
     parts = np.split(unique_ids_U, unique_offsets_B1[1:-1])
     return unique_offsets_B1[-1] == len(unique_ids_U) and not any(
-        _outside(own, table.num_rows) for table, own in zip(features.tables, parts, strict=False)
+        _has_outside(own, table.num_rows)
+        for table, own in zip(features.tables, parts, strict=False)
     )
 
 
 def _to_numpy(column: pa.ChunkedArray) -> npt.NDArray[np.generic]:
     if column.null_count:
-        raise pa.ArrowInvalid(f"it holds {counted(column.null_count, 'null')}")
-    whole = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    found: npt.NDArray[np.generic] = whole.to_numpy()
+        raise pa.ArrowInvalid(f"it holds {format_count(column.null_count, 'null')}")
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    found: npt.NDArray[np.generic] = array.to_numpy()
     return found
 
 
-def _outside(values: Int64, stop: int) -> bool:
+def _has_outside(values: Int64, stop: int) -> bool:
     # As unsigned numbers negative ones are the largest: one pass over them instead of two.
     return bool(values.size) and bool(values.view(np.uint64).max() >= stop)
 
 
-def assemble(
+def assemble_block(
     features: Features,
     columns: Mapping[str, list[Any]],
     unique_lengths_B: Int64,
@@ -224,7 +237,7 @@ def assemble(
     num_labels, of_rows = features.num_labels, columns["rows"]
     labels, length_columns = of_rows[:num_labels], of_rows[num_labels:]
     label_N = labels[0] if num_labels == 1 else np.stack(labels, axis=1)
-    weight_N = length_columns.pop(0) if features.weight else no_weights()
+    weight_N = length_columns.pop(0) if features.weight else make_no_weights()
     num_rows = len(label_N)
     empty = np.zeros(0, dtype=np.int32)
 
@@ -248,7 +261,7 @@ def assemble(
         multi_lengths_NM=lengths_NM,
         unique_ids_U=flat("unique", np.zeros(0, dtype=np.int64)),
         unique_offsets_B1=offsets(unique_lengths_B),
-        row_id_N=flat("row_ids", no_row_ids()),
+        row_id_N=flat("row_ids", make_no_row_ids()),
         weight_N=weight_N.astype(np.float32, copy=False),
         bundles=bundles,
     )

@@ -38,15 +38,15 @@ class FeatureSpec:
     table: str
 
 
-def component(column: str, index: int) -> str:
+def name_component(column: str, index: int) -> str:
     """Return what one number of a vector column is called among the dense ones."""
     return f"{column}[{index}]"
 
 
-def vector_of(name: str) -> str:
+def find_vector_column(name: str) -> str:
     """Return the column that a dense one is a number of: itself, unless it is of a vector.
 
-    >>> vector_of("image[12]"), vector_of("price")
+    >>> find_vector_column("image[12]"), find_vector_column("price")
     ('image', 'price')
     """
     column, bracket, index = name.removesuffix("]").rpartition("[")

@@ -13,7 +13,7 @@ import numpy as np
 
 from metaio.errors import DataError, FormatError
 from metaio.format.block import Block
-from metaio.format.dataset import Dataset, verify_file
+from metaio.format.dataset import Dataset, read_verified_file
 from metaio.ragged import Int64
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
@@ -23,7 +23,7 @@ SKEW_PERCENT = (1, 10, 50)
 
 
 @dataclass(frozen=True)
-class TableUse:
+class TableUsage:
     """How one split uses one embedding table. `uses_R` counts positions, single and multi."""
 
     name: str
@@ -51,7 +51,7 @@ class TableUse:
         return float(falling[:count].sum() / falling.sum())
 
 
-class LabelUse(NamedTuple):
+class LabelUsage(NamedTuple):
     """One label: its mean over the rows in which it is known, and how many these are."""
 
     name: str
@@ -67,8 +67,8 @@ class SplitSummary:
     num_tasks: int
     support_T: Int64
     query_T: Int64
-    labels: tuple[LabelUse, ...]
-    tables: tuple[TableUse, ...]
+    labels: tuple[LabelUsage, ...]
+    tables: tuple[TableUsage, ...]
 
     @property
     def num_rows(self) -> int:
@@ -128,21 +128,21 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
         support_T=np.concatenate(support),
         query_T=np.concatenate(query),
         labels=tuple(
-            map(LabelUse, names, (sum_L / np.maximum(known_L, 1)).tolist(), known_L.tolist())
+            map(LabelUsage, names, (sum_L / np.maximum(known_L, 1)).tolist(), known_L.tolist())
         ),
         tables=tuple(
-            TableUse(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
+            TableUsage(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
         ),
     )
 
 
-def damage(
-    dataset: Dataset, progress: Progress | None = None, known: Sequence[str] = ()
+def find_damage(
+    dataset: Dataset, progress: Progress | None = None, known_problems: Sequence[str] = ()
 ) -> list[str]:
     """Check every file and every column chunk; returns one message for each that is missing or
     altered, those that are `known` from opening first.
     """
-    found = list(known)
+    found = list(known_problems)
     places = [
         (name, block) for name, split in dataset.splits.items() for block in range(split.num_blocks)
     ]
@@ -158,7 +158,7 @@ def damage(
         if any(message.startswith(f"{dataset.url}/{path}") for message in found):
             continue
         try:
-            verify_file(dataset, path, entry)
+            read_verified_file(dataset, path, entry)
         except FormatError as error:
             found.append(str(error))
     # A missing file is found by every block that it holds.

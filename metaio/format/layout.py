@@ -47,7 +47,7 @@ def usual_bundle_tasks(num_rows: int) -> int:
 
 
 @dataclass(frozen=True)
-class Stream:
+class ShardStream:
     """One Parquet file of a shard: its columns all have the same length within a block."""
 
     name: str
@@ -58,17 +58,17 @@ class Stream:
         return f"{split}/{shard:05d}.{self.name}.parquet"
 
 
-def _required(*columns: tuple[str, pa.DataType]) -> pa.Schema:
+def _make_schema(*columns: tuple[str, pa.DataType]) -> pa.Schema:
     # Without definition levels a column decodes by memcpy: 16 instead of 22 ns a row for 13 floats.
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
-def streams(features: Features) -> tuple[Stream, ...]:
+def list_streams(features: Features) -> tuple[ShardStream, ...]:
     """Return the files of every shard; a stream that would always be empty is left out.
 
     episodes [T], rows [N], dense [N * K], positions [N * F], multi [V], unique [U], row_ids [N].
     """
-    episodes = _required(
+    episodes = _make_schema(
         ("task", pa.int64()),
         ("num_rows", pa.int32()),
         ("num_support", pa.int32()),
@@ -78,13 +78,13 @@ def streams(features: Features) -> tuple[Stream, ...]:
     labels = [(name, pa.float32()) for name in names + ["weight"] * bool(features.weight)]
     lengths = [(f"length_{feature.name}", pa.int32()) for feature in features.multi]
     found = [
-        Stream("episodes", episodes),
-        Stream("rows", _required(*labels, *lengths)),
-        Stream("dense", _required(("value", pa.float32()))),
-        Stream("positions", _required(("position", pa.int32()))),
-        Stream("multi", _required(("position", pa.int32()))),
-        Stream("unique", _required(("id", pa.int64()))),
-        Stream("row_ids", _required(("row_id", pa.int64()))),
+        ShardStream("episodes", episodes),
+        ShardStream("rows", _make_schema(*labels, *lengths)),
+        ShardStream("dense", _make_schema(("value", pa.float32()))),
+        ShardStream("positions", _make_schema(("position", pa.int32()))),
+        ShardStream("multi", _make_schema(("position", pa.int32()))),
+        ShardStream("unique", _make_schema(("id", pa.int64()))),
+        ShardStream("row_ids", _make_schema(("row_id", pa.int64()))),
     ]
     absent = {
         "dense": not features.dense,
@@ -96,14 +96,14 @@ def streams(features: Features) -> tuple[Stream, ...]:
     return tuple(stream for stream in found if not absent.get(stream.name, False))
 
 
-def checksum_columns(features: Features) -> tuple[tuple[str, str], ...]:
+def list_checksum_columns(features: Features) -> tuple[tuple[str, str], ...]:
     """Return (stream, column) of each entry of a block's `xxh3` list, in that order."""
     return tuple(
-        (stream.name, name) for stream in streams(features) for name in stream.schema.names
+        (stream.name, name) for stream in list_streams(features) for name in stream.schema.names
     )
 
 
-def block_table_schema(bundled: bool = False) -> pa.Schema:
+def make_block_table_schema(bundled: bool = False) -> pa.Schema:
     """Return the columns of SPLIT/blocks.parquet, one row a block, in stored order.
 
     Where episodes stand in bundles there are two more, which readers may leave alone: without them
@@ -121,10 +121,10 @@ def block_table_schema(bundled: bool = False) -> pa.Schema:
     ]
     if bundled:
         columns += [("bundle_tasks", pa.int32()), ("bundle_unique_lengths", lengths)]
-    return _required(*columns)
+    return _make_schema(*columns)
 
 
-def encodings(stream: Stream, compact: bool) -> dict[str, object]:
+def make_writer_options(stream: ShardStream, compact: bool) -> dict[str, object]:
     """Return the options of pyarrow.parquet.ParquetWriter for one stream.
 
     Positions as PLAIN decode at 14 ns a row of 26 ids, DELTA_BINARY_PACKED at 50 for 0.6 of the
@@ -154,7 +154,7 @@ def encodings(stream: Stream, compact: bool) -> dict[str, object]:
     return options
 
 
-def chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[int, int]]:
+def find_chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[int, int]]:
     """Return the byte range [begin, end) of each column chunk of a row group."""
     group = metadata.row_group(row_group)
     ranges = []

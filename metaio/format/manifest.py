@@ -7,10 +7,10 @@ from typing import Any
 
 import xxhash
 
-from metaio.errors import FormatError, faulty
+from metaio.errors import FormatError, make_content_error
 from metaio.format.features import Features
 from metaio.format.layout import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME, RAW_IDS_FOLDER
-from metaio.format.typed import typed
+from metaio.format.typed_json import parse_typed
 
 MIN_FOOTER_BYTES = 8  # of a Parquet file: the length of its footer, and "PAR1"
 
@@ -101,7 +101,7 @@ class Manifest:
         Raises:
             ValueError: what the report says of them is nothing that a writer writes.
         """
-        found: dict[str, FileEntry] = typed(
+        found: dict[str, FileEntry] = parse_typed(
             dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
         )
         if not found.keys() <= {"task", "item"}:
@@ -137,17 +137,17 @@ def canonical_json(value: Any) -> bytes:
 xxh3_hex = xxhash.xxh3_64_hexdigest  # 16 digits
 
 
-def checksum_of(body: Mapping[str, Any]) -> str:
+def compute_checksum(body: Mapping[str, Any]) -> str:
     """Return the checksum of a JSON object, of all in it but its own: reformatting the file does no
     harm, changing a value does."""
     return xxh3_hex(canonical_json({name: body[name] for name in body if name != "checksum"}))
 
 
-def signed(body: Mapping[str, Any]) -> dict[str, Any]:
+def add_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON object with its checksum behind all of the rest."""
     # There and back, so that the checksum sees what a reader will see: lists, not tuples.
     found: dict[str, Any] = json.loads(json.dumps(body, default=vars))
-    return {**found, "checksum": checksum_of(found)}
+    return {**found, "checksum": compute_checksum(found)}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -156,7 +156,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body["features"] = manifest.features.to_json()
     if manifest.stream is None:
         del body["stream"]  # manifests of datasets that stand alone stay as they were
-    return json.dumps(signed(body), indent=1).encode()
+    return json.dumps(add_checksum(body), indent=1).encode()
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
@@ -169,26 +169,26 @@ def decode_manifest(data: bytes, name: str) -> Manifest:
         body = json.loads(data)
         json.dumps(body, ensure_ascii=False).encode()  # half of a character could not be shown
     except (ValueError, RecursionError) as error:
-        raise _altered(name, f"is not JSON ({error})") from error
+        raise _make_altered_error(name, f"is not JSON ({error})") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
-        raise _altered(name, f"is not a {FORMAT_NAME} manifest")
+        raise _make_altered_error(name, f"is not a {FORMAT_NAME} manifest")
     if body.get("version") != FORMAT_VERSION:
         raise FormatError(
             f"{name} has format version {body.get('version')}, this release reads version "
             f"{FORMAT_VERSION}. "
             "Prepare the dataset again, or read it with the release that wrote it"
         )
-    if body.pop("checksum", None) != checksum_of(body):
-        raise _altered(name, "does not match its own checksum")
+    if body.pop("checksum", None) != compute_checksum(body):
+        raise _make_altered_error(name, "does not match its own checksum")
     kept = {key: value for key, value in body.items() if key not in ("format", "version")}
     try:
-        manifest: Manifest = typed(Manifest, kept, "manifest")
+        manifest: Manifest = parse_typed(Manifest, kept, "manifest")
     except ValueError as error:
-        raise faulty(f"{name}: {error}") from error
+        raise make_content_error(f"{name}: {error}") from error
     return manifest
 
 
-def _altered(name: str, what: str) -> FormatError:
+def _make_altered_error(name: str, what: str) -> FormatError:
     return FormatError(
         f"{name} {what}: it was cut short or edited. {MANIFEST_NAME} is written by prepare alone; "
         "copy the dataset again or prepare it again"

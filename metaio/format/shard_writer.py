@@ -10,18 +10,24 @@ import pyarrow.parquet as pq
 import xxhash
 
 from metaio.errors import DataError
-from metaio.format.block import Block, content_digest
+from metaio.format.block import Block, hash_content
 from metaio.format.features import Features
-from metaio.format.layout import Stream, block_table_schema, chunk_ranges, encodings, streams
+from metaio.format.layout import (
+    ShardStream,
+    find_chunk_ranges,
+    list_streams,
+    make_block_table_schema,
+    make_writer_options,
+)
 from metaio.format.manifest import MIN_FOOTER_BYTES, FileEntry, ShardEntry, xxh3_hex
 
 
-def _signed(unsigned: int) -> int:
+def _to_int64(unsigned: int) -> int:
     # Spark has no unsigned 64-bit type, so checksums are stored as the int64 of the same bits.
     return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
 
 
-def _columns(block: Block, stream: Stream) -> list[Any]:
+def _list_columns(block: Block, stream: ShardStream) -> list[Any]:
     if stream.name == "episodes":
         return [
             block.task_T,
@@ -44,8 +50,8 @@ def _columns(block: Block, stream: Stream) -> list[Any]:
     return [flat[stream.name].ravel()]
 
 
-def _table(block: Block, stream: Stream) -> pa.Table:
-    columns = _columns(block, stream)
+def _make_table(block: Block, stream: ShardStream) -> pa.Table:
+    columns = _list_columns(block, stream)
     arrays = [
         pa.array(column, type=kind)
         for column, kind in zip(columns, stream.schema.types, strict=True)
@@ -53,14 +59,14 @@ def _table(block: Block, stream: Stream) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=stream.schema)
 
 
-def file_entry(data: memoryview) -> FileEntry:
+def make_file_entry(data: memoryview) -> FileEntry:
     """Return size and checksums of a finished Parquet file, given its bytes."""
     # The footer's own checksum lets a reader trust it without reading the rest of the file.
     footer_bytes = int.from_bytes(data[-MIN_FOOTER_BYTES:][:4], "little") + MIN_FOOTER_BYTES
     return FileEntry(len(data), xxh3_hex(data), footer_bytes, xxh3_hex(data[-footer_bytes:]))
 
 
-def mapped(path: Path) -> memoryview:
+def map_file(path: Path) -> memoryview:
     """Return the bytes of a finished file, not copied; it is never empty."""
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -72,13 +78,13 @@ class ShardWriter:
     def __init__(
         self, folder: Path, split: str, shard: int, features: Features, compact: bool
     ) -> None:
-        self._streams = streams(features)
+        self._streams = list_streams(features)
         self._paths = [folder / stream.path(split, shard) for stream in self._streams]
         self._shard = shard
         self._blocks: list[dict[str, object]] = []
         (folder / split).mkdir(parents=True, exist_ok=True)
         self._writers = [
-            pq.ParquetWriter(path, stream.schema, **encodings(stream, compact))
+            pq.ParquetWriter(path, stream.schema, **make_writer_options(stream, compact))
             for path, stream in zip(self._paths, self._streams, strict=True)
         ]
 
@@ -102,7 +108,7 @@ class ShardWriter:
                 "lower, or max_rows so that no episode is that long"
             )
         for writer, stream in zip(self._writers, self._streams, strict=True):
-            table = _table(block, stream)
+            table = _make_table(block, stream)
             # Exactly one row group a block, also for a stream that is empty in this block.
             writer.write_table(table, row_group_size=max(table.num_rows, 1))
         self._blocks.append(
@@ -112,7 +118,7 @@ class ShardWriter:
                 "num_rows": block.num_rows,
                 "num_values": len(block.multi_positions_V),
                 "unique_lengths": np.diff(block.unique_offsets_B1),
-                "content_xxh3": _signed(content_digest(block)),
+                "content_xxh3": _to_int64(hash_content(block)),
                 "bundle_tasks": 0 if block.bundles is None else block.bundles.num_tasks,
                 "bundle_unique_lengths": ()
                 if block.bundles is None
@@ -127,16 +133,16 @@ class ShardWriter:
         for writer, stream, path in zip(self._writers, self._streams, self._paths, strict=True):
             writer.close()
             # Read back, not noted while writing: the checksums are of what is in the file.
-            data = mapped(path)
-            files[stream.name] = file_entry(data)
+            data = map_file(path)
+            files[stream.name] = make_file_entry(data)
             metadata = pq.read_metadata(path)
             for row_group, row in enumerate(checksums):
-                for begin, end in chunk_ranges(metadata, row_group):
-                    row.append(_signed(xxhash.xxh3_64_intdigest(data[begin:end])))
+                for begin, end in find_chunk_ranges(metadata, row_group):
+                    row.append(_to_int64(xxhash.xxh3_64_intdigest(data[begin:end])))
         for block, row in zip(self._blocks, checksums, strict=True):
             block["xxh3"] = row
         bundled = any(row["bundle_tasks"] for row in self._blocks)
-        table = pa.Table.from_pylist(self._blocks, schema=block_table_schema(bundled))
+        table = pa.Table.from_pylist(self._blocks, schema=make_block_table_schema(bundled))
         counts = {
             name: int(np.sum(table[name].to_numpy())) for name in ("num_episodes", "num_rows")
         }

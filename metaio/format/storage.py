@@ -13,8 +13,8 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from gmeta_keys.boundary import failing_as
-from metaio.errors import FormatError, UrlError, shown
+from gmeta_keys.translate_errors import failing_as
+from metaio.errors import FormatError, UrlError, to_one_line
 
 # Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block. A map holds no memory, but
 # an open file, and many systems allow a process 1,024 of them.
@@ -23,7 +23,7 @@ _MAX_MAPS_HELD = 640
 _MAX_RESIDENT_BYTES = 512 << 20
 
 
-def file_system(url: str) -> tuple[Any, str]:
+def find_file_system(url: str) -> tuple[Any, str]:
     """Return the file system of a path or URL, and the path in it.
 
     Raises:
@@ -79,16 +79,16 @@ class _SparseFile(io.RawIOBase):
         return True
 
 
-class _Map(mmap.mmap):
+class _MappedFile(mmap.mmap):
     """A file that is mapped, by its path."""
 
     path: str
 
 
-_held: "weakref.WeakSet[_Map]" = weakref.WeakSet()  # of all datasets
+_open_maps: "weakref.WeakSet[_MappedFile]" = weakref.WeakSet()  # of all datasets
 
 
-class _Resident:
+class _ResidentBytes:
     """Bounds how many bytes of mapped files count as this process's memory.
 
     Without it resident memory would grow to the size of the data. The first ranges stay, later ones
@@ -103,7 +103,7 @@ class _Resident:
         # Reentrant: a block may be let go of, which calls `used`, wherever memory is asked for.
         self._lock = threading.RLock()
 
-    def used(self, mapped: _Map, begin: int, end: int) -> None:
+    def keep_or_release(self, mapped: _MappedFile, begin: int, end: int) -> None:
         """Keep the whole pages within these bytes, or let them go where the bound is reached."""
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -119,19 +119,21 @@ class _Resident:
         mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
 
-class Window:
+class ByteWindow:
     """Bytes [begin, end) of a file, addressed by their offsets in the whole file."""
 
-    def __init__(self, begin: int, data: memoryview, resident: "_Resident | None" = None) -> None:
+    def __init__(
+        self, begin: int, data: memoryview, resident: "_ResidentBytes | None" = None
+    ) -> None:
         self._begin = begin
         self._data = data
         self._resident = resident
 
-    def done(self, begin: int, end: int) -> None:
+    def release(self, begin: int, end: int) -> None:
         """Note that these bytes were used: mapped pages may leave memory until they are read
         again."""
-        if self._resident is not None and isinstance(self._data.obj, _Map):
-            self._resident.used(self._data.obj, begin, end)
+        if self._resident is not None and isinstance(self._data.obj, _MappedFile):
+            self._resident.keep_or_release(self._data.obj, begin, end)
 
     def will_need(self, begin: int, end: int) -> None:
         """Have these bytes read ahead where they are mapped and not in memory."""
@@ -139,9 +141,9 @@ class Window:
             first = begin // mmap.PAGESIZE * mmap.PAGESIZE
             self._data.obj.madvise(mmap.MADV_WILLNEED, first, end - first)
 
-    def may_be_held(self) -> bool:
+    def can_be_held(self) -> bool:
         """Tell whether arrays may look at its bytes as long as they like."""
-        return not isinstance(self._data.obj, mmap.mmap) or len(_held) <= _MAX_MAPS_HELD
+        return not isinstance(self._data.obj, mmap.mmap) or len(_open_maps) <= _MAX_MAPS_HELD
 
     def view(self, begin: int, end: int) -> memoryview:
         """Return the bytes [begin, end) of the file, not copied."""
@@ -171,10 +173,10 @@ class Storage:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") if url != "/" else url
         self._fs: Any
-        self._fs, self._root = file_system(self.url)
+        self._fs, self._root = find_file_system(self.url)
         self.is_local = is_local(self._fs)
-        self._maps: OrderedDict[str, _Map] = OrderedDict()
-        self._resident = _Resident()
+        self._maps: OrderedDict[str, _MappedFile] = OrderedDict()
+        self._resident = _ResidentBytes()
         self._lock = threading.Lock()
 
     def name(self, path: str) -> str:
@@ -188,19 +190,20 @@ class Storage:
             FormatError: it does not exist or cannot be read.
         """
         # Whatever the client of a store raises: aiohttp's errors are no OSError.
-        with failing_as(partial(self._unreadable, path)):
+        with failing_as(partial(self._make_read_error, path)):
             data: bytes = self._fs.cat_file(f"{self._root}/{path}")
         return data
 
-    def _unreadable(self, path: str, error: Exception) -> FormatError:
+    def _make_read_error(self, path: str, error: Exception) -> FormatError:
         if isinstance(error, FileNotFoundError):
             return FormatError(f"{self.name(path)} does not exist. Prepare the dataset again")
         return FormatError(
-            f"{self.name(path)} cannot be read: {shown(str(error)) or type(error).__name__}. Check "
+            f"{self.name(path)} cannot be read: "
+            f"{to_one_line(str(error)) or type(error).__name__}. Check "
             "its permissions and the network, then try again"
         )
 
-    def windows(self, ranges: list[ByteRange]) -> list[Window]:
+    def read_windows(self, ranges: list[ByteRange]) -> list[ByteWindow]:
         """Return the bytes of each range: locally the whole file is mapped, elsewhere all are
         fetched at once.
 
@@ -208,16 +211,16 @@ class Storage:
             FormatError: a file is missing or has another size than the manifest says.
         """
         if self.is_local:
-            maps = [self._mapped(own.path, own.num_bytes) for own in ranges]
-            return [Window(0, memoryview(mapped), self._resident) for mapped in maps]
+            maps = [self._map_file(own.path, own.num_bytes) for own in ranges]
+            return [ByteWindow(0, memoryview(mapped), self._resident) for mapped in maps]
         paths = [f"{self._root}/{own.path}" for own in ranges]
         begins, ends = [own.begin for own in ranges], [own.end for own in ranges]
         found = self._fs.cat_ranges(paths, begins, ends, on_error="return")
-        return [self._window(own, data) for own, data in zip(ranges, found, strict=True)]
+        return [self._make_window(own, data) for own, data in zip(ranges, found, strict=True)]
 
-    def _window(self, own: ByteRange, data: bytes | Exception) -> Window:
+    def _make_window(self, own: ByteRange, data: bytes | Exception) -> ByteWindow:
         if isinstance(data, Exception):
-            raise self._unreadable(own.path, data) from data
+            raise self._make_read_error(own.path, data) from data
         name, wanted = self.name(own.path), own.end - own.begin
         if len(data) > wanted:
             raise FormatError(
@@ -225,35 +228,35 @@ class Storage:
                 "no ranges. Serve the dataset by one that does, or copy it to a disk"
             )
         if len(data) < wanted:
-            raise _wrong_size(name, own.begin + len(data), own.num_bytes)
-        return Window(own.begin, memoryview(data))
+            raise _make_size_error(name, own.begin + len(data), own.num_bytes)
+        return ByteWindow(own.begin, memoryview(data))
 
-    def _mapped(self, path: str, num_bytes: int) -> _Map:
+    def _map_file(self, path: str, num_bytes: int) -> _MappedFile:
         full = f"{self._root}/{path}"
         try:
             found_bytes = os.stat(full).st_size
             if found_bytes != num_bytes:
-                raise _wrong_size(self.name(path), found_bytes, num_bytes)
+                raise _make_size_error(self.name(path), found_bytes, num_bytes)
             # The size is asked each time: a file cut short under a map would kill the process.
             with self._lock:
                 if full in self._maps:
                     self._maps.move_to_end(full)
                     return self._maps[full]
             with open(full, "rb") as file:
-                mapped = _Map(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
+                mapped = _MappedFile(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
             mapped.path = full
             with self._lock:
-                _held.add(mapped)
+                _open_maps.add(mapped)
                 self._maps[full] = mapped
                 # Let go of, not closed: whoever still reads from it holds it.
                 if len(self._maps) > _MAX_MAPS:
                     self._maps.popitem(last=False)
             return mapped
         except OSError as error:
-            raise self._unreadable(path, error) from error
+            raise self._make_read_error(path, error) from error
 
 
-def _wrong_size(name: str, found_bytes: int, num_bytes: int) -> FormatError:
+def _make_size_error(name: str, found_bytes: int, num_bytes: int) -> FormatError:
     return FormatError(
         f"{name} has {found_bytes} bytes, the manifest says {num_bytes}: it was cut short or "
         "rewritten. Copy the dataset again or prepare it again"

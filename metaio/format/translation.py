@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.errors import DataError
-from metaio.format.block import Block, with_one_unknown
+from metaio.format.block import Block, merge_unknown_ids
 from metaio.format.dataset import Dataset, read_column
 from metaio.format.features import FeatureSpec
 from metaio.format.layout import VOCABULARY_FOLDER
@@ -22,8 +22,8 @@ from metaio.ragged import Int64, offsets, owners
 
 _REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
 # The keys of a column's rule that decide which value an id or a number stands for.
-_MEANING_OF_LABELS = ("threshold", "mask", "null")
-_MEANING = ("table", "hash", "log1p", "standardise", "fill")
+_LABEL_MEANING_KEYS = ("threshold", "mask", "null")
+_MEANING_KEYS = ("table", "hash", "log1p", "standardise", "fill")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Translation:
         mapped = [rows[ids] for rows, ids in zip(self.rows_of_tables, parts, strict=True)]
         ids_U = np.concatenate(mapped) if mapped else block.unique_ids_U
         table_U = owners(lengths_B)
-        kept_U, kept_B, position_U = with_one_unknown(ids_U, ids_U == 0, table_U, len(lengths_B))
+        kept_U, kept_B, position_U = merge_unknown_ids(ids_U, ids_U == 0, table_U, len(lengths_B))
         dense_NK = block.dense_NK
         if self.affine_K is not None:
             scale_K, shift_K = self.affine_K
@@ -57,7 +57,7 @@ class _Translation:
         )
 
 
-def translated(own: Dataset, known: Dataset) -> Dataset:
+def translate_dataset(own: Dataset, known: Dataset) -> Dataset:
     """Return `own` as a model of `known` sees it: with the ids, the tables and the units of
     `known`; `own` itself where they are one dataset.
 
@@ -68,38 +68,38 @@ def translated(own: Dataset, known: Dataset) -> Dataset:
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)
-    _check_rules(own, known)
+    _check_meanings(own, known)
     rows = tuple(
-        _rows_of(own, known, table.name, table.num_rows, size.num_rows)
+        _match_rows(own, known, table.name, table.num_rows, size.num_rows)
         for table, size in zip(own.features.tables, known.features.tables, strict=True)
     )
-    return own.seen_as(known.features, _Translation(rows, _affine(own, known)))
+    return own.with_features(known.features, _Translation(rows, _match_moments(own, known)))
 
 
 def _check_columns(own: Dataset, known: Dataset) -> None:
     """Refuse another set of columns, or another order of them."""
 
-    def named(columns: tuple[FeatureSpec, ...], kind: str) -> list[tuple[str, str]]:
+    def describe_columns(columns: tuple[FeatureSpec, ...], kind: str) -> list[tuple[str, str]]:
         return [(column.name, f"{kind} of table {column.table}") for column in columns]
 
-    described = [
+    descriptions = [
         [
-            *named(dataset.features.single, "single column"),
-            *named(dataset.features.multi, "multi column"),
+            *describe_columns(dataset.features.single, "single column"),
+            *describe_columns(dataset.features.multi, "multi column"),
             *((name, "dense column") for name in dataset.features.dense),
         ]
         for dataset in (own, known)
     ]
-    kinds = [dict(one) for one in described]
-    for name, kind in described[1]:
+    kinds = [dict(one) for one in descriptions]
+    for name, kind in descriptions[1]:
         if kinds[0].get(name) != kind:
             has = f"has it as {kinds[0][name]}" if name in kinds[0] else "lacks it"
             raise DataError(f"column {name} is a {kind} of {known.url}, {own.url} {has}. {_REMEDY}")
-    for (name, _), (other, _) in zip(*described, strict=False):
+    for (name, _), (other, _) in zip(*descriptions, strict=False):
         if name != other:
             raise DataError(f"{own.url} has column {name} where {known.url} has {other}. {_REMEDY}")
-    if len(described[0]) > len(described[1]):
-        name = described[0][len(described[1])][0]
+    if len(descriptions[0]) > len(descriptions[1]):
+        name = descriptions[0][len(descriptions[1])][0]
         raise DataError(f"{own.url} has a column {name}, {known.url} has none. {_REMEDY}")
     tables = [[table.name for table in dataset.features.tables] for dataset in (own, known)]
     if tables[0] != tables[1]:
@@ -109,7 +109,7 @@ def _check_columns(own: Dataset, known: Dataset) -> None:
         )
 
 
-def _rules(dataset: Dataset) -> dict[str, dict[str, Any]]:
+def _collect_meanings(dataset: Dataset) -> dict[str, dict[str, Any]]:
     """Return by column what its ids and numbers mean, and the label's rule as `label NAME`."""
     recipe = dataset.manifest.recipe
     schema = recipe.get("schema") or {}
@@ -117,20 +117,20 @@ def _rules(dataset: Dataset) -> dict[str, dict[str, Any]]:
     labels = schema.get("label") or {}
     names = dataset.features.labels or [dataset.label]
     found: dict[str, dict[str, Any]] = {
-        f"label {name}": {key: rule.get(key) for key in _MEANING_OF_LABELS}
+        f"label {name}": {key: rule.get(key) for key in _LABEL_MEANING_KEYS}
         for name, rule in zip(names, [labels] if isinstance(labels, dict) else labels, strict=False)
     }
     features = (schema.get(kind, ()) for kind in ("single", "multi", "dense", "vector"))
     for one in chain.from_iterable(features):
-        meaning = {key: one.get(key) for key in _MEANING}
+        meaning = {key: one.get(key) for key in _MEANING_KEYS}
         found[one["column"]] = {**meaning, "kind": kinds.get(one["column"])}
     return found
 
 
-def _check_rules(own: Dataset, known: Dataset) -> None:
+def _check_meanings(own: Dataset, known: Dataset) -> None:
     """Refuse columns whose ids or numbers mean something else."""
-    own_rules = _rules(own)
-    for name, rule in _rules(known).items():
+    own_rules = _collect_meanings(own)
+    for name, rule in _collect_meanings(known).items():
         other = own_rules.get(name)
         if other is None:
             raise DataError(f"{known.url} has {name}, {own.url} has another. {_REMEDY}")
@@ -143,7 +143,7 @@ def _check_rules(own: Dataset, known: Dataset) -> None:
                 )
 
 
-def _check_recipe(own: Dataset, known: Dataset, table: str) -> None:
+def _check_ids_without_vocabulary(own: Dataset, known: Dataset, table: str) -> None:
     """Refuse a table without a vocabulary whose ids may not be those of the other one: those of a
     schema, which is compared by column, are hashes, but a recipe may number values as they come."""
     recipes = own.manifest.recipe, known.manifest.recipe
@@ -159,17 +159,17 @@ def _check_recipe(own: Dataset, known: Dataset, table: str) -> None:
     )
 
 
-def _rows_of(own: Dataset, known: Dataset, table: str, num_rows: int, num_known: int) -> Int64:
+def _match_rows(own: Dataset, known: Dataset, table: str, num_rows: int, num_known: int) -> Int64:
     """Return for each row of a table of `own` [R] the row of its value in `known`; 0: none."""
     vocabularies = own.manifest.vocabularies, known.manifest.vocabularies
     rows_R = np.arange(num_rows)
     if table not in vocabularies[1] and table not in vocabularies[0]:
-        _check_recipe(own, known, table)
+        _check_ids_without_vocabulary(own, known, table)
         return np.where(rows_R < num_known, rows_R, 0)
     if table not in vocabularies[0] or table not in vocabularies[1]:
         missing = known if table in vocabularies[0] else own
         raise DataError(f"table {table} has no vocabulary in {missing.url}. {_REMEDY}")
-    values, wanted = _vocabulary(own, table), _vocabulary(known, table)
+    values, wanted = _read_vocabulary(own, table), _read_vocabulary(known, table)
     # A row that was freed has no value: it must not match another one without a value.
     found = pc.index_in(values.cast(wanted.type), value_set=wanted, skip_nulls=True)
     rows_R[:] = 0
@@ -177,13 +177,13 @@ def _rows_of(own: Dataset, known: Dataset, table: str, num_rows: int, num_known:
     return rows_R
 
 
-def _vocabulary(dataset: Dataset, table: str) -> pa.Array:
+def _read_vocabulary(dataset: Dataset, table: str) -> pa.Array:
     """Return the values of a table's rows from 1 on."""
     entry = dataset.manifest.vocabularies[table]
     return read_column(dataset, f"{VOCABULARY_FOLDER}/{table}.parquet", entry, "value")
 
 
-def _affine(
+def _match_moments(
     own: Dataset, known: Dataset
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
     """Return scale and shift [K] from standardised columns of `own` to those of `known`."""

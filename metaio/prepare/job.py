@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.errors import DataError, MetaIOError
-from metaio.format.block import Block, build_block, bundled
+from metaio.format.block import Block, build_block, bundle_ids
 from metaio.format.dataset import open_dataset
+from metaio.format.dataset_writer import DatasetWriter, Provenance, find_block_bounds, write_dataset
 from metaio.format.features import Features
 from metaio.format.layout import (
     DEFAULT_BLOCK_ROWS,
@@ -24,16 +25,15 @@ from metaio.format.layout import (
 )
 from metaio.format.manifest import ShardEntry
 from metaio.format.shard_writer import ShardWriter
-from metaio.format.writer import DatasetWriter, Provenance, block_cuts, write_dataset
-from metaio.prepare.encode import Fitted
-from metaio.prepare.encoded_rows import EncodedRows, take_rows
-from metaio.prepare.episodes import Dropped, make_episodes
-from metaio.prepare.negatives import Catalogue, CatalogueBuilder
-from metaio.prepare.schema import Schema, SparseColumn, features_of
-from metaio.prepare.splits import copies_of_windows
-from metaio.prepare.spool import BucketPlan, plan_buckets, split_by_bucket
-from metaio.prepare.survey import Survey
-from metaio.prepare.values import Kind, kind_of, time_of
+from metaio.prepare.episodes.cut_episodes import DroppedRows, make_episodes
+from metaio.prepare.episodes.encode import FittedEncoding
+from metaio.prepare.episodes.encoded_rows import EncodedRows, select_rows
+from metaio.prepare.episodes.negatives import Catalogue, CatalogueBuilder
+from metaio.prepare.episodes.splits import copy_to_windows
+from metaio.prepare.episodes.spool import BucketPlan, plan_buckets, split_by_bucket
+from metaio.prepare.episodes.survey import Survey
+from metaio.prepare.schema.schema import IdColumn, Schema, make_features
+from metaio.prepare.schema.values import Kind, infer_kind, parse_time
 from metaio.ragged import Int64
 
 DEFAULT_MEMORY_BYTES = 2 << 30
@@ -67,7 +67,7 @@ class WrittenShard(NamedTuple):
     bucket: int
     entry: ShardEntry
     block_table: pa.Table
-    dropped: Dropped
+    dropped: DroppedRows
     num_rows: int  # of the bucket, dropped ones included
 
 
@@ -77,7 +77,7 @@ class Job:
 
     schema: Schema
     options: PrepareOptions
-    fitted: Fitted
+    fitted: FittedEncoding
     plan: BucketPlan
     features: Features
     task_kind: str
@@ -101,7 +101,7 @@ class Job:
             label=schema.label_text,
             seed=schema.seed,
             task_kind=self.task_kind,
-            protocol=self.options.protocol or _protocol(schema),
+            protocol=self.options.protocol or _describe_protocol(schema),
             recipe={
                 "name": "schema",
                 "schema": schema.to_json(),
@@ -135,7 +135,7 @@ class Job:
                     f"its ids would change. Cast the column to {before}, or remove that dataset"
                 )
 
-    def items(self) -> CatalogueBuilder | None:
+    def make_catalogue_builder(self) -> CatalogueBuilder | None:
         """Return a builder of the catalogue that negatives are drawn from; None if none are
         drawn."""
         if self.schema.negatives is None:
@@ -143,22 +143,24 @@ class Job:
         train = self.fitted.splits.names.index(self.schema.splits.train)
         return CatalogueBuilder(self.schema, train)
 
-    def dealt(self, rows: EncodedRows) -> list[tuple[int, EncodedRows]]:
+    def deal(self, rows: EncodedRows) -> list[tuple[int, EncodedRows]]:
         """Return the encoded rows of each bucket that gets any."""
         splits = self.fitted.splits
         if splits.window_starts:
-            chosen, split_N, side_N = copies_of_windows(splits, rows.split_N.astype(np.int64))
-            copies = take_rows(rows, chosen)
+            chosen, split_N, side_N = copy_to_windows(splits, rows.split_N.astype(np.int64))
+            copies = select_rows(rows, chosen)
             rows = replace(copies, split_N=split_N.astype(np.int32), side_NS=side_N[:, None])
         return split_by_bucket(self.plan, rows)
 
-    def write_shard(self, folder: Path, bucket: int, rows: EncodedRows, use: "Use") -> WrittenShard:
+    def write_shard(
+        self, folder: Path, bucket: int, rows: EncodedRows, id_use: "Use"
+    ) -> WrittenShard:
         """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`.
 
         Safe to call from several threads, for different buckets.
         """
-        split = self.plan.split_of(bucket)
-        cutting = self.fitted.splits.cutting(self.schema, split)
+        split = self.plan.find_split(bucket)
+        cutting = self.fitted.splits.choose_cutting(self.schema, split)
         # Cut within the bucket, so that workers need not know each other's episodes.
         name = self.fitted.splits.names[split]
         is_train = name == self.schema.splits.train
@@ -166,15 +168,15 @@ class Job:
             self.schema, rows, self.cut_time, cutting, self.catalogue, is_train
         )
         bundle_tasks = self.bundle_tasks if is_train else 0
-        index = bucket - self.plan.of_split(split).start
+        index = bucket - self.plan.list_buckets(split).start
         with ShardWriter(folder, name, index, self.features, self.options.compact) as shard:
             for first, stop in pairwise(
-                block_cuts(episodes.row_lengths_T, self.options.block_rows, bundle_tasks)
+                find_block_bounds(episodes.row_lengths_T, self.options.block_rows, bundle_tasks)
             ):
-                block = build_block(self.features, episodes.part(first, stop))
-                block = bundled(block, bundle_tasks)
+                block = build_block(self.features, episodes.gather(first, stop))
+                block = bundle_ids(block, bundle_tasks)
                 shard.write(block)
-                use.add(block)
+                id_use.add(block)
             return WrittenShard(bucket, *shard.close(), dropped, rows.num_rows)
 
     def write_vocabularies(self, folder: Path) -> None:
@@ -186,7 +188,7 @@ class Job:
 def make_job(
     schema: Schema,
     options: PrepareOptions,
-    fitted: Fitted,
+    fitted: FittedEncoding,
     survey: Survey,
     types: dict[str, pa.DataType],
 ) -> Job:
@@ -198,9 +200,9 @@ def make_job(
     rows = [survey.rows_of_split[name] for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {
-        column.column: kind_of_column(column, types[column.column]) for column in schema.sparse
+        column.column: infer_column_kind(column, types[column.column]) for column in schema.sparse
     }
-    integer = kind_of(task, types[task], "task") == "integer"
+    integer = infer_kind(task, types[task], "task") == "integer"
     bundle_tasks = options.bundle_tasks
     if bundle_tasks is None:
         bundle_tasks = usual_bundle_tasks(survey.rows_of_split[schema.splits.train])
@@ -209,14 +211,16 @@ def make_job(
         options=options,
         fitted=replace(fitted, kinds=kinds),
         plan=plan_buckets(rows, SHARD_BLOCKS * options.block_rows),
-        features=features_of(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
+        features=make_features(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
         task_kind="integer" if integer else "hashed",
-        cut_time=time_of(at, types[schema.time.column]) if schema.time and at is not None else None,
+        cut_time=parse_time(at, types[schema.time.column])
+        if schema.time and at is not None
+        else None,
         bundle_tasks=bundle_tasks,
     )
 
 
-def _protocol(schema: Schema) -> str:
+def _describe_protocol(schema: Schema) -> str:
     """Return in a few words how rows become episodes."""
     rule, parts = schema.episodes, []
     if schema.membership is not None:
@@ -231,13 +235,13 @@ def _protocol(schema: Schema) -> str:
     return ", ".join(parts)
 
 
-def kind_of_column(column: SparseColumn, kind: pa.DataType) -> Kind:
+def infer_column_kind(column: IdColumn, kind: pa.DataType) -> Kind:
     """Tell whether a column's ids, or those of its lists, are integers or text."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return kind_of(column.column, kind.value_type if is_list else kind, "sparse")
+    return infer_kind(column.column, kind.value_type if is_list else kind, "sparse")
 
 
-def _counted(job: Job) -> list[int]:
+def _list_counted_tables(job: Job) -> list[int]:
     """Return the hashed tables whose used rows are counted."""
     hashed = {column.table_name for column in job.schema.sparse if column.hash is not None}
     return [
@@ -247,11 +251,13 @@ def _counted(job: Job) -> list[int]:
     ]
 
 
-class ShardUse:
+class HashedShardUse:
     """The ids of one shard in each table that is counted: few, however large the tables are."""
 
     def __init__(self, job: Job) -> None:
-        self._ids: dict[int, list[Int64]] = {i: [np.zeros(0, np.int64)] for i in _counted(job)}
+        self._ids: dict[int, list[Int64]] = {
+            i: [np.zeros(0, np.int64)] for i in _list_counted_tables(job)
+        }
 
     def add(self, block: Block) -> None:
         """Count a block's ids."""
@@ -264,13 +270,14 @@ class ShardUse:
         return [np.unique(np.concatenate(ids)) for ids in self._ids.values()]
 
 
-class TableUse:
+class HashedTableUse:
     """Which rows of the hashed tables are used: tells how many values share a row."""
 
     def __init__(self, job: Job) -> None:
         tables = job.features.tables
         self.used: dict[int, npt.NDArray[np.bool_]] = {
-            index: np.zeros(tables[index].num_rows, dtype=np.bool_) for index in _counted(job)
+            index: np.zeros(tables[index].num_rows, dtype=np.bool_)
+            for index in _list_counted_tables(job)
         }
         self._names = [table.name for table in tables]
 
@@ -281,7 +288,7 @@ class TableUse:
             used[block.unique_ids_U[begin:end]] = True
 
     def add_distinct(self, ids_of_table: Iterable[Int64]) -> None:
-        """Add what ShardUse counted."""
+        """Add what HashedShardUse counted."""
         for used, ids in zip(self.used.values(), ids_of_table, strict=True):
             used[ids] = True
 
@@ -305,4 +312,4 @@ class TableUse:
         return found
 
 
-Use = TableUse | ShardUse
+Use = HashedTableUse | HashedShardUse

@@ -15,18 +15,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from metaio.format.block import Block, Bundles, distinct_below, scratch
+from metaio.format.block import Block, Bundles, borrow_scratch, find_distinct
 from metaio.format.features import Features
-from metaio.ragged import Int32, Int64, entries_of, offsets
+from metaio.ragged import Int32, Int64, index_entries, offsets
+from metaio.read.array_pool import ArrayPool
 from metaio.read.batch import TaskBatch, empty_batch
-from metaio.read.memory import Memory
 
 # Columns of a block whose values are copied as they are.
 _OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
 _ROWS_AT_ONCE = 64
 
 
-class _Marked(NamedTuple):
+class _MarkedPositions(NamedTuple):
     """The distinct positions [P] that chosen rows of a block use, and the rows' own positions."""
 
     used_P: Int64
@@ -49,11 +49,11 @@ class _Part(NamedTuple):
     ids_U: Int64
     starts_B: Int64
     lengths_B: Int64
-    marked: _Marked | None = None
+    marked: _MarkedPositions | None = None
 
 
 def compose(
-    features: Features, parts: Sequence[tuple[Block, Int64]], memory: Memory | None = None
+    features: Features, parts: Sequence[tuple[Block, Int64]], memory: ArrayPool | None = None
 ) -> TaskBatch:
     """Return the batch of the episodes [E] of each block, in the order given; in memory of an
     earlier batch if `memory` has some.
@@ -70,8 +70,8 @@ def compose(
     # views of its file.
     first, episodes_E = chosen[0]
     if len(chosen) == 1 and len(episodes_E) == first.num_episodes and first.bundles is None:
-        return _whole_block(first)
-    return _join(features, chosen, memory or Memory(keep=0))
+        return _compose_whole_block(first)
+    return _join(features, chosen, memory or ArrayPool(keep=0))
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -81,19 +81,19 @@ def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
     )
 
 
-def _whole_block(block: Block) -> TaskBatch:
+def _compose_whole_block(block: Block) -> TaskBatch:
     columns = {"unique_lengths_B": np.diff(block.unique_offsets_B1), **vars(block)}
     return TaskBatch(**{own.name: _tensor(columns[own.name]) for own in fields(TaskBatch)})
 
 
-def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: Memory) -> TaskBatch:
-    parts = [part for block, episodes_E in chosen for part in _parts(block, episodes_E)]
+def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: ArrayPool) -> TaskBatch:
+    parts = [part for block, episodes_E in chosen for part in _split_into_parts(block, episodes_E)]
     starts_PB = np.stack([part.starts_B for part in parts])
     lengths_PB = np.stack([part.lengths_B for part in parts])
     # Table by table, and within a table part by part: where each part's ids of each table begin.
     new_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
     columns = {name: _gather(parts, name, memory) for name in _OF_ROWS}
-    columns["unique_ids_U"] = _unique(parts, starts_PB, lengths_PB, memory)
+    columns["unique_ids_U"] = _concatenate_ids(parts, starts_PB, lengths_PB, memory)
     columns["positions_NF"], columns["multi_positions_V"] = _renumber(
         features, parts, (new_PB - starts_PB).astype(np.int32), memory
     )
@@ -106,7 +106,7 @@ def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: Memory)
     return TaskBatch(**{name: torch.from_numpy(column) for name, column in columns.items()})
 
 
-def _parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
+def _split_into_parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
     """Yield the chosen episodes of a block, whole bundles by themselves."""
     ids_U, bounds_B1 = block.unique_ids_U, block.unique_offsets_B1
     if len(episodes_E) == block.num_episodes:
@@ -115,17 +115,19 @@ def _parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
     begin = 0  # of the episodes that belong to no whole bundle
     if block.bundles is not None:
         starts_GB, lengths_GB = block.bundles.starts_GB, block.bundles.lengths_GB
-        for index, first, stop in _whole_bundles(block.bundles, block.num_episodes, episodes_E):
+        for index, first, stop in _find_whole_bundles(
+            block.bundles, block.num_episodes, episodes_E
+        ):
             if begin < first:
-                yield _marked(block, episodes_E[begin:first])
+                yield _mark_positions(block, episodes_E[begin:first])
             place = _place(block, episodes_E[first:stop])
             yield _Part(*place, ids_U, starts_GB[index], lengths_GB[index])
             begin = stop
     if begin < len(episodes_E):
-        yield _marked(block, episodes_E[begin:])
+        yield _mark_positions(block, episodes_E[begin:])
 
 
-def _whole_bundles(
+def _find_whole_bundles(
     bundles: Bundles, num_episodes: int, episodes_E: Int64
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the bundles whose episodes are all chosen, and where these stand among the chosen."""
@@ -138,12 +140,12 @@ def _whole_bundles(
 
 
 def _place(block: Block, episodes_E: Int64) -> tuple[Block, Int64 | slice, Int64 | slice, int, int]:
-    rows, num_rows = _ranges(block.row_offsets_T1, episodes_E)
-    values, num_values = _ranges(block.value_offsets_T1, episodes_E)
+    rows, num_rows = _index_ranges(block.row_offsets_T1, episodes_E)
+    values, num_values = _index_ranges(block.value_offsets_T1, episodes_E)
     return block, rows, values, num_rows, num_values
 
 
-def _ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
+def _index_ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
     """Return the index of the rows (or values) of ascending episodes, and how many there are; a
     slice, hence a view, where the episodes are adjacent.
     """
@@ -151,24 +153,24 @@ def _ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
     if last - first + 1 == len(episodes_E):
         begin, end = int(offsets_T1[first]), int(offsets_T1[last + 1])
         return slice(begin, end), end - begin
-    found = entries_of(offsets_T1, episodes_E)
+    found = index_entries(offsets_T1, episodes_E)
     return found, len(found)
 
 
-def _marked(block: Block, episodes_E: Int64) -> _Part:
+def _mark_positions(block: Block, episodes_E: Int64) -> _Part:
     """Return chosen episodes whose ids are found by marking each position of their rows."""
     place = _place(block, episodes_E)
     _, rows, values, _, _ = place
     # numpy indexes with 64 bits, three times as fast as where it has to widen the index itself.
     single = block.positions_NF[rows].ravel().astype(np.int64)
     multi = block.multi_positions_V[values].astype(np.int64)
-    used_P = distinct_below(len(block.unique_ids_U), single, multi)
+    used_P = find_distinct(len(block.unique_ids_U), single, multi)
     bounds_B1 = np.searchsorted(used_P, block.unique_offsets_B1)
-    ids_P, marked = block.unique_ids_U[used_P], _Marked(used_P, single, multi)
+    ids_P, marked = block.unique_ids_U[used_P], _MarkedPositions(used_P, single, multi)
     return _Part(*place, ids_P, bounds_B1[:-1], np.diff(bounds_B1), marked)
 
 
-def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
+def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any]:
     """Return the rows of all parts of a column, one after another; none for a column that the
     dataset does not store.
     """
@@ -176,7 +178,7 @@ def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
     num_rows, kind, shape = sum(part.num_rows for part in parts), columns[0].dtype, columns[0].shape
     if not any(map(len, columns)):
         return np.empty((0, *shape[1:]), dtype=kind)
-    found = memory.empty(name, (num_rows, *shape[1:]), kind)
+    found = memory.allocate(name, (num_rows, *shape[1:]), kind)
     begin = 0
     for part, own_N in zip(parts, columns, strict=True):
         into = found[begin : begin + part.num_rows]
@@ -189,13 +191,15 @@ def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
     return found
 
 
-def _unique(parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, memory: Memory) -> Int64:
+def _concatenate_ids(
+    parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, memory: ArrayPool
+) -> Int64:
     """Return the ids of all parts [U], table by table, and within a table part by part.
 
     An id may stand once for each part that it comes from: no episode spans two, so the promise of
     TaskBatch holds, and merging them would need a sort of all ids.
     """
-    found = memory.empty("unique_ids_U", (int(lengths_PB.sum()),), np.int64)
+    found = memory.allocate("unique_ids_U", (int(lengths_PB.sum()),), np.int64)
     ids = [part.ids_U for part in parts]
     stops_PB = starts_PB + lengths_PB
     pieces = [
@@ -207,14 +211,16 @@ def _unique(parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, memory: Mem
 
 
 def _renumber(
-    features: Features, parts: list[_Part], shift_PB: Int32, memory: Memory
+    features: Features, parts: list[_Part], shift_PB: Int32, memory: ArrayPool
 ) -> tuple[Int32, Int32]:
     """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
     table moved by `shift_PB`.
     """
     num_rows = sum(part.num_rows for part in parts)
-    into_NF = memory.empty("positions_NF", (num_rows, len(features.single)), np.int32)
-    into_V = memory.empty("multi_positions_V", (sum(part.num_values for part in parts),), np.int32)
+    into_NF = memory.allocate("positions_NF", (num_rows, len(features.single)), np.int32)
+    into_V = memory.allocate(
+        "multi_positions_V", (sum(part.num_values for part in parts),), np.int32
+    )
     of_lists = sorted(set(features.table_of_multi.tolist()))
     shift_PF = shift_PB[:, features.table_of_single]
     shift_of_many = np.tile(shift_PF, _ROWS_AT_ONCE)
@@ -237,7 +243,7 @@ def _renumber(
             continue
         used_P, single, multi = part.marked
         new_P = np.arange(len(used_P), dtype=np.int32) + np.repeat(shift_PB[index], part.lengths_B)
-        new_U = scratch(len(block.unique_ids_U))
+        new_U = borrow_scratch(len(block.unique_ids_U))
         new_U[used_P] = new_P
         np.take(new_U, single, out=own_NF.reshape(-1), mode="clip")
         np.take(new_U, multi, out=own_V, mode="clip")

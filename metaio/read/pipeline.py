@@ -12,19 +12,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from metaio.format.block import Block
+from metaio.read.array_pool import ArrayPool
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
-from metaio.read.memory import Memory
-from metaio.read.order import BlockEpisodes
+from metaio.read.episode_order import BlockEpisodes
 
 if TYPE_CHECKING:
     from metaio.format.dataset import Dataset
 
 Plan = list[tuple[str, BlockEpisodes]]
 _BlockKey = tuple[str, int]
-_Loading = list[tuple[Future[Block], BlockEpisodes]]
+_LoadingPlan = list[tuple[Future[Block], BlockEpisodes]]
 # Done once the blocks of a batch are loaded: the inner future is the batch.
-_Begun = Future[Future[TaskBatch]]
+_StartedBatches = Future[Future[TaskBatch]]
 
 # Remote blocks wait for requests, not for the CPU: more of them are fetched at once than decoded.
 _REMOTE_FETCHES = 8
@@ -54,7 +54,7 @@ class _BusyClock:
             if not self._num_at_work:
                 self._busy_s += time.perf_counter() - self._since_s
 
-    def composed(self, num_tasks: int) -> None:
+    def count_batch(self, num_tasks: int) -> None:
         """Count one more batch, of `num_tasks` tasks."""
         with self._lock:
             self.num_tasks += num_tasks
@@ -98,18 +98,18 @@ class BlockCache:
                 _, (_, freed_bytes) = self._blocks.popitem(last=False)
                 self._held_bytes -= freed_bytes
         # Outside the lock, which the callback takes: the block may be read already.
-        future.add_done_callback(self._loaded)
+        future.add_done_callback(self._on_loaded)
         return future
 
     def _read(self, split: str, block: int) -> Block:
         with self._clock:
             return self._dataset.read_block(split, block)
 
-    def num_loading(self) -> int:
+    def count_loading(self) -> int:
         """Return the number of blocks that are being read."""
         return self._num_loading
 
-    def _loaded(self, _: Future[Block]) -> None:
+    def _on_loaded(self, _: Future[Block]) -> None:
         with self._lock:
             self._num_loading -= 1
 
@@ -120,7 +120,7 @@ class BlockCache:
             self._held_bytes = 0
 
 
-class _Ahead:
+class _PlanQueue:
     """Plans drawn but not yet composed; their blocks are loading or held, within a budget."""
 
     def __init__(
@@ -150,7 +150,7 @@ class _Ahead:
         self._waiting.append(loading)
         return True
 
-    def take(self) -> _Loading:
+    def get(self) -> _LoadingPlan:
         """Return the oldest plan."""
         loading = self._waiting.popleft()
         for key, _, _ in loading:
@@ -184,7 +184,7 @@ class BatchPipeline:
         self._cache_bytes = cache_bytes
         self._pin_memory = pin_memory
         # As many as may be ready or in use at once.
-        self._memory = Memory(keep=self._prefetch_batches + 2)
+        self._memory = ArrayPool(keep=self._prefetch_batches + 2)
         self._sizes = {name: dataset.block_bytes(name).tolist() for name in dataset.splits}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="metaio-batch")
         # Decoding shares the threads of composing. Remote blocks wait for requests and have threads
@@ -213,23 +213,25 @@ class BatchPipeline:
 
         With `look_ahead` they are drawn further, as far as blocks can be read meanwhile.
         """
-        return self._drain(_Ahead(plans, self._cache, self._sizes), deque(), look_ahead)
+        return self._drain(_PlanQueue(plans, self._cache, self._sizes), deque(), look_ahead)
 
     def start(self, plans: Iterable[Plan]) -> Iterator[TaskBatch]:
         """Do as `run` with `look_ahead`, but begin the first batches before one is asked for."""
-        ahead, queue = _Ahead(plans, self._cache, self._sizes), deque[_Begun]()
+        ahead, queue = _PlanQueue(plans, self._cache, self._sizes), deque[_StartedBatches]()
         self._fill(ahead, queue, look_ahead=True)
         return self._drain(ahead, queue, look_ahead=True)
 
-    def _fill(self, ahead: _Ahead, queue: deque[_Begun], look_ahead: bool) -> None:
+    def _fill(self, ahead: _PlanQueue, queue: deque[_StartedBatches], look_ahead: bool) -> None:
         # Batches first, then blocks for later ones: what the consumer waits for goes ahead.
         while len(queue) < self._prefetch_batches and (len(ahead) or ahead.draw()):
-            queue.append(_Begun())
-            self._compose_once_loaded(ahead.take(), queue[-1])
+            queue.append(_StartedBatches())
+            self._compose_once_loaded(ahead.get(), queue[-1])
         while look_ahead and self._has_room(ahead) and ahead.draw():
             pass
 
-    def _drain(self, ahead: _Ahead, queue: deque[_Begun], look_ahead: bool) -> Generator[TaskBatch]:
+    def _drain(
+        self, ahead: _PlanQueue, queue: deque[_StartedBatches], look_ahead: bool
+    ) -> Generator[TaskBatch]:
         try:
             while True:
                 self._fill(ahead, queue, look_ahead)
@@ -245,7 +247,7 @@ class BatchPipeline:
                 if not begun.cancel() and begun.exception() is None:
                     begun.result().cancel()
 
-    def _compose_once_loaded(self, loading: _Loading, begun: _Begun) -> None:
+    def _compose_once_loaded(self, loading: _LoadingPlan, begun: _StartedBatches) -> None:
         # If composing were submitted before its blocks are loaded, it would block a thread that
         # could read the next one: two threads would read whole blocks no faster than one.
         missing = next((future for future, _ in loading if not future.done()), None)
@@ -261,19 +263,19 @@ class BatchPipeline:
             except RuntimeError as error:  # closed meanwhile
                 begun.set_exception(error)
 
-    def _has_room(self, ahead: _Ahead) -> bool:
+    def _has_room(self, ahead: _PlanQueue) -> bool:
         # Half of the budget is for what lies ahead, so that it cannot push out what is in use.
         return (
             len(ahead) < _MAX_PLANS_AHEAD
             and ahead.num_bytes < self._cache_bytes // 2
-            and self._cache.num_loading() < self._fetches
+            and self._cache.count_loading() < self._fetches
         )
 
-    def _compose(self, loading: _Loading) -> TaskBatch:
+    def _compose(self, loading: _LoadingPlan) -> TaskBatch:
         with self._clock:
             parts = [(future.result(), part.episodes) for future, part in loading]
             batch = compose(self._dataset.features, parts, self._memory)
-            self._clock.composed(batch.num_tasks)
+            self._clock.count_batch(batch.num_tasks)
             # Page-locking takes as long as copying: done here, in the background.
             return batch.pin_memory() if self._pin_memory else batch
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from metaio.errors import FormatError
-from metaio.read.order import BlockEpisodes, BlockOrder, EpisodeOrder, OrderConfig, order_of
+from metaio.read.episode_order import (
+    BlockEpisodes,
+    BlockOrder,
+    EpisodeOrder,
+    OrderConfig,
+    make_order,
+)
 from metaio.read.pipeline import BatchPipeline, Plan
 
 if TYPE_CHECKING:
@@ -216,7 +222,7 @@ class BatchReader(_PipelineReader):
 
     def _order(self, epoch: int) -> EpisodeOrder | BlockOrder:
         blocks = self._split.blocks
-        return order_of(blocks.num_episodes_X, self._config, epoch, blocks.bundle_tasks)
+        return make_order(blocks.num_episodes_X, self._config, epoch, blocks.bundle_tasks)
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -277,11 +283,11 @@ def read_ranges(
     """
     with RangeReader(dataset, threads=threads) as reader:
         yield from reader.batches(
-            [cut] for part in ranges for cut in _cuts(dataset, part, tasks_per_batch)
+            [cut] for part in ranges for cut in _cut_range(dataset, part, tasks_per_batch)
         )
 
 
-def _cuts(dataset: Dataset, part: EpisodeRange, num_episodes: int) -> Iterator[EpisodeRange]:
+def _cut_range(dataset: Dataset, part: EpisodeRange, num_episodes: int) -> Iterator[EpisodeRange]:
     end = part.first_episode + part.num_episodes
     # Of the whole range: a message about a part of it would puzzle.
     _check_range(dataset, part)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metaio.ragged import row_sums
+from metaio.ragged import sum_rows
 from metaio.read.batch import TaskBatch
 
 
@@ -25,7 +25,7 @@ class TaskRows(NamedTuple):
     multi_positions_V: Tensor  # int64, into the P pairs
 
 
-def task_rows(batch: TaskBatch) -> TaskRows:
+def deduplicate_task_rows(batch: TaskBatch) -> TaskRows:
     """Return positions into one row per (episode, unique id): `rows_UD[level1_position_P]` are the
     copies to adapt.
 
@@ -40,7 +40,7 @@ def task_rows(batch: TaskBatch) -> TaskRows:
     num_positions = max(batch.unique_ids_U.numel(), 1)
     row_lengths_T = np.diff(batch.row_offsets_T1.numpy())
     episode_N = np.repeat(np.arange(batch.num_tasks) * num_positions, row_lengths_T)
-    values_N = row_sums(batch.multi_lengths_NM.numpy())
+    values_N = sum_rows(batch.multi_lengths_NM.numpy())
     positions_NF, multi_V = batch.positions_NF.numpy(), batch.multi_positions_V.numpy()
     num_single = positions_NF.size
     keys_NF, keys_V = positions_NF + episode_N[:, None], multi_V + np.repeat(episode_N, values_N)

@@ -16,7 +16,7 @@ from metaio.recipes.by_time import (
     protocol_by_time,
     schema_by_time,
 )
-from metaio.recipes.fields import read_fields, whole_number
+from metaio.recipes.field_files import parse_integer, read_fields
 
 _SOURCE = "Amazon"
 
@@ -32,7 +32,7 @@ def prepare_amazon(path: str, out: str, config: ByTimeConfig, overwrite: bool = 
     fields = read_fields(file, "\t", 4, _SOURCE)
     names = ("user", "item", "rating", "time")
     columns = {
-        name: pa.array([whole_number(line[index], file, name) for line in fields], pa.int64())
+        name: pa.array([parse_integer(line[index], file, name) for line in fields], pa.int64())
         for index, name in enumerate(names)
     }
     for name in ("brand", "category"):

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from metaio.format.destination import passing_folder
+from metaio.format.atomic_folder import open_temporary_folder
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 
 _WORD = re.compile(r"[a-z0-9']+")
 
@@ -34,13 +34,13 @@ def prepare_table(
         DataError: `out` exists, or the disk is full.
     """
     options = PrepareOptions(overwrite=overwrite, recipe=recipe, protocol=protocol)
-    with passing_folder() as folder:
+    with open_temporary_folder() as folder:
         path = Path(folder) / "rows.parquet"
         pq.write_table(table, path)
         prepare([str(path)], out, parse_schema(schema), options)
 
 
-def known_words(titles: Iterable[str]) -> list[str | None]:
+def keep_shared_words(titles: Iterable[str]) -> list[str | None]:
     """Return the words of each title that another title has too, separated by spaces; None where
     there are none.
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 from metaio.errors import DataError, SchemaError
 from metaio.hashing import splitmix64, unit_interval
 from metaio.ragged import Int64, places
-from metaio.recipes.by_schema import known_words, prepare_table
+from metaio.recipes.by_schema import keep_shared_words, prepare_table
 from metaio.recipes.movielens_files import Ratings, read_ratings, read_titles, read_users
 
 _WARM_ROWS = 20
@@ -62,7 +62,7 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
     """
     folder = Path(path)
     ratings = read_ratings(folder)
-    chosen, split, side, is_known = deal(ratings.movie_N, config)
+    chosen, split, side, is_known = assign_rows(ratings.movie_N, config)
     table = _table(folder, ratings, chosen, is_known)
     table = table.append_column("split", pa.array(split))
     table = table.append_column("side", pa.array(side))
@@ -76,7 +76,7 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
     )
 
 
-def deal(
+def assign_rows(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
     """Return the rows that splits need [C], and of each its split, its side, and whether a model
@@ -86,7 +86,7 @@ def deal(
         DataError: there are no old or no new movies.
     """
     movies, movie_of_N, counts = np.unique(movie_N, return_inverse=True, return_counts=True)
-    count_N, place_N = counts[movie_of_N], _places(movie_of_N)
+    count_N, place_N = counts[movie_of_N], _count_earlier_rows(movie_of_N)
     old_N = count_N >= config.min_old
     new_N = (count_N >= config.min_new) & ~old_N
     if not old_N.any() or not new_N.any():
@@ -98,14 +98,14 @@ def deal(
     parts: list[tuple[Int64, str, str | None, bool]] = [
         (np.flatnonzero(old_N), "train", None, True)
     ]
-    parts += _stages("", new_N, place_N)
+    parts += _make_stages("", new_N, place_N)
     if config.validation:
         # Drawn by the movie's own number: the draw depends on no other movie.
-        drawn = unit_interval(splitmix64(movies.view(np.uint64) ^ np.uint64(config.seed)))
-        held_N = old_N & (drawn < config.validation_share)[movie_of_N]
-        parts.append((np.flatnonzero(old_N & ~held_N), "fit", None, True))
+        order = unit_interval(splitmix64(movies.view(np.uint64) ^ np.uint64(config.seed)))
+        is_held_back_N = old_N & (order < config.validation_share)[movie_of_N]
+        parts.append((np.flatnonzero(old_N & ~is_held_back_N), "fit", None, True))
         # No longer than a new movie: their first rows are as old as those of a young movie.
-        parts += _stages("valid-", held_N & (place_N < config.min_old - 1), place_N)
+        parts += _make_stages("valid-", is_held_back_N & (place_N < config.min_old - 1), place_N)
     chosen = np.concatenate([rows for rows, _, _, _ in parts])
     split = [name for rows, name, _, _ in parts for _ in range(len(rows))]
     side = [side for rows, _, side, _ in parts for _ in range(len(rows))]
@@ -113,7 +113,7 @@ def deal(
     return chosen, split, side, known
 
 
-def _stages(prefix: str, rows_N: npt.NDArray[np.bool_], place_N: Int64) -> list[_Part]:
+def _make_stages(prefix: str, rows_N: npt.NDArray[np.bool_], place_N: Int64) -> list[_Part]:
     """Return support and query rows of each stage of these movies."""
     query = np.flatnonzero(rows_N & (place_N >= _WARM_UP))
     found: list[_Part] = []
@@ -124,7 +124,7 @@ def _stages(prefix: str, rows_N: npt.NDArray[np.bool_], place_N: Int64) -> list[
     return found
 
 
-def _places(movie_of_N: Int64) -> Int64:
+def _count_earlier_rows(movie_of_N: Int64) -> Int64:
     """Return how many rows of the same movie stand before each row."""
     order_N = np.argsort(movie_of_N, kind="stable")
     place_N = np.empty(len(movie_of_N), dtype=np.int64)
@@ -145,7 +145,9 @@ def _table(
             f"user {missing[0]} has ratings but is not in users.dat. Download both files again"
         )
     # Words are counted over all movies, which takes no rating to know.
-    words = dict(zip(titles, known_words(title for title, _, _ in titles.values()), strict=True))
+    words = dict(
+        zip(titles, keep_shared_words(title for title, _, _ in titles.values()), strict=True)
+    )
     unknown: tuple[str, str, list[str]] = ("", "", [])
     of_movie = [titles.get(movie, unknown) for movie in movies.tolist()]
     movie_columns = {

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from metaio.errors import DataError, SchemaError
 from metaio.format.block import Rows
+from metaio.format.dataset_writer import Provenance, write_dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.format.writer import Provenance, write_dataset
-from metaio.ragged import Int64, entries_of, offsets
+from metaio.ragged import Int64, index_entries, offsets
 from metaio.recipes.movielens_files import (
     Movies,
     Ratings,
@@ -118,9 +118,11 @@ def hold_back(warm: State, movies: Movies, config: MovieLensConfig) -> list[Stat
     # A stream of its own: turning validation on leaves every other split as it was.
     rng = np.random.default_rng([config.seed, 1])
     users = rng.permutation(np.fromiter(warm, dtype=np.int64))
-    held = set(users[: round(config.cold_user_share * len(users))].tolist())
+    held_back_users = set(users[: round(config.cold_user_share * len(users))].tolist())
     return divide(
-        warm, lambda user: user in held, lambda movie: movies.year[movie] > config.last_fit_year
+        warm,
+        lambda user: user in held_back_users,
+        lambda movie: movies.year[movie] > config.last_fit_year,
     )
 
 
@@ -259,7 +261,7 @@ class _Encoder:
             len(distinct_I), len(self.multi)
         )
         values = np.array([value for ids in lists for value in ids], dtype=np.int64)
-        chosen = entries_of(offsets(lengths_IM.sum(axis=1)), movie_index_N)
+        chosen = index_entries(offsets(lengths_IM.sum(axis=1)), movie_index_N)
         return values[chosen], lengths_IM[movie_index_N].astype(np.int32)
 
 
@@ -301,13 +303,13 @@ def prepare_movielens(
     if config.validation:
         names = ("fit", *(f"valid-{name}" for name in _STATES[1:]))
         parts = select_tasks(hold_back(states[0], movies, config), config, times)
-        held = dict(zip(names, parts, strict=True))
+        stored_movies = dict(zip(names, parts, strict=True))
         # Movies that fit never saw must look unseen, but keep the row they have for train.
-        fitted = _item_ids(held["fit"], config.item_min_count)
+        fitted = _item_ids(stored_movies["fit"], config.item_min_count)
         row_of = known["train"]
         row_of_fitted = {movie: row_of[movie] for movie in fitted if movie in row_of}
-        known |= dict.fromkeys(held, row_of_fitted)
-        splits |= held
+        known |= dict.fromkeys(stored_movies, row_of_fitted)
+        splits |= stored_movies
     encoder = _Encoder(folder, movies, config.history)
     protocol = f"MeLU, {'its own split' if melu_states else 'derived split'}, order {config.order}"
     provenance = Provenance(

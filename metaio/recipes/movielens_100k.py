@@ -10,14 +10,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.recipes.by_schema import known_words, prepare_table
+from metaio.recipes.by_schema import keep_shared_words, prepare_table
 from metaio.recipes.by_time import (
     ByTimeConfig,
     check_ratings,
     protocol_by_time,
     schema_by_time,
 )
-from metaio.recipes.fields import read_fields, whole_number
+from metaio.recipes.field_files import parse_integer, read_fields
 
 _SOURCE = "ml-100k"
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
@@ -39,7 +39,7 @@ def prepare_movielens_100k(
     file = folder / ("ml-100k.inter" if is_atomic else "u.data")
     fields = read_fields(file, "\t", 4, _SOURCE)[is_atomic:]
     columns = {
-        name: pa.array([whole_number(line[index], file, name) for line in fields], pa.int64())
+        name: pa.array([parse_integer(line[index], file, name) for line in fields], pa.int64())
         for index, name in enumerate(("user", "item", "rating", "time"))
     }
     items = _atomic_items(folder) if is_atomic else _items(folder)
@@ -67,7 +67,7 @@ def _users(folder: Path, is_atomic: bool) -> Attributes:
     file = folder / ("ml-100k.user" if is_atomic else "u.user")
     found: Attributes = {}
     for user, age, gender, job, code in read_fields(file, "|\t"[is_atomic], 5, _SOURCE)[is_atomic:]:
-        years = whole_number(age, file, "age")
+        years = parse_integer(age, file, "age")
         group = max((least for least in _AGES if least <= years), default=_AGES[0])
         # The first digit is a region; of whole zips most users would have their own.
         zip_code = code[:1] or None
@@ -82,7 +82,7 @@ def _items(folder: Path) -> Attributes:
     genres = [
         [name for name, flag in zip(names, line[5:], strict=True) if flag == "1"] for line in lines
     ]
-    return _described(
+    return _make_attributes(
         [line[0] for line in lines],
         [_YEAR.sub("", line[1]) for line in lines],
         [year.group(1) if year else "" for year in years],
@@ -93,13 +93,15 @@ def _items(folder: Path) -> Attributes:
 def _atomic_items(folder: Path) -> Attributes:
     lines = read_fields(folder / "ml-100k.item", "\t", 4, _SOURCE)[1:]
     ids, titles, years, genres = zip(*lines, strict=True)
-    return _described(list(ids), list(titles), list(years), [one.split(" ") for one in genres])
+    return _make_attributes(
+        list(ids), list(titles), list(years), [one.split(" ") for one in genres]
+    )
 
 
-def _described(
+def _make_attributes(
     ids: list[str], titles: list[str], years: list[str], genres: list[list[str]]
 ) -> Attributes:
-    words = known_words(titles)
+    words = keep_shared_words(titles)
     return {
         item: {
             "title": title.replace(" ", "|") if title else None,

@@ -16,7 +16,7 @@ import pyarrow.csv as pa_csv
 
 from metaio.errors import DataError
 from metaio.ragged import Int64
-from metaio.recipes.fields import read_fields, whole_number
+from metaio.recipes.field_files import parse_integer, read_fields
 
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")
@@ -93,7 +93,7 @@ def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
     """Return gender, age, occupation and zip by user id; "98107-2117" is "98107", as in MeLU."""
     path = folder / "users.dat"
     return {
-        whole_number(user, path, "user"): (gender, age, job, code[:5])
+        parse_integer(user, path, "user"): (gender, age, job, code[:5])
         for user, gender, age, job, code in read_fields(path, "::", 5, "ml-1m")
     }
 
@@ -107,8 +107,8 @@ def read_movies(folder: Path) -> Movies:
         return _plain_movies(folder)
     movies = Movies({}, {}, {}, {}, {})
     for fields in read_fields(path, "::", 11, "ml-1m"):
-        movie = whole_number(fields[0], path, "movie")
-        movies.year[movie] = whole_number(fields[2], path, "year")
+        movie = parse_integer(fields[0], path, "movie")
+        movies.year[movie] = parse_integer(fields[2], path, "year")
         movies.rate[movie] = fields[3]
         movies.genre[movie] = _names(fields[5])
         # "John Lasseter (co-director)" is the person of that name, as in MeLU.
@@ -132,7 +132,7 @@ def _plain_movies(folder: Path) -> Movies:
             raise DataError(
                 f"{path}, line {line}: title {title!r} does not end in '(year)'. Download it again"
             )
-        number = whole_number(movie, path, "movie")
+        number = parse_integer(movie, path, "movie")
         movies.year[number] = int(year.group(1))
         movies.genre[number] = genres.split("|")
     return movies
@@ -143,7 +143,7 @@ def read_titles(folder: Path) -> dict[int, tuple[str, str, list[str]]]:
     found, path = {}, folder / "movies.dat"
     for movie, title, genres in read_fields(path, "::", 3, "ml-1m"):
         year = _YEAR.search(title)
-        found[whole_number(movie, path, "movie")] = (
+        found[parse_integer(movie, path, "movie")] = (
             _YEAR.sub("", title).strip(),
             year.group(1) if year else "",
             genres.split("|"),

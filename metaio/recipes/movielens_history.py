@@ -6,7 +6,7 @@ features, M multi-hot features.
 
 import numpy as np
 
-from metaio.ragged import Int32, Int64, row_by_row, row_sums
+from metaio.ragged import Int32, Int64, reorder_row_by_row, sum_rows
 
 LIKED = 4  # least rating, of 1 to 5, that counts as liked
 
@@ -35,6 +35,6 @@ def with_history(
     ids_V: Int64, lengths_NM: Int32, history_H: Int64, history_lengths_N: Int32
 ) -> tuple[Int64, Int32]:
     """Return row-by-row multi-hot lists with each row's history as its last feature."""
-    both_N2 = np.stack([row_sums(lengths_NM), history_lengths_N], axis=1)
+    both_N2 = np.stack([sum_rows(lengths_NM), history_lengths_N], axis=1)
     lengths_NM = np.concatenate([lengths_NM, history_lengths_N[:, None]], axis=1)
-    return row_by_row(both_N2, [ids_V, history_H]), lengths_NM
+    return reorder_row_by_row(both_N2, [ids_V, history_H]), lengths_NM

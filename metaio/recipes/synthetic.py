@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from metaio.errors import SchemaError
 from metaio.format.block import Rows
+from metaio.format.dataset_writer import Provenance, write_dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.format.layout import DEFAULT_BLOCK_ROWS, usual_bundle_tasks
-from metaio.format.writer import Provenance, write_dataset
 from metaio.ragged import Int64
 
 Float = npt.NDArray[np.float64]

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.errors import DataError, SchemaError
-from metaio.format.destination import folder_of_one_writer, replace_folder
-from metaio.format.storage import file_system, is_local
+from metaio.format.atomic_folder import open_exclusive_folder, replace_folder
+from metaio.format.storage import find_file_system, is_local
 from metaio.ragged import Int64, offsets
 from metaio.recipes.synthetic import (
     TASTE_SCALE,
@@ -123,7 +123,7 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
     Raises:
         DataError: `out` exists, is a URL, or the disk is full.
     """
-    fs, place = file_system(out)
+    fs, place = find_file_system(out)
     if not is_local(fs):
         raise DataError(f"{out} is a URL; logs are made at a local path. Make them there, and copy")
     target = Path(place)
@@ -136,8 +136,8 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     world, fashion_DG = _world(config)
-    with folder_of_one_writer(target.parent / f".{target.name}.partial", out) as folder:
-        told = []
+    with open_exclusive_folder(target.parent / f".{target.name}.partial", out) as folder:
+        schema_text = []
         for day in range(config.days):
             table = day_table(config, world, fashion_DG[day], day)
             name = f"day={FIRST_DAY + timedelta(day):%Y-%m-%d}"
@@ -147,9 +147,9 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
             clicks_N, probability_N = (table[c].to_numpy() for c in ("click", "p_click"))
             best = round(auc(probability_N, clicks_N), 4)
             users, items = (len(table[name].unique()) for name in ("user", "item"))
-            told.append({"day": name, "rows": len(table), "users": users, "items": items})
-            told[-1]["auc_of_p_click"] = best
-        (folder / DAYS_FILE).write_text(json.dumps(told, indent=1))
+            schema_text.append({"day": name, "rows": len(table), "users": users, "items": items})
+            schema_text[-1]["auc_of_p_click"] = best
+        (folder / DAYS_FILE).write_text(json.dumps(schema_text, indent=1))
         singles = "".join(f'[[single]]\ncolumn = "{name}"\nvocabulary = 1\n\n' for name in SINGLES)
         (folder / "schema.toml").write_text(SCHEMA.format(singles=singles))
         replace_folder(folder, target)

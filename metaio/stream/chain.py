@@ -13,12 +13,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from metaio.errors import FormatError, NoDatasetError, faulty
-from metaio.format.checked_json import checked, fits
+from metaio.errors import FormatError, NoDatasetError, make_content_error
+from metaio.format.checked_json import has_shape, parse_checked_json
 from metaio.format.dataset import Dataset, open_dataset, read_column
 from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
 from metaio.format.manifest import Manifest, decode_manifest
-from metaio.format.storage import Storage, file_system, is_local
+from metaio.format.storage import Storage, find_file_system, is_local
 from metaio.ragged import Int64
 
 STREAM_FILE = "stream.json"
@@ -44,7 +44,7 @@ _LEAST_S, _MOST_S = 1e8, 1e10
 _NUMBER = re.compile(r"\d{6,}")
 
 
-def folder_of(number: int) -> str:
+def name_increment_folder(number: int) -> str:
     """Return the name of an increment's folder.
 
     >>> folder_of(7)
@@ -53,10 +53,10 @@ def folder_of(number: int) -> str:
     return f"{number:06d}"
 
 
-def event_time(ticks: int, unit: str) -> str:
+def format_event_time(ticks: int, unit: str) -> str:
     """Return an event time as a time of UTC, or as it is where it counts from elsewhere.
 
-    >>> event_time(1_767_225_602_000_000, "us"), event_time(86_400, "s")
+    >>> format_event_time(1_767_225_602_000_000, "us"), format_event_time(86_400, "s")
     ('2026-01-01 00:00:02', '86,400')
     """
     seconds = ticks / TICKS_PER_S[unit]
@@ -65,10 +65,10 @@ def event_time(ticks: int, unit: str) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def unit_of(ticks: int) -> str | None:
+def infer_time_unit(ticks: int) -> str | None:
     """Return the unit of a time that is counted from 1970 on, None where it does not look like one.
 
-    >>> [unit_of(ticks) for ticks in (1_767_225_602, 1_767_225_602_000, 86_400)]
+    >>> [infer_time_unit(ticks) for ticks in (1_767_225_602, 1_767_225_602_000, 86_400)]
     ['s', 'ms', None]
     """
     fitting = (u for u in ("s", "ms", "us", "ns") if _LEAST_S <= ticks / TICKS_PER_S[u] < _MOST_S)
@@ -152,9 +152,11 @@ class Stream:
                 "put there by hand. Remove it"
             )
         report = manifest.report.get("stream", {})
-        if len(place.window) != 2 or not fits(report, _REPORT):
+        if len(place.window) != 2 or not has_shape(report, _REPORT):
             name = self._storage.name(f"{self._path(number)}/{MANIFEST_NAME}")
-            raise faulty(f"{name}: stream.window or report.stream is not that of an increment")
+            raise make_content_error(
+                f"{name}: stream.window or report.stream is not that of an increment"
+            )
         return IncrementRecord(
             number,
             manifest.fingerprint,
@@ -185,7 +187,7 @@ class Stream:
                 f"{self.url} has no increment {number}; it has {self.numbers[0]} to "
                 f"{self.numbers[-1]}. Choose one of them, or append it with gmeta prepare --extend"
             )
-        return f"{INCREMENTS}/{folder_of(number)}"
+        return f"{INCREMENTS}/{name_increment_folder(number)}"
 
 
 def open_stream(url: str) -> Stream:
@@ -196,37 +198,37 @@ def open_stream(url: str) -> Stream:
         FormatError: its description is damaged.
     """
     storage = Storage(url)
-    numbers = increment_numbers(url)
+    numbers = list_increment_numbers(url)
     if not numbers:
         raise NoDatasetError(
             f"{url} holds no stream: there is no increment. Run: gmeta prepare --schema FILE "
             f"--extend {url} INPUT..."
         )
-    description = read_of_stream(storage, STREAM_FILE, STREAM_FORMAT)
-    if not fits(description, _DESCRIPTION) or description["time_unit"] not in TICKS_PER_S:
-        raise faulty(f"{storage.name(STREAM_FILE)} is not the description of a stream")
+    description = read_stream_json(storage, STREAM_FILE, STREAM_FORMAT)
+    if not has_shape(description, _DESCRIPTION) or description["time_unit"] not in TICKS_PER_S:
+        raise make_content_error(f"{storage.name(STREAM_FILE)} is not the description of a stream")
     return Stream(storage, description, numbers)
 
 
-def read_of_stream(storage: Storage, path: str, kind: str) -> dict[str, Any]:
+def read_stream_json(storage: Storage, path: str, kind: str) -> dict[str, Any]:
     """Return a JSON file of a stream, which carries its own checksum.
 
     Raises:
         FormatError: it is missing, of another kind or version, or was altered.
     """
     remedy = "gmeta prepare --extend alone writes it: put back the file that it wrote"
-    return checked(storage.read(path), storage.name(path), kind, remedy)
+    return parse_checked_json(storage.read(path), storage.name(path), kind, remedy)
 
 
 def is_stream(url: str) -> bool:
     """Tell whether a stream, rather than a dataset, lies at this path or URL."""
-    fs, root = file_system(url)
+    fs, root = find_file_system(url)
     return bool(fs.exists(f"{root}/{STREAM_FILE}"))
 
 
-def increment_numbers(url: str) -> list[int]:
+def list_increment_numbers(url: str) -> list[int]:
     """Return the numbers of the increments at a URL, ascending."""
-    fs, root = file_system(url)
+    fs, root = find_file_system(url)
     try:
         listed = fs.ls(f"{root.rstrip('/')}/{INCREMENTS}", detail=False, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -236,13 +238,15 @@ def increment_numbers(url: str) -> list[int]:
     numbers = sorted(int(name) for name in names if _NUMBER.fullmatch(name))
     if numbers and not is_local(fs):
         # Elsewhere than on a disk a folder comes file by file, and its manifest last.
-        newest = f"{root.rstrip('/')}/{INCREMENTS}/{folder_of(numbers[-1])}/{MANIFEST_NAME}"
+        newest = (
+            f"{root.rstrip('/')}/{INCREMENTS}/{name_increment_folder(numbers[-1])}/{MANIFEST_NAME}"
+        )
         if not fs.exists(newest):
             numbers.pop()
     return numbers
 
 
-def increment_before(dataset: Dataset, back: int = 1) -> Dataset | None:
+def find_earlier_increment(dataset: Dataset, back: int = 1) -> Dataset | None:
     """Return the increment that stands `back` places before this one in its stream; None where
     there is none, or the dataset is of no stream.
 
@@ -257,7 +261,7 @@ def increment_before(dataset: Dataset, back: int = 1) -> Dataset | None:
     return open_dataset(f"{folder}{slash}{place.increment - back:0{len(name)}d}")
 
 
-def reset_rows(dataset: Dataset) -> dict[str, Int64]:
+def read_reset_rows(dataset: Dataset) -> dict[str, Int64]:
     """Return the rows of each table that mean another value from this increment on, ascending:
     their weights begin anew.
 

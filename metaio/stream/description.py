@@ -11,24 +11,24 @@ import pyarrow as pa
 
 from metaio.errors import DataError
 from metaio.format.layout import MANIFEST_NAME
-from metaio.prepare.job import kind_of_column
-from metaio.prepare.schema import Schema
-from metaio.prepare.schema_file import as_stream, mark_of, parse_schema
-from metaio.prepare.values import Kind, as_numbers, kind_of
-from metaio.stream.chain import FIRST_INCREMENT, increment_numbers, open_stream
-from metaio.stream.state import State, load_state
-from metaio.stream.window import time_unit
+from metaio.prepare.job import infer_column_kind
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema_file import fingerprint_schema, parse_schema, with_stream_defaults
+from metaio.prepare.schema.values import Kind, infer_kind, to_float64
+from metaio.stream.chain import FIRST_INCREMENT, list_increment_numbers, open_stream
+from metaio.stream.stream_state import StreamState, load_state
+from metaio.stream.window import find_time_unit
 
 
 @dataclass(frozen=True)
-class Before:
+class OpenedStream:
     """A stream before its next increment, which is `number`; `description` is that of stream.json,
     None before the first one.
     """
 
     root: Path
     schema: Schema
-    state: State
+    state: StreamState
     number: int
     parent: str
     description: dict[str, Any] | None
@@ -43,10 +43,10 @@ class Before:
     @property
     def mark(self) -> str:
         """Return the mark of the schema before the first increment; "" once it does not change."""
-        return mark_of(self.schema) if self.description is None else ""
+        return fingerprint_schema(self.schema) if self.description is None else ""
 
 
-def opened(root: Path, schema: Schema | None) -> Before:
+def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
     """Return the stream at a folder, or a new one that is to be made there.
 
     Raises:
@@ -54,29 +54,31 @@ def opened(root: Path, schema: Schema | None) -> Before:
         DataError: there is none and no schema is given, the one given is another, or something
             else lies there.
     """
-    given = None if schema is None else as_stream(schema)
+    given_schema = None if schema is None else with_stream_defaults(schema)
     if (root / MANIFEST_NAME).exists():
         raise DataError(
             f"{root} holds a dataset, which cannot be extended. Begin a stream at another place"
         )
-    numbers = increment_numbers(str(root))
+    numbers = list_increment_numbers(str(root))
     if not numbers:
-        if given is None:
+        if given_schema is None:
             raise DataError(
                 f"{root} holds no stream yet, and no schema is given: the first increment needs "
                 "it. Pass --schema"
             )
-        return Before(root, given, State({}), FIRST_INCREMENT, "", None)
+        return OpenedStream(root, given_schema, StreamState({}), FIRST_INCREMENT, "", None)
     stream = open_stream(str(root))
     own = parse_schema(stream.description["schema"])
-    if given is not None and given != own:
-        differing = [name for name, part in vars(own).items() if getattr(given, name) != part]
+    if given_schema is not None and given_schema != own:
+        differing = [
+            name for name, part in vars(own).items() if getattr(given_schema, name) != part
+        ]
         raise DataError(
             f"the schema differs from that of the stream {root} in {', '.join(differing)}: rows "
             "of both would not mean the same. Leave --schema out, or begin a new stream"
         )
     newest = stream.newest
-    return Before(
+    return OpenedStream(
         root,
         own,
         load_state(root, newest.number),
@@ -86,13 +88,13 @@ def opened(root: Path, schema: Schema | None) -> Before:
     )
 
 
-def column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kind]:
+def infer_column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kind]:
     """Return whether each sparse column holds integers or text."""
-    return {c.column: kind_of_column(c, types[c.column]) for c in schema.sparse}
+    return {c.column: infer_column_kind(c, types[c.column]) for c in schema.sparse}
 
 
 def check_columns(
-    before: Before,
+    before: OpenedStream,
     name: str,
     types: dict[str, pa.DataType],
     distinct: Callable[[str], Iterable[str | None]],
@@ -103,16 +105,16 @@ def check_columns(
     description, schema = before.description, before.schema
     if description is None:
         return
-    found: dict[str, str] = dict(column_kinds(schema, types))
+    found: dict[str, str] = dict(infer_column_kinds(schema, types))
     expected: dict[str, str] = dict(description["kinds"])
     task = schema.task.column
     as_kind = {"integer": "integer", "hashed": "text"}
-    found[task] = kind_of(task, types[task], "task")
+    found[task] = infer_kind(task, types[task], "task")
     expected[task] = as_kind[description["task_kind"]]
     assert schema.time is not None
     time = schema.time.column
     if time not in found:
-        found[time] = time_unit(schema, types[time])
+        found[time] = find_time_unit(schema, types[time])
         expected[time] = description["time_unit"]
         # Integers may count microseconds too, and yet are no time stamps.
         if pa.types.is_integer(types[time]) != ("int" in description["time_type"]):
@@ -122,7 +124,7 @@ def check_columns(
         if pa.types.is_null(types[column]):
             continue
         try:
-            as_numbers(column, pa.nulls(0, types[column]), role)
+            to_float64(column, pa.nulls(0, types[column]), role)
         except DataError:
             if any(distinct(column)):  # in CSV a column without a value is text
                 raise

@@ -17,73 +17,97 @@ import pyarrow.parquet as pq
 import xxhash
 
 from metaio.errors import AccessError, DataError, TooFewRowsError
-from metaio.format.checked_json import write_checked
-from metaio.format.destination import one_writer
+from metaio.format.atomic_folder import lock_writer
+from metaio.format.checked_json import write_checked_json
 from metaio.format.layout import RESET_FOLDER
 from metaio.format.manifest import StreamPlace, canonical_json
-from metaio.format.storage import file_system, is_local
-from metaio.prepare.encode import Fitted
-from metaio.prepare.in_order import Progress
-from metaio.prepare.inputs import file_names
+from metaio.format.storage import find_file_system, is_local
+from metaio.prepare.episodes.encode import FittedEncoding
+from metaio.prepare.episodes.ordered_map import Progress
+from metaio.prepare.episodes.splits import Splits, list_split_names
+from metaio.prepare.episodes.survey import Survey, compute_mean_and_deviation
 from metaio.prepare.job import Job, PrepareOptions, make_job
-from metaio.prepare.schema import Schema
-from metaio.prepare.source import DuckSource
-from metaio.prepare.splits import Splits, split_names
-from metaio.prepare.survey import Survey, mean_and_deviation
-from metaio.prepare.transform import check_trusted, told_transform
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.source.input_files import list_file_names
+from metaio.prepare.source.source import DuckSource
+from metaio.prepare.source.transform import check_trusted, describe_transform
 from metaio.stream.chain import (
     FIRST_INCREMENT,
     INCREMENTS,
     STREAM_FILE,
     STREAM_FORMAT,
     IncrementRecord,
-    event_time,
-    folder_of,
+    format_event_time,
+    name_increment_folder,
     open_stream,
 )
-from metaio.stream.description import Before, check_columns, column_kinds, opened
-from metaio.stream.engine import Engine, OneMachine, Window
-from metaio.stream.inputs import (
-    InputFile,
-    Offered,
-    described,
-    doubled,
-    offered,
-    refuse_known,
-    with_inputs,
+from metaio.stream.description import (
+    OpenedStream,
+    check_columns,
+    infer_column_kinds,
+    open_for_extension,
 )
-from metaio.stream.numbering import Admission, Change, Numbering, advanced, capacity_of, merged
+from metaio.stream.engine import Engine, LocalEngine, WindowJob
+from metaio.stream.numbering import (
+    Admission,
+    Numbering,
+    TableChange,
+    advance,
+    choose_capacity,
+    merge_occurrences,
+)
 from metaio.stream.quarantine import (
     RefusedFilesError,
     clear_quarantine,
     list_quarantine,
     note_refusal,
 )
-from metaio.stream.screen import alarms, drift, faults, statistics_of
-from metaio.stream.state import State, commit_state, new_state, remove_old_states, write_tables
-from metaio.stream.window import Clock, Look, Looking, rule_of, time_unit
+from metaio.stream.stream_state import (
+    StreamState,
+    commit_state,
+    open_new_state,
+    remove_old_states,
+    write_tables,
+)
+from metaio.stream.taken_files import (
+    InputFile,
+    OfferedFiles,
+    append_inputs,
+    check_not_taken,
+    collect_files,
+    find_duplicates,
+    hash_file,
+)
+from metaio.stream.window import (
+    StreamClock,
+    SummaryContext,
+    WindowSummary,
+    find_stream_rule,
+    find_time_unit,
+)
+from metaio.stream.window_checks import find_alarms, find_faults, measure_drift, summarise_window
 
-EngineOf = Callable[[DuckSource, Schema, PrepareOptions], Engine]
+EngineFactory = Callable[[DuckSource, Schema, PrepareOptions], Engine]
 
 
 @dataclass(frozen=True)
-class _Next:
+class _NextIncrement:
     """The increment that is being made: what it is made of, and what was found out about it."""
 
-    before: Before
-    look: Look
-    clock: Clock
+    before: OpenedStream
+    summary: WindowSummary
+    clock: StreamClock
     splits: Splits
-    files: Offered
+    files: OfferedFiles
     tables: dict[str, Numbering]
-    changes: dict[str, Change]
+    changes: dict[str, TableChange]
     moments: dict[str, tuple[float, float]]
 
     @property
     def window(self) -> tuple[int, int]:
         """Return the span of event time: it begins where the one before ended."""
         start = self.clock.start
-        return self.look.least_time if start is None else start, self.look.most_time + 1
+        return self.summary.least_time if start is None else start, self.summary.most_time + 1
 
 
 def extend(
@@ -96,7 +120,7 @@ def extend(
     along: Sequence[str] = (),
     left_out: Callable[[RefusedFilesError], None] = lambda refusal: None,
     progress: Progress | None = None,
-    engine_of: EngineOf = OneMachine,
+    engine_of: EngineFactory = LocalEngine,
 ) -> IncrementRecord:
     """Append the rows of raw tables to the stream at a local path, which the first call makes; it
     alone needs a schema. Return the new increment.
@@ -111,8 +135,11 @@ def extend(
         DataError: an input is missing, was taken before, or does not fit the stream; another
             process extends it; the disk is full.
     """
-    options, tell = options or PrepareOptions(), progress or (lambda phase, done, total: None)
-    fs, place = file_system(stream)
+    options, report_progress = (
+        options or PrepareOptions(),
+        progress or (lambda phase, done, total: None),
+    )
+    fs, place = find_file_system(stream)
     if not is_local(fs):
         raise DataError(
             f"{stream} is a URL: a stream is extended at a local path, where a rename commits an "
@@ -120,14 +147,14 @@ def extend(
         )
     root = Path(place)
     root.parent.mkdir(parents=True, exist_ok=True)
-    with one_writer(root.parent / f".{root.name}.extend.lock", stream):
-        before = opened(root, schema)
+    with lock_writer(root.parent / f".{root.name}.extend.lock", stream):
+        before = open_for_extension(root, schema)
         list_quarantine(root)  # or a damaged note would be found behind the commit
         for lock in (root / INCREMENTS).glob(".*.lock"):
             lock.unlink()  # of one that was killed right behind its commit
         if before.number != FIRST_INCREMENT:
             check_trusted(before.schema.transform)
-        append = partial(_append, before, options, accept, tell, engine_of)
+        append = partial(_append, before, options, accept, report_progress, engine_of)
         try:
             files, refusal = _with_along(append, inputs, along)
         except RefusedFilesError as error:
@@ -142,8 +169,8 @@ def extend(
 
 
 def _with_along(
-    append: Callable[[list[str], bool], Offered], inputs: list[str], along: Sequence[str]
-) -> tuple[Offered, RefusedFilesError | None]:
+    append: Callable[[list[str], bool], OfferedFiles], inputs: list[str], along: Sequence[str]
+) -> tuple[OfferedFiles, RefusedFilesError | None]:
     """Append `inputs` together with `along`, or else without; return the files that were taken, and
     why those of `along` were not. Raise DataError as `_append` does."""
     try:
@@ -156,124 +183,135 @@ def _with_along(
         if not along or is_alike or of_machine:
             raise
         reasons = [str(error)] if refused is None else refused.reasons
-    late = [described(name) for name in dict.fromkeys(file_names(along))]
+    late = [hash_file(name) for name in dict.fromkeys(list_file_names(along))]
     files = append(inputs, True)
     left = [file for file in late if file not in files.given]
     return files, RefusedFilesError(left, reasons) if left else None
 
 
 def _append(
-    before: Before,
+    before: OpenedStream,
     options: PrepareOptions,
     accept: bool,
-    tell: Progress,
-    engine_of: EngineOf,
+    report_progress: Progress,
+    engine_of: EngineFactory,
     inputs: list[str],
     is_alone: bool,
-) -> Offered:
+) -> OfferedFiles:
     """Write the next increment, of files alone (`is_alone`) or with what came late, and return
     them. Raise RefusedFilesError for files that are not to be trusted, or make no increment,
     DataError as `extend` does."""
-    root, schema, taken = before.root, before.schema, before.state.inputs
+    root, schema, taken_files = before.root, before.schema, before.state.inputs
     memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
     try:
         source = DuckSource(inputs, schema, memory_bytes=memory_bytes, threads=options.threads)
     except TooFewRowsError as error:
-        empty = [described(name) for name in error.files]
-        refuse_known(Offered(empty, empty, {}), taken)
-        raise _few(empty, error) from error
+        empty = [hash_file(name) for name in error.files]
+        check_not_taken(OfferedFiles(empty, empty, {}), taken_files)
+        raise _make_few_error(empty, error) from error
     with source:
         engine = engine_of(source, schema, options)
-        read = engine.described(source.names)
-        files = offered(source.given, source.members, read, source.empty)
-        refuse_known(files, taken)
-        twice = doubled(files, taken, source.has_rows)
-        if twice:
-            raise RefusedFilesError(list(twice), list(twice.values()), "doubled")
+        read = engine.describe_files(source.names)
+        files = collect_files(source.given, source.members, read, source.empty)
+        check_not_taken(files, taken_files)
+        duplicates = find_duplicates(files, taken_files, source.has_rows)
+        if duplicates:
+            raise RefusedFilesError(list(duplicates), list(duplicates.values()), "doubled")
         types = source.arrow_types(schema.columns)
-        check_columns(before, source.names[0], types, source.distinct)
-        found = _looked_at(before, engine, types, files, accept, is_alone, tell)
-        _write(root, found, engine, source, types, options, tell)
+        check_columns(before, source.names[0], types, source.find_distinct)
+        found = _inspect_rows(before, engine, types, files, accept, is_alone, report_progress)
+        _write(root, found, engine, source, types, options, report_progress)
     return files
 
 
-def _few(files: list[InputFile], error: TooFewRowsError) -> RefusedFilesError:
+def _make_few_error(files: list[InputFile], error: TooFewRowsError) -> RefusedFilesError:
     # Its remedy is for those who prepare a dataset: a stream takes them with others.
     what, _, remedy = str(error).rpartition(". ")
     return RefusedFilesError(files, [what or remedy], "few")
 
 
 @contextmanager
-def _judged(files: Offered) -> Iterator[None]:
+def _refuse_files(files: OfferedFiles) -> Iterator[None]:
     """Refuse files for what their rows hold: that they have the columns is known before."""
     try:
         yield
     except AccessError:
         raise
     except TooFewRowsError as error:
-        raise _few(files.given, error) from error
+        raise _make_few_error(files.given, error) from error
     except DataError as error:
         raise RefusedFilesError(files.given, [str(error)]) from error
 
 
-def _looked_at(
-    before: Before,
+def _inspect_rows(
+    before: OpenedStream,
     engine: Engine,
     types: dict[str, pa.DataType],
-    files: Offered,
+    files: OfferedFiles,
     accept: bool,
     is_alone: bool,
-    tell: Progress,
-) -> _Next:
+    report_progress: Progress,
+) -> _NextIncrement:
     """Return what the new rows hold, judged and numbered. Raise RefusedFilesError for those that
     are not to be trusted, or make no window."""
-    looking, rule = _looking(before, types), rule_of(before.schema)
-    clock = looking.clock
-    with _judged(files):
-        look = engine.look(looking, tell)
-        _check_window(look, clock, is_alone and not accept)
-    reasons = [] if accept else faults(statistics_of(look), before.state.windows, rule, clock.unit)
+    context, rule = _make_context(before, types), find_stream_rule(before.schema)
+    clock = context.clock
+    with _refuse_files(files):
+        summary = engine.summarise(context, report_progress)
+        _check_window(summary, clock, is_alone and not accept)
+    reasons = (
+        []
+        if accept
+        else find_faults(summarise_window(summary), before.state.windows, rule, clock.unit)
+    )
     if reasons:
         raise RefusedFilesError(files.given, reasons, "unusual")
     moments = before.moments
     if moments is None:
-        moments = {name: mean_and_deviation(*known) for name, known in look.moments.items()}
-    start = look.least_time if clock.start is None else clock.start
+        moments = {
+            name: compute_mean_and_deviation(*known) for name, known in summary.moments.items()
+        }
+    start = summary.least_time if clock.start is None else clock.start
     tables, changes = {}, {}
-    for table, least in looking.admissions.items():
+    for table, least in context.admissions.items():
         admission = Admission(least, start, clock.ttl, clock.grace, rule.max_new_rows)
-        old = before.state.tables.get(table) or Numbering.empty(looking.value_types[table])
-        tables[table], changes[table] = advanced(old, merged(look.seen[table], least), admission)
-    return _Next(before, look, clock, looking.splits, files, tables, changes, moments)
+        old = before.state.tables.get(table) or Numbering.empty(context.value_types[table])
+        tables[table], changes[table] = advance(
+            old, merge_occurrences(summary.occurrences[table], least), admission
+        )
+    return _NextIncrement(before, summary, clock, context.splits, files, tables, changes, moments)
 
 
-def _looking(before: Before, types: dict[str, pa.DataType]) -> Looking:
+def _make_context(before: OpenedStream, types: dict[str, pa.DataType]) -> SummaryContext:
     """Return what the first look at the rows needs to know."""
     schema = before.schema
     assert schema.time is not None
-    unit = time_unit(schema, types[schema.time.column])
-    kinds = column_kinds(schema, types)
+    unit = find_time_unit(schema, types[schema.time.column])
+    kinds = infer_column_kinds(schema, types)
     value_types = {
         table: pa.int64()
         if all(kinds[c.column] == "integer" for c in schema.sparse if c.table_name == table)
         else pa.large_string()
         for table in (c.table_name for c in schema.sparse if c.vocabulary is not None)
     }
-    clock = Clock.of(rule_of(schema), unit, before.state.end)
-    return Looking(schema, Splits(split_names(schema)), clock, value_types)
+    clock = StreamClock.of(find_stream_rule(schema), unit, before.state.end)
+    return SummaryContext(schema, Splits(list_split_names(schema)), clock, value_types)
 
 
-def _check_window(look: Look, clock: Clock, mostly_in: bool) -> None:
+def _check_window(summary: WindowSummary, clock: StreamClock, mostly_in: bool) -> None:
     """Raise DataError or TooFewRowsError where the rows make no window, or where less than half of
     them are in it though they are to be `mostly_in`."""
-    if look.num_rows and look.least_time < 0:
+    if summary.num_rows and summary.least_time < 0:
         raise DataError(
-            f"a row has the time {look.least_time}; times from 0 on are allowed in a stream"
+            f"a row has the time {summary.least_time}; times from 0 on are allowed in a stream"
         )
-    num_late, num_rows = look.num_late + look.num_dropped, look.num_rows + look.num_dropped
+    num_late, num_rows = (
+        summary.num_late + summary.num_dropped,
+        summary.num_rows + summary.num_dropped,
+    )
     if num_late == num_rows or (mostly_in and 2 * num_late > num_rows):
         share = "all" if num_late == num_rows else f"{num_late:,}"
-        begin = event_time(clock.start or 0, clock.unit)
+        begin = format_event_time(clock.start or 0, clock.unit)
         raise TooFewRowsError(
             f"{share} of its {num_rows:,} rows are from before the window, which begins at {begin}"
         )
@@ -281,65 +319,67 @@ def _check_window(look: Look, clock: Clock, mostly_in: bool) -> None:
 
 def _write(
     root: Path,
-    found: _Next,
+    found: _NextIncrement,
     engine: Engine,
     source: DuckSource,
     types: dict[str, pa.DataType],
     options: PrepareOptions,
-    tell: Progress,
+    report_progress: Progress,
 ) -> None:
     """Write the increment and the state behind it; both are there once this returns."""
     before, number = found.before, found.before.number
     schema = before.schema
-    job = _job(found, options, types)
+    job = _make_job(found, options, types)
     freed = {table: change.freed for table, change in found.changes.items()}
-    window = Window(job, found.clock, freed, before.state.folder, found.look.num_rows)
+    window = WindowJob(job, found.clock, freed, before.state.folder, found.summary.num_rows)
     # In this order: a state counts once its increment is there, a description once there is one.
-    with job.open(str(root / INCREMENTS / folder_of(number))) as writer:
-        description = before.description or _description(found, job, source.columns, types)
-        with new_state(root, number) as partial:
+    with job.open(str(root / INCREMENTS / name_increment_folder(number))) as writer:
+        description = before.description or _make_description(found, job, source.columns, types)
+        with open_new_state(root, number) as partial:
             write_tables(partial, found.tables)
-            with _judged(found.files):
-                written = engine.write(window, found.tables, writer, partial, tell)
+            with _refuse_files(found.files):
+                written = engine.write(window, found.tables, writer, partial, report_progress)
             job.write_vocabularies(writer.folder)
             _write_resets(writer.folder, found.changes)
             new_columns = sorted(set(source.columns) - set(description["columns"]))
-            report = _report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
+            report = _make_report(found, job) | {"tasks": written.tasks, "new_columns": new_columns}
             # Only what there was, as prepare has it.
             lost = written.dropped.report()
             lost |= {name: count for name, count in source.left_out.items() if count}
             hashed = written.use.report()
             writer.report = {"dropped": lost, "hashed_tables": hashed, "stream": report}
-            writer.report |= told_transform(schema.transform)
+            writer.report |= describe_transform(schema.transform)
             freed_rows = {table: change.num_freed for table, change in found.changes.items()}
             writer.stream = StreamPlace(
                 description["stream"], number, before.parent, found.window, freed_rows
             )
-            recent = [*before.state.windows, statistics_of(found.look)][-rule_of(schema).recent :]
-            state = State(
+            recent = [*before.state.windows, summarise_window(found.summary)][
+                -find_stream_rule(schema).recent :
+            ]
+            state = StreamState(
                 found.tables,
-                with_inputs(before.state.inputs, found.files.recorded, number),
+                append_inputs(before.state.inputs, found.files.recorded, number),
                 recent,
                 found.window[1],
             )
             commit_state(partial, state)
         if number == FIRST_INCREMENT:
-            write_checked(root / STREAM_FILE, STREAM_FORMAT, description)
+            write_checked_json(root / STREAM_FILE, STREAM_FORMAT, description)
 
 
-def _job(found: _Next, options: PrepareOptions, types: dict[str, pa.DataType]) -> Job:
+def _make_job(found: _NextIncrement, options: PrepareOptions, types: dict[str, pa.DataType]) -> Job:
     """Return the job of writing: the tables have their capacities."""
-    schema, look = found.before.schema, found.look
+    schema, look = found.before.schema, found.summary
     vocabularies = {table: state.vocabulary() for table, state in found.tables.items()}
-    fitted = Fitted(vocabularies, found.moments, found.splits)
+    fitted = FittedEncoding(vocabularies, found.moments, found.splits)
     # The rows from before pass through the same buckets.
     survey = Survey(rows_of_split=look.rows_of_split.copy())
     for name in found.splits.names:
-        survey.rows_of_split[name] += found.before.state.task_rows(name, schema).num_rows
+        survey.rows_of_split[name] += found.before.state.open_newest_rows(name, schema).num_rows
     job = make_job(schema, options, fitted, survey, types)
-    block = rule_of(schema).capacity_block
+    block = find_stream_rule(schema).capacity_block
     tables = tuple(
-        replace(table, num_rows=capacity_of(table.num_rows, block))
+        replace(table, num_rows=choose_capacity(table.num_rows, block))
         if table.name in vocabularies
         else table
         for table in job.features.tables
@@ -347,7 +387,7 @@ def _job(found: _Next, options: PrepareOptions, types: dict[str, pa.DataType]) -
     return replace(job, features=replace(job.features, tables=tables))
 
 
-def _write_resets(folder: Path, changes: dict[str, Change]) -> None:
+def _write_resets(folder: Path, changes: dict[str, TableChange]) -> None:
     for table, change in changes.items():
         if len(change.reused):
             path = folder / RESET_FOLDER / f"{table}.parquet"
@@ -355,9 +395,9 @@ def _write_resets(folder: Path, changes: dict[str, Change]) -> None:
             pq.write_table(pa.table({"row": change.reused}), path, store_schema=False)
 
 
-def _report(found: _Next, job: Job) -> dict[str, Any]:
+def _make_report(found: _NextIncrement, job: Job) -> dict[str, Any]:
     """Return what is told of the increment, by `gmeta inspect` and in its manifest."""
-    look, rule = found.look, rule_of(job.schema)
+    look, rule = found.summary, find_stream_rule(job.schema)
     capacities = {table.name: table.num_rows for table in job.features.tables}
     tables = {
         name: {
@@ -371,21 +411,21 @@ def _report(found: _Next, job: Job) -> dict[str, Any]:
         }
         for name, state in found.tables.items()
     }
-    moved = drift(look, found.moments)
+    moved = measure_drift(look, found.moments)
     return {
         "rows": look.num_rows,
         "late": look.num_late,
         "too_late": look.num_dropped,
-        "label_mean": statistics_of(look)["label_mean"],
+        "label_mean": summarise_window(look)["label_mean"],
         "tables": tables,
         "drift": moved,
-        "alarms": alarms(look, moved, tables, rule, found.clock.unit),
+        "alarms": find_alarms(look, moved, tables, rule, found.clock.unit),
         "inputs": [file._asdict() for file in found.files.recorded],
     }
 
 
-def _description(
-    found: _Next, job: Job, columns: list[str], types: dict[str, pa.DataType]
+def _make_description(
+    found: _NextIncrement, job: Job, columns: list[str], types: dict[str, pa.DataType]
 ) -> dict[str, Any]:
     """Return what stream.json says: all that no increment changes."""
     schema = job.schema
@@ -396,7 +436,7 @@ def _description(
         "kinds": job.fitted.kinds,
         "task_kind": job.task_kind,
         "time_type": str(types[schema.time.column]),
-        "time_unit": time_unit(schema, types[schema.time.column]),
+        "time_unit": find_time_unit(schema, types[schema.time.column]),
         "columns": sorted(columns),
     }
     # From what it begins with, so that the same files make the same stream.

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.values import hash_values, kind_of
-from metaio.ragged import Int64, entries_of, offsets, places
+from metaio.prepare.schema.values import hash_values, infer_kind
+from metaio.ragged import Int64, index_entries, offsets, places
 
 
 @dataclass(frozen=True)
@@ -33,26 +33,28 @@ class Occurrences:
     @classmethod
     def of(cls, values: pa.Array, times_V: Int64, admission: int) -> "Occurrences":
         """Return the occurrences of a batch's values, each with its time."""
-        return _reduced(values, np.ones(len(times_V), np.int64), times_V, times_V, admission)
+        return _reduce_occurrences(
+            values, np.ones(len(times_V), np.int64), times_V, times_V, admission
+        )
 
-    def dealt(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
+    def deal(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
         """Return the values of each of `num_parts` parts that has any; a value is always in the
         same part, whatever other values are there.
         """
-        part_D = (_hashes(self.values) % np.uint64(num_parts)).astype(np.int64)
+        part_D = (_hash_values(self.values) % np.uint64(num_parts)).astype(np.int64)
         offsets_D1 = offsets(self.lengths_D)
         found = []
         for part in np.unique(part_D).tolist():
             own = np.flatnonzero(part_D == part)
-            times = self.times[entries_of(offsets_D1, own)]
+            times = self.times[index_entries(offsets_D1, own)]
             values = self.values.take(pa.array(own))
             found.append((part, Occurrences(values, self.lengths_D[own], times, self.last_D[own])))
         return found
 
 
-def merged(parts: list[Occurrences], admission: int) -> Occurrences:
+def merge_occurrences(parts: list[Occurrences], admission: int) -> Occurrences:
     """Return the occurrences of all parts together; there is at least one."""
-    return _reduced(
+    return _reduce_occurrences(
         pa.concat_arrays([part.values for part in parts]),
         np.concatenate([part.lengths_D for part in parts]),
         np.concatenate([part.times for part in parts]),
@@ -61,7 +63,7 @@ def merged(parts: list[Occurrences], admission: int) -> Occurrences:
     )
 
 
-def _reduced(
+def _reduce_occurrences(
     values: pa.Array, lengths_V: Int64, times: Int64, last_V: Int64, admission: int
 ) -> Occurrences:
     encoded = pc.dictionary_encode(values)
@@ -106,10 +108,10 @@ class Numbering:
         """Return the row of each value [N], 0 for what has none; no nulls."""
         if not len(self.row_E):
             return np.zeros(len(column), np.int64)
-        place_N = self.find(self._as_held(column))
+        place_N = self.find(self._cast_values(column))
         return np.where(place_N >= 0, np.maximum(self.row_E[place_N], 0), 0)
 
-    def _as_held(self, column: pa.Array) -> pa.Array:
+    def _cast_values(self, column: pa.Array) -> pa.Array:
         """Return values of a batch in the type of the table's."""
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
@@ -117,7 +119,7 @@ class Numbering:
 
     def find(self, values: pa.Array) -> Int64:
         """Return the entry of each value, -1 where there is none."""
-        hash_N = _hashes(values)
+        hash_N = _hash_values(values)
         # In the order of the hashes: what bisection touches is then in the cache.
         order = np.argsort(hash_N)
         place_N, found_N = np.empty_like(order), np.full(len(order), -1, np.int64)
@@ -126,8 +128,8 @@ class Numbering:
         while len(open_N):  # more than once only where two values have one hash
             open_N = open_N[place_N[open_N] < len(self.hash_E)]
             open_N = open_N[self.hash_E[place_N[open_N]] == hash_N[open_N]]
-            held = self.values.take(pa.array(place_N[open_N]))
-            equal = pc.equal(held, values.take(pa.array(open_N))).to_numpy(zero_copy_only=False)
+            stored = self.values.take(pa.array(place_N[open_N]))
+            equal = pc.equal(stored, values.take(pa.array(open_N))).to_numpy(zero_copy_only=False)
             found_N[open_N[equal]] = place_N[open_N[equal]]
             open_N = open_N[~equal]
             place_N[open_N] += 1
@@ -135,9 +137,9 @@ class Numbering:
 
     def vocabulary(self) -> pa.Array:
         """Return the values in the order of their rows, from row 1 on: null where none has it."""
-        held = np.flatnonzero(self.row_E > 0)
+        stored = np.flatnonzero(self.row_E > 0)
         place_R = np.full(self.num_rows, -1, np.int64)
-        place_R[self.row_E[held] - 1] = held
+        place_R[self.row_E[stored] - 1] = stored
         return self.values.take(pa.array(place_R, mask=place_R < 0))
 
     @property
@@ -157,7 +159,7 @@ class Admission(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change:
+class TableChange:
     """What an increment changed in a table."""
 
     num_new: int  # values that got a row
@@ -167,43 +169,45 @@ class Change:
     freed: Int64  # rows that lost their value, reused or not, ascending
 
 
-def advanced(old: Numbering, seen: Occurrences, rule: Admission) -> tuple[Numbering, Change]:
+def advance(
+    old: Numbering, occurrences: Occurrences, rule: Admission
+) -> tuple[Numbering, TableChange]:
     """Return the state after a window, given what occurs in it, and what changed."""
-    kept = _forgotten(old, rule)
-    place_D = kept.find(seen.values)
+    kept = _forget_idle(old, rule)
+    place_D = kept.find(occurrences.values)
     is_old_D = place_D >= 0
     row_E, count_E, last_E = kept.row_E.copy(), kept.count_E.copy(), kept.last_E.copy()
     own = place_D[is_old_D]
     row_E[own] = np.abs(row_E[own])  # who is back while its row is kept has it again
-    last_E[own] = np.maximum(last_E[own], seen.last_D[is_old_D])
-    freed = _freed_rows(old, row_E) if rule.ttl else np.zeros(0, np.int64)
+    last_E[own] = np.maximum(last_E[own], occurrences.last_D[is_old_D])
+    freed = _find_freed_rows(old, row_E) if rule.ttl else np.zeros(0, np.int64)
     before_D, row_D = np.zeros((2, len(place_D)), np.int64)
     before_D[is_old_D], row_D[is_old_D] = count_E[own], row_E[own]
     # Who has all occurrences, and waited for lack of rows, is admitted at the first one.
     need_D = np.maximum(rule.least - before_D, 1)
-    admitted = np.flatnonzero((row_D == 0) & (seen.lengths_D >= need_D))
-    times_A = seen.times[offsets(seen.lengths_D)[admitted] + need_D[admitted] - 1]
-    keys = pa.table({"time": times_A, "value": seen.values.take(pa.array(admitted))})
+    admitted = np.flatnonzero((row_D == 0) & (occurrences.lengths_D >= need_D))
+    times_A = occurrences.times[offsets(occurrences.lengths_D)[admitted] + need_D[admitted] - 1]
+    keys = pa.table({"time": times_A, "value": occurrences.values.take(pa.array(admitted))})
     order = pc.sort_indices(keys, [("time", "ascending"), ("value", "ascending")])
     num_waiting = max(len(order) - rule.max_new, 0) if rule.max_new else 0
     admitted = admitted[order.to_numpy()][: len(order) - num_waiting]
-    free = _free_rows(row_E, old.num_rows)[: len(admitted)]
+    free = _find_free_rows(row_E, old.num_rows)[: len(admitted)]
     num_rows = old.num_rows + len(admitted) - len(free)
     row_D[admitted] = np.concatenate([free, np.arange(old.num_rows + 1, num_rows + 1)])
     row_E[own] = row_D[is_old_D]
-    count_E[own] = np.minimum(before_D[is_old_D] + seen.lengths_D[is_old_D], rule.least)
+    count_E[own] = np.minimum(before_D[is_old_D] + occurrences.lengths_D[is_old_D], rule.least)
     new = np.flatnonzero(~is_old_D)
     state = _with_entries(
         Numbering(num_rows, kept.hash_E, kept.values, row_E, count_E, last_E),
-        seen.values.take(pa.array(new)),
+        occurrences.values.take(pa.array(new)),
         row_D[new],
-        np.minimum(seen.lengths_D[new], rule.least),
-        seen.last_D[new],
+        np.minimum(occurrences.lengths_D[new], rule.least),
+        occurrences.last_D[new],
     )
-    return state, Change(len(admitted), len(freed), num_waiting, free, freed)
+    return state, TableChange(len(admitted), len(freed), num_waiting, free, freed)
 
 
-def _forgotten(old: Numbering, rule: Admission) -> Numbering:
+def _forget_idle(old: Numbering, rule: Admission) -> Numbering:
     """Return the state without what was not seen for `ttl`: rows stay reserved for `grace`."""
     if not rule.ttl:
         return old
@@ -221,7 +225,7 @@ def _forgotten(old: Numbering, rule: Admission) -> Numbering:
     )
 
 
-def _free_rows(row_E: Int64, num_rows: int) -> Int64:
+def _find_free_rows(row_E: Int64, num_rows: int) -> Int64:
     """Return the rows that belong to nobody, ascending."""
     is_free_R = np.ones(num_rows + 1, np.bool_)
     is_free_R[0] = False
@@ -229,7 +233,7 @@ def _free_rows(row_E: Int64, num_rows: int) -> Int64:
     return np.flatnonzero(is_free_R)
 
 
-def _freed_rows(old: Numbering, row_E: Int64) -> Int64:
+def _find_freed_rows(old: Numbering, row_E: Int64) -> Int64:
     """Return the rows that held a value before and hold none now, ascending."""
     is_freed_R = np.zeros(old.num_rows + 1, np.bool_)
     is_freed_R[old.row_E[old.row_E > 0]] = True
@@ -241,7 +245,7 @@ def _with_entries(
     state: Numbering, values: pa.Array, row_A: Int64, count_A: Int64, last_A: Int64
 ) -> Numbering:
     """Return the state with more entries, merged by hash."""
-    hash_A = _hashes(values)
+    hash_A = _hash_values(values)
     order = np.argsort(hash_A, kind="stable")
     at = np.searchsorted(state.hash_E, hash_A[order], side="right")
     both = pa.concat_arrays([state.values, values])
@@ -256,16 +260,16 @@ def _with_entries(
     )
 
 
-def _hashes(values: pa.Array) -> UInt64:
-    return splitmix64(hash_values(values, kind_of("", values.type, "stream")))
+def _hash_values(values: pa.Array) -> UInt64:
+    return splitmix64(hash_values(values, infer_kind("", values.type, "stream")))
 
 
-def capacity_of(num_rows: int, block: int) -> int:
+def choose_capacity(num_rows: int, block: int) -> int:
     """Return the rows that a table of `num_rows` is given: the least of 1, 1.5, 2.25 ... blocks,
     each rounded up to whole blocks, that holds them. It depends on nothing else, so that all
     increments of one size agree.
 
-    >>> [capacity_of(rows, 64) for rows in (1, 64, 65, 129, 193)]
+    >>> [choose_capacity(rows, 64) for rows in (1, 64, 65, 129, 193)]
     [64, 64, 128, 192, 320]
     """
     capacity = block

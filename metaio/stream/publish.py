@@ -3,18 +3,18 @@
 from pathlib import Path
 
 from metaio.errors import DataError
-from metaio.format.destination import put_file, put_folder, remove_folder
+from metaio.format.atomic_folder import remove_folder, upload_file, upload_folder
 from metaio.format.layout import MANIFEST_NAME
-from metaio.format.storage import file_system
+from metaio.format.storage import find_file_system
 from metaio.stream.chain import (
     INCREMENTS,
     STREAM_FILE,
-    folder_of,
-    increment_numbers,
     is_stream,
+    list_increment_numbers,
+    name_increment_folder,
     open_stream,
 )
-from metaio.stream.state import STATE_FILE, STATES
+from metaio.stream.stream_state import STATE_FILE, STATES
 
 
 def publish_stream(stream: Path, url: str) -> list[int]:
@@ -27,9 +27,9 @@ def publish_stream(stream: Path, url: str) -> list[int]:
         FormatError: a manifest is damaged, here or there.
     """
     own = open_stream(str(stream))
-    fs, root = file_system(url.rstrip("/"))
+    fs, root = find_file_system(url.rstrip("/"))
     fs.invalidate_cache()
-    there = increment_numbers(url)
+    there = list_increment_numbers(url)
     newest = there[-1] if there else 0
     # Each names its parent's fingerprint: where the newest is ours, so are those before it.
     if there and (
@@ -40,15 +40,15 @@ def publish_stream(stream: Path, url: str) -> list[int]:
             "was taken back here. Choose another URL, or remove it there"
         )
     if not is_stream(url):
-        put_file(fs, stream / STREAM_FILE, f"{root}/{STREAM_FILE}")
-    last = folder_of(own.numbers[-1])
+        upload_file(fs, stream / STREAM_FILE, f"{root}/{STREAM_FILE}")
+    last = name_increment_folder(own.numbers[-1])
     # As on a disk: a state counts once its increment is there.
     if not fs.exists(f"{root}/{STATES}/{last}/{STATE_FILE}"):
-        put_folder(fs, stream / STATES / last, f"{root}/{STATES}/{last}", STATE_FILE)
+        upload_folder(fs, stream / STATES / last, f"{root}/{STATES}/{last}", STATE_FILE)
     copied = [number for number in own.numbers if number > newest]
     for number in copied:
-        place = f"{INCREMENTS}/{folder_of(number)}"
-        put_folder(fs, stream / place, f"{root}/{place}", MANIFEST_NAME)
+        place = f"{INCREMENTS}/{name_increment_folder(number)}"
+        upload_folder(fs, stream / place, f"{root}/{place}", MANIFEST_NAME)
     fs.invalidate_cache()
     for path in fs.ls(f"{root}/{STATES}", detail=False):
         name = str(path).rstrip("/").rsplit("/", 1)[-1]

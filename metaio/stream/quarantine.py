@@ -10,11 +10,11 @@ from typing import Any, Literal
 import xxhash
 
 from metaio.errors import QuarantinedError
-from metaio.format.checked_json import write_checked
+from metaio.format.checked_json import write_checked_json
 from metaio.format.manifest import canonical_json
 from metaio.format.storage import Storage
-from metaio.stream.chain import read_of_stream
-from metaio.stream.inputs import InputFile
+from metaio.stream.chain import read_stream_json
+from metaio.stream.taken_files import InputFile
 
 QUARANTINE = "quarantine"
 _FORMAT = "gmeta-stream-quarantine"
@@ -39,8 +39,8 @@ class RefusedFilesError(QuarantinedError):
             remedy += ", or pass --accept if they are right"
         if kind == "few":
             remedy = f"Give newer files and --along {files[0].name}, as gmeta follow does"
-        told = f"input {self.names} is quarantined: {'; '.join(reasons)}. {remedy}"
-        super().__init__(reasons[0] if kind == "doubled" else told)
+        listed_files = f"input {self.names} is quarantined: {'; '.join(reasons)}. {remedy}"
+        super().__init__(reasons[0] if kind == "doubled" else listed_files)
         self.files, self.reasons, self.kind = files, reasons, kind
 
 
@@ -66,18 +66,18 @@ def list_quarantine(root: Path) -> list[dict[str, Any]]:
     Raises:
         FormatError: a note is damaged.
     """
-    return [note for _, note in _notes(root)]
+    return [note for _, note in _list_notes(root)]
 
 
-def _notes(root: Path) -> list[tuple[Path, dict[str, Any]]]:
+def _list_notes(root: Path) -> list[tuple[Path, dict[str, Any]]]:
     storage = Storage(str(root / QUARANTINE))
     paths = sorted((root / QUARANTINE).glob("*.json"))
-    return [(path, read_of_stream(storage, path.name, _FORMAT)) for path in paths]
+    return [(path, read_stream_json(storage, path.name, _FORMAT)) for path in paths]
 
 
 def _forget(root: Path, names: Collection[str], but: Path | None = None) -> None:
     """Take files out of all notes but one."""
-    for path, note in _notes(root):
+    for path, note in _list_notes(root):
         left = [file for file in note["files"] if file["name"] not in names]
         if path == but or len(left) == len(note["files"]):
             continue
@@ -92,5 +92,5 @@ def _write(root: Path, body: dict[str, Any]) -> Path:
     place = root / QUARANTINE / f"{xxhash.xxh3_64_hexdigest(canonical_json(files))}.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     body = {key: value for key, value in body.items() if key != "checksum"}
-    write_checked(place, _FORMAT, body)
+    write_checked_json(place, _FORMAT, body)
     return place

@@ -11,24 +11,24 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from metaio.errors import DataError
-from metaio.prepare.encode import Encoder, task_keys
-from metaio.prepare.encoded_rows import EncodedRows
-from metaio.prepare.in_order import are_to_be_merged
-from metaio.prepare.labels import labels_of
-from metaio.prepare.rules import StreamRule
-from metaio.prepare.schema import Schema
-from metaio.prepare.sides import QUERY, SUPPORT
-from metaio.prepare.splits import Splits, rows_of_splits, split_of
-from metaio.prepare.survey import Moments, add_moments, moments_of, values_of_rows
-from metaio.prepare.values import time_values
+from metaio.prepare.episodes.encode import Encoder, hash_tasks
+from metaio.prepare.episodes.encoded_rows import EncodedRows
+from metaio.prepare.episodes.ordered_map import should_merge
+from metaio.prepare.episodes.splits import Splits, assign_splits, count_split_rows
+from metaio.prepare.episodes.survey import Moments, add_moments, list_values, measure_moments
+from metaio.prepare.schema.label_columns import read_labels
+from metaio.prepare.schema.rules import StreamRule
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.side_columns import QUERY, SUPPORT
+from metaio.prepare.schema.values import to_time_ticks
 from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
-from metaio.stream.numbering import Occurrences, merged
+from metaio.stream.numbering import Occurrences, merge_occurrences
 
 _DAY_S = 86_400
 
 
-def time_unit(schema: Schema, kind: pa.DataType) -> str:
+def find_time_unit(schema: Schema, kind: pa.DataType) -> str:
     """Return the unit of a stream's times: us of timestamps, day of dates, as the schema says of
     integers.
 
@@ -40,20 +40,20 @@ def time_unit(schema: Schema, kind: pa.DataType) -> str:
     if pa.types.is_date(kind):
         return "day"
     if pa.types.is_integer(kind):
-        return rule_of(schema).unit
+        return find_stream_rule(schema).unit
     raise DataError(
         f"time column {schema.time.column if schema.time else ''} has type {kind}; the windows of "
         "a stream need integers, dates or timestamps. Cast it, or give its format if it is text"
     )
 
 
-def rule_of(schema: Schema) -> StreamRule:
+def find_stream_rule(schema: Schema) -> StreamRule:
     """Return the rules of a stream's schema."""
     return schema.stream or StreamRule()
 
 
 @dataclass(frozen=True)
-class Clock:
+class StreamClock:
     """The durations of a stream in ticks of its time column, and where its window begins."""
 
     start: int | None  # None: the first increment, in which nothing is late
@@ -63,7 +63,7 @@ class Clock:
     unit: str
 
     @classmethod
-    def of(cls, rule: StreamRule, unit: str, start: int | None) -> "Clock":
+    def of(cls, rule: StreamRule, unit: str, start: int | None) -> "StreamClock":
         """Return the clock of a stream whose times count in `unit`."""
 
         def ticks(seconds: float) -> int:
@@ -90,7 +90,7 @@ class Clock:
 
 
 @dataclass
-class Look:
+class WindowSummary:
     """What the rows of an increment hold, including late ones that the window takes."""
 
     num_rows: int = 0
@@ -103,9 +103,9 @@ class Look:
     rows_of_split: Counter[str] = field(default_factory=Counter)
     nulls: Counter[str] = field(default_factory=Counter)
     moments: dict[str, Moments] = field(default_factory=dict)
-    seen: dict[str, list[Occurrences]] = field(default_factory=dict)  # by table
+    occurrences: dict[str, list[Occurrences]] = field(default_factory=dict)  # by table
 
-    def add(self, other: "Look", admissions: dict[str, int]) -> None:
+    def add(self, other: "WindowSummary", admissions: dict[str, int]) -> None:
         """Add what other rows hold."""
         for name in ("num_rows", "num_late", "num_dropped", "label_sum", "label_squares"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -114,20 +114,20 @@ class Look:
         self.rows_of_split.update(other.rows_of_split)
         self.nulls.update(other.nulls)
         add_moments(self.moments, other.moments)
-        for table, parts in other.seen.items():
-            known = self.seen.setdefault(table, [])
+        for table, parts in other.occurrences.items():
+            known = self.occurrences.setdefault(table, [])
             known.extend(parts)
-            if are_to_be_merged([len(part.values) for part in known]):
-                self.seen[table] = [merged(known, admissions[table])]
+            if should_merge([len(part.values) for part in known]):
+                self.occurrences[table] = [merge_occurrences(known, admissions[table])]
 
 
 @dataclass(frozen=True)
-class Looking:
+class SummaryContext:
     """What the first look needs to know. It is sent to every worker of a cluster."""
 
     schema: Schema
     splits: Splits
-    clock: Clock
+    clock: StreamClock
     value_types: dict[str, pa.DataType]  # of each table's values
 
     @property
@@ -137,17 +137,17 @@ class Looking:
         return {c.table_name: c.vocabulary for c in sparse if c.vocabulary is not None}
 
 
-def look_at(looking: Looking, batch: pa.RecordBatch) -> Look:
+def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSummary:
     """Return what a batch holds.
 
     Raises:
         DataError: a value makes no sense, such as NaN.
     """
-    schema, splits, clock = looking.schema, looking.splits, looking.clock
+    schema, splits, clock = context.schema, context.splits, context.clock
     assert schema.time is not None
-    time_N = time_values(schema.time.column, batch[schema.time.column])
+    time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
     kept_N = clock.is_kept(time_N)
-    found = Look(num_dropped=int((~kept_N).sum()))
+    found = WindowSummary(num_dropped=int((~kept_N).sum()))
     if found.num_dropped:
         batch, time_N = batch.filter(pa.array(kept_N)), time_N[kept_N]
     found.num_rows = batch.num_rows
@@ -156,27 +156,27 @@ def look_at(looking: Looking, batch: pa.RecordBatch) -> Look:
     found.num_late = int(clock.is_late(time_N).sum())
     found.least_time, found.most_time = int(time_N.min()), int(time_N.max())
     # Of several labels the first: what is not known counts as 0, in every window alike.
-    label_N = labels_of(schema, batch).reshape(found.num_rows, -1)[:, 0].astype(np.float64)
+    label_N = read_labels(schema, batch).reshape(found.num_rows, -1)[:, 0].astype(np.float64)
     label_N = np.nan_to_num(label_N)
     found.label_sum, found.label_squares = float(label_N.sum()), float((label_N**2).sum())
     found.nulls = Counter({name: batch[name].null_count for name in batch.schema.names})
-    task_hash_N, _ = task_keys(schema, batch)
-    split_N = split_of(schema, splits, batch, task_hash_N)
-    found.rows_of_split = rows_of_splits(splits, split_N)
+    task_hash_N, _ = hash_tasks(schema, batch)
+    split_N = assign_splits(schema, splits, batch, task_hash_N)
+    found.rows_of_split = count_split_rows(splits, split_N)
     # What is learnt from the data is learnt from training rows alone: the gate is to judge it.
     in_train = split_N == 0
     train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]
-    found.moments = moments_of(schema, train)
+    found.moments = measure_moments(schema, train)
     for column in schema.sparse:
         if column.vocabulary is not None:
-            values, rows_V = values_of_rows(schema, column, train)
-            values = values.cast(looking.value_types[column.table_name])
+            values, rows_V = list_values(schema, column, train)
+            values = values.cast(context.value_types[column.table_name])
             own = Occurrences.of(values, train_time_N[rows_V], column.vocabulary)
-            found.seen.setdefault(column.table_name, []).append(own)
+            found.occurrences.setdefault(column.table_name, []).append(own)
     return found
 
 
-def encoded(encoder: Encoder, clock: Clock, batch: pa.RecordBatch) -> EncodedRows:
+def encode_window_rows(encoder: Encoder, clock: StreamClock, batch: pa.RecordBatch) -> EncodedRows:
     """Return the rows of a batch that the window takes; late ones are support, as they are from
     before it.
 
@@ -185,7 +185,7 @@ def encoded(encoder: Encoder, clock: Clock, batch: pa.RecordBatch) -> EncodedRow
     """
     assert encoder.schema.time is not None
     column = encoder.schema.time.column
-    kept_N = clock.is_kept(time_values(column, batch[column]))
+    kept_N = clock.is_kept(to_time_ticks(column, batch[column]))
     rows = encoder.encode(batch if kept_N.all() else batch.filter(pa.array(kept_N)))
     side_N = np.where(clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
     return replace(rows, side_NS=side_N[:, None])

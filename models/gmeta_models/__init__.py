@@ -6,7 +6,7 @@ Importing the package alone loads no torch: a config is read, and refused, witho
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gmeta_models.config import InputSizes, ModelConfig, SparseColumn
+from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
 
 if TYPE_CHECKING:
     from gmeta_models.inputs import RowInputs

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.gated import GatedModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
+from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class ClusterGate(nn.Module):

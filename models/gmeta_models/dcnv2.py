@@ -9,10 +9,10 @@ Shape suffixes: N rows, X features and dense columns side by side.
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
 from gmeta_models.mlp import mlp, outputs_of_rows
+from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class CrossLayers(nn.Module):

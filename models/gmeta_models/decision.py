@@ -14,8 +14,8 @@ from gmeta_models.internals import has_hooks
 from gmeta_models.mlp import is_mlp, outputs_of_rows
 
 if TYPE_CHECKING:
-    from gmeta_models.config import Pooling
     from gmeta_models.inputs import RowFeatures, RowInputs
+    from gmeta_models.model_config import Pooling
 
 
 class DecisionModel(nn.Module, ABC):

@@ -9,9 +9,9 @@ Shape suffixes: N rows, D embedding width, I fields with ids, J of D - 1 factors
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mlp import mlp, outputs_of_rows
+from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class DeepFM(nn.Module):

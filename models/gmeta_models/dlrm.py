@@ -7,10 +7,10 @@ arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 24
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
+from gmeta_models.model_config import InputSizes, ModelConfig
 from gmeta_models.ops.pairwise_dots import PairwiseDots
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from gmeta_models.config import InputSizes, Pooling
     from gmeta_models.inputs import RowInputs
+    from gmeta_models.model_config import InputSizes, Pooling
 
 # The largest value in the embeddings that a new generator makes.
 START_SCALE = 0.2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gmeta_models.config import Pooling
+    from gmeta_models.model_config import Pooling
 
 
 class History(NamedTuple):

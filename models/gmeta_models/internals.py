@@ -1,6 +1,6 @@
 """The private names of torch that the models' and inner loops' products use, each behind a function
-of ours. When a new version moves one, tests/test_internals.py names it, and this is the file to
-mend.
+of ours. When a new version moves one, tests/platform/test_internals.py names it, and this is the
+file to mend.
 """
 
 import torch

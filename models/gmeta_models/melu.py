@@ -6,10 +6,10 @@ Lee et al., "MeLU: Meta-Learned User Preference Estimator for Cold-Start Recomme
 
 from torch import Tensor, nn
 
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
+from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class MeLU(DecisionModel):

@@ -9,9 +9,9 @@ Shape suffixes: N rows, X features and dense columns side by side, E experts, H 
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mlp import mlp
+from gmeta_models.model_config import InputSizes, ModelConfig
 from gmeta_models.towers import TowerModel
 
 
@@ -26,20 +26,20 @@ class MMoE(TowerModel):
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
-        self.experts = experts(config.experts, width, config.expert)
+        self.experts = make_experts(config.experts, width, config.expert)
         self.gates = nn.ModuleList(
             nn.Linear(width, config.experts, bias=False) for _ in range(sizes.outputs)
         )
-        self.towers = towers(config, sizes.outputs)
+        self.towers = make_towers(config, sizes.outputs)
 
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
         """Return the experts' outputs as the gate of each tower mixes them: [N, H]."""
         rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
         experts_NEH = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
-        return [mixed_NH(gate(rows_NX), experts_NEH) for gate in self.gates]
+        return [mix_experts_NH(gate(rows_NX), experts_NEH) for gate in self.gates]
 
 
-def towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
+def make_towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
     """Return a tower for each output, on what its gate makes of the experts.
 
     Raises:
@@ -53,11 +53,11 @@ def towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
     return nn.ModuleList(mlp(widths, activate_last=False) for _ in range(outputs))
 
 
-def experts(count: int, width: int, hidden: tuple[int, ...]) -> nn.ModuleList:
+def make_experts(count: int, width: int, hidden: tuple[int, ...]) -> nn.ModuleList:
     """Return `count` experts over inputs of this width: MLPs with a ReLU after each layer."""
     return nn.ModuleList(mlp([width, *hidden], activate_last=True) for _ in range(count))
 
 
-def mixed_NH(score_NE: Tensor, experts_NEH: Tensor) -> Tensor:
+def mix_experts_NH(score_NE: Tensor, experts_NEH: Tensor) -> Tensor:
     """Return the experts' outputs, weighted by the softmax of their scores: [N, H]."""
     return score_NE.softmax(dim=1).unsqueeze(1).bmm(experts_NEH).squeeze(1)

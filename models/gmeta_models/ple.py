@@ -12,9 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.inputs import RowInputs
-from gmeta_models.mmoe import experts, mixed_NH, towers
+from gmeta_models.mmoe import make_experts, make_towers, mix_experts_NH
+from gmeta_models.model_config import InputSizes, ModelConfig
 from gmeta_models.towers import TowerModel
 
 
@@ -28,9 +28,9 @@ class ExtractionLevel(nn.Module):
     def __init__(self, config: ModelConfig, outputs: int, width: int, is_last: bool) -> None:
         super().__init__()
         self.own = nn.ModuleList(
-            experts(config.own_experts, width, config.expert) for _ in range(outputs)
+            make_experts(config.own_experts, width, config.expert) for _ in range(outputs)
         )
-        self.shared = experts(config.experts, width, config.expert)
+        self.shared = make_experts(config.experts, width, config.expert)
         both = config.own_experts + config.experts
         self.gates = nn.ModuleList(nn.Linear(width, both, bias=False) for _ in range(outputs))
         every = outputs * config.own_experts + config.experts
@@ -47,12 +47,12 @@ class ExtractionLevel(nn.Module):
             for mine, own_NX in zip(self.own, own_inputs, strict=True)
         ]
         mixtures = [
-            mixed_NH(gate(own_NX), torch.stack([*mine, *shared], dim=1))
+            mix_experts_NH(gate(own_NX), torch.stack([*mine, *shared], dim=1))
             for gate, own_NX, mine in zip(self.gates, own_inputs, own, strict=True)
         ]
         if self.shared_gate is not None:
             every_NEH = torch.stack([*(made for mine in own for made in mine), *shared], dim=1)
-            mixtures.append(mixed_NH(self.shared_gate(shared_NX), every_NEH))
+            mixtures.append(mix_experts_NH(self.shared_gate(shared_NX), every_NEH))
         return mixtures
 
 
@@ -67,7 +67,7 @@ class PLE(TowerModel):
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
         self.pooling = config.pooling
-        self.towers = towers(config, sizes.outputs)
+        self.towers = make_towers(config, sizes.outputs)
         widths = [sizes.side_by_side(config.embedding_dim)]
         widths += [config.expert[-1]] * (config.levels - 1)
         self.levels = nn.ModuleList(

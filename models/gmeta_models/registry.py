@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from gmeta_keys import Wording, parse
-from gmeta_keys.boundary import failing_as, kind_and_text
 from gmeta_keys.plugins import Registry, is_subclass_of
+from gmeta_keys.translate_errors import failing_as, kind_and_text
 from gmeta_models.cbml import CBML
-from gmeta_models.config import InputSizes, ModelConfig
 from gmeta_models.dcnv2 import dcnv2
 from gmeta_models.deepfm import DeepFM
 from gmeta_models.din import DIN
 from gmeta_models.dlrm import DLRM
+from gmeta_models.eval_mode import in_eval_mode
 from gmeta_models.gated import head_layers, row_layers
 from gmeta_models.inputs import RowInputs
 from gmeta_models.melu import MeLU
 from gmeta_models.mmoe import MMoE
-from gmeta_models.modes import in_eval_mode
+from gmeta_models.model_config import InputSizes, ModelConfig
 from gmeta_models.ple import PLE
 
 MODELS: dict[str, Callable[[ModelConfig, InputSizes], nn.Module]] = {
@@ -66,7 +66,7 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
             "Add a [[single]] or [[multi]] column to the schema and prepare again"
         )
     options = _options(config, make)
-    with _told(config, "be made", "__init__"):
+    with _translate_errors(config, "be made", "__init__"):
         model = make(config, sizes, *options)
     if not row_layers(model):
         raise ValueError(
@@ -86,14 +86,14 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
     return model
 
 
-def _told(config: ModelConfig, what: str, where: str) -> AbstractContextManager[None]:
+def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractContextManager[None]:
     """Return a context that raises ValueError for an error of a model of somebody's own."""
     if config.name in MODELS:
         return nullcontext()
-    said = f"model.name = {config.name!r} cannot {what}"
+    problem = f"model.name = {config.name!r} cannot {what}"
     advice = f"Mend its {where}; --verbose shows the line"
     return failing_as(
-        lambda error: ValueError(f"{said}: {kind_and_text(error)}. {advice}"), ValueError
+        lambda error: ValueError(f"{problem}: {kind_and_text(error)}. {advice}"), ValueError
     )
 
 
@@ -106,7 +106,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     """
     if config.name in MODELS:
         return
-    _check_kept(model, config)
+    _check_parameters(model, config)
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
 
     def outputs_of(last: float) -> torch.Tensor:
@@ -120,7 +120,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
             num_multi=sizes.num_multi,
             dense_NK=value_N11[:, 0].repeat(1, sizes.num_dense),
         )
-        with _told(config, "score rows", "forward"), torch.enable_grad():
+        with _translate_errors(config, "score rows", "forward"), torch.enable_grad():
             output = model(inputs)
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         if not isinstance(output, torch.Tensor) or shape != wanted:
@@ -165,7 +165,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
         )
 
 
-def _check_kept(model: nn.Module, config: ModelConfig) -> None:
+def _check_parameters(model: nn.Module, config: ModelConfig) -> None:
     """Raise ValueError for what the optimizer cannot train, or a checkpoint cannot hold."""
     for name, weight in model.named_parameters():
         if weight.is_complex():
@@ -173,7 +173,7 @@ def _check_kept(model: nn.Module, config: ModelConfig) -> None:
                 f"model.name = {config.name!r} has complex weights, {name}; real ones are needed. "
                 "Keep pairs of real numbers, and take torch.view_as_complex of them in its forward"
             )
-    with _told(config, "be saved", "get_extra_state"):
+    with _translate_errors(config, "be saved", "get_extra_state"):
         state = model.state_dict()
     for name, kept in state.items():
         if not isinstance(kept, torch.Tensor):

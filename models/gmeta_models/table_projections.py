@@ -52,6 +52,6 @@ class TableProjections(nn.Module):
         return torch.cat([self.of_table(place, part) for place, part in enumerate(parts)])
 
 
-def filled_UD(rows_UD: Tensor, width: int) -> Tensor:
+def pad_width_UD(rows_UD: Tensor, width: int) -> Tensor:
     """Return rows of a table with zeros behind them, up to this width."""
     return rows_UD if rows_UD.shape[1] == width else pad(rows_UD, (0, width - rows_UD.shape[1]))

@@ -21,7 +21,7 @@ from importlib.metadata import (
 )
 from typing import Any, Generic, TypeVar
 
-from gmeta_keys.boundary import failing_as, kind_and_text
+from gmeta_keys.translate_errors import failing_as, kind_and_text
 
 Part = TypeVar("Part")
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
-from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
-from gmeta.build import build_learner
-from gmeta.losses.config import LabelsConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.inputs import LabelPrior, SupportFeaturesConfig
+from gmeta.config.labels import LabelsConfig
+from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
-from tests import reference
+from tests.support import reference
 
 # What ANIL adapts in models of two hidden layers.
 HEADS = {
@@ -85,7 +85,7 @@ def assert_equals_loop(
     for rate in rates:
         rate.data.uniform_(0.02, 0.1)
     by_name = reference.rates_by_name(learner, features)
-    dense = statistics.widened(batch).dense_NK.split(batch.row_offsets_T1.diff().tolist())
+    dense = statistics.with_features(batch).dense_NK.split(batch.row_offsets_T1.diff().tolist())
     seen = [replace(task, dense=rows.tolist()) for task, rows in zip(tasks, dense, strict=True)]
     columns_seen = replace(features, dense=(*features.dense, *statistics.names))
     expected = reference.outer_loss(
@@ -112,7 +112,7 @@ def assert_equals_loop(
             )
         ]
     )
-    episodes = learner.arrange(batch)
+    episodes = learner.collate(batch)
     actual = learner(rows_UD, episodes, weight=1 / episodes.num_terms)
     actual_grads = torch.autograd.grad(actual, parameters, allow_unused=True)
 

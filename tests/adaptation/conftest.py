@@ -11,4 +11,4 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Learners made in the test take one kernel, then the other."""
     if request.param == "plain":
         plain: type[AdaptedMlp] = PlainMlp
-        monkeypatch.setattr("gmeta.adaptation.fused.loop.MLP_KERNEL", plain)
+        monkeypatch.setattr("gmeta.adaptation.fused.fused_loop.MLP_KERNEL", plain)

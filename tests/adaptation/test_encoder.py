@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
 from gmeta.losses.row_losses import LossFunction, row_losses_N
+from gmeta.runs.build import build_learner
 from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.support_encoder import SupportEncoder, SupportRows
 from metaio.format.features import Features
-from tests import reference
+from tests.support import reference
 
 Weights = dict[str, Tensor]
 Tables = dict[str, Tensor]
@@ -204,7 +204,7 @@ def test_any_shape_gives_the_loss_and_gradients_of_the_equations(
     wanted = [*parameters, *tables.values()]
     expected_grads = torch.autograd.grad(expected, wanted, allow_unused=True)
     batch = reference.batch_of(tasks, features)
-    episodes = learner.arrange(batch)
+    episodes = learner.collate(batch)
     actual = learner(fetched(batch, tables), episodes, weight=1 / episodes.num_terms)
     actual_grads = torch.autograd.grad(actual, wanted, allow_unused=True)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
@@ -236,7 +236,7 @@ def test_predictions_before_and_after_are_those_of_no_support_and_of_the_tasks_o
     rng = random.Random(1)
     tasks = [reference.random_task(features, support, 3, rng) for support in (4, 0, 2)]
     batch = reference.batch_of(tasks, features)
-    shown = learner.predict(fetched(batch, tables), learner.arrange_to_predict(batch))
+    shown = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
     for index, task in enumerate(tasks):
         query = range(task.num_support, len(task.label))
         for known, predicted in (
@@ -304,7 +304,7 @@ def test_inner_steps_start_from_the_encoders_weights(rows_adapt: bool) -> None:
         terms.append(losses.mean())
     expected = torch.stack(terms).mean()
     batch = reference.batch_of(tasks, features)
-    actual = learner(fetched(batch, tables), learner.arrange(batch), weight=1 / len(tasks))
+    actual = learner(fetched(batch, tables), learner.collate(batch), weight=1 / len(tasks))
     wanted = [*learner.parameters(), *tables.values()]
     ours = torch.autograd.grad(actual, wanted, allow_unused=True)
     theirs = torch.autograd.grad(expected, wanted, allow_unused=True)
@@ -327,7 +327,7 @@ def test_the_order_of_support_rows_does_not_matter_and_their_labels_do() -> None
     after = []
     for each in (task, turned, relabelled):
         batch = reference.batch_of([each], features)
-        shown = learner.predict(fetched(batch, tables), learner.arrange_to_predict(batch))
+        shown = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
         after.append(shown.after_N)
     torch.testing.assert_close(after[0], after[1], rtol=0, atol=1e-12)
     assert not torch.allclose(after[0], after[2])
@@ -361,7 +361,7 @@ def test_bf16_products_leave_the_loss_close_and_gradients_finite(pooling: Any) -
     losses = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False):
-            losses.append(learner(rows_UD, learner.arrange(batch), weight=1 / 3))
+            losses.append(learner(rows_UD, learner.collate(batch), weight=1 / 3))
     assert losses[1].dtype == torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=0.03, atol=0.0)
     grads = torch.autograd.grad(losses[1], [rows_UD, *learner.parameters()])
@@ -383,7 +383,7 @@ def test_what_an_encoder_cannot_be_made_of_is_refused() -> None:
     )
     assert refusal(FORWARD, told=False) == (
         'algorithm.name = "encoder" reads the support rows, and 0 columns are known: tell the '
-        "learner their TableSizes, as gmeta.build.build_learner does"
+        "learner their TableSizes, as gmeta.runs.build.build_learner does"
     )
 
 
@@ -398,7 +398,7 @@ def test_a_frozen_base_gets_no_gradient_and_the_encoder_does() -> None:
     learner, features, tables = one_learner(replace(FORWARD, train_base=False))
     tasks = [reference.random_task(features, 3, 2, random.Random(0))]
     batch = reference.batch_of(tasks, features)
-    learner(fetched(batch, tables), learner.arrange(batch), weight=1.0).backward()
+    learner(fetched(batch, tables), learner.collate(batch), weight=1.0).backward()
     assert all(parameter.grad is None for parameter in learner.model.parameters())
     assert learner.encoder is not None
     assert all(

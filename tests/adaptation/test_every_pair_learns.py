@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
+from gmeta.runs.build import build_learner
 from gmeta_models import MODELS, ModelConfig
 from metaio.read.batch import TaskBatch
-from tests import reference
+from tests.support import reference
 
 Draw = Callable[[random.Random], list[reference.Task]]
 FEATURES = reference.some_features(2, 1, 1, history=True)
@@ -57,7 +57,7 @@ def batch_of(drawn: Draw, seed: int) -> TaskBatch:
 def query_loss(learner: MetaLearner, tables: dict[str, Tensor], drawn: Draw) -> float:
     """After adaptation, of tasks that training never saw."""
     batch = batch_of(drawn, 10_000)
-    shown = learner.predict(rows_of(batch, tables), learner.arrange_to_predict(batch))
+    shown = learner.predict(rows_of(batch, tables), learner.collate_to_predict(batch))
     loss = torch.nn.functional.binary_cross_entropy_with_logits(shown.after_N, shown.label_N)
     return loss.item()
 
@@ -118,7 +118,7 @@ def test_the_query_loss_of_unseen_tasks_falls(name: str, model: str) -> None:
     before = query_loss(learner, tables, drawn)
     for step in range(steps):
         batch = batch_of(drawn, step)
-        episodes = learner.arrange(batch)
+        episodes = learner.collate(batch)
         loss = learner(rows_of(batch, tables), episodes, weight=1 / episodes.num_terms)
         outer.zero_grad()
         loss.backward()

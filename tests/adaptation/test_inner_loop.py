@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gmeta.adaptation.adaptation_plan import Path, resolve_paths
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
-from gmeta.adaptation.fused.loop import FusedLoop
-from gmeta.adaptation.layer_change import LayerChange, one_step
-from gmeta.adaptation.plan import Path, paths_of_layers
-from gmeta.build import build_learner, input_sizes
+from gmeta.adaptation.fused.fused_loop import FusedLoop
+from gmeta.adaptation.plain_update import PlainUpdate, step_update
+from gmeta.config.algorithm import AlgorithmConfig, InnerPath, LearnedRates
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
+from gmeta.runs.build import build_learner, measure_inputs
 from gmeta_models import InputSizes, ModelConfig, RowInputs, build_model
 from metaio.read.batch import TaskBatch
-from tests import reference
 from tests.adaptation.agreement import HEADS, assert_equals_loop
+from tests.support import reference
 
 # Those that the loop knows; a test of its own holds any other to one of these.
 ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
@@ -120,11 +120,11 @@ def test_a_rank_with_nothing_to_learn_from_still_reaches_every_parameter(
     features = reference.some_features(2, 1, 1)
     tasks = [reference.random_task(features, *size, random.Random(0)) for size in sizes]
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5,), bottom=(3,))
-    model = build_model(config, input_sizes(features))
+    model = build_model(config, measure_inputs(features))
     learner = MetaLearner(model, AlgorithmConfig(name=name), "bce", TableSizes(3, 4))
     batch = reference.batch_of(tasks, features)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, requires_grad=True)
-    loss = learner(rows_UD, learner.arrange(batch), weight=1.0)
+    loss = learner(rows_UD, learner.collate(batch), weight=1.0)
     grads = torch.autograd.grad(loss, [rows_UD, *learner.parameters()], allow_unused=True)
     assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
 
@@ -146,10 +146,10 @@ def test_support_rows_of_doubt_shrink_the_inner_step() -> None:
     after = []
     for prior, rate in ((3.0, 0.2), (0.0, 0.1)):
         torch.manual_seed(0)
-        model = build_model(config, input_sizes(features)).to(torch.float64)
+        model = build_model(config, measure_inputs(features)).to(torch.float64)
         algorithm = AlgorithmConfig(inner_lr=rate, support_prior=prior)
         learner = MetaLearner(model, algorithm, "mse")
-        prediction = learner.predict(rows_UD, learner.arrange_to_predict(batch))
+        prediction = learner.predict(rows_UD, learner.collate_to_predict(batch))
         after.append(prediction.after_N)
         assert not torch.equal(prediction.after_N, prediction.before_N)
     torch.testing.assert_close(after[0], after[1], rtol=1e-12, atol=0)
@@ -207,7 +207,7 @@ def test_anil_refuses_other_layers_than_the_head() -> None:
 def test_learned_rates_of_rows_need_to_know_the_tables() -> None:
     assert refusal(AlgorithmConfig(name="metasgd")) == (
         'algorithm.name = "metasgd" with adapt_embeddings = true, and 0 tables to learn rates for: '
-        "tell the learner their TableSizes, as gmeta.build.build_learner does"
+        "tell the learner their TableSizes, as gmeta.runs.build.build_learner does"
     )
 
 
@@ -251,8 +251,8 @@ def test_each_layer_may_have_a_path_of_its_own(
 def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[tuple[str, int]] = []
 
-    def noted(path: Path, *step: Any) -> LayerChange:
-        change = one_step(path, *step)
+    def noted(path: Path, *step: Any) -> PlainUpdate:
+        change = step_update(path, *step)
         grads_TSO = step[1]
         held.append((type(change).__name__, grads_TSO.shape[-1]))
         return change
@@ -271,7 +271,7 @@ def test_the_later_entry_that_matches_a_layer_says_its_path() -> None:
     config = AlgorithmConfig(layer_paths=entries)
     layers = ["attention.0", "decision.0", "decision.2", "decision.4"]
     paths = ["auto", "low_rank", "materialised", "auto"]
-    assert paths_of_layers(config, layers) == dict(zip(layers, paths, strict=True))
+    assert resolve_paths(config, layers) == dict(zip(layers, paths, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_layer_that_works_on_no_rows_is_refused_by_name() -> None:
     learner = MetaLearner(OverTasks(), AlgorithmConfig(name="maml"), "bce")
     batch, rows_UD = one_task()
     with pytest.raises(ConfigError) as caught:
-        learner(rows_UD, learner.arrange(batch), 1.0)
+        learner(rows_UD, learner.collate(batch), 1.0)
     assert str(caught.value) == (
         "layer 'layer' works on 1 rows, the tasks have 2: only layers applied row by row can "
         "adapt. Leave it out of algorithm.adapt_layers"
@@ -354,8 +354,8 @@ def test_a_layer_that_is_not_called_as_one_cannot_adapt_and_is_refused_by_name(
     batch = reference.batch_of(tasks, features)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4)
     runs = {
-        "train": lambda: learner(rows_UD, learner.arrange(batch), 1.0),
-        "predict": lambda: learner.predict(rows_UD, learner.arrange_to_predict(batch)),
+        "train": lambda: learner(rows_UD, learner.collate(batch), 1.0),
+        "predict": lambda: learner.predict(rows_UD, learner.collate_to_predict(batch)),
     }
     if name == "none":  # adapts in evaluation alone
         del runs["train"]
@@ -387,7 +387,7 @@ def test_what_torchs_attention_reads_of_a_layer_does_not_adapt() -> None:
     learner = MetaLearner(Attending(), AlgorithmConfig(name="maml"), "bce")
     batch, rows_UD = one_task()
     with pytest.raises(ConfigError, match=r"^layer 'attention.out_proj' is not called as layer"):
-        learner(rows_UD, learner.arrange(batch), 1.0)
+        learner(rows_UD, learner.collate(batch), 1.0)
 
 
 def test_episodes_of_another_arrangement_are_refused() -> None:
@@ -398,7 +398,7 @@ def test_episodes_of_another_arrangement_are_refused() -> None:
         for _ in range(2)
     )
     general.use_general_loop()
-    arranged = fused.arrange(batch)
+    arranged = fused.collate(batch)
     with pytest.raises(ValueError) as caught:
         general(rows_UD, arranged, 1.0)
     assert str(caught.value) == (
@@ -411,7 +411,7 @@ def test_episodes_of_another_arrangement_are_refused() -> None:
     )
     # Of one learner either arrangement is the same step.
     torch.testing.assert_close(
-        fused(rows_UD, arranged, 1.0), fused(rows_UD, general.arrange(batch), 1.0)
+        fused(rows_UD, arranged, 1.0), fused(rows_UD, general.collate(batch), 1.0)
     )
 
 
@@ -463,10 +463,10 @@ def test_predictions_along_the_way_are_those_of_as_many_steps(
         return build_learner(features, widths, config, "bce").to(torch.float64)
 
     longest = learner_of(7)
-    found = longest.predict_along(rows_UD, longest.arrange_to_predict(batch), (1, 2, 4, 7))
+    found = longest.predict_along(rows_UD, longest.collate_to_predict(batch), (1, 2, 4, 7))
     for steps, along in zip((1, 2, 4, 7), found, strict=True):
         alone = learner_of(steps)
-        wanted = alone.predict(rows_UD, alone.arrange_to_predict(batch))
+        wanted = alone.predict(rows_UD, alone.collate_to_predict(batch))
         for name in ("before_N", "after_N", "label_N"):
             pair = getattr(along, name), getattr(wanted, name)
             torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)

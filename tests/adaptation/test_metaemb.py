@@ -11,16 +11,16 @@ from torch.func import functional_call
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.metaemb import id_generator
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner, input_sizes
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
 from gmeta.losses.row_losses import LossFunction, row_losses_N
+from gmeta.runs.build import build_learner, measure_inputs
 from gmeta_models import ModelConfig
 from gmeta_models.id_generator import IdGenerator
 from gmeta_models.inputs import RowInputs
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.batch import TaskBatch
-from tests import reference
+from tests.support import reference
 
 # An item's id between other columns; the user's are not of its content.
 FEATURES = Features(
@@ -141,7 +141,7 @@ def test_a_layer_that_somebody_calls_pooling_is_no_name_of_a_pooling() -> None:
     model = torch.nn.Module()
     model.pooling = torch.nn.Linear(1, 1)
     names = tuple(table.name for table in FEATURES.tables)
-    made = id_generator(model, PAPER, TableSizes(len(names), 4, names, input_sizes(FEATURES)))
+    made = id_generator(model, PAPER, TableSizes(len(names), 4, names, measure_inputs(FEATURES)))
     assert isinstance(made.generator, IdGenerator)
     assert made.generator.columns.pooling == "mean"
 

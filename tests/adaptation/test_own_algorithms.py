@@ -13,18 +13,18 @@ from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.metasgd import LearnedRates
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.algorithms.reptile import reptile_loss_sum
-from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.adaptation.general_loop import GeneralLoop
+from gmeta.adaptation.layout.sides import Sides, WorkingRows
 from gmeta.adaptation.rates import FixedRates
-from gmeta.build import build_learner
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
-from gmeta.rows.sides import Sides, WorkingRows
+from gmeta.runs.build import build_learner
 from gmeta_models import MODELS, InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
 from gmeta_models.melu import MeLU
-from tests import reference
+from tests.support import reference
 
 FEATURES = reference.some_features(2, 0, 1)
 TASKS = [(3, 2), (1, 4), (0, 2)]
@@ -48,7 +48,7 @@ def step(learner: MetaLearner) -> tuple[Tensor, dict[str, Tensor]]:
     batch = reference.batch_of(tasks, FEATURES)
     torch.manual_seed(7)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
-    loss = learner(rows_UD, learner.arrange(batch), weight=0.5)
+    loss = learner(rows_UD, learner.collate(batch), weight=0.5)
     trained = ((name, one) for name, one in learner.named_parameters() if one.requires_grad)
     named = {"rows": rows_UD, **dict(trained)}
     grads = torch.autograd.grad(loss, [*named.values()])  # refuses what the loss does not reach

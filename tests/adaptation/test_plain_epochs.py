@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
-from tests import reference
+from tests.support import reference
 
 FEATURES = reference.some_features(2, 1, 1)
 SIZES = [(3, 2), (0, 2), (4, 0), (2, 3)]
@@ -35,7 +35,7 @@ def step(learner: MetaLearner, epoch: int = 2) -> tuple[Tensor, dict[str, Tensor
     )
     torch.manual_seed(7)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
-    episodes = learner.arrange(batch, epoch)
+    episodes = learner.collate(batch, epoch)
     loss = learner(rows_UD, episodes, weight=1 / episodes.num_terms)
     named = {"rows": rows_UD, **dict(learner.named_parameters())}
     grads = torch.autograd.grad(loss, [*named.values()])  # refuses what the loss does not reach

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation import closed_form
-from gmeta.adaptation.closed_form import LayerGradients, slopes_and_bends_N, solved_TS
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
+from gmeta.adaptation.closed_form import LayerGradients, grad_and_hessian_N, solve_TS
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.losses.row_losses import LossFunction
-from gmeta.numerics import autocast
+from gmeta.platform.numerics import autocast
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
-from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
+from tests.support import reference
 
 RIDGE = AlgorithmConfig(name="ridge", inner_lr=0.2)
 SIZES = [(3, 2), (0, 2), (4, 0), (7, 3), (1, 1)]
@@ -68,7 +68,7 @@ def predicted(loss: str, rate: float) -> Tensor:
     algorithm = replace(RIDGE, inner_lr=rate)
     learner = build_learner(features, MODELS["melu"], algorithm, loss).to(torch.float64)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 3, dtype=torch.float64)
-    return learner.predict(rows_UD, learner.arrange_to_predict(batch)).after_N
+    return learner.predict(rows_UD, learner.collate_to_predict(batch)).after_N
 
 
 def test_mae_adapts_as_half_the_squared_error() -> None:
@@ -93,7 +93,7 @@ def test_a_tiny_rate_is_a_gradient_step_and_a_huge_one_fits_the_support_rows() -
     def after(algorithm: AlgorithmConfig) -> Tensor:
         torch.manual_seed(3)
         learner = build_learner(features, MODELS["melu"], algorithm, "mse").to(torch.float64)
-        return learner.predict(rows_UD, learner.arrange_to_predict(batch)).after_N
+        return learner.predict(rows_UD, learner.collate_to_predict(batch)).after_N
 
     def step(rate: float) -> AlgorithmConfig:
         # Its loss is the mean of the three rows, ridge's their sum.
@@ -117,16 +117,16 @@ def test_in_bf16_rows_that_are_much_alike_are_solved_as_in_float64() -> None:
     ]
     slope_TS = torch.randn(1, rows, dtype=torch.float64)
     bend_TS = torch.full_like(slope_TS, 0.25)
-    exact = solved_TS([LayerGradients(*alike, 1.0)], slope_TS, bend_TS, 0.5)
+    exact = solve_TS([LayerGradients(*alike, 1.0)], slope_TS, bend_TS, 0.5)
     layer = LayerGradients(*(factor.float() for factor in alike), 1.0)
     with autocast("bf16", torch.device("cpu")):
-        found = solved_TS([layer], slope_TS.float(), bend_TS.float(), 0.5)
+        found = solve_TS([layer], slope_TS.float(), bend_TS.float(), 0.5)
     assert (found - exact).norm() < 0.02 * exact.norm()
 
 
 def test_huber_bends_everywhere_as_around_0() -> None:
     output_N, label_N = torch.tensor([0.0, 0.5, 9.0]), torch.tensor([0.2, 0.0, 0.0])
-    slope_N, bend_N = slopes_and_bends_N(LossFunction("huber", 1.0), output_N, label_N)
+    slope_N, bend_N = grad_and_hessian_N(LossFunction("huber", 1.0), output_N, label_N)
     torch.testing.assert_close(slope_N, torch.tensor([-0.2, 0.5, 1.0]))
     torch.testing.assert_close(bend_N, torch.ones(3))
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.batches.config import LabelPrior, SupportFeaturesConfig
-from gmeta.batches.support_statistics import SupportStatistics
-from gmeta.build import build_learner
+from gmeta.config.algorithm import PLAIN, AlgorithmConfig
+from gmeta.config.inputs import LabelPrior, SupportFeaturesConfig
+from gmeta.data.features.support_statistics import SupportStatistics
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
-from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
+from tests.support import reference
 
 SUPPORT = SupportFeaturesConfig(task=True, columns=("s0", "m*"))
 SIZES = [(4, 2), (0, 3), (1, 1), (3, 0), (6, 4)]
@@ -70,7 +70,7 @@ def test_before_adaptation_a_model_knows_nothing_of_the_support(name: str) -> No
         batch = reference.batch_of(episodes, features)
         ids = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
         rows_UD = torch.cat([table[mine] for table, mine in zip(tables, ids, strict=True)])
-        found.append(learner.predict(rows_UD, learner.arrange_to_predict(batch)))
+        found.append(learner.predict(rows_UD, learner.collate_to_predict(batch)))
     known, without = found
     torch.testing.assert_close(known.before_N, without.before_N, rtol=0, atol=1e-12)
     torch.testing.assert_close(known.before_N, without.after_N, rtol=0, atol=1e-12)

@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.episodes import support_and_query
-from gmeta.build import build_learner
-from gmeta.rows.rectangles import PaddedTasks
-from gmeta.rows.sides import Sides
+from gmeta.adaptation.layout.padded_layout import PaddedTasks
+from gmeta.adaptation.layout.sides import Sides
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.data.episodes import collate_support_query
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch
-from tests import reference
+from tests.support import reference
 
 FEATURES = reference.some_features(2, 2, 1, history=True)
 SIZES = [(4, 2), (0, 3), (3, 0), (1, 1), (5, 2)]
@@ -62,7 +62,7 @@ def test_rows_of_the_support_side_get_no_gradient_in_first_order_without_gates(
     if general:
         learner.use_general_loop()
     batch = some_batch()
-    episodes = learner.arrange(batch)
+    episodes = learner.collate(batch)
     they_learn = name != "fomaml" or model == "cbml"
     if isinstance(episodes.rows, PaddedTasks):
         # No sort for a derivative that nobody takes, be it of the outer loop or of inner steps.
@@ -89,7 +89,7 @@ def test_predicting_prepares_no_derivative_but_that_of_rows_that_adapt(
     algorithm = AlgorithmConfig(name=name, inner_steps=2, adapt_embeddings=adapt_embeddings)
     learner = build_learner(FEATURES, config, algorithm, "bce").double()
     batch = some_batch()
-    episodes = learner.arrange_to_predict(batch)
+    episodes = learner.collate_to_predict(batch)
     assert isinstance(episodes.rows, Sides)
     support, query = episodes.rows
     rows_adapt = learner._config.adapt_embeddings
@@ -100,6 +100,6 @@ def test_predicting_prepares_no_derivative_but_that_of_rows_that_adapt(
     assert (episodes.copies is not None) == rows_adapt
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     found = learner.predict(rows_UD, episodes)
-    wanted = learner.predict(rows_UD, support_and_query(batch, rows_adapt))
+    wanted = learner.predict(rows_UD, collate_support_query(batch, rows_adapt))
     assert torch.equal(found.after_N, wanted.after_N)
     assert torch.equal(found.before_N, wanted.before_N)

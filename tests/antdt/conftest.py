@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.antdt.pki import Authority
 

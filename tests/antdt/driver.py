@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec, Grant
 from gmeta.antdt.storage.committer import Committer
@@ -119,20 +119,24 @@ class Process:
         return self.numbered(cmd.Fail(self.caller, self.seq + 1, token, failure_class, message))
 
     def progress(self, token: int, units_done: int) -> Any:
-        (outcome,) = self.service.call(cmd.Progress(self.caller, ((token, units_done),))).outcomes
+        (outcome,) = self.service.call(
+            cmd.ReportProgress(self.caller, ((token, units_done),))
+        ).outcomes
         return outcome
 
-    def heartbeat(self, *tokens: int) -> cmd.Beat:
-        reply: cmd.Beat = self.service.call(cmd.Heartbeat(self.caller, tokens, ()))
+    def heartbeat(self, *tokens: int) -> cmd.HeartbeatReply:
+        reply: cmd.HeartbeatReply = self.service.call(cmd.Heartbeat(self.caller, tokens, ()))
         return reply
 
-    def prepare(self, checkpoint_id: str, step: int = 1) -> cmd.Manifest:
+    def prepare(self, checkpoint_id: str, step: int = 1) -> cmd.ManifestReply:
         return self.service.call(  # type: ignore[no-any-return]
             cmd.PrepareCheckpoint(self.caller, checkpoint_id, step)
         )
 
-    def restore(self, manifest_json: str, restore_id: str) -> cmd.Restored:
-        reply: cmd.Restored = self.service.call(cmd.Restore(self.caller, manifest_json, restore_id))
+    def restore(self, manifest_json: str, restore_id: str) -> cmd.RestoreReply:
+        reply: cmd.RestoreReply = self.service.call(
+            cmd.Restore(self.caller, manifest_json, restore_id)
+        )
         self.caller = self.caller._replace(run_generation=reply.run_generation)
         return reply
 

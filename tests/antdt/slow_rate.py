@@ -2,7 +2,7 @@
 
 import itertools
 
-from gmeta.antdt.access.rate import CallLimits
+from gmeta.access.rate import CallLimits
 
 TOKENS_PER_LOOK = 0.375  # a call that is admitted looks twice and costs one
 

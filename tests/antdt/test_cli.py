@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from gmeta.access.errors import AntdtError
 from gmeta.antdt import DatasetSpec, ShardClient
-from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.errors import ManifestError, ServiceUnavailableError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
-from gmeta.antdt.manifests.manifest import load_manifest
-from gmeta.antdt.rpc import views
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.commands import shard_caller
-from gmeta.commands.shards import shards
+from gmeta.antdt.manifests.shard_manifest import load_manifest
+from gmeta.antdt.rpc import operator_views as views
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.cli.commands import shard_caller
+from gmeta.cli.commands.shards import shards
 from tests.antdt.faults.service_process import free_port
 
 

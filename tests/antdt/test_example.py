@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.manifests.shard_manifest import load_manifest
 from tests.antdt.faults.service_process import running
-from tests.commands import environment
-from tests.forked import Task, forked, run_forked
-from tests.waiting import wait_until
+from tests.support.commands import environment
+from tests.support.forked import Task, forked, run_forked
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 

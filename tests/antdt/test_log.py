@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.log import LOGGER_NAME, DecisionLog, JsonFormatter, configure_logging, event
+from gmeta.access.log import LOGGER_NAME, DecisionLog, JsonFormatter, configure_logging, event
 
 
 def record_of(message: str, **more: object) -> logging.LogRecord:

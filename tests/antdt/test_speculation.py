@@ -14,10 +14,10 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.manifests.audit import audit_manifest
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.stragglers.settings import StragglerConfig
-from gmeta.commands.shards import shards
-from tests.waiting import PATIENCE_S, wait_until
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
+from gmeta.cli.commands.shards import shards
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SPEC = DatasetSpec("rows", 1200, 20, speculative=True)  # as in the example
@@ -66,7 +66,7 @@ def test_an_idle_worker_finishes_the_last_shard_of_a_slow_one(
             said = [process.communicate(timeout=PATIENCE_S)[0] for process in (slow, one, two)]
     assert said[0] == "slow: 0 shards counted, 1 discarded\n"
     assert sum(int(line.split()[1]) for line in said) == 60
-    (decision,) = server.governor.spoken
+    (decision,) = server.governor.ruling_records
     assert (decision.kind, decision.worker_id, decision.allowed) == ("BACKUP_WORKERS", "slow", True)
     assert decision.reason.startswith("transient straggler (compute) with 1 of the last shards: ")
     results = sorted(tmp_path.iterdir())

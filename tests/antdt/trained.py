@@ -3,7 +3,7 @@ arithmetic."""
 
 from collections.abc import Iterator
 
-from gmeta.antdt.manifests.manifest import DatasetManifest
+from gmeta.antdt.manifests.shard_manifest import DatasetManifest
 from gmeta.antdt.order import ShardOrder
 
 

@@ -9,7 +9,7 @@ import pytest
 from peers.remote import PeerFailedError, RemotePeer
 from peers_movielens import speedup, speedups_of, summary
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "peers_movielens.py"
 

@@ -25,8 +25,8 @@ from _quality_tables import (
 )
 from quality import evaluate_job, train_job
 
-from gmeta.config import load_config
-from tests.processes import with_imports_ready
+from gmeta.config.train_config import load_config
+from tests.support.processes import with_imports_ready
 
 
 def difference(value: float, half: float = 0.01) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import streams
 
 from metaio.format.dataset import Dataset
 from metaio.stream.chain import open_stream
-from tests.commands import gmeta
 from tests.metaio.recipes.test_movielens import SHARED
+from tests.support.commands import gmeta
 
 ROWS = 6_000
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import gmeta
 from tests.deploy.policy import amount
 from tests.deploy.rendering import ROOT, Manifest, pod_specs, render
 from tests.deploy.test_deploy_check import needs_kubectl, one, train
+from tests.support.commands import gmeta
 
 GPU_MEMORY = 80 * 10**9
 FREE = 0.15  # kept for activations

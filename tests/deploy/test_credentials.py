@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.commands.shards import shards
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.cli.commands.shards import shards
 from tests.deploy.policy import HOLDERS
 from tests.deploy.rendering import ROOT
 

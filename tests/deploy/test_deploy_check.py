@@ -388,7 +388,7 @@ def test_the_service_image_has_what_the_service_imports_and_no_torch() -> None:
     code = """
 import sys
 from importlib.metadata import packages_distributions
-import gmeta.commands.shard_service, gmeta.commands.shards, gmeta.cli
+import gmeta.cli.commands.shard_service, gmeta.cli.commands.shards, gmeta.cli.main
 loaded = {name.partition(".")[0] for name in sys.modules}
 known = packages_distributions()
 print(*{dist for name in loaded for dist in known.get(name, [])})

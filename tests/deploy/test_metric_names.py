@@ -5,14 +5,14 @@ from pathlib import Path
 
 import grpc
 
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.loop.metrics import LoopMetrics
-from gmeta.server.metrics import ServerMetrics
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.pipeline.pipeline_metrics import LoopMetrics
+from gmeta.serving.server.server_metrics import ServerMetrics
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.deploy.monitoring import ALERTS, DASHBOARDS
-from tests.loop.days import write_loop
-from tests.loop.following import loop_of
+from tests.pipeline.days import write_loop
+from tests.pipeline.following import loop_of
 
 
 def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from gmeta.antdt.monitor import Monitor
 from gmeta.antdt.reports import MonitorConfig, Report
-from gmeta.feeds.agent import MEETINGS_PER_STEP
-from gmeta.parallel.links import LinkProbe
-from gmeta.parallel.ranks import Ranks
+from gmeta.distributed.link_probe import LinkProbe
+from gmeta.distributed.ranks import Ranks
+from gmeta.feeds.step_agent import MEETINGS_PER_STEP
 from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts
 from tests.distributed.harness import on_ranks
 

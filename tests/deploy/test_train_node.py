@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gmeta import node
+from gmeta.cli import node
 from gmeta.errors import UserError
-from gmeta.runs.folder import list_checkpoints
+from gmeta.runs.run_folder import list_checkpoints
 from tests.antdt.faults.service_process import free_port
-from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.rendering import ROOT
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.mark.distributed

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import load_manifest
-from gmeta.checkpoints.about import read_about
-from gmeta.runs.folder import list_checkpoints
+from gmeta.antdt.manifests.shard_manifest import load_manifest
+from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.run_folder import list_checkpoints
 from tests.antdt.pki import Authority
-from tests.commands import SMALL_MODEL, environment, metrics, write_config
 from tests.deploy.network import INTERFACE, Host, NoNamespacesError, hosts
 from tests.deploy.rendering import ROOT
-from tests.forked import ForkedProcess, Task, forked
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.support.forked import ForkedProcess, Task, forked
+from tests.support.waiting import PATIENCE_S, wait_until
 
 TOKEN = "worker-0123456789abcdef"
 STEPS_UNDER_WAY = 20  # or not yet in the file; without the cable the others would be hundreds

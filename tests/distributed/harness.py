@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.steps import StepTotals, in_step
-from gmeta.parallel.together import no_tasks
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
+from gmeta.distributed.steps import StepTotals, iterate_steps
 from metaio.format.features import Features
 from metaio.read.batch import TaskBatch
 from tests.deploy.network import INTERFACE, Host
-from tests.processes import with_imports_ready
-from tests.waiting import PATIENCE_S
+from tests.support.processes import with_imports_ready
+from tests.support.waiting import PATIENCE_S
 
 
 def on_ranks(
@@ -52,7 +52,9 @@ def steps_of(
     **rest: Any,
 ) -> Iterator[tuple[Any, StepTotals]]:
     """The steps of these batches, each arranged so, as `in_step` yields them."""
-    return in_step(map(arrange, batches), arrange(no_tasks(features)), ranks, **rest)
+    return iterate_steps(
+        map(arrange, batches), arrange(batch_without_tasks(features)), ranks, **rest
+    )
 
 
 def _rank(

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.reports import MonitorConfig
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.stragglers.settings import StragglerConfig
-from gmeta.build import build_learner
-from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.feeds.agent import ServiceAgent
-from gmeta.feeds.leased import ServiceFeed
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.stopping import Stop
+from gmeta.feeds.leased import LeasedBatchSource
+from gmeta.feeds.step_agent import LeasedStepAgent
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
@@ -36,29 +36,29 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
     learner = build_learner(dataset.features, MODEL, AlgorithmConfig(name="maml"), "bce")
     sharded = shard_learner(learner, dataset.features, config, ranks)
     epochs: list[list[int]] = []
-    with ServiceFeed(config, dataset, ranks, None) as feed:
+    with LeasedBatchSource(config, dataset, ranks, None) as feed:
         stop = Stop()
-        agent = ServiceAgent(config, feed, sharded, ranks, stop)
+        agent = LeasedStepAgent(config, feed, sharded, ranks, stop)
         # What the rank hears its calls to the service hear too, wherever they wait.
         is_stopping, heard = feed.client._session.connection.is_stopping, []
-        for stop.asked in (True, False):
+        for stop.is_requested in (True, False):
             heard.append(is_stopping())
         assert heard == [True, False]
         for epoch in range(MAX_EPOCHS):
             steps: list[int] = []
             batches = feed.batches(epoch, 0)
-            for episodes, totals in in_step(
-                agent.arranged(batches, learner.arrange),
-                learner.arrange(no_tasks(dataset.features)),
+            for episodes, totals in iterate_steps(
+                agent.collate_batches(batches, learner.collate),
+                learner.collate(batch_without_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,
-                take_replanned=agent.take_replanned,
+                adopt_new_plan=agent.adopt_new_plan,
             ):
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
                 loss.backward()
                 num_tasks = episodes.task_T.numel()
-                feed.trained(num_tasks)
-                agent.stepped(num_tasks)
+                feed.report_trained(num_tasks)
+                agent.finish_step(num_tasks)
                 steps.append(num_tasks)
             epochs.append(steps)
             if feed.share != 8 and epoch > 0 and 8 not in epochs[-2][:STEPS_AFTER]:

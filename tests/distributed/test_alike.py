@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from gmeta.distributed.ranks import Ranks
 from gmeta.errors import UserError
-from gmeta.parallel.ranks import Ranks
 from gmeta.runs.alike import check_alike
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
-from tests.commands import SMALL_MODEL, environment, write_config
 from tests.distributed.harness import on_ranks
-from tests.forked import Task, forked
-from tests.waiting import PATIENCE_S
+from tests.support.commands import SMALL_MODEL, environment, write_config
+from tests.support.forked import Task, forked
+from tests.support.waiting import PATIENCE_S
 
 
 def refused(ranks: Ranks, told: list[dict[str, Any]]) -> str:

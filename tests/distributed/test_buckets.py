@@ -8,16 +8,16 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import _choose_shapes, shard_learner
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import _choose_shapes, shard_learner
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
-from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_equals_reference import local_rows
+from tests.support import reference
 
 MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5, 4))
 FEATURES = reference.some_features(2, 1, 1)
@@ -63,7 +63,7 @@ def trained(ranks: Ranks, algorithm: str, buckets: str) -> dict[str, Any]:
         for tasks in tasks_of_steps()
     )
     sizes = []
-    steps = steps_of(batches, learner.arrange, FEATURES, ranks, sharded=sharded)
+    steps = steps_of(batches, learner.collate, FEATURES, ranks, sharded=sharded)
     for step, (episodes, totals) in enumerate(steps):
         optimizer.begin_step(step, 3)
         sharded(episodes, ranks.world_size / totals.num_terms).backward()

@@ -17,28 +17,28 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.checkpoints.about import read_about
-from gmeta.checkpoints.loader import load_checkpoint
-from gmeta.checkpoints.summary import summarise_checkpoint
-from gmeta.checkpoints.writer import CheckpointWriter
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import DefaultKind, ShardingConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.optim.optimizers import OuterOptimizer, build_optimizer
+from gmeta.distributed.ranks import Ranks, barrier
+from gmeta.distributed.sharding import shard_learner, table_shards
 from gmeta.errors import GMetaError, UserError
-from gmeta.export import CheckpointReader
-from gmeta.files.checksums import FileEntry, describe_file
-from gmeta.internals import table_kernels
 from gmeta.learner import MetaLearner
-from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
-from gmeta.parallel.ranks import Ranks, barrier
-from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.runs.folder import list_checkpoints
-from gmeta.runs.progress import Progress
-from gmeta.tables.sharding import DefaultKind, ShardingConfig
+from gmeta.platform.files.checksums import FileChecksum, describe_file
+from gmeta.platform.internals import table_kernels
+from gmeta.runs.build import build_learner
+from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
+from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
+from gmeta.runs.checkpoints.loader import load_checkpoint
+from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.run_folder import list_checkpoints
+from gmeta.runs.run_progress import RunProgress
+from gmeta.serving.export import CheckpointReader
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
-from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
+from tests.support import reference
 
 FEATURES = reference.some_features(2, 0, 0)
 MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(3,))
@@ -78,23 +78,23 @@ def write_and_break(ranks: Ranks, folder: Path) -> dict[str, Any]:
         lambda checkpoint: told.append((checkpoint.name, len(list_checkpoints(folder)))),
     )
     for step in (1, 2, 3):
-        writer.save(Progress(step=step))
+        writer.save(RunProgress(step=step))
     writer.finish()
 
     def disk_full(state: Any, *, storage_writer: Any, process_group: Any) -> None:
         (storage_writer.path / "half.distcp").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with mock.patch("gmeta.checkpoints.writer.save_shards", disk_full):
-        writer.save(Progress(step=4))
+    with mock.patch("gmeta.runs.checkpoints.checkpoint_writer.save_shards", disk_full):
+        writer.save(RunProgress(step=4))
         writer._thread.join()  # as a later step finds it
         messages = [message_of(writer.poll)]
 
     def unforeseen(state: Any, *, storage_writer: Any, process_group: Any) -> None:
         raise AttributeError("a thread may die of anything")
 
-    with mock.patch("gmeta.checkpoints.writer.save_shards", unforeseen):
-        writer.save(Progress(step=5))
+    with mock.patch("gmeta.runs.checkpoints.checkpoint_writer.save_shards", unforeseen):
+        writer.save(RunProgress(step=5))
         messages.append(message_of(writer.finish))
     newest = list_checkpoints(folder)[-1]
     (newest / ".metadata").write_bytes(b"")
@@ -117,12 +117,12 @@ def save_while_training(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
     values = []
     with (
-        mock.patch("gmeta.checkpoints.writer.save_shards", slow),
+        mock.patch("gmeta.runs.checkpoints.checkpoint_writer.save_shards", slow),
         CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer,
     ):
         for step in (1, 2):
             rows.fill_(step)
-            writer.save(Progress(step=step))
+            writer.save(RunProgress(step=step))
             rows.fill_(-1.0)
             writer.poll()  # it is still being written: nothing to tell
             values.append(len(list_checkpoints(folder)))
@@ -184,7 +184,7 @@ def train_and_save(ranks: Ranks, folder: Path) -> list[float]:
     learner, sharded, optimizer = fresh(ranks)
     writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
     losses = train_steps(ranks, learner, sharded, optimizer, range(STEPS_BEFORE))
-    writer.save(Progress(step=STEPS_BEFORE))
+    writer.save(RunProgress(step=STEPS_BEFORE))
     losses = train_steps(
         ranks, learner, sharded, optimizer, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER)
     )
@@ -216,7 +216,7 @@ def train_steps(
         reference.batch_of(tasks(step)[ranks.rank :: ranks.world_size], FEATURES) for step in steps
     )
     losses = []
-    for episodes, totals in steps_of(batches, learner.arrange, FEATURES, ranks):
+    for episodes, totals in steps_of(batches, learner.collate, FEATURES, ranks):
         optimizer.begin_step(0, 1)
         loss = sharded(episodes, ranks.world_size / totals.num_terms)
         loss.backward()
@@ -262,7 +262,7 @@ def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, lis
         for state in kept:
             state.copy_(torch.arange(len(state)).unsqueeze(1) + 10.0 * ranks.rank)
         with CheckpointWriter(folder / kind, sharded, optimizer, config, ranks) as writer:
-            writer.save(Progress(step=7))
+            writer.save(RunProgress(step=7))
         (path,) = list_checkpoints(folder / kind)
         for state in kept:
             state.zero_()
@@ -307,7 +307,7 @@ def damage_and_load(ranks: Ranks, folder: Path) -> dict[str, list[str]]:
     learner, sharded, optimizer = fresh(ranks)
     train_steps(ranks, learner, sharded, optimizer, range(1))
     with CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer:
-        writer.save(Progress(step=1), {"shards.json": "{}"})
+        writer.save(RunProgress(step=1), {"shards.json": "{}"})
     (path,) = list_checkpoints(folder)
     ways: dict[str, Any] = {
         "load": lambda: load_checkpoint(path, sharded, optimizer, ranks),
@@ -362,14 +362,14 @@ def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
     train_steps(ranks, learner, sharded, optimizer, range(1))
     writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
 
-    def failing(path: Path) -> FileEntry:
+    def failing(path: Path) -> FileChecksum:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    patched = mock.patch("gmeta.checkpoints.writer.describe_file", failing)
+    patched = mock.patch("gmeta.runs.checkpoints.checkpoint_writer.describe_file", failing)
     with patched if ranks.rank == 1 else nullcontext():
-        writer.save(Progress(step=1))
+        writer.save(RunProgress(step=1))
         said = [message_of(writer.finish)]
-    writer.save(Progress(step=2))
+    writer.save(RunProgress(step=2))
     writer.finish()
     (path,) = list_checkpoints(folder)
     if ranks.rank == 0:
@@ -406,15 +406,15 @@ def lose_the_others(ranks: Ranks, folder: Path) -> list[str]:
     """What is said where another rank is gone while a checkpoint is written, and read."""
     _, sharded, optimizer = fresh(ranks)
     writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
-    writer.save(Progress(step=1))
+    writer.save(RunProgress(step=1))
     writer.finish()
     (path,) = list_checkpoints(folder)
     gone = RuntimeError(GLOOS)
     with (
-        mock.patch("gmeta.checkpoints.writer.save_shards", side_effect=gone),
-        mock.patch("gmeta.checkpoints.loader.load_shards", side_effect=gone),
+        mock.patch("gmeta.runs.checkpoints.checkpoint_writer.save_shards", side_effect=gone),
+        mock.patch("gmeta.runs.checkpoints.loader.load_shards", side_effect=gone),
     ):
-        writer.save(Progress(step=2))
+        writer.save(RunProgress(step=2))
         said = [message_of(writer.finish)]
         said.append(message_of(lambda: load_checkpoint(path, sharded, optimizer, ranks)))
     return [*said, *(left.name for left in folder.iterdir())]
@@ -457,7 +457,7 @@ def test_a_whole_checkpoint_of_another_model_is_the_configs_matter_and_not_to_be
 def save_once(ranks: Ranks, folder: Path) -> None:
     _, sharded, optimizer = fresh(ranks)
     with CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks) as writer:
-        writer.save(Progress(step=1), {"shards.json": "{}"})
+        writer.save(RunProgress(step=1), {"shards.json": "{}"})
 
 
 @pytest.mark.distributed

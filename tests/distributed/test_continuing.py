@@ -13,18 +13,18 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from gmeta.checkpoints.about import read_about
-from gmeta.checkpoints.summary import summarise_checkpoint
-from gmeta.config import TrainConfig, config_from_dict
-from gmeta.evaluate import evaluate_run
-from gmeta.export import CheckpointReader
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.distributed.ranks import Ranks
+from gmeta.evaluation.evaluate import evaluate_run
 from gmeta.metrics.scores import logloss
-from gmeta.parallel.ranks import Ranks
-from gmeta.runs.folder import PREQUENTIAL_FILE, RunFolder, list_checkpoints
+from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
+from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.run_folder import PREQUENTIAL_FILE, RunFolder, list_checkpoints
+from gmeta.serving.export import CheckpointReader
 from gmeta.train import train
 from tests.antdt.faults.counting import COUNTS_FILE, count_tasks
 from tests.distributed.harness import on_ranks
-from tests.increments import write_increments
+from tests.support.increments import write_increments
 
 NUM_TASKS = 48
 RESET = (5, 7, 11)

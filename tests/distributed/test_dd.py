@@ -7,25 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.stragglers.settings import StragglerConfig
-from gmeta.build import build_learner
-from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.feeds.agent import ServiceAgent
-from gmeta.feeds.leased import ServiceFeed
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.stopping import Stop
+from gmeta.feeds.leased import LeasedBatchSource
+from gmeta.feeds.step_agent import LeasedStepAgent
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio import EpisodeRange, RangeReader, open_dataset
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_equals_reference import local_rows, whole_tables
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
 TASKS_PER_STEP, MAX_MICRO_BATCH = 40, 8
@@ -61,24 +61,24 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
     start = local_rows(sharded)
     shares, last = [], {}
     give_up_s = time.monotonic() + PATIENCE_S
-    with ServiceFeed(config, dataset, ranks, None) as feed:
-        agent = ServiceAgent(config, feed, sharded, ranks, Stop())
+    with LeasedBatchSource(config, dataset, ranks, None) as feed:
+        agent = LeasedStepAgent(config, feed, sharded, ranks, Stop())
         clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
         for epoch in range(1000):
-            for episodes, totals in in_step(
-                agent.arranged(feed.batches(epoch, 0), learner.arrange),
-                learner.arrange(no_tasks(dataset.features)),
+            for episodes, totals in iterate_steps(
+                agent.collate_batches(feed.batches(epoch, 0), learner.arrange),
+                learner.arrange(batch_without_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,
-                take_replanned=agent.take_replanned,
+                adopt_new_plan=agent.adopt_new_plan,
             ):
                 learner.zero_grad()
                 loss = sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1))
                 num_tasks = episodes.task_T.numel()
                 loss.backward()
                 clock.num_tasks = num_tasks
-                feed.trained(num_tasks)
-                agent.stepped(num_tasks)
+                feed.report_trained(num_tasks)
+                agent.finish_step(num_tasks)
                 if totals.num_terms == TASKS_PER_STEP:
                     shares.append(num_tasks)
                     last = {

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.config import TrainConfig, config_from_dict
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
-from gmeta.parallel.sharding import shard_learner
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import shard_learner
+from gmeta.runs.build import build_learner
 from gmeta.train import train
 from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs
-from tests import reference
 from tests.distributed.harness import on_ranks
-from tests.increments import write_increments
+from tests.support import reference
+from tests.support.increments import write_increments
 
 FEATURES = reference.some_features(2, 0, 1)
 DRAWN: list[list[float]] = []  # what dropout left of 16 ones, forward by forward
@@ -54,14 +54,14 @@ def twice_on_rank(ranks: Ranks) -> dict[str, list[Any]]:
     batch = reference.batch_of([reference.random_task(FEATURES, 4, 9, rng)], FEATURES).map(
         lambda part: part.float() if part.is_floating_point() else part
     )
-    asked = learner.arrange_to_predict(batch)
+    asked = learner.collate_to_predict(batch)
 
     def predicted() -> list[list[float]]:
         found = local_learner(sharded).predict(asked)
         return [found.before_N.tolist(), found.after_N.tolist()]
 
     scores = [predicted() for _ in range(2)]
-    losses = [float(sharded(learner.arrange(batch), 1.0)) for _ in range(2)]
+    losses = [float(sharded(learner.collate(batch), 1.0)) for _ in range(2)]
     modes = [learner.model.dropout.training, learner.model.frozen.training]
     return {"scores": [*scores, predicted()], "losses": losses, "modes": modes}
 

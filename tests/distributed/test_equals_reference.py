@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.accumulate import in_parts
-from gmeta.build import build_learner
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.losses.config import LabelsConfig
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner, table_shards
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.labels import LabelsConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.data.accumulate import collate_in_parts
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import shard_learner, table_shards
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
-from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
 from tests.losses.test_objectives import CONFIGS, NAMES, Labelled, slow_loss
 from tests.losses.test_ranking import CONFIGS as RANKED
 from tests.losses.test_ranking import LEVELS, slow_row_loss
 from tests.losses.test_ranking import NAMES as RANKED_NAMES
+from tests.support import reference
 
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
 COLUMNS = (2, 1, 2)
@@ -192,7 +192,7 @@ def train_on_rank(ranks: Ranks, cases: list[str]) -> dict[str, dict[str, Any]]:
         sharded = shard_learner(learner, features, config, ranks)
         start = local_rows(sharded)
         optimizer = build_optimizer(sharded, config.outer)
-        arrange = in_parts(learner.arrange, config.outer.accumulate_steps)
+        arrange = collate_in_parts(learner.collate, config.outer.accumulate_steps)
         num_steps = max(len(tasks[rank]) for rank in share)
         batches = (
             reference.batch_of(

@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.episodes import Episodes
-from gmeta.config import OuterConfig, TrainConfig
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
-from gmeta.parallel.sharding import shard_learner
-from gmeta.tables.sharding import ExchangeKind, ShardingConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import ExchangeKind, ShardingConfig
+from gmeta.config.train_config import OuterConfig, TrainConfig
+from gmeta.data.episodes import Episodes
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import shard_learner
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_sharding_plans import (
     ALGORITHM,
@@ -61,7 +61,7 @@ def trained(ranks: Ranks, algorithm: AlgorithmConfig, overlapped: bool) -> dict[
     batches = iter(batches_of_rank(ranks)[: 4 - ranks.rank])
     steps = steps_of(
         batches,
-        run.learner.arrange,
+        run.learner.collate,
         FEATURES,
         ranks,
         sharded=run.sharded if overlapped else None,
@@ -102,7 +102,7 @@ def train_on_one_batch(ranks: Ranks) -> list[list[dict[str, Any]]]:
 def steps_on_one_batch(ranks: Ranks, algorithm: AlgorithmConfig, times: int) -> dict[str, Any]:
     run = Run(ranks, "row_wise", algorithm=algorithm)
     exchange, batch = local_learner(run.sharded).exchange, batches_of_rank(ranks)[0]
-    announced = [exchange.announce(run.learner.arrange(batch)) for _ in range(times)]
+    announced = [exchange.enqueue(run.learner.collate(batch)) for _ in range(times)]
     for episodes in announced * (3 // times):
         take_step(run, episodes, 1 / episodes.num_terms)
     return run.result()
@@ -129,7 +129,7 @@ def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
         config = replace(run.config, sharding=ShardingConfig(exchange=exchange))
         sharded = shard_learner(run.learner, FEATURES, config, ranks)
         local = local_learner(sharded)
-        _, rows_UD = local.fetch(run.learner.arrange(batches_of_rank(ranks)[0]))
+        _, rows_UD = local.fetch(run.learner.collate(batches_of_rank(ranks)[0]))
         grad_UD = torch.full_like(rows_UD, 0.5 + ranks.rank)
         rows_UD.backward(grad_UD)
         found.append((local.exchange.gradient_sum.item(), grad_UD.sum().item()))
@@ -155,7 +155,7 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
         )
         run = Run(ranks, "mixed")
         sharded = shard_learner(run.learner, FEATURES, config, ranks)
-        episodes = run.learner.arrange(batches_of_rank(ranks)[0])
+        episodes = run.learner.collate(batches_of_rank(ranks)[0])
         # Positions then index the fetched rows themselves, in any order.
         whole = torch.arange(episodes.unique_ids_U.numel())
         episodes = replace(episodes, held=episodes.inputs._replace(fetched_row_P=whole))

@@ -12,21 +12,21 @@ from unittest import mock
 
 import pytest
 
+from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.antdt import ShardClient
-from gmeta.antdt.access.errors import AntdtError, RefusedError
 from gmeta.antdt.client.lease import Lease
 from gmeta.antdt.errors import FencedError, LeaseLostError, ServiceUnavailableError
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.batches.episodes import support_and_query
-from gmeta.build import check_source
-from gmeta.commands.telling import told
-from gmeta.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.cli.commands.error_messages import told
+from gmeta.config.train_config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from gmeta.data.episodes import collate_support_query
+from gmeta.data.reader import open_reader
+from gmeta.distributed.ranks import Ranks
 from gmeta.errors import ConfigError, UserError
-from gmeta.feeds.leased import ServiceFeed, tasks_per_shard
-from gmeta.feeds.reader import open_reader
+from gmeta.feeds.leased import LeasedBatchSource, tasks_per_shard
+from gmeta.feeds.open_source import open_batch_source
 from gmeta.feeds.service import SERVICE_VARIABLE
-from gmeta.feeds.source import open_feed
-from gmeta.parallel.ranks import Ranks
+from gmeta.runs.build import check_source
 from gmeta.train import train
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
@@ -51,7 +51,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
     """The tasks of each step of two epochs."""
     dataset = open_dataset(config.data.path)
     epochs = []
-    with ServiceFeed(config, dataset, ranks, None) as feed:
+    with LeasedBatchSource(config, dataset, ranks, None) as feed:
         steps: list[list[int]] = []
 
         def take_replanned() -> bool:
@@ -65,15 +65,15 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
             batches = feed.batches(epoch, 0)
             for episodes, totals in steps_of(
                 batches,
-                lambda batch: support_and_query(batch, False),
+                lambda batch: collate_support_query(batch, False),
                 dataset.features,
                 ranks,
                 take_replanned=take_replanned,
             ):
                 assert totals.num_rows > 0
                 steps.append(episodes.task_T.tolist())
-                feed.trained(len(steps[-1]))
-            assert feed.epoch_over(len(steps))
+                feed.report_trained(len(steps[-1]))
+            assert feed.is_epoch_over(len(steps))
             epochs.append(steps)
     return epochs
 
@@ -173,7 +173,7 @@ def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
     logging.getLogger("gmeta.feed").addHandler(watch)
     with (
         mock.patch("gmeta.feeds.leased.WARN_AFTER_S", 0.1),
-        ServiceFeed(config, dataset, ranks, None) as feed,
+        LeasedBatchSource(config, dataset, ranks, None) as feed,
         ShardClient(config.data.service, "greedy") as other,
     ):
         assert len(list(other.lease("train", 0, 256))) == NUM_TASKS
@@ -193,7 +193,7 @@ def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[st
     with_manifest = folder / "step-00000001"
     with_manifest.mkdir()
     messages = []
-    with ServiceFeed(own, dataset, ranks, None) as feed:
+    with LeasedBatchSource(own, dataset, ranks, None) as feed:
         (with_manifest / "shards.json").write_text(feed.checkpoint_files(1)["shards.json"])
     without = folder / "step-00000002"
     without.mkdir()
@@ -207,7 +207,7 @@ def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[st
         (changed, with_manifest),
     ):
         try:
-            open_feed(config, dataset, ranks, checkpoint)
+            open_batch_source(config, dataset, ranks, checkpoint)
         except UserError as error:
             messages.append(str(error))
     return [*messages, waited]
@@ -326,11 +326,13 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
-    monkeypatch.setattr("gmeta.parallel.together.value_of_first", lambda value, ranks: value)
+    monkeypatch.setattr(
+        "gmeta.distributed.collective_errors.value_of_first", lambda value, ranks: value
+    )
     ranks: Any = SimpleNamespace(rank=0, world_size=2)
     config = leased(click_logs, service="")
     with pytest.raises(UserError) as caught:
-        ServiceFeed(config, open_dataset(str(click_logs)), ranks, None)
+        LeasedBatchSource(config, open_dataset(str(click_logs)), ranks, None)
     assert str(caught.value) == (
         "the 2 ranks are on several machines, and none of them was named to run the data-shard "
         "service. Start `gmeta shard-service` where all reach it and set data.service = HOST:PORT"
@@ -342,7 +344,7 @@ def test_fewer_tasks_a_step_than_ranks_are_refused_before_any_shard_is_leased(
 ) -> None:
     ranks: Any = SimpleNamespace(rank=1, world_size=3)
     with pytest.raises(UserError) as caught:
-        ServiceFeed(
+        LeasedBatchSource(
             leased(click_logs, "nowhere:1", tasks_per_step=2),
             open_dataset(str(click_logs)),
             ranks,

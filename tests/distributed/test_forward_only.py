@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner
-from tests import reference
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.runs.build import build_learner
 from tests.adaptation.test_metaemb import FEATURES, MODEL, PAPER, item_tasks
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_equals_reference import local_rows, whole_tables
+from tests.support import reference
 
 FORWARD = AlgorithmConfig(name="encoder", encoder_hidden=(6, 3), cold_weight=0.3)
 CASES = {
@@ -63,7 +63,7 @@ def train_on_rank(ranks: Ranks) -> dict[str, Any]:
         shares = share_of(ranks.rank, ranks.world_size)
         batches = (reference.batch_of(tasks, FEATURES) for tasks in shares)
         for episodes, totals in steps_of(
-            batches, learner.arrange, FEATURES, ranks, sharded=sharded
+            batches, learner.collate, FEATURES, ranks, sharded=sharded
         ):
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             optimizer.zero_grad()

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
-from gmeta.antdt.manifests.manifest import load_manifest
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.parallel.ranks import Ranks
+from gmeta.antdt.manifests.shard_manifest import load_manifest
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.ranks import Ranks
 from gmeta.train import train
-from gmeta_models.config import ModelConfig
+from gmeta_models.model_config import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.antdt.faults.counting import COUNTS_FILE, count_tasks
 from tests.antdt.faults.test_training_job import check_lineage, checkpoints

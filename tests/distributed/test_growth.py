@@ -17,25 +17,25 @@ import torch
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import ItemFeaturesConfig
-from gmeta.build import build_learner
-from gmeta.checkpoints.growth import discount, load_grown
-from gmeta.checkpoints.loader import state_of
-from gmeta.checkpoints.writer import CheckpointWriter
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.internals import ShardedTensor
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.inputs import ItemFeaturesConfig
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.optim.optimizers import OuterOptimizer, build_optimizer
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import INIT_BLOCK_ROWS, _fill, shard_learner
 from gmeta.learner import MetaLearner
-from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import INIT_BLOCK_ROWS, _fill, shard_learner
-from gmeta.runs.folder import checkpoint_name
-from gmeta.runs.progress import Progress
-from gmeta.tables.sharding import ShardingConfig
+from gmeta.platform.internals import ShardedTensor
+from gmeta.runs.build import build_learner
+from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
+from gmeta.runs.checkpoints.growth import decay_sums, load_into_grown_tables
+from gmeta.runs.checkpoints.loader import collect_state
+from gmeta.runs.run_folder import checkpoint_name
+from gmeta.runs.run_progress import RunProgress
 from gmeta_models import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
-from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
+from tests.support import reference
 
 OLD_ROWS, NEW_ROWS = 101, 1_000
 WIDTHS = (4, 8, 12, 16)
@@ -106,7 +106,7 @@ class Trained:
             reference.batch_of(tasks(step)[ranks.rank :: ranks.world_size], features)
             for step in steps
         )
-        for episodes, totals in steps_of(batches, self.learner.arrange, features, ranks):
+        for episodes, totals in steps_of(batches, self.learner.collate, features, ranks):
             self.optimizer.begin_step(0, 1)
             self.sharded(episodes, ranks.world_size / totals.num_terms).backward()
             self.optimizer.step()
@@ -114,12 +114,12 @@ class Trained:
     def save(self, folder: Path, step: int) -> Path:
         ranks, config = self._ranks, self._config
         with CheckpointWriter(folder, self.sharded, self.optimizer, config, ranks) as writer:
-            writer.save(Progress(step=step))
+            writer.save(RunProgress(step=step))
         return folder / checkpoint_name(step)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of model and optimizer: this rank's copy of its part."""
-        return dict(flat(state_of(self.sharded, self.optimizer), ""))
+        return dict(flat(collect_state(self.sharded, self.optimizer), ""))
 
 
 def flat(state: dict[str, Any], prefix: str) -> list[tuple[str, Tensor]]:
@@ -161,7 +161,9 @@ def go_on(ranks: Ranks, folder: Path) -> list[str]:
         for name in ("small", "large"):
             trained = Trained(ranks, config, NEW_ROWS)
             path = folder / f"{index}-{name}" / checkpoint_name(2)
-            load_grown(path, trained.sharded, trained.optimizer, ranks, config.outer, {})
+            load_into_grown_tables(
+                path, trained.sharded, trained.optimizer, ranks, config.outer, {}
+            )
             trained.train(range(2, 4), NEW_ROWS)
             found.append(trained.tensors())
         grown, large = found
@@ -192,7 +194,7 @@ def reset_and_compare(ranks: Ranks, folder: Path) -> dict[str, Any]:
     initial = Trained(ranks, config, NEW_ROWS).tensors()
     grown = Trained(ranks, config, NEW_ROWS)
     outer = replace(config.outer, adagrad_decay=0.5, adagrad_floor=FLOOR)
-    load_grown(path, grown.sharded, grown.optimizer, ranks, outer, RESET)
+    load_into_grown_tables(path, grown.sharded, grown.optimizer, ranks, outer, RESET)
     after = grown.tensors()
     weight, sums = (
         next(name for name in after if name.startswith(part) and "s0" in name and "@" in name)
@@ -235,13 +237,13 @@ def load_what_training_rows_say(ranks: Ranks, folder: Path) -> dict[str, Tensor]
     )
     saved = Trained(ranks, config, OLD_ROWS)
     assert saved.learner.items is not None
-    for _, values in saved.learner.items.of_tables():
+    for _, values in saved.learner.items.table_buffers():
         values.copy_(1.0 + torch.arange(2 * OLD_ROWS).reshape(OLD_ROWS, 2))
     path = saved.save(folder, 1)
     grown = Trained(ranks, config, NEW_ROWS)
-    load_grown(path, grown.sharded, grown.optimizer, ranks, config.outer, RESET)
+    load_into_grown_tables(path, grown.sharded, grown.optimizer, ranks, config.outer, RESET)
     assert grown.learner.items is not None
-    return dict(grown.learner.items.of_tables())
+    return dict(grown.learner.items.table_buffers())
 
 
 @pytest.mark.distributed
@@ -260,7 +262,7 @@ def test_what_training_rows_said_grows_with_the_tables_and_reused_rows_know_noth
 def test_a_discount_keeps_what_is_below_the_floor_and_does_nothing_at_1() -> None:
     sums = torch.tensor([0.0, 0.5, 1.5, 3.0, 8.0])
     untouched = sums.clone()
-    discount(untouched, 1.0, 2.0)
+    decay_sums(untouched, 1.0, 2.0)
     assert torch.equal(untouched, sums)
-    discount(sums, 0.5, 1.0)
+    decay_sums(sums, 0.5, 1.0)
     assert sums.tolist() == [0.0, 0.5, 1.0, 1.5, 4.0]

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.accumulate import in_parts
-from gmeta.build import build_learner
-from gmeta.config import RunConfig, TrainConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import RunConfig, TrainConfig
+from gmeta.data.accumulate import collate_in_parts
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import shard_learner
 from gmeta.errors import GMetaError
-from gmeta.guards import StepGuard, load_batch
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
-from gmeta.parallel.sharding import shard_learner
-from gmeta.runs.progress import Progress
+from gmeta.runs.build import build_learner
+from gmeta.runs.guards import StepGuard, load_batch
+from gmeta.runs.run_progress import RunProgress
 from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch
-from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
+from tests.support import reference
 
 FEATURES = reference.some_features(2, 0, 1)
 MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(3,), bottom=(3,))
@@ -54,7 +54,7 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
     ended: list[str] = []
     guard = StepGuard(folder, learner.parameters(), ranks, lambda: ended.append("ending"))
     batches = (batch_of_step(step, ranks.rank) for step in range(NUM_STEPS))
-    steps = steps_of(batches, in_parts(learner.arrange, 2), FEATURES, ranks)
+    steps = steps_of(batches, collate_in_parts(learner.collate, 2), FEATURES, ranks)
     done = 0
     try:
         for step, (episodes, totals) in enumerate(steps):
@@ -62,7 +62,7 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             loss.backward()
             rows_sum = local_learner(sharded).exchange.gradient_sum
-            guard.watch(Progress(step, 2, step), episodes, loss, rows_sum)
+            guard.watch(RunProgress(step, 2, step), episodes, loss, rows_sum)
             optimizer.step()
             done += 1
     except GMetaError as error:
@@ -70,13 +70,13 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
     for parameter in learner.parameters():
         parameter.grad = None
     rows_sum = torch.tensor(0.5 if ranks.rank else torch.inf)
-    guard.watch(Progress(7, 0, 7), episodes, torch.tensor(0.5), rows_sum)
+    guard.watch(RunProgress(7, 0, 7), episodes, torch.tensor(0.5), rows_sum)
     try:
         guard.check()
     except GMetaError as error:
         told.append(str(error))
     next(learner.parameters()).grad = torch.full_like(next(learner.parameters()), torch.nan)
-    guard.watch(Progress(8, 0, 8), episodes, torch.tensor(0.5), torch.tensor(0.5))
+    guard.watch(RunProgress(8, 0, 8), episodes, torch.tensor(0.5), torch.tensor(0.5))
     try:
         guard.check()
     except GMetaError as error:

@@ -10,15 +10,15 @@ from typing import cast
 import numpy as np
 import pytest
 
-from gmeta.batches.config import ItemFeaturesConfig
-from gmeta.batches.labels import check_first_labels, labels_checked
-from gmeta.build import build
-from gmeta.commands.telling import told
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.cli.commands.error_messages import told
+from gmeta.config.inputs import ItemFeaturesConfig
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.data.label_checks import check_first_labels, check_labels
+from gmeta.distributed.collective_errors import stop_on_error
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.stopping import Stop
 from gmeta.errors import ConfigError
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import stopping_if_wrong
+from gmeta.runs.build import build
 from gmeta.train import train
 from metaio import (
     BatchReader,
@@ -107,7 +107,7 @@ def test_a_rating_that_is_no_number_is_named_with_its_row(tmp_path: Path, loss: 
         BatchReader(dataset, "train", tasks_per_step=8, shuffle=False) as reader,
         pytest.raises(ConfigError) as caught,
     ):
-        list(labels_checked(reader.batches(0), [loss], dataset, "train"))
+        list(check_labels(reader.batches(0), [loss], dataset, "train"))
     assert str(caught.value) == (
         f'outer.loss = "{loss}", but row {ROW} of task {1000 + TASK} in split train has label nan '
         f"(column stars): {loss} takes finite numbers. Mend the column and prepare again"
@@ -136,12 +136,12 @@ def test_a_block_that_cannot_be_read_asks_all_ranks_to_stop_before_its_step() ->
         yield batch
         raise FormatError("block 7 is damaged. Copy it again")
 
-    batches = stopping_if_wrong(stored(), FEATURES, stop)
+    batches = stop_on_error(stored(), FEATURES, stop)
     assert next(batches) is batch
-    assert not stop.asked
+    assert not stop.is_requested
     # Every batch from here on is there, and empty: the ranks agree before they take a step.
     assert [next(batches).num_rows for _ in range(3)] == [0, 0, 0]
-    assert stop.asked
+    assert stop.is_requested
     assert str(stop.problem) == "block 7 is damaged. Copy it again"
 
 
@@ -186,7 +186,7 @@ def test_a_loss_takes_what_it_is_defined_for(
     dataset = open_dataset(written(tmp_path, train=clicks(wrong)))
     with BatchReader(dataset, "train", tasks_per_step=8, seed=3) as reader:
         stored = list(reader.batches(0))
-    checked = labels_checked(iter(stored), [loss], dataset, "train")
+    checked = check_labels(iter(stored), [loss], dataset, "train")
     if not is_refused:
         assert [a is b for a, b in zip(checked, stored, strict=True)] == [True] * len(stored)
         return

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from gmeta.config import DataConfig, RunConfig, TrainConfig
-from gmeta.parallel.ranks import Ranks
+from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
+from gmeta.distributed.ranks import Ranks
 from gmeta.train import train
-from gmeta_models.config import ModelConfig
+from gmeta_models.model_config import ModelConfig
 from metaio import Dataset, open_dataset
 from metaio.format.block import Block
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic

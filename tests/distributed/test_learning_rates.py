@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.outer.optimizers import build_optimizer, rate_scale
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner
-from gmeta.tables.sharding import ExchangeKind, ShardingConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import ExchangeKind, ShardingConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.optim.optimizers import build_optimizer, rate_scale
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
-from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_equals_reference import local_rows, whole_tables
+from tests.support import reference
 
 MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(5,))
 FEATURES = reference.some_features(2, 1, 0)
@@ -78,7 +78,7 @@ def train_with(
         optimizer.begin_step(len(begun), NUM_STEPS)
         begun.append(len(begun))
 
-    arranged = learner.arrange
+    arranged = learner.collate
     # As a run does: rows are looked up before the step is given out.
     steps = steps_of(batches, arranged, FEATURES, ranks, sharded=sharded, begin=begin)
     for episodes, totals in steps:

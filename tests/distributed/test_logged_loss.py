@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gmeta.config import config_from_dict
-from gmeta.parallel.ranks import Ranks
+from gmeta.config.train_config import config_from_dict
+from gmeta.distributed.ranks import Ranks
 from gmeta.train import train
 from metaio import Provenance, Rows, write_dataset
 from tests.distributed.harness import on_ranks

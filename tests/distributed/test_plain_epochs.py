@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.checkpoints.summary import summarise_checkpoint
-from gmeta.config import TrainConfig, config_from_dict
-from gmeta.export import CheckpointReader
-from gmeta.parallel.ranks import Ranks
-from gmeta.runs.folder import RunFolder, list_checkpoints
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.distributed.ranks import Ranks
+from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
+from gmeta.runs.run_folder import RunFolder, list_checkpoints
+from gmeta.serving.export import CheckpointReader
 from gmeta.train import train
 from tests.distributed.harness import on_ranks
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gmeta.parallel.exchange.routes import Asked, Routes, Shard
+from gmeta.distributed.exchange.routes import LookupRequest, Routes, Shard
 
 WIDTH = 8
 TABLE_WISE, ROW_WISE, COLUMN_WISE = range(3)
@@ -40,13 +40,13 @@ def random_ids(rng: random.Random, shards: Sequence[Shard], table: int) -> list[
     return rng.sample(range(num_rows), rng.randint(0, num_rows))
 
 
-def ask(routes: Routes, ids_B: list[list[int]]) -> Asked:
+def ask(routes: Routes, ids_B: list[list[int]]) -> LookupRequest:
     flat = [number for ids in ids_B for number in ids]
     lengths_B = torch.tensor([len(ids) for ids in ids_B], dtype=torch.int64)
-    return routes.ask(torch.tensor(flat, dtype=torch.int64), lengths_B)
+    return routes.make_request(torch.tensor(flat, dtype=torch.int64), lengths_B)
 
 
-def answered_ids(routes: Routes, asked: Asked) -> list[tuple[Shard, list[int]]]:
+def answered_ids(routes: Routes, asked: LookupRequest) -> list[tuple[Shard, list[int]]]:
     """What each shard is asked for, as rows of the whole table."""
     ends_S = np.cumsum(asked.counts_S)
     rows = asked.row_of_shard.tolist()
@@ -56,7 +56,9 @@ def answered_ids(routes: Routes, asked: Asked) -> list[tuple[Shard, list[int]]]:
     ]
 
 
-def fetched_rows(routes: Routes, asked: Asked, ids_B: list[list[int]]) -> list[tuple[int, int]]:
+def fetched_rows(
+    routes: Routes, asked: LookupRequest, ids_B: list[list[int]]
+) -> list[tuple[int, int]]:
     """(table, row): whole ones in the order of the wire, then those put together from parts."""
     answered = answered_ids(routes, asked)
     whole = [(s.table, row) for s, ids in answered if s.num_columns == WIDTH for row in ids]
@@ -115,7 +117,7 @@ def test_rows_of_small_shards_travel_as_half_as_many_bytes() -> None:
 def test_ids_that_do_not_travel_are_not_made_smaller() -> None:
     shards = [Shard(TABLE_WISE, 0, 0, WIDTH, 0, 9, 0)]
     ids_U = torch.tensor([0, 7])
-    asked = Routes(shards, 0, 1).ask(ids_U, torch.tensor([2]))
+    asked = Routes(shards, 0, 1).make_request(ids_U, torch.tensor([2]))
     assert asked.row_of_shard.data_ptr() == ids_U.data_ptr()
 
 

@@ -11,38 +11,38 @@ import torch
 from torch import Tensor
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.checkpoints.loader import load_checkpoint
-from gmeta.checkpoints.writer import CheckpointWriter
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
-from gmeta.errors import ConfigError
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.plan import (
-    check_clipping,
-    check_lookups,
-    describe_plan,
-    make_plan,
-    plan_lines,
-    plan_of_tables,
-    plan_on,
-)
-from gmeta.parallel.planner import NoPlaceError
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.parallel.stated import Cluster
-from gmeta.runs.progress import Progress
-from gmeta.tables.sharding import (
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.sharding import (
     DefaultKind,
     Placement,
     ShardingConfig,
     check_sharding,
     kinds_of_tables,
 )
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.cluster_spec import Cluster
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.planner import NoPlaceError
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import shard_learner, table_shards
+from gmeta.distributed.sharding_plan import (
+    check_clipping,
+    check_lookups,
+    describe_in_words,
+    describe_plan,
+    make_plan,
+    merge_plans,
+    plan_on,
+)
+from gmeta.errors import ConfigError
+from gmeta.runs.build import build_learner
+from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
+from gmeta.runs.checkpoints.loader import load_checkpoint
+from gmeta.runs.run_progress import RunProgress
 from gmeta_models import ModelConfig
 from metaio.read.batch import TaskBatch
-from tests import reference
 from tests.distributed.harness import on_ranks, steps_of
+from tests.support import reference
 
 MODEL = ModelConfig(name="melu", embedding_dim=16, hidden=(5,))
 FEATURES = reference.some_features(2, 2, 1)
@@ -102,7 +102,7 @@ class Run:
 
     def train(self, first: int, end: int) -> None:
         batches = iter(batches_of_rank(self.ranks)[first:end])
-        for episodes, totals in steps_of(batches, self.learner.arrange, FEATURES, self.ranks):
+        for episodes, totals in steps_of(batches, self.learner.collate, FEATURES, self.ranks):
             loss = self.sharded(episodes, self.ranks.world_size / totals.num_terms)
             self.optimizer.zero_grad()
             loss.backward()
@@ -131,7 +131,7 @@ def work_on_rank(ranks: Ranks, folder: Path) -> dict[str, dict[str, Any]]:
         run.train(0, CHECKPOINT_STEP)
         checkpoint = folder / f"{ranks.world_size}-{name}"
         writer = CheckpointWriter(checkpoint, run.sharded, run.optimizer, run.config, ranks)
-        writer.save(Progress(step=CHECKPOINT_STEP))
+        writer.save(RunProgress(step=CHECKPOINT_STEP))
         writer.finish()
         run.train(CHECKPOINT_STEP, STEPS)
         results[name] = {"start": start, **run.result()}
@@ -257,9 +257,9 @@ def test_a_copy_on_every_rank_is_refused_by_our_exchange() -> None:
 def test_a_copy_on_every_rank_is_not_clipped() -> None:
     ranks = ranks_on("cuda", 2)
     copying = ShardingConfig(default="data_parallel", exchange="torchrec")
-    copied = plan_of_tables(make_plan(tables_of(4), copying, 16, ranks))
+    copied = merge_plans(make_plan(tables_of(4), copying, 16, ranks))
     check_clipping(copied, 0.0)
-    check_clipping(plan_of_tables(make_plan(tables_of(4), ShardingConfig(), 16, ranks)), 1.0)
+    check_clipping(merge_plans(make_plan(tables_of(4), ShardingConfig(), 16, ranks)), 1.0)
     with pytest.raises(ConfigError) as caught:
         check_clipping(copied, 1.5)
     assert str(caught.value) == (
@@ -271,11 +271,11 @@ def test_a_copy_on_every_rank_is_not_clipped() -> None:
 
 def test_a_rank_that_would_hold_no_row_is_refused_where_fbgemm_looks_them_up() -> None:
     ranks = ranks_on("cpu", 4)
-    check_lookups(plan_of_tables(make_plan(tables_of(4, rows=4), ShardingConfig(), 16, ranks)))
+    check_lookups(merge_plans(make_plan(tables_of(4, rows=4), ShardingConfig(), 16, ranks)))
     small = tables_of(4, rows=5)  # 2, 2, 1 and 0
-    check_lookups(plan_of_tables(make_plan(small, ShardingConfig("table_wise"), 16, ranks)))
+    check_lookups(merge_plans(make_plan(small, ShardingConfig("table_wise"), 16, ranks)))
     with pytest.raises(ConfigError) as caught:
-        check_lookups(plan_of_tables(make_plan(small, ShardingConfig(), 16, ranks)))
+        check_lookups(merge_plans(make_plan(small, ShardingConfig(), 16, ranks)))
     assert str(caught.value) == (
         "table 'item' is to be row_wise, and the tables that are leave rank 3 without a row, which "
         'sharding.exchange = "torchrec" needs on a CPU. '
@@ -310,7 +310,7 @@ def described(kind: str, *shards: tuple[int, int, int]) -> dict[str, Any]:
 def test_the_short_form_of_a_plan_names_six_tables_and_what_each_rank_holds() -> None:
     by_rows = {f"t{i}": described("row_wise", (0, 500_000, 16), (1, 250_000, 16)) for i in range(8)}
     city = described("table_wise", (1, 1000, 16))
-    assert plan_lines({"world_size": 2, "tables": {**by_rows, "city": city}}) == [
+    assert describe_in_words({"world_size": 2, "tables": {**by_rows, "city": city}}) == [
         "tables row_wise: 8 (t0, t1, t2, t3, t4, t5 and 2 more)",
         "tables table_wise: 1 (city on rank 1)",
         "weights held: rank 0 256.0 MB, rank 1 128.1 MB",
@@ -319,7 +319,9 @@ def test_the_short_form_of_a_plan_names_six_tables_and_what_each_rank_holds() ->
 
 def test_the_short_form_of_a_plan_of_no_shards_holds_nothing() -> None:
     copied = {"item": described("data_parallel")}
-    assert plan_lines({"world_size": 1, "tables": copied}) == ["tables data_parallel: 1 (item)"]
+    assert describe_in_words({"world_size": 1, "tables": copied}) == [
+        "tables data_parallel: 1 (item)"
+    ]
 
 
 def cluster_of(world_size: int, device_bytes: int, host_bytes: int = 1 << 40) -> Cluster:
@@ -330,7 +332,7 @@ def test_the_planner_leaves_rows_of_our_exchange_in_the_gpus_memory() -> None:
     """Of a table of 64 MB on a GPU of 40 MB: with fbgemm's kernels the host's memory takes it."""
     tables, small = tables_of(16, rows=1_000_000), cluster_of(1, 40 << 20)
     chosen = ShardingConfig(default="planner", exchange="torchrec")
-    plan = plan_of_tables(plan_on(tables, chosen, 16, small))
+    plan = merge_plans(plan_on(tables, chosen, 16, small))
     assert "uvm" in plan["item"].compute_kernel
     for kept in (replace(chosen, exchange="host"), replace(chosen, placement="device")):
         with pytest.raises(NoPlaceError):
@@ -345,11 +347,11 @@ def test_a_placement_in_the_hosts_memory_becomes_a_kernel_of_fbgemms(
     default: DefaultKind, placement: Placement, kernel: str
 ) -> None:
     config = ShardingConfig(default=default, exchange="torchrec", placement=placement)
-    plan = plan_of_tables(plan_on(tables_of(16), config, 16, cluster_of(2, 1 << 30)))
+    plan = merge_plans(plan_on(tables_of(16), config, 16, cluster_of(2, 1 << 30)))
     assert plan["item"].compute_kernel == kernel
     assert describe_plan(plan, 2)["tables"]["item"]["placement"] == placement
     alone = replace(config, placement="auto", placements=(f"item={placement}",))
-    plan = plan_of_tables(plan_on(tables_of(16), alone, 16, cluster_of(2, 1 << 30)))
+    plan = merge_plans(plan_on(tables_of(16), alone, 16, cluster_of(2, 1 << 30)))
     assert plan["item"].compute_kernel == kernel
 
 

@@ -12,17 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gmeta.parallel.averaging import LayerAverage
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.transport.shared_memory import (
-    FIRST_BYTES,
-    SharedMemory,
-    open_shared_memory,
-)
-from gmeta.parallel.transport.transport import Gloo, Swap, Transport
+from gmeta.distributed.averaging import LayerAverage
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.transport.shared_memory import FIRST_BYTES, SharedMemory, open_shared_memory
+from gmeta.distributed.transport.transport import GlooTransport, Swap, Transport
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import Run
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 DTYPES = (torch.float32, torch.int32, torch.int64, torch.float16)
 ROUNDS = 12
@@ -54,7 +50,10 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
     """Swaps and sums by both transports, waited for backwards; every third is never read."""
     ranks = sharing(ranks)
     found: dict[str, Any] = {}
-    for name, transport in (("shared", ranks.transport), ("gloo", Gloo(ranks.rows, ranks.control))):
+    for name, transport in (
+        ("shared", ranks.transport),
+        ("gloo", GlooTransport(ranks.rows, ranks.control)),
+    ):
         results = []
         for round_number in range(ROUNDS):
             swaps = [swapped(transport, ranks, 7 * round_number + i) for i in range(3)]
@@ -210,7 +209,7 @@ def test_memory_that_cannot_be_opened_is_told() -> None:
 
 def train_both_ways(ranks: Ranks) -> list[dict[str, Any]]:
     results = []
-    over_tcp = replace(ranks, transport=Gloo(ranks.rows, ranks.control))
+    over_tcp = replace(ranks, transport=GlooTransport(ranks.rows, ranks.control))
     for how in (sharing(ranks), over_tcp):
         run = Run(how, "mixed")
         # It lays out its messages anew after one step, and gloo then adds those of three ranks in

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from gmeta.checkpoints.writer import CheckpointWriter
-from gmeta.config import TrainConfig, config_from_dict
-from gmeta.parallel.ranks import Ranks
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.distributed.ranks import Ranks
+from gmeta.evaluation.validation import score_validation
+from gmeta.runs.checkpoints.checkpoint_writer import CheckpointWriter
 from gmeta.train import train
-from gmeta.validation import score_validation
 from tests.distributed.harness import on_ranks
 
 LONG_S = 1e6
@@ -32,7 +32,7 @@ def speeds(ranks: Ranks, config: TrainConfig) -> list[float]:
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later_s)
     with (
-        mock.patch("gmeta.runs.meter.time", clock),
+        mock.patch("gmeta.runs.step_meter.time", clock),
         mock.patch("gmeta.train.score_validation", taking_long(score_validation)),
         mock.patch.object(CheckpointWriter, "save", taking_long(CheckpointWriter.save)),
     ):

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.checkpoints.summary import summarise_checkpoint
-from gmeta.config import TrainConfig, config_from_dict
-from gmeta.export import CheckpointReader, export_run
-from gmeta.parallel.ranks import Ranks
-from gmeta.runs.folder import RunFolder, list_checkpoints
-from gmeta.serving.load import load
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.distributed.ranks import Ranks
+from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
+from gmeta.runs.run_folder import RunFolder, list_checkpoints
+from gmeta.serving.export import CheckpointReader, export_run
+from gmeta.serving.model_loader import load
 from gmeta.train import train
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
-from tests.exported import rows_of_split
+from tests.support.exported import rows_of_split
 
 
 def begin_and_begin_anew(ranks: Ranks, config: TrainConfig, anew: TrainConfig | None = None) -> str:

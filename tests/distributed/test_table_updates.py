@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.config import OuterConfig, RunConfig, TrainConfig
+from gmeta.config.sharding import DefaultKind, ExchangeKind, ShardingConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.exchange.torchrec import TorchRecExchange
+from gmeta.distributed.exchange.wire import WireExchange
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import check_sparse_optimizer, shard_learner
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
-from gmeta.outer.optimizers import build_optimizer
-from gmeta.parallel.exchange.torchrec import TorchRecExchange
-from gmeta.parallel.exchange.wire import WireExchange
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
-from gmeta.parallel.sharding import check_sparse_optimizer, shard_learner
-from gmeta.tables.sharding import DefaultKind, ExchangeKind, ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
-from tests import reference
 from tests.distributed.harness import on_ranks
+from tests.support import reference
 
 MODEL = ModelConfig(name="melu", embedding_dim=16, hidden=(6,))
 COLUMNS = (2, 2, 0)
@@ -63,7 +63,7 @@ def state_after(
         batch = reference.batch_of(tasks, features)
         if step == 1:
             batch = reference.ids_twice(batch)
-        episodes = learner.arrange(batch)
+        episodes = learner.collate(batch)
         optimizer.begin_step(step, 3)
         sharded(episodes, weight=1.0).backward()
         optimizer.step()

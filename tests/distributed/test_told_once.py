@@ -5,12 +5,12 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from gmeta.commands.work.told_once import told_once
+from gmeta.cli.commands.work.shared_error import told_once
+from gmeta.distributed.ranks import Ranks, barrier
 from gmeta.errors import GMetaError, UserError
-from gmeta.parallel.ranks import Ranks, barrier
 from metaio import FormatError
 from tests.distributed.harness import on_ranks
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def refuse(

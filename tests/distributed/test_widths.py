@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gmeta.build import build_learner
-from gmeta.config import TrainConfig
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import shard_learner, table_shards
+from gmeta.distributed.tables.table_names import table_of_weight
+from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.errors import ConfigError
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
-from gmeta.parallel.sharding import shard_learner, table_shards
-from gmeta.tables.names import table_of_weight
-from gmeta.tables.sharding import ShardingConfig
-from gmeta.tables.widths import widths_of_tables
+from gmeta.runs.build import build_learner
 from metaio.read.batch import TaskBatch
 from tests.distributed.harness import on_ranks
 from tests.distributed.test_sharding_plans import (
@@ -69,7 +69,7 @@ def test_narrow_tables_and_projections_train_as_plain_tensors_do() -> None:
     alone: Any = type("Alone", (), {"rank": 0, "world_size": 1})
     losses = []
     for batch in batches_of_rank(alone):
-        episodes = learner.arrange(batch)
+        episodes = learner.collate(batch)
         loss = learner(torch.cat([*rows_of(batch, tables)]), episodes, 1 / episodes.num_terms)
         for optimizer in (dense, sparse):
             optimizer.zero_grad()
@@ -95,7 +95,7 @@ def sent_and_held(ranks: Ranks) -> dict[str, Any]:
     batch = batches_of_rank(ranks)[0]
     transport = ranks.transport
     with mock.patch.object(type(transport), "swap", wraps=transport.swap) as swap:
-        loss = run.sharded(run.learner.arrange(batch), 1.0)
+        loss = run.sharded(run.learner.collate(batch), 1.0)
         loss.backward()
     _, _, rows, gradients = (sum(call.args[1]) for call in swap.call_args_list)
     ids = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())

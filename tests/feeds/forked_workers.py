@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from gmeta.feeds import processes
-from tests.forked import Forked, fork_from_the_server_of_the_tests
+from gmeta.feeds import batch_workers as processes
+from tests.support.forked import Forked, fork_from_the_server_of_the_tests
 
 _started: list["ForkedWorker"] = []  # by this process
 

@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from gmeta.feeds.agent import StaticAgent
-from gmeta.feeds.own_time import Hiding, ReadTime
+from gmeta.feeds.local_time import ReadOverlap, ReadTime
+from gmeta.feeds.step_agent import StaticStepAgent
 
 
 def test_a_reader_as_slow_as_before_shows_the_same_whoever_waits() -> None:
-    hiding = Hiding(batches_ahead=2)
-    assert [hiding.shown_s(4.0, 1.0) for _ in range(3)] == [3.0, 3.0, 3.0]
+    hiding = ReadOverlap(batches_ahead=2)
+    assert [hiding.exposed_s(4.0, 1.0) for _ in range(3)] == [3.0, 3.0, 3.0]
 
 
 def test_reading_that_the_computation_hides_costs_nothing_also_when_it_comes_in_bursts() -> None:
-    hiding = Hiding(batches_ahead=2)
-    assert [hiding.shown_s(read_s, 1.0) for read_s in (0.0, 1.8) * 4] == [0.0] * 8
+    hiding = ReadOverlap(batches_ahead=2)
+    assert [hiding.exposed_s(read_s, 1.0) for read_s in (0.0, 1.8) * 4] == [0.0] * 8
 
 
 def test_no_more_is_hidden_than_can_be_read_ahead() -> None:
-    hiding = Hiding(batches_ahead=2)
+    hiding = ReadOverlap(batches_ahead=2)
     for _ in range(10):
-        hiding.shown_s(0.0, 1.0)
-    assert hiding.shown_s(5.0, 1.0) == pytest.approx(2.0)
+        hiding.exposed_s(0.0, 1.0)
+    assert hiding.exposed_s(5.0, 1.0) == pytest.approx(2.0)
 
 
 def test_what_is_read_ahead_in_the_first_step_does_not_make_a_task_slow() -> None:
@@ -59,17 +59,17 @@ def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("gmeta.batches.ahead.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("gmeta.data.map_ahead.perf_counter", lambda: next(ticks))
     exchange = SimpleNamespace(prepared=lambda episodes: f"{episodes} and packed")
     sharded: Any = SimpleNamespace(module=SimpleNamespace(exchange=exchange))
     batches: list[Any] = [1, 2, 3]
     arrange: Any = "{} arranged".format
-    agent = StaticAgent(sharded, micro_batches=1, threads=1)
+    agent = StaticStepAgent(sharded, micro_batches=1, threads=1)
     wanted = [f"{batch} arranged and packed" for batch in batches]
-    assert list(agent.arranged(iter(batches), arrange)) == wanted
+    assert list(agent.collate_batches(iter(batches), arrange)) == wanted
     assert agent.wait_s == 3
-    beside = StaticAgent(sharded, micro_batches=1, threads=0)
-    assert list(beside.arranged(iter(batches), arrange)) == [
+    beside = StaticStepAgent(sharded, micro_batches=1, threads=0)
+    assert list(beside.collate_batches(iter(batches), arrange)) == [
         f"{batch} arranged" for batch in batches
     ]
     assert beside.wait_s == 0

@@ -18,29 +18,29 @@ import numpy as np
 import pytest
 import torch
 
-from gmeta.antdt.client.agent import Plan
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.batches.accumulate import in_parts
-from gmeta.batches.augment import augmented_batch
-from gmeta.build import build
-from gmeta.config import TrainConfig
+from gmeta.antdt.client.agent import BatchPlan
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.accumulate import collate_in_parts
+from gmeta.data.augment import augment_batch
+from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
+from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.stopping import Stop
 from gmeta.errors import GMetaError
-from gmeta.feeds.agent import ServiceAgent, arranged_batches
-from gmeta.feeds.asked import Asked, Work
-from gmeta.feeds.leased import ServiceFeed
-from gmeta.feeds.processes import BLOCKS, Processes
+from gmeta.feeds.batch_request import BatchRequest, BatchWork
+from gmeta.feeds.batch_workers import BLOCKS, BatchWorkers
+from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.feeds.training_sums import take_item_statistics
-from gmeta.feeds.worker import answer
-from gmeta.hooks.callback import Callback, Run
-from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks
-from gmeta.runs.folder import RunFolder, list_checkpoints
-from gmeta.runs.progress import Progress
+from gmeta.feeds.step_agent import LeasedStepAgent, iterate_batches
+from gmeta.feeds.training_sums import read_item_statistics
+from gmeta.feeds.worker import serve_requests
+from gmeta.runs.build import build
+from gmeta.runs.logging.callback import Callback, Run
+from gmeta.runs.run_folder import RunFolder, list_checkpoints
+from gmeta.runs.run_progress import RunProgress
 from gmeta.train import train
 from metaio import EpisodeRange, RangeReader
 from metaio.errors import FormatError
@@ -48,7 +48,7 @@ from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
 from tests.feeds.test_processes import EVERYTHING, config_of, started, tensors
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 NUM_TASKS, EPOCHS, TASKS_PER_STEP = 200, 2, 16
 LEASED = ["data.source=service", f"data.tasks_per_step={TASKS_PER_STEP}", f"run.epochs={EPOCHS}"]
@@ -82,12 +82,12 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     local = local_learner(sharded)
-    take_item_statistics(learner.items, config, dataset, ranks)
+    read_item_statistics(learner.items, config, dataset, ranks)
     asked: list[Asking] = []
     trained: list[list[list[int]]] = []
     stop = Stop()
 
-    def noted(batches: Iterator[Any], agent: ServiceAgent, epoch: int) -> Iterator[Any]:
+    def noted(batches: Iterator[Any], agent: LeasedStepAgent, epoch: int) -> Iterator[Any]:
         for number, made in enumerate(batches):
             planned = (
                 made if made.plan is not None else made.planned(local.exchange.planner.plan(made))
@@ -97,30 +97,30 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
             asked.append(Asking(epoch, number, parts, tasks, tensors(planned)))
             yield made
 
-    with ServiceFeed(config, dataset, ranks, None) as feed:
-        agent = ServiceAgent(config, feed, sharded, ranks, stop)
+    with LeasedBatchSource(config, dataset, ranks, None) as feed:
+        agent = LeasedStepAgent(config, feed, sharded, ranks, stop)
         feed.client.ack_action = mock.Mock()  # type: ignore[method-assign]  # nobody sent plans
         for epoch in range(EPOCHS):
             trained.append([])
-            batches = arranged_batches(
-                config, dataset, feed, agent, local, Progress(epoch=epoch), stop
+            batches = iterate_batches(
+                config, dataset, feed, agent, local, RunProgress(epoch=epoch), stop
             )
-            for episodes, totals in in_step(
+            for episodes, totals in iterate_steps(
                 noted(batches, agent, epoch),
-                learner.arrange(no_tasks(dataset.features)),
+                learner.collate(batch_without_tasks(dataset.features)),
                 ranks,
                 stop,
                 sharded,
-                agent.take_replanned,
+                agent.adopt_new_plan,
             ):
                 sharded(episodes, weight=ranks.world_size / max(totals.num_terms, 1)).backward()
                 num_tasks = episodes.task_T.numel()
-                feed.trained(num_tasks)
+                feed.report_trained(num_tasks)
                 if len(trained[-1]) in PLANS:
                     plan = PLANS[len(trained[-1])]
                     share = plan[ranks.rank] if ranks.world_size > 1 else (16, plan[0][1])
-                    agent._worker.newest = Plan(agent._worker.plan.version + 1, *share)
-                agent.stepped(num_tasks)
+                    agent._worker.newest = BatchPlan(agent._worker.plan.version + 1, *share)
+                agent.finish_step(num_tasks)
                 trained[-1].append(episodes.task_T.tolist())
         if stop.problem is not None:
             raise stop.problem
@@ -141,12 +141,12 @@ def made_again(
             group = [EpisodeRange("train", at, 1) for at in sorted(place[t] for t in one.tasks)]
             (stored,) = reader.batches([group])
             arrange = partial(learner.arrange, epoch=one.epoch)
-            batch = augmented_batch(
+            batch = augment_batch(
                 stored, config.augment, dataset.features, config.run.seed, one.epoch, one.number
             )
-            made = in_parts(arrange, one.num_parts)(batch)
+            made = collate_in_parts(arrange, one.num_parts)(batch)
             found.append(
-                one._replace(tensors=tensors(made.planned(local.exchange.planner.plan(made))))
+                one._replace(tensors=tensors(made.with_plan(local.exchange.planner.plan(made))))
             )
     return found
 
@@ -207,7 +207,7 @@ def life(ranks: Ranks, config: TrainConfig) -> tuple[str, list[list[int]]]:
     steps = []
 
     def noted(*given: Any) -> Iterator[Any]:
-        for episodes, totals in in_step(*given):
+        for episodes, totals in iterate_steps(*given):
             steps.append(episodes.task_T.tolist())
             yield episodes, totals
 
@@ -256,16 +256,16 @@ def ranks() -> Iterator[Ranks]:
     stop_ranks()
 
 
-def asks(*numbers: int) -> Iterator[Asked]:
+def asks(*numbers: int) -> Iterator[BatchRequest]:
     """For batches of so many tasks, one behind the other in the split."""
     first = 0
     for step, number in enumerate(numbers):
-        yield Asked((0, step), np.array([[first, number]]), 1)
+        yield BatchRequest((0, step), np.array([[first, number]]), 1)
         first += number
 
 
-def numbers_of(processes: Processes, local: ShardedLearner, *numbers: int) -> list[int]:
-    made = processes.made(local, asks(*numbers), 2)
+def numbers_of(processes: BatchWorkers, local: ShardedLearner, *numbers: int) -> list[int]:
+    made = processes.make_batches(local, asks(*numbers), 2)
     return [episodes.task_T.numel() for episodes in made]
 
 
@@ -273,7 +273,7 @@ def test_what_nobody_took_is_dropped_and_counts_as_read(
     click_logs: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 2)
-    made = processes.made(local, asks(3, 5, 7, 9), 2)
+    made = processes.make_batches(local, asks(3, 5, 7, 9), 2)
     assert [next(made).task_T.numel() for _ in range(2)] == [3, 5]
     made.close()
     # One of seven is under way.
@@ -290,8 +290,8 @@ def test_the_next_is_read_while_one_is_arranged(
     config = config_of(click_logs, tmp_path)
     dataset, learner = build(config)
     local = local_learner(shard_learner(learner, dataset.features, config, ranks))
-    work = Work(config, learner.arranging(), local.exchange.planner, 0, 1, 1)
-    compose, arranged = pipeline.compose, Work.arranged
+    work = BatchWork(config, learner.collate_options(), local.exchange.planner, 0, 1, 1)
+    compose, arranged = pipeline.compose, BatchWork.collate
     composed, are_read = [], Event()
 
     def noted(*given: Any) -> Any:
@@ -300,16 +300,16 @@ def test_the_next_is_read_while_one_is_arranged(
             are_read.set()
         return composed[-1]
 
-    def arranged_then(work: Work, *given: Any) -> Any:
+    def arranged_then(work: BatchWork, *given: Any) -> Any:
         assert are_read.wait(PATIENCE_S)
         return arranged(work, *given)
 
     def answering() -> None:
         with there, suppress(EOFError):
-            answer(there, work, blocks)
+            serve_requests(there, work, blocks)
 
     monkeypatch.setattr(pipeline, "compose", noted)
-    monkeypatch.setattr(Work, "arranged", arranged_then)
+    monkeypatch.setattr(BatchWork, "arranged", arranged_then)
     here, there = Pipe()
     blocks = [SharedBlock.make() for _ in range(BLOCKS)]
     for asked in asks(3, 5):
@@ -327,13 +327,13 @@ def test_one_that_cannot_be_made_is_told_where_it_was_asked_for_alone(
     click_logs: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 1)
-    wrong = Asked((0, 1), np.array([[NUM_TASKS - 1, 2]]), 1)
+    wrong = BatchRequest((0, 1), np.array([[NUM_TASKS - 1, 2]]), 1)
     (right,) = asks(5)
-    made = processes.made(local, iter([right, wrong]), 2)
+    made = processes.make_batches(local, iter([right, wrong]), 2)
     assert next(made).task_T.numel() == 5
     made.close()  # the wrong one is dropped
     assert numbers_of(processes, local, 5, 3) == [5, 3]
-    made = processes.made(local, iter([wrong]), 2)
+    made = processes.make_batches(local, iter([wrong]), 2)
     with pytest.raises(FormatError) as error:
         next(made)
     assert str(error.value) == (

@@ -18,33 +18,33 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.batches.accumulate import MicroBatches, in_parts
-from gmeta.batches.augment import augmented
-from gmeta.batches.shared import into_block, out_of_block
-from gmeta.batches.transfer import unpacked
-from gmeta.build import build
-from gmeta.config import TrainConfig, load_config
+from gmeta.config.train_config import TrainConfig, load_config
+from gmeta.data.accumulate import MicroBatches, collate_in_parts
+from gmeta.data.augment import augment_batches
+from gmeta.data.reader import open_reader
+from gmeta.data.shared_batch import read_from_block, write_to_block
+from gmeta.data.transfer import unpack
+from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
+from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.sharding import shard_learner
+from gmeta.distributed.stopping import StoppedError
 from gmeta.errors import GMetaError
-from gmeta.feeds.asked import Asked, Work, places_from
-from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
-from gmeta.feeds.reader import open_reader
+from gmeta.feeds.batch_request import BatchRequest, BatchWork, places_from
+from gmeta.feeds.batch_workers import BLOCKS, BatchWorkers, resolve_num_processes
 from gmeta.feeds.shared_block import SharedBlock
-from gmeta.feeds.training_sums import take_item_statistics
+from gmeta.feeds.training_sums import read_item_statistics
 from gmeta.feeds.worker import TrainingSplit
-from gmeta.guards import load_batch, named_tensors, save_batch
-from gmeta.hooks.callback import Callback, Run
-from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
-from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.stopping import StoppedError
+from gmeta.runs.build import build
+from gmeta.runs.guards import load_batch, named_tensors, save_batch
+from gmeta.runs.logging.callback import Callback, Run
 from gmeta.train import train
 from metaio.errors import NoDatasetError
 from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
 from tests.feeds.forked_workers import running_workers, with_forked_workers
-from tests.forked import Forked
-from tests.processes import with_imports_ready
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.forked import Forked
+from tests.support.processes import with_imports_ready
+from tests.support.waiting import PATIENCE_S, wait_until
 
 CONFIG = """
 [data]
@@ -103,17 +103,17 @@ def made_here(
     """The learner, and the batches from there to the end of the run, made in this process."""
     dataset, learner = build(config)
     local = local_learner(shard_learner(learner, dataset.features, config, ranks))
-    take_item_statistics(learner.items, config, dataset, ranks)
+    read_item_statistics(learner.items, config, dataset, ranks)
     found = []
     with open_reader(config, dataset, "train", rank, world_size) as reader:
         for at in range(epoch, config.run.epochs):
             first = step if at == epoch else 0
-            in_epoch = partial(learner.arrange, epoch=at)
+            in_epoch = partial(learner.collate, epoch=at)
             stored = reader.batches(at, first)
             seed = config.run.seed
-            augmenting = augmented(stored, config.augment, dataset.features, seed, at, first)
-            arranged = map(in_parts(in_epoch, config.outer.accumulate_steps), augmenting)
-            found += [one.planned(local.exchange.planner.plan(one)) for one in arranged]
+            augmenting = augment_batches(stored, config.augment, dataset.features, seed, at, first)
+            arranged = map(collate_in_parts(in_epoch, config.outer.accumulate_steps), augmenting)
+            found += [one.with_plan(local.exchange.planner.plan(one)) for one in arranged]
     return local, found
 
 
@@ -122,7 +122,7 @@ def tensors(episodes: Any) -> list[tuple[str, torch.dtype, tuple[int, ...], list
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     plan = parts[0].plan
     named = list(named_tensors((tuple(replace(part, plan=None) for part in parts), plan.known)))
-    named += named_tensors(unpacked(plan.numbers), "numbers")
+    named += named_tensors(unpack(plan.numbers), "numbers")
     return [(name, one.dtype, tuple(one.shape), one.flatten().tolist()) for name, one in named]
 
 
@@ -134,19 +134,19 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
     config = config_of(click_logs, tmp_path, *KINDS[kind])
     local, expected = made_here(config, ranks, 1, 2, *place)
     assert len(expected) == 3 * STEPS - place[0] * STEPS - place[1]
-    how = local.learner.arranging(), local.exchange.planner
-    work = pickle.loads(pickle.dumps(Work(config, *how, 1, 2, of)))
+    how = local.learner.collate_options(), local.exchange.planner
+    work = pickle.loads(pickle.dumps(BatchWork(config, *how, 1, 2, of)))
     places = list(places_from(place, STEPS, config.run.epochs))
     with ExitStack() as held:
         splits = [TrainingSplit(work, held) for _ in range(of)]
         for number, (made_for, wanted) in enumerate(zip(places, expected, strict=True)):
             assert made_for == divmod(place[0] * STEPS + place[1] + number, STEPS)
-            asked = Asked(made_for, None, config.outer.accumulate_steps)
+            asked = BatchRequest(made_for, None, config.outer.accumulate_steps)
             episodes = work.arranged(next(splits[number % of].begin(asked)), asked)
             block = SharedBlock.make()
-            told = pickle.loads(pickle.dumps(into_block(episodes, block.first)))
+            told = pickle.loads(pickle.dumps(write_to_block(episodes, block.first)))
             there = SharedBlock(os.dup(block.fileno()))
-            assert tensors(out_of_block(told, there.first(told.num_bytes))) == tensors(wanted)
+            assert tensors(read_from_block(told, there.first(told.num_bytes))) == tensors(wanted)
             block.close()
             there.close()
 
@@ -156,7 +156,7 @@ def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
 ) -> None:
     config = config_of(click_logs, tmp_path)
     local, (_, wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
-    work = Work(config, local.learner.arranging(), local.exchange.planner, 0, 1, 1)
+    work = BatchWork(config, local.learner.collate_options(), local.exchange.planner, 0, 1, 1)
     compose, failures = pipeline.compose, [OSError("gone")]
 
     def composed(*given: Any) -> Any:
@@ -168,9 +168,9 @@ def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
     with ExitStack() as held:
         split = TrainingSplit(work, held)
         with pytest.raises(OSError, match=r"^gone$"):
-            next(split.begin(Asked((0, 0), None, 1)))
-        asked = Asked((0, 1), None, 1)
-        assert tensors(work.arranged(next(split.begin(asked)), asked)) == tensors(wanted)
+            next(split.begin(BatchRequest((0, 0), None, 1)))
+        asked = BatchRequest((0, 1), None, 1)
+        assert tensors(work.collate(next(split.begin(asked)), asked)) == tensors(wanted)
 
 
 class EndsAWorker(Callback):
@@ -279,17 +279,17 @@ def test_a_killed_one_ends_the_run_on_all_ranks_with_the_same_words(
     assert "that make the batches of rank 1, was ended by SIGKILL (exit code -9)" in one
 
 
-def episodes_of(processes: Processes, local: ShardedLearner) -> Iterator[Any]:
+def episodes_of(processes: BatchWorkers, local: ShardedLearner) -> Iterator[Any]:
     return processes.episodes(local, 0, 0, STEPS)
 
 
 def started(
     click_logs: Path, folder: Path, ranks: Ranks, number: int
-) -> tuple[Processes, ShardedLearner]:
+) -> tuple[BatchWorkers, ShardedLearner]:
     config = config_of(click_logs, folder, f"data.processes={number}")
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    return Processes(number, config, ranks), local_learner(sharded)
+    return BatchWorkers(number, config, ranks), local_learner(sharded)
 
 
 def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
@@ -423,8 +423,8 @@ def test_a_batch_that_came_in_one_block_can_be_saved(
     config = config_of(click_logs, tmp_path, "outer.accumulate_steps=2")
     _, (wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
     block = SharedBlock.make()
-    told = into_block(wanted, block.first)
-    save_batch(tmp_path / "bad.pt", out_of_block(told, block.first(told.num_bytes)))
+    told = write_to_block(wanted, block.first)
+    save_batch(tmp_path / "bad.pt", read_from_block(told, block.first(told.num_bytes)))
     saved = load_batch(tmp_path / "bad.pt")
     for part, expected in zip(saved, wanted.parts, strict=True):
         names = dict(named_tensors(replace(expected, plan=None)))
@@ -462,9 +462,9 @@ def test_a_gpu_has_some_unasked_and_keeps_a_core_for_its_rank(
 ) -> None:
     if quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    monkeypatch.setattr("gmeta.feeds.processes._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr("gmeta.feeds.batch_workers._QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     # A store would send the same blocks to each that nobody asked for.
     expected = number if is_local or asked >= 0 else min(number, 1)
-    assert number_of_processes(asked, torch.device(device), is_local) == expected
+    assert resolve_num_processes(asked, torch.device(device), is_local) == expected

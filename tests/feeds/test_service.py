@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gmeta.config import DataConfig, RunConfig, TrainConfig
+from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
 from gmeta.feeds import service as shard_service
 from gmeta.feeds.service import SERVICE_VARIABLE, connect, needs_own_service, service_address
 

@@ -15,15 +15,15 @@ from gmeta.adaptation.algorithms import registry
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.encoder import support_encoder
 from gmeta.adaptation.algorithms.maml import QueryLoss
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.build import build_learner
-from gmeta.losses.config import LabelsConfig
-from gmeta.losses.objectives import LabelLosses, Objectives, label_weights, objectives_of
-from gmeta.rows.ragged import RowLayout
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.labels import LabelsConfig
+from gmeta.losses.objectives import LabelLosses, Objectives, label_weights, make_objectives
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
-from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
+from tests.support import reference
 
 ALGORITHMS = ("maml", "fomaml", "anil", "reptile", "metasgd", "none")
 NAMES = ("click", "buy", "stars")
@@ -160,7 +160,7 @@ def test_one_label_that_is_not_always_known_is_learnt_as_in_the_loop(name: str) 
 
 
 def test_the_logit_of_the_entire_space_holds_where_probabilities_do_not() -> None:
-    losses = objectives_of("bce", 1.0, CONFIGS["chain"], NAMES).outer
+    losses = make_objectives("bce", 1.0, CONFIGS["chain"], NAMES).outer
     output_NL = torch.tensor(
         [[90.0, 80.0, 95.0], [-90.0, 3.0, 100.0], [200.0, -150.0, 0.0]], requires_grad=True
     )
@@ -174,7 +174,7 @@ def test_the_logit_of_the_entire_space_holds_where_probabilities_do_not() -> Non
         losses.losses_NL(output_NL, label_NL, ones_NL, lists).sum(), output_NL, create_graph=True
     )
     (curvatures,) = torch.autograd.grad(slopes.sum(), output_NL)
-    torch.testing.assert_close(losses.slopes_NL(output_NL, label_NL, ones_NL, lists), slopes)
+    torch.testing.assert_close(losses.grads_NL(output_NL, label_NL, ones_NL, lists), slopes)
     assert slopes.isfinite().all()
     assert curvatures.isfinite().all()
 
@@ -215,12 +215,12 @@ def test_labels_that_cannot_be_learnt_so_are_refused(
     config: LabelsConfig, names: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        objectives_of("bce", 1.0, config, names)
+        make_objectives("bce", 1.0, config, names)
     assert str(caught.value) == message
 
 
 def test_without_names_there_is_the_one_label_of_outer_loss() -> None:
-    assert objectives_of("huber", 0.5, LabelsConfig(), ()) == Objectives.of("huber", 0.5)
+    assert make_objectives("huber", 0.5, LabelsConfig(), ()) == Objectives.of("huber", 0.5)
     assert isinstance(Objectives.of("bce").outer, LabelLosses)
 
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.labels import LabelsConfig
 from gmeta.losses import ranking
-from gmeta.losses.config import LabelsConfig
 from gmeta.losses.objectives import Objectives
-from gmeta.losses.ranking import list_losses, list_slopes
+from gmeta.losses.ranking import list_grads, list_losses
 from gmeta.losses.row_losses import RANKING
-from gmeta.rows.ragged import RowLayout
-from tests import reference
 from tests.adaptation.agreement import assert_equals_loop
 from tests.losses.test_objectives import MODELS, Labelled
+from tests.support import reference
 
 LEVELS = (0.0, 0.5, 1.0)
 NAMES = ("click", "order", "stars")
@@ -161,7 +161,7 @@ def test_losses_and_slopes_are_those_of_the_definition_twice_differentiable(
         torch.autograd.grad((of_N * weight_N).sum(), output_N, create_graph=True)[0]
         for of_N in (expected_N, found_N)
     )
-    by_hand_N = list_slopes(kind, output_N, label_N, weight_N, layout)
+    by_hand_N = list_grads(kind, output_N, label_N, weight_N, layout)
     towards_N = torch.randn(18, dtype=torch.float64, generator=rng)
     curvature_N = torch.autograd.grad((slopes_N * towards_N).sum(), output_N)[0]
     for one_N in (written_N, by_hand_N):
@@ -177,7 +177,7 @@ def test_the_slopes_of_pairs_are_differentiable_by_the_weights_of_their_rows() -
     weight_N = torch.rand(7, dtype=torch.float64).add(0.1).requires_grad_()
 
     def slopes(output_N: Tensor, weight_N: Tensor) -> Tensor:
-        return list_slopes("pairwise", output_N, label_N, weight_N, layout)
+        return list_grads("pairwise", output_N, label_N, weight_N, layout)
 
     assert torch.autograd.gradcheck(slopes, (output_N, weight_N))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gmeta.losses.row_losses import LossFunction, row_losses_N, row_slopes_N
+from gmeta.losses.row_losses import LossFunction, row_grads_N, row_losses_N
 
 LOSSES = [
     LossFunction("bce"),
@@ -24,9 +24,9 @@ def test_slopes_and_curvatures_are_the_derivatives_of_the_loss(loss: LossFunctio
     (curvature_N,) = torch.autograd.grad(slope_N.sum(), output_N)
     seen_N = output_N.detach()
     torch.testing.assert_close(
-        row_slopes_N(loss, seen_N, label_N), slope_N.detach(), rtol=0, atol=1e-12
+        row_grads_N(loss, seen_N, label_N), slope_N.detach(), rtol=0, atol=1e-12
     )
-    written_N = row_slopes_N(loss, output_N, label_N)
+    written_N = row_grads_N(loss, output_N, label_N)
     (of_written_N,) = torch.autograd.grad(written_N.sum(), output_N)
     torch.testing.assert_close(of_written_N, curvature_N, rtol=0, atol=1e-12)
 
@@ -34,7 +34,7 @@ def test_slopes_and_curvatures_are_the_derivatives_of_the_loss(loss: LossFunctio
 @pytest.mark.parametrize("loss", LOSSES)
 def test_derivatives_leave_what_they_are_given_as_it_is(loss: LossFunction) -> None:
     output_N, label_N = torch.tensor([0.5, -2.0]), torch.tensor([1.0, 0.0])
-    row_slopes_N(loss, output_N, label_N)
+    row_grads_N(loss, output_N, label_N)
     assert output_N.tolist() == [0.5, -2.0]
     assert label_N.tolist() == [1.0, 0.0]
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.config.evaluation import EvaluationConfig
 from gmeta.errors import ConfigError
 from gmeta.losses.ranking import list_losses
 from gmeta.metrics import list_losses as metric
 from gmeta.metrics.catalogue import Scoring
-from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.scores import evaluate_split
-from gmeta.rows.ragged import RowLayout
 
 LENGTHS = [5, 1, 3, 2, 6]  # the fourth task has equal labels
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gmeta.build import check_hooks
-from gmeta.config import config_from_dict
+from gmeta.config.evaluation import EvaluationConfig
+from gmeta.config.train_config import config_from_dict
 from gmeta.errors import ConfigError, GMetaError
+from gmeta.evaluation.report.intervals import bootstrap, percentile_interval
 from gmeta.metrics import own
-from gmeta.metrics.catalogue import Scoring, is_metric, label_of, not_ours
-from gmeta.metrics.config import EvaluationConfig
+from gmeta.metrics.catalogue import Scoring, custom_names, is_metric, label_of
 from gmeta.metrics.own import NUM_GROUPS, Metric, check_trusted
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Floats, Ints
-from gmeta.report.intervals import bootstrap_values, percentile_interval
+from gmeta.runs.build import check_hooks
 from gmeta_keys.plugins import NOT_INSTALLED
 
 # N rows
@@ -72,7 +72,7 @@ def test_its_interval_is_nearly_that_of_exact_sums() -> None:
         scoring = scoring_of("mae", f"{HERE}:MEAN_ERROR")
         terms = split_terms(*rows(400, seed), scoring)
         exact, guessed = (
-            percentile_interval(values_B, 400) for values_B in bootstrap_values([*terms.values()])
+            percentile_interval(values_B, 400) for values_B in bootstrap([*terms.values()])
         )
         assert guessed.low < terms["mae"].value < guessed.high
         widths.append((guessed.high - guessed.low) / (exact.high - exact.low))
@@ -86,7 +86,7 @@ def test_a_model_compared_with_itself_differs_by_nothing() -> None:
     CALLS.clear()
     terms = [split_terms(*rows(400, 3), scoring_of(name))[name] for _ in range(2)]
     assert len(CALLS) == 2 * (1 + NUM_GROUPS)
-    first_B, second_B = bootstrap_values(terms)
+    first_B, second_B = bootstrap(terms)
     np.testing.assert_array_equal(first_B, second_B)
 
 
@@ -94,7 +94,7 @@ def test_fewer_tasks_than_groups_are_left_out_one_by_one() -> None:
     name = f"{HERE}:MEAN_ERROR"
     terms = split_terms(*rows(12, 3), scoring_of("mae", name))
     exact, guessed = (
-        percentile_interval(values_B, 12) for values_B in bootstrap_values([*terms.values()])
+        percentile_interval(values_B, 12) for values_B in bootstrap([*terms.values()])
     )
     assert guessed.high - guessed.low == pytest.approx(exact.high - exact.low, rel=0.3)
 
@@ -180,7 +180,7 @@ def test_a_strangers_run_imports_no_metric(tmp_path: Path, monkeypatch: pytest.M
     made_on = {"plugins": {"evaluation.metrics: mine:M": {"package": "mine", "version": "2"}}}
     monkeypatch.setattr(own.NAMED_METRICS.__class__, "find", pytest.fail)
     with pytest.raises(GMetaError) as caught:
-        check_trusted(tmp_path, not_ours(["auc", "mine:M", ""]), made_on)
+        check_trusted(tmp_path, custom_names(["auc", "mine:M", ""]), made_on)
     assert str(caught.value).startswith(
         f"{tmp_path} was made with evaluation.metrics = 'mine:M', code of the package 'mine', "
         "which is not installed as a plug-in here"

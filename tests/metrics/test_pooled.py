@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from gmeta.config.evaluation import EvaluationConfig
 from gmeta.metrics.catalogue import Scoring
-from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.scores import evaluate_split, split_terms
 from gmeta.metrics.terms import Array
 from tests.metrics.scikit import scikit

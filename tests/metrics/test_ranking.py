@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gmeta.config.evaluation import EvaluationConfig
 from gmeta.metrics.catalogue import Scoring
-from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.scores import evaluate_split
 from tests.metrics.slow import few_rows, mean_over_tasks
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gmeta.metrics.scores
+from gmeta.config.evaluation import EvaluationConfig
+from gmeta.config.labels import Loss
 from gmeta.errors import ConfigError
-from gmeta.losses.config import Loss
 from gmeta.metrics.catalogue import Scoring, metric_infos
-from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.scores import evaluate_split, logloss, mae, split_terms
 from gmeta.metrics.terms import Array, Terms
 from tests.metrics.scikit import scikit

@@ -5,15 +5,15 @@ import random
 import torch
 from torch import Tensor
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.plan import adaptable_layers
-from gmeta.build import input_sizes
+from gmeta.adaptation.adaptation_plan import adaptable_layers
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
-from gmeta.rows.ragged import RowLayout
+from gmeta.runs.build import measure_inputs
 from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.cbml import CBML
-from tests import reference
 from tests.models.inputs import some_inputs
+from tests.support import reference
 
 CONFIG = ModelConfig(name="cbml", embedding_dim=4, hidden=(6, 5), clusters=3)
 
@@ -56,12 +56,12 @@ def test_before_adaptation_a_task_has_the_gates_of_no_support_and_after_it_its_o
     features = reference.some_features(2, 1, 0)
     rng = random.Random(0)
     tasks = [reference.random_task(features, support, 3, rng) for support in (4, 0, 2)]
-    model = cbml(input_sizes(features))
+    model = cbml(measure_inputs(features))
     # A rate of 0: what differs after adaptation is the gates alone.
     learner = MetaLearner(model, AlgorithmConfig(inner_lr=0.0), "bce")
     batch = reference.batch_of(tasks, features)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64)
-    shown = learner.predict(rows_UD, learner.arrange_to_predict(batch))
+    shown = learner.predict(rows_UD, learner.collate_to_predict(batch))
     before, after = shown.before_N.split(3), shown.after_N.split(3)
     torch.testing.assert_close(before[1], after[1], rtol=0, atol=0)
     assert not torch.allclose(before[0], after[0])

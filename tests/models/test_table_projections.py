@@ -2,7 +2,7 @@
 
 import torch
 
-from gmeta_models.table_projections import TableProjections, filled_UD
+from gmeta_models.table_projections import TableProjections, pad_width_UD
 
 WIDTHS = {"item": 4, "city": 8, "tag": 4}
 
@@ -39,4 +39,4 @@ def test_projected_rows_vary_as_those_of_a_wide_table_do() -> None:
 
 
 def test_rows_are_filled_with_zeros() -> None:
-    assert filled_UD(torch.ones(1, 2), 3).tolist() == [[1, 1, 0]]
+    assert pad_width_UD(torch.ones(1, 2), 3).tolist() == [[1, 1, 0]]

@@ -16,7 +16,7 @@ gc.disable()  # until all is imported: none of that is garbage
 import torch  # noqa: E402
 
 from tests.pretended.device import start  # noqa: E402
-from tests.processes import collect_garbage_rarely  # noqa: E402
+from tests.support.processes import collect_garbage_rarely  # noqa: E402
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

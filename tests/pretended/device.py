@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pretended.process import load_guard
-from tests.tape import Tape
+from tests.support.tape import Tape
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(str(ROOT / folder) + "/" for folder in ("gmeta", "models", "metaio"))

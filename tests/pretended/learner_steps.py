@@ -18,21 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches import transfer
-from gmeta.batches.accumulate import accumulated_loss, in_parts
-from gmeta.batches.graphs import CudaCapture
-from gmeta.build import build_learner
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.labels import LabelsConfig
+from gmeta.data import transfer
+from gmeta.data.accumulate import accumulate_loss, collate_in_parts
+from gmeta.data.cuda_graphs import CudaCapture
 from gmeta.learner import MetaLearner
-from gmeta.losses.config import LabelsConfig
-from gmeta.numerics import autocast
+from gmeta.platform.numerics import autocast
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
 from metaio.read.batch import TaskBatch
-from tests import reference
 from tests.pretended import serving
 from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, held
 from tests.pretended.mutants import MUTANTS
+from tests.support import reference
 
 WIDTH = 8
 HEADS = {  # others: decision.*
@@ -194,11 +194,11 @@ def step_of(
     with inside():
         learner = learner_of(case).to(device, dtype)
         rows_UD = rows_UD.to(device).requires_grad_()
-    arrange: Callable[[TaskBatch], Any] = learner.arrange
+    arrange: Callable[[TaskBatch], Any] = learner.collate
     if case.mode == "predict":
-        arrange = learner.arrange_to_predict
+        arrange = learner.collate_to_predict
     elif case.mode == "parts":
-        arrange = in_parts(learner.arrange, 2)
+        arrange = collate_in_parts(learner.collate, 2)
     arranged = arrange(batch)
     with inside():
         with counting(Counts(with_work=False)) as moving:
@@ -219,7 +219,7 @@ def _step(learner: MetaLearner, rows_UD: Tensor, episodes: Any, case: Case) -> l
         if case.mode == "predict":
             predicted = learner.predict(rows_UD, episodes)
             return [predicted.before_N, predicted.after_N]
-        take = accumulated_loss if case.mode == "parts" else MetaLearner.__call__
+        take = accumulate_loss if case.mode == "parts" else MetaLearner.__call__
         loss = take(learner, rows_UD, episodes, 1.0)
     loss.backward()
     grads = [one.grad for one in (rows_UD, *learner.parameters()) if one.grad is not None]
@@ -338,7 +338,7 @@ def fake_steps(numbers: list[int]) -> dict[str, str]:
             rows_UD = torch.empty(
                 batch.unique_ids_U.numel(), WIDTH, device=CUDA, requires_grad=True
             )
-        episodes = learner.arrange(batch)
+        episodes = learner.collate(batch)
         try:
             with (
                 fake,

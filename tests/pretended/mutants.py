@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gmeta.batches import transfer
-from gmeta.batches.episodes import Episodes
-from gmeta.internals import call_after_backward
+from gmeta.data import transfer
+from gmeta.data.episodes import Episodes
 from gmeta.learner import MetaLearner
+from gmeta.platform.internals import call_after_backward
 from tests.pretended.tables import Averaged
 
 
@@ -38,13 +38,13 @@ def _a_copy() -> AbstractContextManager[Any]:
 
 
 def _a_tensor_on_the_host() -> AbstractContextManager[Any]:
-    found = transfer.Place.of
+    found = transfer.TensorPlace.of
 
-    def mutated(place: transfer.Place, block: Tensor) -> Tensor:
+    def mutated(place: transfer.TensorPlace, block: Tensor) -> Tensor:
         is_label = len(place.shape) == 1 and place.dtype.is_floating_point
         return torch.zeros(place.shape, dtype=place.dtype) if is_label else found(place, block)
 
-    return patch.object(transfer.Place, "of", mutated)
+    return patch.object(transfer.TensorPlace, "of", mutated)
 
 
 def _a_collective_late() -> AbstractContextManager[Any]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import gmeta
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
 from gmeta.errors import UserError
 from gmeta_models import ModelConfig
-from tests.exported import random_rows, write_random_model
 from tests.pretended.device import PretendedDevice, counting
+from tests.support.exported import random_rows, write_random_model
 
 ROWS = {
     "adapts rows": {"adapt_embeddings": True},

@@ -13,9 +13,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 
-import gmeta.parallel.sharding as sharding
-from gmeta.internals import call_after_backward
-from gmeta.parallel.sharded_learner import local_learner
+import gmeta.distributed.sharding as sharding
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.platform.internals import call_after_backward
 from tests.pretended.device import OnDevice, counts, held
 
 BACKWARD_LAUNCHES = 15  # sort, segments, update: an estimate of fbgemm's
@@ -68,7 +68,7 @@ def _forward(self: Any, indices: Tensor, offsets: Tensor, *_: Any, **__: Any) ->
     return rows
 
 
-class Averaged(sharding._Alone):
+class Averaged(sharding._NoAveraging):
     """In place of DistributedDataParallel, whose reducer writes to memory of a GPU: one message,
     when the last layer has its gradient.
 

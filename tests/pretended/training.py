@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import gmeta.train as training
-from gmeta.config import load_config
-from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.transport.transport import Alone, Gloo, Transport
+from gmeta.config.train_config import load_config
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.transport.transport import GlooTransport, SingleRankTransport, Transport
 from tests.pretended.device import (
     CUDA,
     HOST,
@@ -68,7 +68,9 @@ def ranks_on(device: torch.device) -> Ranks:
             "gloo", timeout=PATIENCE, store=store, rank=rank, world_size=world_size
         )
     control, rows = dist.new_group(timeout=PATIENCE), dist.new_group(timeout=PATIENCE)
-    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
+    transport: Transport = (
+        SingleRankTransport() if world_size == 1 else GlooTransport(rows, control)
+    )
     return Ranks(rank, world_size, device, control, rows, transport)
 
 
@@ -172,7 +174,7 @@ def _counting_steps(steps: list[Counts]) -> Iterator[None]:
     """Add the counts of each step: of its batch, on its way two steps ahead, and of itself; not of
     what comes between steps.
     """
-    in_step, step = training.in_step, training.TrainingRun._step
+    in_step, step = training.iterate_steps, training.TrainingRun._step
 
     def batches(*rest: Any) -> Iterator[Any]:
         upcoming = in_step(*rest)

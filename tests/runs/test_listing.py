@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.config import TrainConfig, config_from_dict, load_config
-from gmeta.runs.folder import create_run_folder
-from gmeta.runs.listing import RunSummary, differing_keys, find_runs, summarise_run
-from tests.commands import gmeta
+from gmeta.config.train_config import TrainConfig, config_from_dict, load_config
+from gmeta.runs.listing import RunSummary, find_differing_keys, find_runs, summarise_run
+from gmeta.runs.run_folder import create_run_folder
+from tests.support.commands import gmeta
 
 LOGGED = [
     {"step": 5, "epoch": 0, "loss": 0.7},
@@ -59,7 +59,7 @@ def test_only_keys_that_differ_are_compared() -> None:
     first = TrainConfig()
     second = config_from_dict({"run": {"dir": "x"}, "outer": {"dense_lr": 0.5}})
     third = config_from_dict({"model": {"hidden": [8]}})
-    assert differing_keys([first, second, third]) == [
+    assert find_differing_keys([first, second, third]) == [
         ("model.hidden", [[256, 128], [256, 128], [8]]),
         ("outer.dense_lr", [0.001, 0.5, 0.001]),
     ]

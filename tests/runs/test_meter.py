@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.runs import meter as run_meter
-from gmeta.runs.meter import StepMeter
+from gmeta.runs import step_meter as run_meter
+from gmeta.runs.step_meter import StepMeter
 
 
 def of_rank(rank: int, world_size: int = 1) -> Any:
@@ -64,12 +64,12 @@ def test_what_is_done_between_steps_makes_them_no_slower(
 ) -> None:
     monkeypatch.setattr(run_meter, "sum_over_ranks", both_alike)
     meter = StepMeter(of_rank(0))
-    with meter.paused():  # before the first step too
+    with meter.exclude_time():  # before the first step too
         clock.s += 50.0
     for _ in range(2):
         clock.s += 1.0
         meter.add(torch.tensor(1.0), 10)
-        with meter.paused():
+        with meter.exclude_time():
             clock.s += 100.0
     assert meter.read(wait_s=0.5) == {"loss": 1.0, "samples_per_s": 10.0, "data_wait_share": 0.25}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.runs.profiler import SKIPPED_STEPS, SUMMARY_FILE, TRACE_FILE, StepProfiler
+from gmeta.runs.step_profiler import SKIPPED_STEPS, SUMMARY_FILE, TRACE_FILE, StepProfiler
 
 
 def of_rank(rank: int) -> Any:
@@ -37,7 +37,9 @@ def test_the_steps_after_the_first_few_are_recorded(tmp_path: Path) -> None:
     summary = (tmp_path / "profile" / SUMMARY_FILE).read_text()
     assert summary.startswith(f"torch {torch.__version__}")
     assert "aten::mm" in summary
-    assert profiler.told() == [f"profile: {tmp_path / 'profile'}  ({SUMMARY_FILE}, {TRACE_FILE})"]
+    assert profiler.summary_lines() == [
+        f"profile: {tmp_path / 'profile'}  ({SUMMARY_FILE}, {TRACE_FILE})"
+    ]
 
 
 def test_a_run_that_ends_early_keeps_the_steps_that_it_had(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_a_run_too_short_for_a_profile_says_so(tmp_path: Path) -> None:
     profiler = StepProfiler(tmp_path / "profile", 2, of_rank(0))
     run_steps(profiler, 1)
     assert not (tmp_path / "profile").exists()
-    (line,) = profiler.told()
+    (line,) = profiler.summary_lines()
     assert line.startswith("no profile: the run ended within the first")
 
 
@@ -58,7 +60,7 @@ def test_nothing_is_recorded_where_nobody_asked(tmp_path: Path, num_steps: int, 
     profiler = StepProfiler(tmp_path / "profile", num_steps, of_rank(rank))
     run_steps(profiler, SKIPPED_STEPS + 3)
     assert not (tmp_path / "profile").exists()
-    assert profiler.told() == []
+    assert profiler.summary_lines() == []
 
 
 def test_a_step_that_fails_keeps_its_own_error(tmp_path: Path) -> None:

@@ -7,31 +7,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gmeta.serving.columns import RawColumns, as_table, select
 from gmeta.serving.episodes import task_batch
-from gmeta.serving.folder import Columns
+from gmeta.serving.exported_folder import ExportedColumns
+from gmeta.serving.row_encoders import RawColumnEncoder, as_table, select_columns
 from metaio import DataError, Dataset
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import episodes_of_batch, whole_split
 from tests.metaio.prepare.test_local import changed, prepared, raw_table
 
 SCHEMA = changed(dense=[{"column": "price", "standardise": True}, {"column": "age", "fill": 5.0}])
 
 
-def encoder_of(dataset: Dataset) -> RawColumns:
+def encoder_of(dataset: Dataset) -> RawColumnEncoder:
     recipe = dataset.manifest.recipe
     vocabularies = {
         name: pq.read_table(f"{dataset.url}/vocabulary/{name}.parquet")["value"].combine_chunks()
         for name in dataset.manifest.vocabularies
     }
-    columns = Columns(
+    columns = ExportedColumns(
         dataset.task,
         dataset.label,
         parse_schema(recipe["schema"]),
         {name: tuple(moments) for name, moments in recipe["moments"].items()},
         recipe["kinds"],
     )
-    return RawColumns(columns, parse_schema(recipe["schema"]), vocabularies)
+    return RawColumnEncoder(columns, parse_schema(recipe["schema"]), vocabularies)
 
 
 def test_rows_encode_as_prepare_encoded_them(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_lists_of_one_length_are_lists(tmp_path: Path) -> None:
     encoder = encoder_of(prepared(tmp_path, table, changed(multi=multi)))
     plain = table.set_column(table.num_columns - 1, "pair", pa.array(pairs))
     found, wanted = (
-        encoder.encode(select(given, encoder.names(True), [], "support"), True)
+        encoder.encode(select_columns(given, encoder.names(True), [], "support"), True)
         for given in (table.slice(3), plain.slice(3))
     )
     assert found.values_V.tolist() == wanted.values_V.tolist()
@@ -105,14 +105,16 @@ def test_list_views_are_the_lists_that_they_show(tmp_path: Path, large: bool) ->
     )
     for first in (0, 1, 5):
         found, wanted = (
-            encoder.encode(select(given.slice(first), encoder.names(True), [], "support"), True)
+            encoder.encode(
+                select_columns(given.slice(first), encoder.names(True), [], "support"), True
+            )
             for given in (viewed, plain)
         )
         assert found.values_V.tolist() == wanted.values_V.tolist()
         assert found.lengths_NM.tolist() == wanted.lengths_NM.tolist()
     empty = pa.array([[], None], pa.list_view(pa.null()))
     none = raw_table(2).append_column("pair", empty)
-    encoded = encoder.encode(select(none, encoder.names(True), [], "support"), True)
+    encoded = encoder.encode(select_columns(none, encoder.names(True), [], "support"), True)
     assert encoded.lengths_NM.tolist() == [[0], [0]]
 
 
@@ -133,7 +135,9 @@ def test_no_rows_of_plain_lists_are_no_rows(tmp_path: Path) -> None:
     """Empty Python lists have no type, that of the label neither."""
     encoder = encoder_of(prepared(tmp_path, raw_table(), SCHEMA))
     none = as_table({name: [] for name in encoder.names(True)}, "support")
-    assert encoder.encode(select(none, encoder.names(True), [], "support"), True).num_rows == 0
+    assert (
+        encoder.encode(select_columns(none, encoder.names(True), [], "support"), True).num_rows == 0
+    )
 
 
 def test_a_column_without_values_has_no_kind(tmp_path: Path) -> None:

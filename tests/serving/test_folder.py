@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 import gmeta
 from gmeta.errors import GMetaError, UserError
-from gmeta.files.checksums import describe_file
-from gmeta.serving.folder import new_folder
+from gmeta.platform.files.checksums import describe_file
+from gmeta.serving.exported_folder import new_folder
+from gmeta.serving.stored_tables import store_table
 from gmeta.serving.table_format import TableFormat
-from gmeta.serving.tables import store_table
 from gmeta_models import MODELS
 from metaio.format.manifest import canonical_json, xxh3_hex
-from tests.exported import random_rows, write_random_model
+from tests.support.exported import random_rows, write_random_model
 
 
 @pytest.fixture

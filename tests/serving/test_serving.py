@@ -21,17 +21,17 @@ from typer.testing import CliRunner
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
 from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.cli import app
+from gmeta.cli.main import app
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.inputs import SupportFeaturesConfig
 from gmeta.errors import UserError
-from gmeta.serving import tasks
-from gmeta.serving.model import ServedModel
+from gmeta.serving import task_matching as tasks
+from gmeta.serving.served_model import ServedModel
 from gmeta.serving.table_format import TableFormat
 from gmeta_models import MODELS, ModelConfig
 from metaio.errors import DataError
-from tests.commands import environment
-from tests.exported import metaemb_rate, random_rows, write_random_model
+from tests.support.commands import environment
+from tests.support.exported import metaemb_rate, random_rows, write_random_model
 
 
 @pytest.fixture(scope="module")

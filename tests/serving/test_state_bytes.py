@@ -11,13 +11,13 @@ from safetensors.numpy import load, save
 
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.config import SupportFeaturesConfig
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.inputs import SupportFeaturesConfig
 from gmeta.errors import UserError
-from gmeta.serving.model import ServedModel
+from gmeta.serving.served_model import ServedModel
 from gmeta.serving.state_bytes import _CHECKSUM_BYTES, _HEADER, _checksum
 from gmeta_models import MODELS, ModelConfig
-from tests.exported import metaemb_rate, random_rows, write_random_model
+from tests.support.exported import metaemb_rate, random_rows, write_random_model
 
 STATISTICS = SupportFeaturesConfig(task=True, columns=("city", "tags"), label_prior=(0.5, 0.5))
 MAML = AlgorithmConfig(inner_steps=2, inner_lr=0.3)

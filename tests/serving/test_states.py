@@ -10,14 +10,14 @@ import torch
 
 import gmeta
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig, InnerPath
-from gmeta.adaptation.layer_change import LowRankChange, MaterialisedChange
-from gmeta.batches.config import SupportFeaturesConfig
-from gmeta.serving.model import ServedModel
-from gmeta.serving.rows import join_rows, split_rows
-from gmeta.serving.states import AdaptedTensors, TaskState, split, stacked
+from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate
+from gmeta.config.algorithm import AlgorithmConfig, InnerPath
+from gmeta.config.inputs import SupportFeaturesConfig
+from gmeta.serving.encoded_rows import join_rows, split_rows
+from gmeta.serving.served_model import ServedModel
+from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from gmeta_models import MODELS, ModelConfig
-from tests.exported import metaemb_rate, random_rows, write_random_model
+from tests.support.exported import metaemb_rate, random_rows, write_random_model
 
 SIZES = (5, 0, 1, 9, 3)  # support rows of each task
 
@@ -87,7 +87,7 @@ def test_a_state_is_as_small_as_its_task(tmp_path: Path) -> None:
     small, large = found.adapt_encoded(rows, (1, 9))
     (alone,) = found.adapt_encoded(split_rows(rows, (1, 9))[0], (1,))
     assert small.num_bytes == alone.num_bytes < large.num_bytes
-    assert all(isinstance(change, LowRankChange) for change in small.changes.values())
+    assert all(isinstance(change, LowRankUpdate) for change in small.changes.values())
     # Tensors of their own: none is a view of the batch that it adapted with.
     assert all(
         tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -120,9 +120,9 @@ def random_state(generator: torch.Generator, kind: str, num_rows: int, keys: int
 
     change = {
         "low_rank": lambda: {
-            "layer": LowRankChange(drawn(1, num_rows, 3), drawn(1, num_rows, 2), bias_rate=0.5)
+            "layer": LowRankUpdate(drawn(1, num_rows, 3), drawn(1, num_rows, 2), bias_rate=0.5)
         },
-        "matrix": lambda: {"layer": MaterialisedChange(drawn(1, 3, 2), drawn(1, 1, 2))},
+        "matrix": lambda: {"layer": MaterialisedUpdate(drawn(1, 3, 2), drawn(1, 1, 2))},
         "none": dict,
     }[kind]()
     return TaskState(change, {"layer": drawn(1, 1, 2)}, drawn(keys, 4), torch.arange(keys) * 3)
@@ -140,27 +140,27 @@ def random_state(generator: torch.Generator, kind: str, num_rows: int, keys: int
 def test_changes_of_all_kinds_stand_side_by_side(kinds: tuple[str, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     states = [random_state(generator, kind, place + 1, place) for place, kind in enumerate(kinds)]
-    tasks = stacked(states)
+    tasks = stack_tasks(states)
     rows_TLI = torch.randn(len(kinds), 5, 3, generator=generator, dtype=torch.float64)
     for place, state in enumerate(states):
         expected = torch.zeros(1, 5, 2, dtype=torch.float64)
         if "layer" in state.changes:
-            expected = state.changes["layer"].of_outputs_TLO(rows_TLI[place : place + 1])
+            expected = state.changes["layer"].output_change_TLO(rows_TLI[place : place + 1])
         if tasks.changes:
-            mine = tasks.changes["layer"].of_outputs_TLO(rows_TLI)[place : place + 1]
+            mine = tasks.changes["layer"].output_change_TLO(rows_TLI)[place : place + 1]
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-13)
         assert torch.equal(tasks.gates_TMO["layer"][place : place + 1], state.gates_1MO["layer"])
         assert torch.equal(tasks.rows_PD[tasks.task_P == place], state.rows_PD)
         assert torch.equal(tasks.key_P[tasks.task_P == place], state.key_P)
     assert bool(tasks.changes) == (set(kinds) != {"none"})
-    apart = split(tasks, len(kinds))
+    apart = split_tasks(tasks, len(kinds))
     for before, after in zip(states, apart, strict=True):
         assert torch.equal(before.rows_PD, after.rows_PD)
         if "layer" in before.changes:
             mine, its = after.changes["layer"], before.changes["layer"]
             some = rows_TLI[:1]
             torch.testing.assert_close(
-                mine.of_outputs_TLO(some), its.of_outputs_TLO(some), rtol=0, atol=1e-13
+                mine.output_change_TLO(some), its.output_change_TLO(some), rtol=0, atol=1e-13
             )
 
 
@@ -175,4 +175,4 @@ def test_rows_are_cut_and_joined(tmp_path: Path) -> None:
 
 def test_nothing_adapted_is_a_batch_of_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    assert split(AdaptedTensors({}, {}, torch.zeros(0, 4), none, none, []), 0) == []
+    assert split_tasks(AdaptedTensors({}, {}, torch.zeros(0, 4), none, none, []), 0) == []

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 import gmeta
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError
-from gmeta.export import write_model
-from gmeta.serving.folder import LAYERS_FILE, read_config, table_file, write_config
+from gmeta.serving.export import write_model
+from gmeta.serving.exported_folder import LAYERS_FILE, read_config, table_file, write_config
 from gmeta.serving.table_format import TableFormat
 from gmeta_models import ModelConfig
-from tests.exported import FEATURES, metaemb_rate, random_rows, write_random_model
+from tests.support.exported import FEATURES, metaemb_rate, random_rows, write_random_model
 
 MODEL = ModelConfig("melu", 8, hidden=(8,))
 NARROW = ModelConfig("melu", 8, hidden=(8,), widths=("item=4", "tag=4"))

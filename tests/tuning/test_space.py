@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from gmeta.config import TrainConfig, config_from_dict, load_config
+from gmeta.config.train_config import TrainConfig, config_from_dict, load_config
 from gmeta.errors import UserError
-from gmeta.tuning.space import (
-    Choices,
-    Range,
+from gmeta.tuning.search_space import (
+    SearchChoices,
+    SearchRange,
     check_metric,
-    config_with,
-    default_space,
-    plain_config,
-    plain_space,
+    make_default_space,
+    make_plain_config,
+    make_plain_space,
     read_space,
+    replace_values,
 )
 
 CONFIG = TrainConfig()
@@ -49,9 +49,9 @@ def test_a_file_names_ranges_and_choices(tmp_path: Path) -> None:
         '["model.hidden"]\nchoices = [[64], [128, 64]]\n',
     )
     assert space == (
-        Range("algorithm.inner_lr", 0.01, 1.0, True, False),
-        Range("algorithm.inner_steps", 1, 5, False, True),
-        Choices("model.hidden", ([64], [128, 64])),
+        SearchRange("algorithm.inner_lr", 0.01, 1.0, True, False),
+        SearchRange("algorithm.inner_steps", 1, 5, False, True),
+        SearchChoices("model.hidden", ([64], [128, 64])),
     )
 
 
@@ -59,35 +59,35 @@ def test_a_file_names_ranges_and_choices(tmp_path: Path) -> None:
 def test_the_space_of_the_examples_suits_both_sides(name: str) -> None:
     adapted = load_config(EXAMPLES / f"{name}.toml", [])
     space = read_space(EXAMPLES / "tune" / "by-time.toml", adapted)
-    plain = plain_config(adapted)
-    assert [each.key for each in space if each not in plain_space(space, plain)] == INNER
+    plain = make_plain_config(adapted)
+    assert [each.key for each in space if each not in make_plain_space(space, plain)] == INNER
     # What the other side's example was found to be lies in it, too.
     found = load_config(EXAMPLES / "plain" / f"{name}.toml", [])
     for config in (adapted, found):
-        assert all(each.held(config.by_key()[each.key]) is not None for each in space)
+        assert all(each.normalise(config.by_key()[each.key]) is not None for each in space)
 
 
 def test_a_value_is_rounded_but_never_out_of_its_range() -> None:
-    rate = Range("algorithm.inner_lr", 0.012349, 0.5, True, False)
+    rate = SearchRange("algorithm.inner_lr", 0.012349, 0.5, True, False)
     assert rate.suggest(Fixed(0.123456)) == 0.123
     assert rate.suggest(Fixed(0.012349)) == 0.012349
     steps = Fixed(3)
-    assert Range("algorithm.inner_steps", 1, 5, False, True).suggest(steps) == 3
+    assert SearchRange("algorithm.inner_steps", 1, 5, False, True).suggest(steps) == 3
     assert steps.asked == ("algorithm.inner_steps", 1, 5, {"log": False})
 
 
 def test_choices_may_be_lists() -> None:
-    choices = Choices("model.hidden", ([64], [128, 64]))
+    choices = SearchChoices("model.hidden", ([64], [128, 64]))
     assert choices.suggest(Fixed("[128, 64]")) == [128, 64]
-    assert choices.held([64]) == "[64]"
-    assert choices.held([32]) is None
+    assert choices.normalise([64]) == "[64]"
+    assert choices.normalise([32]) is None
 
 
 def test_a_number_is_held_as_the_choices_have_it() -> None:
     """Optuna refuses a text that is none of them, and a config has 3.0 where a file may have 3."""
-    choices = Choices("algorithm.support_prior", (0, 3))
-    assert (choices.held(3.0), choices.held(1.0)) == ("3", None)
-    assert Choices("model.linear", (1, 2)).held(True) is None
+    choices = SearchChoices("algorithm.support_prior", (0, 3))
+    assert (choices.normalise(3.0), choices.normalise(1.0)) == ("3", None)
+    assert SearchChoices("model.linear", (1, 2)).normalise(True) is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_key_that_no_trial_trains_by_is_refused(tmp_path: Path, algorithm: str
 
 
 def test_losses_that_are_judged_differently_do_not_share_a_space() -> None:
-    space = (Choices("outer.loss", ("bce", "mse")),)
+    space = (SearchChoices("outer.loss", ("bce", "mse")),)
     with pytest.raises(UserError) as raised:
         check_metric(space, CONFIG)
     assert str(raised.value) == (
@@ -178,10 +178,12 @@ def test_losses_that_are_judged_differently_do_not_share_a_space() -> None:
 
 
 def test_a_config_with_a_value_differs_in_it_alone() -> None:
-    changed = config_with(CONFIG, {"algorithm.inner_lr": 0.5, "model.hidden": [7]})
+    changed = replace_values(CONFIG, {"algorithm.inner_lr": 0.5, "model.hidden": [7]})
     assert (changed.algorithm.inner_lr, changed.model.hidden) == (0.5, (7,))
     assert changed.by_key()["model.hidden"] == [7]
-    assert config_with(changed, {"algorithm.inner_lr": 0.05, "model.hidden": [256, 128]}) == CONFIG
+    assert (
+        replace_values(changed, {"algorithm.inner_lr": 0.05, "model.hidden": [256, 128]}) == CONFIG
+    )
 
 
 @pytest.mark.parametrize("loss", ["bce", "huber"])
@@ -194,13 +196,13 @@ def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(
             "run": {"epochs": 4},
         }
         config = config_from_dict(raw)
-        space = default_space(config)
+        space = make_default_space(config)
         check_metric(space, config)
         keys[name] = [dimension.key for dimension in space]
         for dimension in space:
             value = config.by_key()[dimension.key]
-            assert dimension.held(value) is not None, dimension
-            assert dimension.edge(value) == ""
+            assert dimension.normalise(value) is not None, dimension
+            assert dimension.find_edge(value) == ""
     more = {"algorithm.name", "algorithm.plain_epochs", *INNER}
     assert set(keys["maml"]) - set(keys["none"]) == more
     assert {"algorithm.support_prior", "outer.dense_lr"} <= set(keys["none"])
@@ -209,8 +211,10 @@ def test_the_default_holds_the_configs_own_values_and_treats_the_baseline_alike(
 
 def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> None:
     def choices_of(key: str, *labels: str, **raw: Any) -> tuple[Any, ...]:
-        found = [each for each in default_space(config_from_dict(raw), labels) if each.key == key]
-        return found[0].values if found and isinstance(found[0], Choices) else ()
+        found = [
+            each for each in make_default_space(config_from_dict(raw), labels) if each.key == key
+        ]
+        return found[0].values if found and isinstance(found[0], SearchChoices) else ()
 
     name, plain = "algorithm.name", "algorithm.plain_epochs"
     assert choices_of(name) == ("maml", "metasgd", "ridge")
@@ -228,8 +232,8 @@ def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> No
 
 def test_plain_training_is_tuned_by_all_but_the_algorithm_and_its_inner_loop() -> None:
     config = config_from_dict({"run": {"epochs": 4}})
-    kept = plain_space(default_space(config), plain_config(config))
-    assert {each.key for each in default_space(config)} - {each.key for each in kept} == {
+    kept = make_plain_space(make_default_space(config), make_plain_config(config))
+    assert {each.key for each in make_default_space(config)} - {each.key for each in kept} == {
         "algorithm.name",
         "algorithm.plain_epochs",
         *INNER,
@@ -239,9 +243,9 @@ def test_plain_training_is_tuned_by_all_but_the_algorithm_and_its_inner_loop() -
 def test_a_config_whose_rates_are_all_0_has_no_default_space() -> None:
     raw = {"algorithm": {"name": "encoder"}, "outer": {"dense_lr": 0.0, "sparse_lr": 0.0}}
     with pytest.raises(UserError, match="all of its rates are 0"):
-        default_space(config_from_dict(raw))
+        make_default_space(config_from_dict(raw))
 
 
 def test_a_value_at_the_end_of_its_range_is_told() -> None:
-    rate = Range("algorithm.inner_lr", 0.001, 1.0, True, False)
-    assert [rate.edge(value) for value in (0.0012, 0.03, 0.9)] == ["lowest", "", "highest"]
+    rate = SearchRange("algorithm.inner_lr", 0.001, 1.0, True, False)
+    assert [rate.find_edge(value) for value in (0.0012, 0.03, 0.9)] == ["lowest", "", "highest"]

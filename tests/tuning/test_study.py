@@ -9,53 +9,53 @@ from unittest.mock import Mock
 
 import pytest
 
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
-from gmeta.outer.early_stop import early_stop_of
+from gmeta.runs.early_stop import make_early_stop
 from gmeta.tuning.outcome import (
-    best_toml,
-    edge_lines,
-    results_json,
-    short_names,
-    shown_score,
-    told_counts,
-    trial_line,
+    describe_counts,
+    describe_edges,
+    describe_trial,
+    format_best_config,
+    format_results,
+    format_score,
+    shorten_keys,
 )
-from gmeta.tuning.space import Choices, Range
+from gmeta.tuning.search_space import SearchChoices, SearchRange
 from gmeta.tuning.study import (
     JOURNAL_FILE,
     STARTUP_TRIALS,
-    Plan,
     PrunerName,
     Study,
+    StudyPlan,
     import_optuna,
 )
 
 SPACE = (
-    Range("algorithm.inner_lr", 0.001, 1.0, True, False),
-    Choices("algorithm.name", ("maml", "metasgd")),
+    SearchRange("algorithm.inner_lr", 0.001, 1.0, True, False),
+    SearchChoices("algorithm.name", ("maml", "metasgd")),
 )
 
 
 def opened(folder: Path, pruner: PrunerName = "median", **raw: dict[str, object]) -> Study:
     config: TrainConfig = config_from_dict(raw)
-    return Study(folder, Plan(config, SPACE, pruner, 0, "data"), early_stop_of(config))
+    return Study(folder, StudyPlan(config, SPACE, pruner, 0, "data"), make_early_stop(config))
 
 
 def played(study: Study, *scores: float | None) -> str:
     """A trial that has these scores, the last of them once more at its end, as far as the study
     lets it; how it ended."""
-    number, _ = study.ask()
+    number, _ = study.propose_trial()
     for step, score in enumerate(scores):
-        if study.heard(number, step, score):
-            return study.ended(number, "pruned").state
-    return study.ended(number, "complete", "", scores[-1]).state
+        if study.report_score(number, step, score):
+            return study.finish_trial(number, "pruned").state
+    return study.finish_trial(number, "complete", "", scores[-1]).state
 
 
 def test_the_configs_own_values_come_first(tmp_path: Path) -> None:
     study = opened(tmp_path, algorithm={"inner_lr": 0.02})
-    assert study.ask() == (0, {"algorithm.inner_lr": 0.02, "algorithm.name": "maml"})
-    number, values = study.ask()
+    assert study.propose_trial() == (0, {"algorithm.inner_lr": 0.02, "algorithm.name": "maml"})
+    number, values = study.propose_trial()
     assert number == 1
     assert 0.001 <= values["algorithm.inner_lr"] <= 1.0
     assert study.config(values).algorithm.name in ("maml", "metasgd")
@@ -74,7 +74,7 @@ def test_a_study_goes_on_whatever_a_kill_left(
         journal.write_bytes(journal.read_bytes() + torn)
         (folder / f"{JOURNAL_FILE}.lock").symlink_to(journal)
         study = opened(folder, algorithm={"inner_lr": 0.02})
-    assert study.ask()[1] == {"algorithm.inner_lr": 0.02, "algorithm.name": "maml"}
+    assert study.propose_trial()[1] == {"algorithm.inner_lr": 0.02, "algorithm.name": "maml"}
     assert [path.name for path in folder.glob("*lock*")] == []
 
 
@@ -90,13 +90,13 @@ def test_a_trial_below_the_median_of_its_step_is_pruned(tmp_path: Path, loss: st
     # Not at the first validation, and not above the median of the second.
     assert played(study, sign * 0.1, sign * (median + 0.001), sign * 0.8) == "complete"
     assert played(study, sign * 0.1, sign * (median - 0.005), sign * 0.9) == "pruned"
-    assert told_counts(study) == "5 complete, 1 pruned"
-    best = study.best()
+    assert describe_counts(study) == "5 complete, 1 pruned"
+    best = study.best_trial()
     assert best is not None
     assert best.number == 4
     assert best.score == sign * 0.8
-    assert [trial.state for trial in study.ranked()] == ["complete"] * 5 + ["pruned"]
-    assert study.ranked()[-1].score == sign * (median - 0.005)
+    assert [trial.state for trial in study.rank_trials()] == ["complete"] * 5 + ["pruned"]
+    assert study.rank_trials()[-1].score == sign * (median - 0.005)
 
 
 def test_without_a_pruner_every_trial_comes_to_its_end(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_undefined_scores_count_for_nothing(tmp_path: Path) -> None:
     assert played(study, 0.6, None) == "failed"
     failed = study.trials()[1]
     assert failed.note == "auc is undefined on the validation split"
-    assert trial_line(study, failed, SPACE, "auc") == f"trial 1: failed: {failed.note}"
-    told = json.loads(results_json(study, early_stop_of(TrainConfig())))
+    assert describe_trial(study, failed, SPACE, "auc") == f"trial 1: failed: {failed.note}"
+    told = json.loads(format_results(study, make_early_stop(TrainConfig())))
     assert [(trial["number"], trial["score"]) for trial in told["trials"]] == [(0, 0.6), (1, None)]
 
 
@@ -128,16 +128,22 @@ def test_a_whole_trial_has_the_score_of_its_end_whatever_its_validations_were(
 ) -> None:
     study = opened(tmp_path)
     for at_end in (0.7, 0.9, 0.8):
-        number, _ = study.ask()
-        study.heard(number, 0, 1.0 - at_end)
-        study.ended(number, "complete", f"adapts for {at_end}", at_end)
+        number, _ = study.propose_trial()
+        study.report_score(number, 0, 1.0 - at_end)
+        study.finish_trial(number, "complete", f"adapts for {at_end}", at_end)
     again = opened(tmp_path)
-    assert [(one.number, one.score) for one in again.ranked()] == [(1, 0.9), (2, 0.8), (0, 0.7)]
-    best = again.best()
+    assert [(one.number, one.score) for one in again.rank_trials()] == [
+        (1, 0.9),
+        (2, 0.8),
+        (0, 0.7),
+    ]
+    best = again.best_trial()
     assert best is not None
     assert best.note == "adapts for 0.9"
     for note in ("adapts for 0.9", ""):
-        lines = best_toml(again, replace(best, note=note), "valid", "auc", tmp_path).splitlines()
+        lines = format_best_config(
+            again, replace(best, note=note), "valid", "auc", tmp_path
+        ).splitlines()
         assert lines[0] == (
             "# Found by `gmeta tune`: auc 0.9000 on split 'valid', trial 1 (3 complete)."
         )
@@ -155,14 +161,14 @@ def test_a_whole_trial_has_the_score_of_its_end_whatever_its_validations_were(
 def test_what_a_killed_study_left_unfinished_is_tried_anew(tmp_path: Path) -> None:
     study = opened(tmp_path)
     played(study, 0.6)
-    _, values = study.ask()
+    _, values = study.propose_trial()
     again = opened(tmp_path)
     assert again.interrupted == [1]
-    assert again.num_tried() == 1
-    assert again.ask() == (2, values)
-    assert again.ended(2, "failed", "why").note == "why"
+    assert again.count_tried() == 1
+    assert again.propose_trial() == (2, values)
+    assert again.finish_trial(2, "failed", "why").note == "why"
     assert opened(tmp_path).interrupted == []
-    assert opened(tmp_path).num_tried() == 2
+    assert opened(tmp_path).count_tried() == 2
 
 
 @pytest.mark.parametrize("at", ["its end", "the next start"])
@@ -170,30 +176,30 @@ def test_a_kill_between_two_lines_of_the_journal_counts_no_trial_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     study = opened(tmp_path)
-    number, values = study.ask()
+    number, values = study.propose_trial()
     with monkeypatch.context() as killed:
         killed.setattr(import_optuna().study.Study, "tell", Mock(side_effect=KeyboardInterrupt))
         with suppress(KeyboardInterrupt):
             if at == "its end":
-                study.ended(number, "complete", "", 0.8)
+                study.finish_trial(number, "complete", "", 0.8)
             opened(tmp_path)
     again = opened(tmp_path)
     if at == "its end":
-        assert (again.interrupted, again.num_tried()) == ([], 1)
-        best = again.best()
+        assert (again.interrupted, again.count_tried()) == ([], 1)
+        best = again.best_trial()
         assert best is not None
         assert (best.number, best.score) == (0, 0.8)
     else:
-        assert again.ask()[1] == values
-    assert again.ask()[1] != values
+        assert again.propose_trial()[1] == values
+    assert again.propose_trial()[1] != values
 
 
 def test_a_study_that_goes_on_draws_no_proposal_twice(tmp_path: Path) -> None:
     rates = []
     for _ in range(4):
         study = opened(tmp_path)
-        number, values = study.ask()
-        study.ended(number, "failed", "why")
+        number, values = study.propose_trial()
+        study.finish_trial(number, "failed", "why")
         rates.append(values["algorithm.inner_lr"])
     assert len(set(rates)) == 4
 
@@ -235,12 +241,15 @@ def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
 def test_the_best_value_at_the_end_of_its_range_is_told(tmp_path: Path) -> None:
     study = opened(tmp_path, algorithm={"inner_lr": 0.97})
     played(study, 0.6)
-    best = study.best()
+    best = study.best_trial()
     assert best is not None
-    assert edge_lines(SPACE, best) == [
+    assert describe_edges(SPACE, best) == [
         "algorithm.inner_lr = 0.97 is at the highest end of its range: widen it with --space"
     ]
-    assert edge_lines(SPACE, replace(best, values={**best.values, "algorithm.inner_lr": 0.1})) == []
+    assert (
+        describe_edges(SPACE, replace(best, values={**best.values, "algorithm.inner_lr": 0.1}))
+        == []
+    )
 
 
 def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +262,7 @@ def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_score_of_a_run_that_diverged_is_short() -> None:
-    assert [shown_score(score) for score in (None, 0.59123, -3.0, 1.127e28)] == [
+    assert [format_score(score) for score in (None, 0.59123, -3.0, 1.127e28)] == [
         "",
         "0.5912",
         "-3.0000",
@@ -262,5 +271,5 @@ def test_a_score_of_a_run_that_diverged_is_short() -> None:
 
 
 def test_a_key_is_shown_without_its_section_where_that_is_clear() -> None:
-    space = (*SPACE, Choices("model.name", ("dlrm", "melu")))
-    assert short_names(space) == ["inner_lr", "algorithm.name", "model.name"]
+    space = (*SPACE, SearchChoices("model.name", ("dlrm", "melu")))
+    assert shorten_keys(space) == ["inner_lr", "algorithm.name", "model.name"]

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gmeta.commands.work import tune
-from gmeta.config import config_from_dict
+from gmeta.cli.commands.work import trial_process as tune
+from gmeta.config.train_config import config_from_dict
 from gmeta.errors import GMetaError, NotWrittenError, UserError
 from gmeta.tuning import trials
 from gmeta.tuning.trials import TrialRunner

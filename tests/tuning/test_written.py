@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gmeta.config import TrainConfig, config_from_dict
-from gmeta.tuning.written import config_toml, toml_value
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.tuning.config_toml import format_config, format_toml_value
 
 VALUES = st.recursive(
     st.booleans()
@@ -22,7 +22,7 @@ VALUES = st.recursive(
 @given(VALUES)
 @settings(max_examples=60)
 def test_a_value_reads_as_it_was(value: object) -> None:
-    assert tomllib.loads(f"value = {toml_value(value)}")["value"] == value
+    assert tomllib.loads(f"value = {format_toml_value(value)}")["value"] == value
 
 
 def test_a_config_reads_as_it_was_and_shows_what_was_tuned() -> None:
@@ -31,7 +31,7 @@ def test_a_config_reads_as_it_was_and_shows_what_was_tuned() -> None:
         "algorithm": {"inner_lr": 1e-05, "inner_steps": 1},
         "run": {"dir": "runs/x"},
     }
-    text = config_toml(config_from_dict(raw), "What it is\n\nof", {"algorithm.inner_steps"})
+    text = format_config(config_from_dict(raw), "What it is\n\nof", {"algorithm.inner_steps"})
     assert config_from_dict(tomllib.loads(text)) == config_from_dict(raw)
     assert text.splitlines() == [
         "# What it is",
@@ -52,9 +52,9 @@ def test_a_config_reads_as_it_was_and_shows_what_was_tuned() -> None:
 
 
 def test_a_default_config_is_a_header_alone() -> None:
-    assert config_toml(TrainConfig(), "nothing") == "# nothing\n"
+    assert format_config(TrainConfig(), "nothing") == "# nothing\n"
 
 
 def test_what_toml_has_no_value_for_is_refused() -> None:
     with pytest.raises(TypeError, match="no value for None"):
-        toml_value(None)
+        format_toml_value(None)

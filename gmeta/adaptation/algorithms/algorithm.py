@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from gmeta.adaptation.learned import NOTHING_LEARNED, LearnedParts
+from gmeta.adaptation.learned_parts import NOTHING_LEARNED, LearnedParts
 from gmeta.adaptation.rates import FixedRates, InnerRates
-from gmeta_models.config import InputSizes
+from gmeta_models.model_config import InputSizes
 
 if TYPE_CHECKING:
-    from gmeta.adaptation.config import AlgorithmConfig
+    from gmeta.adaptation.adaptation_plan import AdaptationPlan
     from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.adaptation.plan import AdaptationPlan
-    from gmeta.rows.sides import Sides, WorkingRows
+    from gmeta.adaptation.layout.sides import Sides, WorkingRows
+    from gmeta.config.algorithm import AlgorithmConfig
 
 Tasks = TypeVar("Tasks", contravariant=True)
 Adapted = TypeVar("Adapted")
@@ -45,7 +45,7 @@ class TableSizes:
     names: tuple[str, ...] = ()
     inputs: InputSizes = InputSizes(0, 0, 0)  # noqa: RUF009 - frozen
 
-    def adapting(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
+    def adapting_tables(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
         """Return the places of the tables whose rows adapt, ascending; None: of all tables, or of
         none.
 
@@ -64,7 +64,7 @@ class TableSizes:
         return tuple(sorted({self.names.index(name) for name in config.adapt_embeddings}))
 
 
-def as_configured(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
+def keep_config(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
     """Return the config as it stands: the preset of an algorithm that fixes nothing."""
     return config
 
@@ -76,10 +76,10 @@ def without_embeddings(model: nn.Module, config: AlgorithmConfig) -> AlgorithmCo
 
 def fixed_rates(plan: AdaptationPlan, tables: TableSizes) -> InnerRates:
     """Return algorithm.inner_lr for all that adapts: the rates of an algorithm that learns none."""
-    return FixedRates(plan.config.inner_lr, tables.adapting(plan.config))
+    return FixedRates(plan.config.inner_lr, tables.adapting_tables(plan.config))
 
 
-def nothing_learned(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
+def no_learned_parts(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
     """Return no parts: those of an algorithm that learns the model alone."""
     return NOTHING_LEARNED
 
@@ -92,9 +92,9 @@ class Algorithm:
     # gradient is the sum of the tasks' meta-gradients. A QueryLoss (maml.py) may be given the fused
     # inner loop and its tasks instead.
     loss_sum: Callable[[GeneralLoop, WorkingRows, Sides], Tensor]
-    preset: Callable[[nn.Module, AlgorithmConfig], AlgorithmConfig] = as_configured
+    preset: Callable[[nn.Module, AlgorithmConfig], AlgorithmConfig] = keep_config
     rates: Callable[[AdaptationPlan, TableSizes], InnerRates] = fixed_rates
-    parts: Callable[[nn.Module, AlgorithmConfig, TableSizes], LearnedParts] = nothing_learned
+    parts: Callable[[nn.Module, AlgorithmConfig, TableSizes], LearnedParts] = no_learned_parts
     solves: bool = False  # an inner step is solved in closed form: closed_form.py
     takes_steps: bool = True  # False: adapting is a forward pass alone
     # A task counts in the mean over the tasks if it has rows of this side.

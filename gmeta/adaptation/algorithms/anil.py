@@ -14,7 +14,7 @@ from torch import nn
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta_models.gated import head_layers
 
 

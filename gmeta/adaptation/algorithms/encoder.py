@@ -21,18 +21,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gmeta.adaptation.adaptation_plan import adaptable_layers
 from gmeta.adaptation.algorithms.algorithm import Algorithm, without_embeddings
-from gmeta.adaptation.learned import LearnedParts
-from gmeta.adaptation.plan import adaptable_layers
+from gmeta.adaptation.learned_parts import LearnedParts
 from gmeta_models.support_encoder import SupportEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gmeta.adaptation.algorithms.algorithm import TableSizes
-    from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.rows.sides import Sides, WorkingRows
+    from gmeta.adaptation.layout.sides import Sides, WorkingRows
+    from gmeta.config.algorithm import AlgorithmConfig
 
 
 def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
@@ -65,7 +65,7 @@ def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSize
     if not width:
         raise ValueError(
             f'algorithm.name = "{config.name}" reads the support rows, and 0 columns are known: '
-            "tell the learner their TableSizes, as gmeta.build.build_learner does"
+            "tell the learner their TableSizes, as gmeta.runs.build.build_learner does"
         )
     encoder = SupportEncoder(
         width,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gmeta.adaptation.algorithms.algorithm import Adapted, InnerLoop, Tasks
-    from gmeta.rows.sides import WorkingRows
+    from gmeta.adaptation.layout.sides import WorkingRows
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
-from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.adaptation.learned import LearnedParts
-from gmeta_models.config import pooling_of
+from gmeta.adaptation.learned_parts import LearnedParts
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta_models.id_generator import IdGenerator, content_columns
+from gmeta_models.model_config import resolve_pooling
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gmeta.adaptation.algorithms.algorithm import TableSizes
     from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.rows.sides import Sides, WorkingRows
+    from gmeta.adaptation.layout.sides import Sides, WorkingRows
 
 
 def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
@@ -57,10 +57,10 @@ def embedding_alone(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfi
     """
     tables = config.adapt_embeddings
     if isinstance(tables, bool) or len(tables) != 1:
-        told = str(tables).lower() if isinstance(tables, bool) else list(tables)
+        config_value = str(tables).lower() if isinstance(tables, bool) else list(tables)
         raise ValueError(
-            f'algorithm.adapt_embeddings = {told} with algorithm.name = "metaemb": it generates '
-            'the embeddings of exactly 1 table. Name it, such as ["item"]'
+            f'algorithm.adapt_embeddings = {config_value} with algorithm.name = "metaemb": it '
+            'generates the embeddings of exactly 1 table. Name it, such as ["item"]'
         )
     named = config.adapt_layers != AlgorithmConfig.adapt_layers
     return replace(config, adapt_layers=config.adapt_layers if named else ())
@@ -72,10 +72,12 @@ def id_generator(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) 
     Raises:
         ValueError: the table, or the content, is not of columns that the dataset has.
     """
-    places = tables.adapting(config)
+    places = tables.adapting_tables(config)
     assert places is not None  # embedding_alone has seen to it
     (place,) = places
-    columns = content_columns(tables.names[place], config.content, tables.inputs, pooling_of(model))
+    columns = content_columns(
+        tables.names[place], config.content, tables.inputs, resolve_pooling(model)
+    )
     return LearnedParts(generator=IdGenerator(columns, tables.width), generated_table=place)
 
 

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss
-from gmeta.adaptation.rates import WeightRates, of_tables
+from gmeta.adaptation.rates import WeightRates, select_by_table
 
 if TYPE_CHECKING:
+    from gmeta.adaptation.adaptation_plan import AdaptationPlan
     from gmeta.adaptation.algorithms.algorithm import TableSizes
-    from gmeta.adaptation.config import AlgorithmConfig
-    from gmeta.adaptation.plan import AdaptationPlan
     from gmeta.adaptation.rates import LayerRate
+    from gmeta.config.algorithm import AlgorithmConfig
 
 
 class LayerRates(nn.Module):
@@ -70,7 +70,8 @@ class LearnedRates(nn.Module):
         if plan.adapts_rows and not tables.num_tables:
             raise ValueError(
                 'algorithm.name = "metasgd" with adapt_embeddings = true, and 0 tables to learn '
-                "rates for: tell the learner their TableSizes, as gmeta.build.build_learner does"
+                "rates for: tell the learner their TableSizes, as gmeta.runs.build.build_learner "
+                "does"
             )
         # A module's name may hold no dot.
         self.layers = nn.ModuleDict(
@@ -80,7 +81,7 @@ class LearnedRates(nn.Module):
         self.tables_BC: nn.Parameter | None = None
         place_B = list(range(tables.num_tables))
         if plan.adapts_rows:
-            chosen = tables.adapting(config)
+            chosen = tables.adapting_tables(config)
             chosen = tuple(place_B) if chosen is None else chosen
             place_B = [chosen.index(b) if b in chosen else len(chosen) for b in place_B]
             columns = 1 if config.learned_rates == "layer" else tables.width
@@ -97,10 +98,10 @@ class LearnedRates(nn.Module):
         if self.tables_BC is None:
             return 0.0
         if len(self.tables_BC) == len(self._place_B):
-            return of_tables(self.tables_BC, unique_lengths_B, fetched_row_P)
+            return select_by_table(self.tables_BC, unique_lengths_B, fetched_row_P)
         none_1C = self.tables_BC.new_zeros(1, self.tables_BC.shape[1])
         rates_BC = torch.cat([self.tables_BC, none_1C]).index_select(0, self._place_B)
-        return of_tables(rates_BC, unique_lengths_B, fetched_row_P)
+        return select_by_table(rates_BC, unique_lengths_B, fetched_row_P)
 
 
 def _rates(shape: tuple[int, ...], start: float, like: Tensor) -> nn.Parameter:

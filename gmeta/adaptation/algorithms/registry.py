@@ -13,7 +13,7 @@ from gmeta.adaptation.algorithms.metaemb import META_EMBEDDING
 from gmeta.adaptation.algorithms.metasgd import META_SGD
 from gmeta.adaptation.algorithms.reptile import REPTILE
 from gmeta.adaptation.algorithms.ridge import RIDGE
-from gmeta.adaptation.config import PLAIN
+from gmeta.config.algorithm import PLAIN
 from gmeta_keys.plugins import Registry
 
 ALGORITHMS: dict[str, Algorithm] = {

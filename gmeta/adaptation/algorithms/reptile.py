@@ -27,9 +27,9 @@ from gmeta.losses.row_losses import weighted_sum
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from gmeta.adaptation.config import AlgorithmConfig
     from gmeta.adaptation.general_loop import GeneralLoop
-    from gmeta.rows.sides import Sides, WorkingRows
+    from gmeta.adaptation.layout.sides import Sides, WorkingRows
+    from gmeta.config.algorithm import AlgorithmConfig
 
 
 def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gmeta.adaptation.fused.layer_update import LayerUpdate
+from gmeta.adaptation.fused.fast_weight_update import FastWeightUpdate
 from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.rates import WeightRates, scaled
+from gmeta.adaptation.rates import WeightRates, scale_grads
 from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
-    from gmeta.adaptation.fused.layer_update import Grads, Saved, Sides
+    from gmeta.adaptation.fused.fast_weight_update import Grads, Saved, Sides
+    from gmeta.adaptation.layout.padded_layout import PaddedRows
     from gmeta.adaptation.rates import LayerRate
-    from gmeta.rows.rectangles import PaddedRows
 
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
@@ -35,7 +35,7 @@ _relu_backward = torch.ops.aten.threshold_backward.grad_input
 class FastMlp(AdaptedMlp):
     """One operation a pass. Takes one rate for a layer or for each of its outputs."""
 
-    moved: tuple[LayerUpdate, ...] = ()  # by layer; none before the first step
+    updates: tuple[FastWeightUpdate, ...] = ()  # by layer; none before the first step
 
     def forward(self, inputs_NI: Tensor, rows: PaddedRows) -> tuple[Tensor, ...]:
         """Return h_0, ..., h_{L-1} and z_L of rows of the tasks."""
@@ -56,9 +56,9 @@ class FastMlp(AdaptedMlp):
         return (*below, last_SO)
 
     @property
-    def _updates(self) -> tuple[LayerUpdate, ...]:
-        return self.moved or tuple(
-            LayerUpdate(
+    def _updates(self) -> tuple[FastWeightUpdate, ...]:
+        return self.updates or tuple(
+            FastWeightUpdate(
                 tuple(at for at, path in enumerate(paths) if path == "low_rank"),
                 tuple(at for at, path in enumerate(paths) if path == "materialised"),
                 bias_rate=bias_rate,
@@ -66,25 +66,29 @@ class FastMlp(AdaptedMlp):
             for paths, bias_rate in zip(self.paths, self.bias_rates, strict=True)
         )
 
-    def _layers(self, rows: PaddedRows) -> _Layers:
+    def _layers(self, rows: PaddedRows) -> _PassLayers:
         sides = rows.rectangles, self.support.rectangles
-        return _Layers(self.weights_OI, self.biases_O, self.gates_of(rows), self._updates, sides)
+        return _PassLayers(
+            self.weights_OI, self.biases_O, self.gates_of(rows), self._updates, sides
+        )
 
-    def _moved(self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate) -> Self:
+    def _with_layer_step(
+        self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate
+    ) -> Self:
         if isinstance(rate, WeightRates):
             raise TypeError("a rate for each weight leaves no low rank: PlainMlp takes such")
-        updates, scaled_SO = list(self._updates), scaled(grads_SO, rate)
-        updates[at] = updates[at].then(activations_SI, scaled_SO, self.support.rectangles)
-        return replace(self, moved=tuple(updates))
+        updates, scaled_SO = list(self._updates), scale_grads(grads_SO, rate)
+        updates[at] = updates[at].with_step(activations_SI, scaled_SO, self.support.rectangles)
+        return replace(self, updates=tuple(updates))
 
 
-class _Layers(NamedTuple):
+class _PassLayers(NamedTuple):
     """An MLP for one pass over rows."""
 
     weights_OI: Sequence[Tensor]
     biases_O: Sequence[Tensor]
     gates_NO: Sequence[Tensor | None]  # of each row
-    updates: Sequence[LayerUpdate]
+    updates: Sequence[FastWeightUpdate]
     sides: Sides
 
     @property
@@ -103,7 +107,7 @@ class _Layers(NamedTuple):
 class _LayerGrads:
     """The gradients of an MLP's tensors, as far as they are known."""
 
-    def __init__(self, layers: _Layers) -> None:
+    def __init__(self, layers: _PassLayers) -> None:
         nothing: Grads = [None] * len(layers.updates)
         self.weights, self.biases, self.gates = nothing.copy(), nothing.copy(), nothing.copy()
         self.moved: list[Grads] = [[None] * len(update.flat) for update in layers.updates]
@@ -126,7 +130,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layers: _Layers, inputs_NI: Tensor, *tensors: Tensor
+        ctx: Any, layers: _PassLayers, inputs_NI: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         passed, ungated, saved, out_NO = [inputs_NI], {}, [], inputs_NI
         for at, gate_NO in enumerate(layers.gates_NO):
@@ -148,7 +152,7 @@ class _Forward(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
         layers, ungated, saved = ctx.layers, ctx.ungated, ctx.saved
         ctx.layers = ctx.ungated = ctx.saved = None
-        above, passed, found = _contiguous(above), ctx.saved_tensors, _LayerGrads(layers)
+        above, passed, found = _make_contiguous(above), ctx.saved_tensors, _LayerGrads(layers)
         wants_inputs, *wants = ctx.needs_input_grad[1:]
         wants_moved = any(wants[layers.num_shared :])
         grad, below = above[-1], None
@@ -163,7 +167,7 @@ class _Forward(torch.autograd.Function):
                 found.weights[at] = shared.mT @ passed[at]
                 found.biases[at] = shared.sum(dim=0)
                 if at or wants_inputs:
-                    below = _onto(below, shared, layers.weights_OI[at])
+                    below = _add_product(below, shared, layers.weights_OI[at])
                 found.moved[at] = layers.updates[at].subtract_backward(
                     saved[at],
                     grad,
@@ -186,7 +190,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layers: _Layers, lowest: int, last_SO: Tensor, *tensors: Tensor
+        ctx: Any, layers: _PassLayers, lowest: int, last_SO: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         hidden, grads = tensors[: len(layers.updates) - 1], [last_SO]
         saved: list[Saved] = []
@@ -195,7 +199,9 @@ class _Gradients(torch.autograd.Function):
             shared = grads[0] if gate_SO is None else grads[0] * gate_SO
             below = linear(shared, layers.weights_OI[at].mT)
             # Inner gradients are of support rows alone: sides[1] whatever rows `layers` are of.
-            saved.insert(0, layers.updates[at].subtract_back(below, grads[0], layers.sides[1]))
+            saved.insert(
+                0, layers.updates[at].subtract_from_gradients(below, grads[0], layers.sides[1])
+            )
             if at:
                 _relu_backward(below, hidden[at - 1], 0, grad_input=below)
             grads.insert(0, below)
@@ -212,7 +218,7 @@ class _Gradients(torch.autograd.Function):
         count, found = len(layers.updates), _LayerGrads(layers)
         grads, hidden = tensors[: count + 1 - lowest], tensors[count + 1 - lowest :]
         # The pass went down from d_L, so its derivative goes up from d_lowest.
-        below, *following = (*_contiguous(above), None)
+        below, *following = (*_make_contiguous(above), None)
         for at in range(lowest, count):
             onto = following[at - lowest]
             if below is None:
@@ -224,7 +230,7 @@ class _Gradients(torch.autograd.Function):
             shared = grad = grads[at + 1 - lowest]
             gate_SO, matrix_IO = layers.gates_NO[at], layers.weights_OI[at].mT
             if gate_SO is None:
-                carried = _onto(onto, below, matrix_IO)
+                carried = _add_product(onto, below, matrix_IO)
             else:
                 carried = linear(below, layers.weights_OI[at])
                 found.gates[at], shared = carried * grad, grad * gate_SO
@@ -237,11 +243,11 @@ class _Gradients(torch.autograd.Function):
         return (None, None, below, *[None] * (count - 1), *found.in_order)
 
 
-def _contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _make_contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients contiguous, as views of rectangles need them."""
     return tuple(grad if grad is None else grad.contiguous() for grad in grads)
 
 
-def _onto(into: Tensor | None, rows_NI: Tensor, matrix_IO: Tensor) -> Tensor:
+def _add_product(into: Tensor | None, rows_NI: Tensor, matrix_IO: Tensor) -> Tensor:
     """Return `rows_NI @ matrix_IO`, added in place to `into` if there is one."""
     return rows_NI @ matrix_IO if into is None else into.addmm_(rows_NI, matrix_IO)

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gmeta.adaptation.plan import Path
+    from gmeta.adaptation.adaptation_plan import Path
+    from gmeta.adaptation.layout.padded_layout import PaddedRows
     from gmeta.adaptation.rates import LayerRate
     from gmeta.losses.objectives import RowLoss
-    from gmeta.rows.rectangles import PaddedRows
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class AdaptedMlp(ABC):
         """
 
     @abstractmethod
-    def _moved(self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate) -> Self:
+    def _with_layer_step(
+        self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate
+    ) -> Self:
         """Return the MLP with layer `at` after one more inner step."""
 
     def step_gradients(
@@ -68,7 +70,7 @@ class AdaptedMlp(ABC):
         ..., d_L of their loss.
         """
         *activations, last_SO = self.forward(inputs_SI, self.support)
-        grads = self.gradients(loss.slope_NO(last_SO), activations[1:], lowest)
+        grads = self.gradients(loss.grad_NO(last_SO), activations[1:], lowest)
         return tuple(activations), grads
 
     def after_step(
@@ -81,7 +83,7 @@ class AdaptedMlp(ABC):
         mlp, count = self, len(self.weights_OI)
         for at, paths in enumerate(self.paths):
             if paths:
-                mlp = mlp._moved(at, activations[at], grads[at - count], rates[at])
+                mlp = mlp._with_layer_step(at, activations[at], grads[at - count], rates[at])
         return mlp
 
     @property

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
+from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
 
 if TYPE_CHECKING:
+    from gmeta.adaptation.layout.padded_layout import PaddedRows
     from gmeta.adaptation.rates import LayerRate
-    from gmeta.rows.rectangles import PaddedRows
 
 
 @final
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class PlainMlp(AdaptedMlp):
     """Takes any rate, in any order of differentiation."""
 
-    changes: tuple[tuple[LayerChange, ...], ...] = ()  # by layer and rectangle; none before a step
+    changes: tuple[tuple[PlainUpdate, ...], ...] = ()  # by layer and rectangle; none before a step
 
     def forward(self, inputs_NI: Tensor, rows: PaddedRows) -> tuple[Tensor, ...]:
         """Return h_0, ..., h_{L-1} and z_L of rows of the tasks."""
@@ -38,8 +38,8 @@ class PlainMlp(AdaptedMlp):
             out_NO = out_NO if gate_NO is None else out_NO * gate_NO
             if change := self._changes_of(at):
                 blocks = zip(change, rows.blocks(passed[-1]), strict=True)
-                out_NO = out_NO - rows.joined(
-                    [mine.of_outputs_TLO(block) for mine, block in blocks]
+                out_NO = out_NO - rows.join_blocks(
+                    [mine.output_change_TLO(block) for mine, block in blocks]
                 )
         return (*passed, out_NO)
 
@@ -54,19 +54,21 @@ class PlainMlp(AdaptedMlp):
             below_SI = gated_SO @ self.weights_OI[at]
             if change := self._changes_of(at):
                 blocks = zip(change, self.support.blocks(grad_SO), strict=True)
-                moved = [mine.of_gradients_TLI(block) for mine, block in blocks]
-                below_SI = below_SI - self.support.joined(moved)
+                blocks_change = [mine.gradient_change_TLI(block) for mine, block in blocks]
+                below_SI = below_SI - self.support.join_blocks(blocks_change)
             grads.insert(0, torch.where(hidden[at - 1] > 0, below_SI, 0.0) if at else below_SI)
         return tuple(grads)
 
-    def _changes_of(self, at: int) -> tuple[LayerChange, ...]:
+    def _changes_of(self, at: int) -> tuple[PlainUpdate, ...]:
         return self.changes[at] if self.changes else ()
 
-    def _moved(self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate) -> Self:
+    def _with_layer_step(
+        self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate
+    ) -> Self:
         blocks = self.support.blocks(activations_SI), self.support.blocks(grads_SO)
         before = self._changes_of(at) or [None] * len(self.paths[at])
         after = tuple(
-            after_step(change, one_step(path, activations, grads, rate, self.bias_rates[at]))
+            add_step(change, step_update(path, activations, grads, rate, self.bias_rates[at]))
             for change, path, activations, grads in zip(
                 before, self.paths[at], *blocks, strict=True
             )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
@@ -19,7 +19,7 @@ CHANGE_RATIO = 1.5  # of own time per task, up or down: worth a report at once
 CHANGE_AFTER_S = 0.5  # time over which it is measured: one step may be a hiccup
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """Tasks and micro-batches of this worker in each step; later versions are newer."""
 
     version: int
@@ -42,13 +42,13 @@ class WorkerAgent:
         self._restart = restart
         self._seen: set[str] = set()
         self.totals = Report()
-        self.plan = Plan(0, share, micro_batches)  # in force
+        self.plan = BatchPlan(0, share, micro_batches)  # in force
         self.newest = self.plan
         self._looked_at = Report()  # the totals when the speed was last looked at
         self._usual_ms = 0.0  # own time per task
         client.report(self.totals, share)
 
-    def stepped(
+    def count_step(
         self,
         num_tasks: int,
         compute_ms: float,
@@ -59,11 +59,11 @@ class WorkerAgent:
         """Count one more step, of `num_tasks` of this worker's tasks. Return whether this worker
         became much slower or faster: then nobody should wait for the next heartbeat."""
         step = Report(1, num_tasks, compute_ms, data_wait_ms, communication_ms, peer_wait_ms)
-        self.totals = self.totals.and_then(step)
+        self.totals = self.totals.plus(step)
         self._client.report(self.totals, self.plan.tasks)
-        return self._changed()
+        return self._has_changed_pace()
 
-    def _changed(self) -> bool:
+    def _has_changed_pace(self) -> bool:
         news = self.totals.since(self._looked_at)
         own_ms = sum(news.own_ms)
         if not news.tasks_done or own_ms + news.peer_wait_ms < 1000 * CHANGE_AFTER_S:
@@ -88,14 +88,14 @@ class WorkerAgent:
                 refusal = f"this trainer does not do {name}: a step always has as many tasks"
                 self._answer(action.action_id, "REFUSED", refusal)
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: BatchPlan) -> None:
         """Put a plan that all ranks hold in force, from the step that they agreed on."""
         self.plan = plan
         self._answer(plan.action_id, "APPLIED", "")
 
     def _note_plan(self, action: pb.Action) -> None:
-        plan = Plan(
-            _version(action.action_id),
+        plan = BatchPlan(
+            _order_of_action(action.action_id),
             int(action.parameters["tasks"]),
             max(1, int(action.parameters["micro_batches"])),
             action.action_id,
@@ -115,7 +115,7 @@ class WorkerAgent:
             _log.info("action %s: %s", action_id, error)
 
 
-def _version(action_id: str) -> int:
+def _order_of_action(action_id: str) -> int:
     """Return the order of "SERVICE_EPOCH.GENERATION.NUMBER": it rises with each plan, also over
     service restarts."""
     service_epoch, _, number = (int(part) for part in action_id.split("."))

@@ -11,9 +11,9 @@ from typing import Any, final
 
 import grpc
 
-from gmeta.antdt.access.errors import REASON_KEY
-from gmeta.antdt.rpc.loop import event_loop
-from gmeta.antdt.rpc.streamed import STREAMED
+from gmeta.access.errors import REASON_KEY
+from gmeta.antdt.rpc.event_loop import event_loop
+from gmeta.antdt.rpc.streamed_calls import STREAMED
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 # gRPC's code for a connection that broke at the wrong moment: in a write, or between two frames.
@@ -86,8 +86,8 @@ class CallStream:
         if answer.HasField("refusal"):
             refusal = answer.refusal
             # A newer service may have reasons that this client does not know.
-            known = pb.Reason.DESCRIPTOR.values_by_number.get(refusal.reason)
-            reason = known.name.removeprefix("REASON_") if known else str(refusal.reason)
+            by_number = pb.Reason.DESCRIPTOR.values_by_number.get(refusal.reason)
+            reason = by_number.name.removeprefix("REASON_") if by_number else str(refusal.reason)
             raise CallError(_CODES[refusal.code], reason, refusal.message, False)
         return getattr(answer, field)
 
@@ -98,13 +98,13 @@ class CallStream:
     def _ask(self, message: Any, answered: Future[Any]) -> None:
         # If it was closed before the loop came to it, it never ran, and never reported its end.
         if self._ended is not None or self._running.cancelled():
-            answered.set_exception(self._ended or _broken())
+            answered.set_exception(self._ended or _broken_error())
             return
         self._unanswered[message.call_id] = answered
         self._unsent.put_nowait(message)
 
     async def _run(self) -> None:
-        ended = _broken()
+        ended = _broken_error()
         try:
             call = self._stub.Stream(metadata=self.metadata)
             sending = asyncio.create_task(self._send(call))
@@ -133,5 +133,5 @@ class CallStream:
             return  # the reader is told the same, and why
 
 
-def _broken() -> CallError:
+def _broken_error() -> CallError:
     return CallError(grpc.StatusCode.UNAVAILABLE, "", "the stream of calls broke", True)

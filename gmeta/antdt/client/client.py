@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.antdt.access.errors import AntdtError
-from gmeta.antdt.client.connection import Connection, ConnectionConfig
-from gmeta.antdt.client.heartbeat import Heartbeat
-from gmeta.antdt.client.held import HeldLeases
+from gmeta.access.errors import AntdtError
+from gmeta.antdt.client.connection import ConnectionConfig, ServiceConnection
+from gmeta.antdt.client.heartbeat import HeartbeatSender
+from gmeta.antdt.client.held_leases import HeldLeases
 from gmeta.antdt.client.lease import END, SAFE_FRACTION, EndOfEpoch, Lease, WaitFor
 from gmeta.antdt.client.session import Session
 from gmeta.antdt.errors import LeaseLostError
-from gmeta.antdt.manifests.manifest import ShardManifest, parse_manifest
+from gmeta.antdt.manifests.shard_manifest import ShardManifest, parse_manifest
 from gmeta.antdt.model import DatasetSpec, Outcome
 from gmeta.antdt.reports import Report
-from gmeta.antdt.rpc.nouns import grant_from, spec_to
+from gmeta.antdt.rpc.proto_types import encode_spec, parse_grant
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 _log = logging.getLogger("gmeta.antdt.client")
@@ -61,14 +61,14 @@ class ShardClient:
         )
         self._leases = HeldLeases()
         self._flushing = threading.Lock()  # one flush at a time
-        connection = Connection(config)
+        connection = ServiceConnection(config)
         self._session = Session(connection, worker_id, rdzv_round, self._leases)
         try:
             self._session.register()
         except AntdtError:
             connection.close()
             raise
-        self._heartbeat = Heartbeat(self._session, self._leases)
+        self._heartbeat = HeartbeatSender(self._session, self._leases)
 
     @property
     def worker_id(self) -> str:
@@ -103,7 +103,7 @@ class ShardClient:
     def register_dataset(self, spec: DatasetSpec) -> int:
         """Name a dataset; return its number of shards. Raise RefusedError when the name stands for
         other data."""
-        return int(self._session.call("RegisterDataset", spec=spec_to(spec)).num_shards)
+        return int(self._session.call("RegisterDataset", spec=encode_spec(spec)).num_shards)
 
     def lease(
         self, dataset: str, epoch: int, max_shards: int = 1
@@ -121,7 +121,7 @@ class ShardClient:
         if answer == "wait":
             return WaitFor(response.wait.retry_after_ms / 1000, response.wait.message)
         usable_until_s = sent_s + SAFE_FRACTION * response.grants.lease_ttl_ms / 1000
-        leases = [Lease(grant_from(grant), usable_until_s) for grant in response.grants.grants]
+        leases = [Lease(parse_grant(grant), usable_until_s) for grant in response.grants.grants]
         self._leases.add(leases)
         return leases
 
@@ -162,7 +162,7 @@ class ShardClient:
         discard it."""
         outcomes = self._complete([lease.token])
         try:
-            self._leases.settle([(lease, lease.num_units)], outcomes, drop=True)
+            self._leases.apply_outcomes([(lease, lease.num_units)], outcomes, drop=True)
         except LeaseLostError:
             return False
         return True
@@ -189,26 +189,26 @@ class ShardClient:
 
     def _flush(self, also_speculative: bool) -> None:
         with self._flushing:
-            noted = self._leases.noted()
+            progress = self._leases.collect_progress()
             partial = [
                 (x, done)
-                for x, done in noted
+                for x, done in progress
                 if x.units_reported < done < x.num_units and not x.speculative
             ]
-            whole = [
+            complete = [
                 (x, done)
-                for x, done in noted
+                for x, done in progress
                 if done == x.num_units and (also_speculative or not x.speculative)
             ]
             if partial:
                 items = [pb.ProgressItem(token=x.token, units_done=done) for x, done in partial]
                 outcomes = self._session.call("Progress", items=items).outcomes
-                self._leases.settle(partial, outcomes, drop=False)
-            if whole:
-                outcomes = self._complete([lease.token for lease, _ in whole])
-                self._leases.settle(whole, outcomes, drop=True)
+                self._leases.apply_outcomes(partial, outcomes, drop=False)
+            if complete:
+                outcomes = self._complete([lease.token for lease, _ in complete])
+                self._leases.apply_outcomes(complete, outcomes, drop=True)
 
-    def _flush_what_is_held(self) -> LeaseLostError | None:
+    def _flush_held(self) -> LeaseLostError | None:
         """Flush the leases that are not lost, and return the first loss that is met. Finished
         speculative shards are left out: `complete` says when their results are ready."""
         first: LeaseLostError | None = None
@@ -234,11 +234,11 @@ class ShardClient:
         """Report that the shard cannot be processed; return True when it is quarantined now. Its
         units that are in the model are flushed first. LeaseLostError, also for another lease, is
         raised only after this failure has been counted."""
-        lost = self._flush_what_is_held()
+        lost = self._flush_held()
         response = self._session.call_numbered(
             "Fail", token=lease.token, failure_class=failure_class, message=message
         )
-        self._leases.settle([(lease, lease.units_done)], [response.outcome], drop=True)
+        self._leases.apply_outcomes([(lease, lease.units_done)], [response.outcome], drop=True)
         if lost is not None:
             raise lost
         return bool(response.quarantined)
@@ -275,11 +275,11 @@ class ShardClient:
     def report(self, report: Report, share: int = 0) -> None:
         """Set what the next heartbeat reports to the monitor; from the first report on there is one
         as often as the service asks for. `share`: tasks that this worker takes in each step now."""
-        self._heartbeat.report(report, share)
+        self._heartbeat.set_report(report, share)
 
-    def read(self, step: int, values: Mapping[str, float]) -> None:
+    def report_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Tell watchers the model's loss and scores after a step, with the next heartbeat."""
-        self._heartbeat.read(step, values)
+        self._heartbeat.add_reading(step, values)
 
     def hurry(self) -> None:
         """Report at once, and ask soon after for what the controller decided."""
@@ -305,7 +305,7 @@ class ShardClient:
         self._heartbeat.join()
         try:
             if not session.is_fenced:
-                if lost := self._flush_what_is_held():
+                if lost := self._flush_held():
                     _log.warning("units were trained that another worker trains, too: %s", lost)
                 self.release(self.held)
         except AntdtError as error:

@@ -16,19 +16,19 @@ from typing import Any, final
 
 import grpc
 
-from gmeta.antdt.access.address import check_target
-from gmeta.antdt.access.credentials import (
+from gmeta.access.address import check_target
+from gmeta.access.credentials import (
     Bearer,
     CredentialError,
     WatchedFiles,
     client_credentials,
     is_loopback,
 )
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.call_stream import CallError, CallStream
 from gmeta.antdt.errors import FencedError, ServiceUnavailableError
-from gmeta.antdt.rpc.loop import wait_for
-from gmeta.antdt.rpc.streamed import STREAMED
+from gmeta.antdt.rpc.event_loop import wait_for
+from gmeta.antdt.rpc.streamed_calls import STREAMED
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -85,7 +85,7 @@ class ConnectionConfig:
 
 
 @final
-class Connection:
+class ServiceConnection:
     """A channel, and a stream on it for the calls of a training loop; `call` is safe from several
     threads."""
 
@@ -124,7 +124,7 @@ class Connection:
     def _take_new_certificates(self) -> bool:
         """Open a channel with new certificates, if there are any, and return whether there are.
         Called after a failed call: a channel holds on to those it was made with."""
-        if not self._files.changed():
+        if not self._files.have_changed():
             return False
         try:
             channel = wait_for(self._open())
@@ -147,11 +147,11 @@ class Connection:
         if rpc in STREAMED and self._has_streams and request.ByteSize() <= MAX_STREAMED_BYTES:
             return self._stream_with(metadata).call(rpc, request, timeout_s)
 
-        async def one_call() -> Any:
+        async def call_once() -> Any:
             return await getattr(self._stub, rpc)(request, timeout=timeout_s, metadata=metadata)
 
         try:
-            return wait_for(one_call())
+            return wait_for(call_once())
         except grpc.RpcError as error:
             raise CallError.of(error) from error
 
@@ -195,7 +195,7 @@ class Connection:
                 renewed = self._take_new_certificates()
                 # Tried again at once: so far the service has only refused a stream, and seen no
                 # call.
-                if self._gives_up_streams(error):
+                if self._falls_back_to_calls(error):
                     continue
                 if error.reason == "FENCED_SERVICE_EPOCH" and renew is not None:
                     renew()
@@ -208,7 +208,7 @@ class Connection:
                 if self.is_stopping():
                     budget_s = min(budget_s, STOPPING_BUDGET_S)
                 if waited_s + pause_s > budget_s:
-                    raise self._outage(rpc, waited_s, error) from error
+                    raise self._outage_error(rpc, waited_s, error) from error
                 if waited_s >= warn_after_s:
                     warn_after_s = waited_s + _WARN_EVERY_S
                     left_s = budget_s - waited_s
@@ -223,7 +223,7 @@ class Connection:
         while (left_s := until_s - time.monotonic()) > 0 and self.is_stopping() == was_stopping:
             time.sleep(min(left_s, _LOOK_EVERY_S))
 
-    def _gives_up_streams(self, error: CallError) -> bool:
+    def _falls_back_to_calls(self, error: CallError) -> bool:
         """Return whether the service has no stream for this client, now or at all; single calls
         work too, only more slowly."""
         none_left = error.reason == "LIMIT"
@@ -246,18 +246,18 @@ class Connection:
         for channel in self._channels:
             wait_for(channel.close())
 
-    def _outage(self, rpc: str, waited_s: float, error: CallError) -> ServiceUnavailableError:
-        told = (
+    def _outage_error(self, rpc: str, waited_s: float, error: CallError) -> ServiceUnavailableError:
+        message = (
             f"the shard service at {self._config.address} did not answer {rpc} for {waited_s:.0f} "
             f"s ({error.code.name}: {error.details})"
         )
         if self.is_stopping():
             return ServiceUnavailableError(
-                f"{told}, and this process was asked to stop, which waits no longer. Start it "
+                f"{message}, and this process was asked to stop, which waits no longer. Start it "
                 "again once the service answers: what is in no checkpoint is handed out again."
             )
         return ServiceUnavailableError(
-            f"{told}; allowed is {self._config.outage_budget_s:.0f} s. "
+            f"{message}; allowed is {self._config.outage_budget_s:.0f} s. "
             "Start it again on the same store, or look into its log; the data has NOT ended."
         )
 

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
-from gmeta.antdt.access.errors import AntdtError
+from gmeta.access.errors import AntdtError
 from gmeta.antdt.errors import FencedError
+from gmeta.antdt.metric_readings import MAX_READINGS_PER_CALL, MAX_VALUES
 from gmeta.antdt.model import MAX_NAME_CHARS
-from gmeta.antdt.readings import MAX_READINGS_PER_CALL, MAX_VALUES
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from gmeta.antdt.client.held import HeldLeases
+    from gmeta.antdt.client.held_leases import HeldLeases
     from gmeta.antdt.client.session import Session
 
 _log = logging.getLogger("gmeta.antdt.client")
@@ -27,7 +27,7 @@ DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hur
 
 
 @final
-class Heartbeat:
+class HeartbeatSender:
     """Beats from the beginning until the session is closed, or the process is fenced."""
 
     def __init__(self, session: Session, leases: HeldLeases) -> None:
@@ -42,10 +42,12 @@ class Heartbeat:
         # arrived after it would be of the past, and fence this process.
         self.beating = threading.Lock()
         self._due = threading.Event()  # the next one is due now
-        self._thread = threading.Thread(target=self._beat_on, name="antdt-heartbeat", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat_until_closed, name="antdt-heartbeat", daemon=True
+        )
         self._thread.start()
 
-    def report(self, report: Report, share: int) -> None:
+    def set_report(self, report: Report, share: int) -> None:
         """Set the report of the next heartbeat."""
         is_first = self._report is None
         self._report = pb.WorkerReport(**report._asdict(), share=share)
@@ -53,13 +55,13 @@ class Heartbeat:
         if is_first:
             self._due.set()
 
-    def read(self, step: int, values: Mapping[str, float]) -> None:
+    def add_reading(self, step: int, values: Mapping[str, float]) -> None:
         """Add a reading to the next heartbeat, which takes only the newest ones. A name too long
         for the service is left out: it would refuse the call, which renews the leases."""
-        named = iter((name, x) for name, x in values.items() if len(name) <= MAX_NAME_CHARS)
+        short_names = iter((name, x) for name, x in values.items() if len(name) <= MAX_NAME_CHARS)
         with self._lock:
             # The service puts the parts of a step together.
-            while part := dict(islice(named, MAX_VALUES)):
+            while part := dict(islice(short_names, MAX_VALUES)):
                 self._readings.append(pb.Reading(step=step, values=part))
             del self._readings[:-MAX_READINGS_PER_CALL]
 
@@ -79,7 +81,7 @@ class Heartbeat:
         self._due.set()
         self._thread.join()
 
-    def _beat_on(self) -> None:
+    def _beat_until_closed(self) -> None:
         is_last = False
         while not is_last:
             self._due.wait(self._pause_s())
@@ -122,9 +124,9 @@ class Heartbeat:
             report=report,
             readings=readings,
         )
-        self._session.renewed(sent_s, tokens, set(response.revoked_tokens))
+        self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))
         with self._lock:
             self._readings = [reading for reading in self._readings if reading not in readings]
             # An action comes with every beat until it is answered.
-            known = {action.action_id for action in self._actions}
-            self._actions += [a for a in response.actions if a.action_id not in known]
+            known_ids = {action.action_id for action in self._actions}
+            self._actions += [a for a in response.actions if a.action_id not in known_ids]

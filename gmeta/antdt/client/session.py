@@ -14,8 +14,8 @@ from gmeta.antdt.errors import FencedError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from gmeta.antdt.client.connection import Connection
-    from gmeta.antdt.client.held import HeldLeases
+    from gmeta.antdt.client.connection import ServiceConnection
+    from gmeta.antdt.client.held_leases import HeldLeases
 
 CLOSING_BUDGET_S = 2.0  # an outage is not waited for: leases expire anyway
 
@@ -25,7 +25,11 @@ class Session:
     """May be used from any thread. `register` comes before the first call."""
 
     def __init__(
-        self, connection: Connection, worker_id: str, rdzv_round: int | None, leases: HeldLeases
+        self,
+        connection: ServiceConnection,
+        worker_id: str,
+        rdzv_round: int | None,
+        leases: HeldLeases,
     ) -> None:
         self.connection = connection
         self.worker_id = worker_id
@@ -119,7 +123,7 @@ class Session:
         leases that this process still holds. Raise FencedError, RefusedError or
         ServiceUnavailableError."""
         with self._registering:
-            sent_s, named = time.monotonic(), self._leases.tokens()
+            sent_s, held_tokens = time.monotonic(), self._leases.tokens()
             response = self.connection.call(
                 "Register",
                 lambda: pb.RegisterRequest(
@@ -147,8 +151,8 @@ class Session:
             self.ttl_s = response.lease_ttl_ms / 1000
             self.report_every_s = response.report_every_ms / 1000
             live = {grant.token for grant in response.leases}
-            self.renewed(sent_s, named, named - live)
+            self.apply_renewal(sent_s, held_tokens, held_tokens - live)
 
-    def renewed(self, sent_s: float, named: set[int], gone: set[int]) -> None:
+    def apply_renewal(self, sent_s: float, renewed_tokens: set[int], lost_tokens: set[int]) -> None:
         """Take in that a call sent at `sent_s` renewed the leases `named`, but for those `gone`."""
-        self._leases.renewed(sent_s + SAFE_FRACTION * self.ttl_s, named, gone)
+        self._leases.apply_renewal(sent_s + SAFE_FRACTION * self.ttl_s, renewed_tokens, lost_tokens)

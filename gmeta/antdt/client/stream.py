@@ -10,10 +10,10 @@ import threading
 from collections import deque
 from typing import NamedTuple, final
 
-from gmeta.antdt.access.errors import AntdtError
+from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
-from gmeta_keys.boundary import failing_as, kind_and_text
+from gmeta_keys.translate_errors import failing_as, kind_and_text
 
 REPORT_EVERY_S = 0.25  # two durable calls: 0.4 % of a core a rank, and no later END
 
@@ -60,11 +60,11 @@ class ShardFeed:
         self._raise_error()
         lease = self._ready.popleft() if self._ready else None
         # Not at every shard: a step may take many, and the thread would compete with it.
-        if self._missing():
+        if self._num_to_lease():
             self._wake.set()
         return lease
 
-    def take(self) -> Lease | None:
+    def next_lease(self) -> Lease | None:
         """Return the next shard, or None when the service said WAIT or END: then only other
         workers, or a flush of this one, can bring more. Raise the thread's error."""
         with self._changed:
@@ -88,12 +88,12 @@ class ShardFeed:
     def _run(self) -> None:
         try:
             # Whatever it is: whoever waits for a shard must not wait for ever.
-            with failing_as(_defect, AntdtError):
+            with failing_as(_wrap_defect, AntdtError):
                 while not self._closed.is_set() and not self._end_seen:
                     # Cleared before the missing shards are counted: a shard taken after that sets
                     # it again.
                     self._wake.clear()
-                    wait_s = self._fill()
+                    wait_s = self._lease_missing()
                     self._wake.wait(wait_s)
         except AntdtError as error:
             self._error = error
@@ -101,16 +101,16 @@ class ShardFeed:
             self._held_back = True  # nothing comes any more: nobody may wait for it
             self._changed.notify_all()
 
-    def _missing(self) -> int:
+    def _num_to_lease(self) -> int:
         """Return how many shards to lease now: none until half are missing, as a call costs the
         same for one as for many."""
         wanted = self.prefetch_shards
         missing = wanted - len(self._ready)
         return missing if missing >= max(1, wanted // 2) else 0
 
-    def _fill(self) -> float | None:
+    def _lease_missing(self) -> float | None:
         """Lease what is missing; return how long to pause, None: until enough is missing."""
-        missing = self._missing()
+        missing = self._num_to_lease()
         if not missing:
             return None
         answer = self._client.lease(self._dataset, self._epoch, missing)
@@ -127,7 +127,7 @@ class ShardFeed:
         return 0.0
 
 
-def _defect(error: Exception) -> AntdtError:
+def _wrap_defect(error: Exception) -> AntdtError:
     return AntdtError(
         f"no shard can be leased any more: {kind_and_text(error).rstrip('.')}. That is a defect; "
         "report it with its traceback."
@@ -160,7 +160,7 @@ class UnitStream:
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._reporter = threading.Thread(
-            target=self._report_on, name="antdt-reporter", daemon=True
+            target=self._report_until_closed, name="antdt-reporter", daemon=True
         )
         self._reporter.start()
 
@@ -176,7 +176,7 @@ class UnitStream:
         """Return why the service holds shards back now; "" when it does not."""
         return self._feed.waiting_for
 
-    def take(self, num_units: int) -> list[UnitRange]:
+    def take_units(self, num_units: int) -> list[UnitRange]:
         """Return the next units, fewer than asked for when the others are in other ranks' hands.
         Waits for the service, never for other ranks. Raise AntdtError: a fence, a lost lease, an
         outage beyond the budget.
@@ -185,7 +185,7 @@ class UnitStream:
         ranges: list[UnitRange] = []
         while num_units:
             if not self._held or self._next_unit == self._held[-1].end_unit:
-                lease = self._put_back.popleft() if self._put_back else self._feed.take()
+                lease = self._put_back.popleft() if self._put_back else self._feed.next_lease()
                 # Not yet the end of the epoch: what other ranks hold may come back.
                 if lease is None:
                     self._wake.set()  # END may wait for this rank's unreported units
@@ -217,7 +217,7 @@ class UnitStream:
         """Keep `num_shards` leases ready from now on."""
         self._feed.prefetch_shards = num_shards
 
-    def trained(self, num_units: int) -> None:
+    def mark_trained(self, num_units: int) -> None:
         """Note that `num_units` more of the units taken are in the model. Raise the reporter's
         error, or LeaseLostError."""
         self._raise_error()
@@ -250,7 +250,7 @@ class UnitStream:
         if self._error is not None:
             raise self._error
 
-    def _report_on(self) -> None:
+    def _report_until_closed(self) -> None:
         try:
             while not self._closed.is_set():
                 self._wake.wait(REPORT_EVERY_S)

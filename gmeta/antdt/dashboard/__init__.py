@@ -8,18 +8,18 @@ from functools import partial
 from importlib import resources
 from typing import Any, final
 
-from gmeta.antdt.access.errors import RefusedError
-from gmeta.antdt.access.http_edge import HttpRequest
+from gmeta.access.errors import RefusedError
+from gmeta.access.http_edge import HttpRequest
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.shard_manifest import parse_manifest
+from gmeta.antdt.metric_readings import Curves
 from gmeta.antdt.model import Checkpoint
 from gmeta.antdt.phase import present_workers
-from gmeta.antdt.readings import Curves
 from gmeta.antdt.reports import SHARD_STATES, SPENT, STRAGGLERS, WorkerHealth
-from gmeta.antdt.rpc import views
-from gmeta.antdt.storage.request import Read, Request
-from gmeta.antdt.stragglers.governor import Governor, Spoken
+from gmeta.antdt.rpc import operator_views as views
+from gmeta.antdt.storage.request import LedgerView, Request
+from gmeta.antdt.stragglers.governor import Governor, RulingRecord
 
 EVERY_S = 1.0
 MAX_WATCHERS = 16  # each holds a thread
@@ -87,7 +87,7 @@ class Dashboard:
         slow = {name for name, found in health.items() if found.verdict in STRAGGLERS}
         try:
             status, num_workers, newest, curves = self._ask(
-                Read(partial(_read, slow | governor.silent))
+                LedgerView(partial(_read_ledger, slow | governor.silent))
             )
         except RefusedError as error:
             return {"trouble": str(error)}
@@ -109,7 +109,7 @@ class Dashboard:
             "num_stragglers": len(slow - governor.silent),
             "datasets": [_dataset(dataset) for dataset in status.datasets],
             "workers": self._workers(status, health),
-            "decisions": _newest(governor.spoken),
+            "decisions": _newest_decisions(governor.ruling_records),
             "checkpoints": [
                 {"id": c.checkpoint_id, "step": c.step, "committed": c.committed}
                 for c in reversed(status.checkpoints)
@@ -127,8 +127,8 @@ class Dashboard:
         with self._auditing:
             if self._audited[0] != newest.digest:
                 report = audit_manifest(parse_manifest(newest.manifest_json))
-                found = {"id": newest.checkpoint_id, "ok": report.ok, "lines": report.lines}
-                self._audited = (newest.digest, found)
+                audit = {"id": newest.checkpoint_id, "ok": report.ok, "lines": report.lines}
+                self._audited = (newest.digest, audit)
             return self._audited[1]
 
     def _workers(self, status: Any, health: dict[str, WorkerHealth]) -> list[dict[str, Any]]:
@@ -139,17 +139,17 @@ class Dashboard:
             # The state of a worker before it fell silent says nothing about now.
             is_silent = name in self._governor.silent
             unknown = WorkerHealth(name, "unknown")
-            found = unknown if is_silent else health.get(name, unknown)
+            worker_health = unknown if is_silent else health.get(name, unknown)
             report = worker.report
             rows.append(
                 {
                     "name": name,
-                    "verdict": "silent" if is_silent else found.verdict,
-                    "cause": found.cause,
-                    "ratio": found.ratio,
-                    "tasks_per_s": found.tasks_per_s,
-                    "evidence": found.evidence,
-                    "slow_for_s": found.slow_for_s,
+                    "verdict": "silent" if is_silent else worker_health.verdict,
+                    "cause": worker_health.cause,
+                    "ratio": worker_health.ratio,
+                    "tasks_per_s": worker_health.tasks_per_s,
+                    "evidence": worker_health.evidence,
+                    "slow_for_s": worker_health.slow_for_s,
                     "share": report.share or shares.get(name, 0),
                     "step": report.step,
                     "leases": worker.num_leases,
@@ -173,7 +173,7 @@ class Dashboard:
         return rows[:MAX_WORKERS]
 
 
-def _read(
+def _read_ledger(
     slow: Set[str], ledger: Ledger, now_s: float
 ) -> tuple[Any, int, Checkpoint | None, Curves]:
     newest = next(reversed(ledger.state.checkpoints.values()), None)
@@ -182,10 +182,10 @@ def _read(
     return views.status(ledger, now_s, names), len(names), newest, ledger.readings.curves()
 
 
-def _newest(spoken: Iterable[Spoken]) -> list[dict[str, Any]]:
+def _newest_decisions(spoken: Iterable[RulingRecord]) -> list[dict[str, Any]]:
     """Return the newest decisions. They are copied in one go first: the governor's thread adds to
     them meanwhile."""
-    return [said._asdict() for said in list(spoken)[: -MAX_DECISIONS - 1 : -1]]
+    return [decision._asdict() for decision in list(spoken)[: -MAX_DECISIONS - 1 : -1]]
 
 
 def _dataset(dataset: Any) -> dict[str, Any]:

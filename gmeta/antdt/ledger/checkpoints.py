@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import ManifestError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.table import ShardTable, check_room
-from gmeta.antdt.manifests.manifest import (
+from gmeta.antdt.ledger.table import ShardTable, check_capacity
+from gmeta.antdt.manifests.shard_manifest import (
     DatasetManifest,
     Exceptional,
     ShardManifest,
@@ -121,7 +121,7 @@ def check_restore(state: LedgerState, manifest_json: str) -> str:
                 "old data, or begin without the checkpoint.",
             )
     tables = state.tables
-    check_room(tables, [x.spec for x in manifest.datasets if x.spec.name not in tables])
+    check_capacity(tables, [x.spec for x in manifest.datasets if x.spec.name not in tables])
     return manifest.digest
 
 

@@ -3,8 +3,8 @@ before they get here."""
 
 from typing import NamedTuple
 
+from gmeta.antdt.metric_readings import MetricReading
 from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome
-from gmeta.antdt.readings import Reading
 
 
 class StartService(NamedTuple):
@@ -50,10 +50,10 @@ class Heartbeat(NamedTuple):
     caller: Caller
     tokens: tuple[int, ...]
     report: tuple[float, ...]
-    readings: tuple[Reading, ...] = ()
+    readings: tuple[MetricReading, ...] = ()
 
 
-class Progress(NamedTuple):
+class ReportProgress(NamedTuple):
     """(token, units_done from the front of the shard) of what is in the model."""
 
     caller: Caller
@@ -180,7 +180,7 @@ class RegisterReply(NamedTuple):
     leases: tuple[Grant, ...]
 
 
-class Granted(NamedTuple):
+class GrantReply(NamedTuple):
     """Answer to LeaseShards: shards."""
 
     last_seq: int
@@ -202,7 +202,7 @@ class End(NamedTuple):
     last_seq: int
 
 
-class Beat(NamedTuple):
+class HeartbeatReply(NamedTuple):
     """Answer to Heartbeat: tokens that are gone, and open actions."""
 
     revoked: tuple[int, ...]
@@ -217,27 +217,27 @@ class Outcomes(NamedTuple):
     quarantined: bool = False
 
 
-class Manifest(NamedTuple):
+class ManifestReply(NamedTuple):
     """Answer to PrepareCheckpoint."""
 
     manifest_json: str
     digest: str
 
 
-class Restored(NamedTuple):
+class RestoreReply(NamedTuple):
     """Answer to Restore."""
 
     run_generation: int
     digest: str
 
 
-class Ticked(NamedTuple):
+class TickReply(NamedTuple):
     """Answer to Tick: (token, worker) of every lease that expired now."""
 
     expired: tuple[tuple[int, str], ...]
 
 
-class Changed(NamedTuple):
+class ChangeReply(NamedTuple):
     """Answer to operator commands, BackUp and CommitCheckpoint: how many shards changed."""
 
     num_changed: int
@@ -253,7 +253,7 @@ Command = (
     | Register
     | LeaseShards
     | Heartbeat
-    | Progress
+    | ReportProgress
     | Complete
     | Release
     | Fail
@@ -270,14 +270,14 @@ Command = (
 Reply = (
     DatasetReply
     | RegisterReply
-    | Granted
+    | GrantReply
     | Wait
     | End
-    | Beat
+    | HeartbeatReply
     | Outcomes
-    | Manifest
-    | Restored
-    | Changed
-    | Ticked
+    | ManifestReply
+    | RestoreReply
+    | ChangeReply
+    | TickReply
     | None
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.model import MAX_WORKERS, Caller, Worker
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check_process(state: LedgerState, caller: Caller) -> Worker:
         )
     # Before the service epoch: a zombie must stop, not register again and take the id back.
     if caller.incarnation != worker.incarnation:
-        raise superseded(caller.worker_id, caller.incarnation, worker.incarnation)
+        raise superseded_refusal(caller.worker_id, caller.incarnation, worker.incarnation)
     if caller.service_epoch != state.service_epoch:
         raise RefusedError(
             "ABORTED",
@@ -42,7 +42,7 @@ def check_caller(state: LedgerState, caller: Caller) -> Worker:
     raise RefusedError."""
     worker = check_process(state, caller)
     if caller.run_generation != state.generation:
-        raise stale_generation(caller.worker_id, caller.run_generation, state.generation)
+        raise stale_generation_refusal(caller.worker_id, caller.run_generation, state.generation)
     return worker
 
 
@@ -61,13 +61,13 @@ def check_registration(
             )
     # A retired process that registers anew would fence the one that replaced it.
     elif incarnation in worker.retired:
-        raise superseded(worker_id, incarnation, worker.incarnation)
+        raise superseded_refusal(worker_id, incarnation, worker.incarnation)
     elif (
         incarnation == worker.incarnation
         and worker.generation < state.generation
         and rdzv_round is None
     ):
-        raise stale_generation(worker_id, worker.generation, state.generation)
+        raise stale_generation_refusal(worker_id, worker.generation, state.generation)
     if rdzv_round is not None and rdzv_round < state.rdzv_round:
         raise RefusedError(
             "ABORTED",
@@ -77,7 +77,7 @@ def check_registration(
         )
 
 
-def superseded(worker_id: str, incarnation: str, current: str) -> RefusedError:
+def superseded_refusal(worker_id: str, incarnation: str, current: str) -> RefusedError:
     """Return the error for a process whose worker id another process speaks for."""
     return RefusedError(
         "ABORTED",
@@ -87,7 +87,7 @@ def superseded(worker_id: str, incarnation: str, current: str) -> RefusedError:
     )
 
 
-def stale_generation(worker_id: str, generation: int, current: int) -> RefusedError:
+def stale_generation_refusal(worker_id: str, generation: int, current: int) -> RefusedError:
     """Return the error for a process from before a restart of the job."""
     return RefusedError(
         "ABORTED",

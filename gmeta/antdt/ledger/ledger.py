@@ -10,15 +10,17 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
-from gmeta.antdt.ledger import checkpoints, offers, operate, results
+from gmeta.antdt.ledger import checkpoints, offers
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger import operator_actions as operate
+from gmeta.antdt.ledger import worker_results as results
+from gmeta.antdt.ledger.call_numbers import CallNumbers, checksum_call
 from gmeta.antdt.ledger.fences import check_caller, check_process, check_registration
-from gmeta.antdt.ledger.numbers import CallNumbers, crc_of
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import find_table, is_new_dataset
+from gmeta.antdt.metric_readings import MetricHistory
 from gmeta.antdt.model import Grant, Outcome, Worker
-from gmeta.antdt.readings import Readings
 
 # What a dead worker held, whose agent is silent too, is handed out again within this time.
 DEFAULT_LEASE_TTL_S = 30.0
@@ -26,7 +28,7 @@ DEFAULT_LEASE_TTL_S = 30.0
 GENESIS = b"\0" * 32
 
 
-class Applied(NamedTuple):
+class AppliedCommand(NamedTuple):
     """What a command did: its reply, the records to store before the reply, and whether they must
     survive a power cut."""
 
@@ -55,7 +57,7 @@ class Ledger:
         self.num_events = num_events
         self.head = head
         self.seen: dict[str, WorkerSeen] = {}
-        self.readings = Readings()
+        self.readings = MetricHistory()
         self.started_s = 0.0  # when this process's service began, on the same clock
         self.numbers = CallNumbers(state)
         self._next_deadline_s = float("inf")
@@ -72,7 +74,7 @@ class Ledger:
         """Give every lease a full ttl: after a recovery nobody knows how old one is."""
         self._renew(list(self.state.leases), now_s)
 
-    def apply(self, command: cmd.Command, now_s: float) -> Applied:
+    def apply(self, command: cmd.Command, now_s: float) -> AppliedCommand:
         """Decide and apply one command at monotonic time `now_s`.
 
         Raises RefusedError when the command is refused; what expired before it stays expired,
@@ -82,7 +84,7 @@ class Ledger:
         if now_s >= self._next_deadline_s:
             self._expire(now_s)
         reply = _DECIDE[type(command)](self, command, now_s)
-        return Applied(reply, *self.take_records())
+        return AppliedCommand(reply, *self.take_records())
 
     def take_records(self) -> tuple[list[bytes], bool]:
         """Return the records emitted since the last call (also by a refused command: leases that
@@ -99,7 +101,7 @@ class Ledger:
         self._needs_sync = self._needs_sync or not isinstance(event, ev.NEEDS_NO_SYNC)
 
     def _chain(self, record: bytes) -> None:
-        self.head = chained(self.head, record)
+        self.head = extend_chain(self.head, record)
         self.num_events += 1
 
     def _expire(self, now_s: float) -> None:
@@ -122,15 +124,15 @@ class Ledger:
         # looks further.
         self._next_deadline_s = min(self._next_deadline_s, deadline_s)
 
-    def _numbered(self, command: Any, now_s: float) -> tuple[Worker, int, cmd.Reply]:
+    def _look_up_call(self, command: Any, now_s: float) -> tuple[Worker, int, cmd.Reply]:
         """Return the worker, the call's checksum, and the stored reply if it was answered
         before."""
         worker = check_caller(self.state, command.caller)
-        self._saw(worker.worker_id, now_s)
-        call_crc = crc_of(command)
+        self._note_seen(worker.worker_id, now_s)
+        call_crc = checksum_call(command)
         return worker, call_crc, self.numbers.answered_before(worker, command, call_crc)
 
-    def _saw(self, worker_id: str, now_s: float, report: tuple[float, ...] = ()) -> None:
+    def _note_seen(self, worker_id: str, now_s: float, report: tuple[float, ...] = ()) -> None:
         old = self.seen.get(worker_id)
         self.seen[worker_id] = WorkerSeen(now_s, report or (old.report if old else ()))
 
@@ -143,7 +145,7 @@ class Ledger:
 
     def _tick(self, command: cmd.Tick, now_s: float) -> cmd.Reply:
         expired, self._expired = self._expired, ()
-        return cmd.Ticked(expired)
+        return cmd.TickReply(expired)
 
     def _register_dataset(self, command: cmd.RegisterDataset, now_s: float) -> cmd.Reply:
         spec = command.spec
@@ -170,7 +172,7 @@ class Ledger:
                 self.seen.pop(worker_id, None)
             self._emit(ev.WorkerRegistered(worker_id, incarnation))
         worker = state.workers[worker_id]
-        self._saw(worker_id, now_s)
+        self._note_seen(worker_id, now_s)
         # A worker that registers again lives: none of its leases may expire meanwhile.
         self._renew(worker.tokens, now_s)
         leases = tuple(self._live_grant(token) for token in sorted(worker.tokens))
@@ -187,19 +189,20 @@ class Ledger:
         )
 
     def _lease(self, command: cmd.LeaseShards, now_s: float) -> cmd.Reply:
-        worker, call_crc, again = self._numbered(command, now_s)
-        if again is None:
-            again = self._offer(worker, command, call_crc)
+        worker, call_crc, earlier_reply = self._look_up_call(command, now_s)
+        if earlier_reply is None:
+            earlier_reply = self._offer(worker, command, call_crc)
         # Only these: a lease whose grant never reached the worker must be able to expire.
-        if isinstance(again, cmd.Granted):
+        if isinstance(earlier_reply, cmd.GrantReply):
             self._renew(
-                [grant.token for grant in again.grants if grant.token in worker.tokens], now_s
+                [grant.token for grant in earlier_reply.grants if grant.token in worker.tokens],
+                now_s,
             )
-        return again
+        return earlier_reply
 
     def _offer(self, worker: Worker, command: cmd.LeaseShards, call_crc: int) -> cmd.Reply:
         table = find_table(self.state.tables, command.dataset)
-        nothing = offers.hold_back(self.state, worker, table, command.epoch, command.seq)
+        nothing = offers.refuse_grant(self.state, worker, table, command.epoch, command.seq)
         if nothing is None:
             if command.epoch > table.epoch:
                 self._emit(ev.EpochOpened(command.dataset, command.epoch))
@@ -207,14 +210,14 @@ class Ledger:
             if granted is not None:
                 self._emit(granted)
                 return self.numbers.reply_of(worker.last_call[0])
-            nothing = offers.nothing_left(table, command.seq)
+            nothing = offers.wait_for_others(table, command.seq)
         self.numbers.note_unrecorded(worker, command.seq, call_crc, nothing)
         return nothing
 
     def _heartbeat(self, command: cmd.Heartbeat, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
-        self._saw(worker.worker_id, now_s, command.report)
-        self.readings.take(command.readings, self.state.generation)
+        self._note_seen(worker.worker_id, now_s, command.report)
+        self.readings.add(command.readings, self.state.generation)
         # Only those that it names: a grant that never reached it must be able to expire.
         live = [token for token in command.tokens if token in worker.tokens]
         self._renew(live, now_s)
@@ -224,29 +227,29 @@ class Ledger:
             for action in self.state.actions.values()
             if (mine := operate.action_for(action, worker.worker_id)) is not None
         )
-        return cmd.Beat(revoked, actions)
+        return cmd.HeartbeatReply(revoked, actions)
 
-    def _progress(self, command: cmd.Progress, now_s: float) -> cmd.Reply:
+    def _progress(self, command: cmd.ReportProgress, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
-        self._saw(worker.worker_id, now_s)
-        outcomes, moved = results.progressed(self.state, worker, command.items)
+        self._note_seen(worker.worker_id, now_s)
+        outcomes, moved = results.judge_progress(self.state, worker, command.items)
         if moved:
             self._emit(ev.UnitsProgressed(list(moved.items())))
             self._renew(moved, now_s)
         return cmd.Outcomes(0, tuple(outcomes))
 
     def _give_back(self, command: cmd.Complete | cmd.Release, now_s: float) -> cmd.Reply:
-        worker, call_crc, again = self._numbered(command, now_s)
-        if again is not None:
-            return again
-        self._emit(results.given_back(self.state, worker, command, call_crc))
+        worker, call_crc, earlier_reply = self._look_up_call(command, now_s)
+        if earlier_reply is not None:
+            return earlier_reply
+        self._emit(results.build_give_back(self.state, worker, command, call_crc))
         return self.numbers.reply_of(worker.last_call[0])
 
     def _fail(self, command: cmd.Fail, now_s: float) -> cmd.Reply:
-        worker, call_crc, again = self._numbered(command, now_s)
-        if again is not None:
-            return again
-        failed = results.failed(self.state, worker, command, call_crc)
+        worker, call_crc, earlier_reply = self._look_up_call(command, now_s)
+        if earlier_reply is not None:
+            return earlier_reply
+        failed = results.build_failure(self.state, worker, command, call_crc)
         if failed is None:
             # Nothing happened, so there is no event, and the next call has the same number.
             return cmd.Outcomes(self.numbers.last_seq(worker), (Outcome.FENCED,))
@@ -255,21 +258,21 @@ class Ledger:
 
     def _prepare(self, command: cmd.PrepareCheckpoint, now_s: float) -> cmd.Reply:
         check_caller(self.state, command.caller)
-        again = checkpoints.prepared_before(self.state, command)
-        if again is None:
+        earlier = checkpoints.prepared_before(self.state, command)
+        if earlier is None:
             # Made before its own event: a manifest cannot state a chain's head that covers itself.
             manifest = checkpoints.build_manifest(self.state, command, self.num_events, self.head)
-            again = ev.CheckpointPrepared(
+            earlier = ev.CheckpointPrepared(
                 command.checkpoint_id, command.step, manifest.digest, manifest.to_json()
             )
-            self._emit(again)
-        return cmd.Manifest(again.manifest_json, again.digest)
+            self._emit(earlier)
+        return cmd.ManifestReply(earlier.manifest_json, earlier.digest)
 
     def _commit(self, command: cmd.CommitCheckpoint, now_s: float) -> cmd.Reply:
         check_caller(self.state, command.caller)
         if checkpoints.is_new_commit(self.state, command):
             self._emit(ev.CheckpointCommitted(command.checkpoint_id))
-        return cmd.Changed(0)
+        return cmd.ChangeReply(0)
 
     def _restore(self, command: cmd.Restore, now_s: float) -> cmd.Reply:
         state = self.state
@@ -289,13 +292,13 @@ class Ledger:
                     command.manifest_json,
                 )
             )
-        return cmd.Restored(state.generation, state.restored_digest)
+        return cmd.RestoreReply(state.generation, state.restored_digest)
 
     def _operate(self, command: cmd.Requeue | cmd.Skip | cmd.Drain, now_s: float) -> cmd.Reply:
         # Operators' clients retry too; a repeated Drain must not release what was leased since.
         if command.request_id not in self.state.requests:
             self._emit(operate.decide(self.state, command))
-        return cmd.Changed(self.state.requests[command.request_id])
+        return cmd.ChangeReply(self.state.requests[command.request_id])
 
     def _post_action(self, command: cmd.PostAction, now_s: float) -> cmd.Reply:
         if operate.is_new_action(self.state, command):
@@ -308,7 +311,7 @@ class Ledger:
         tokens = worker and offers.leases_to_back_up(state, worker)
         if tokens:
             self._emit(ev.BackupsWanted(command.action_id, tokens))
-        return cmd.Changed(len(tokens or ()))
+        return cmd.ChangeReply(len(tokens or ()))
 
     def _ack_action(self, command: cmd.AckAction, now_s: float) -> cmd.Reply:
         worker = check_caller(self.state, command.caller)
@@ -322,7 +325,7 @@ class Ledger:
         return cmd.Outcomes(0, (Outcome.ACCEPTED,))
 
 
-def chained(head: bytes, record: bytes) -> bytes:
+def extend_chain(head: bytes, record: bytes) -> bytes:
     """Return the head of the chain with one more record."""
     return hashlib.sha256(head + record).digest()
 
@@ -334,7 +337,7 @@ _DECIDE: dict[type[Any], Callable[[Ledger, Any, float], cmd.Reply]] = {
     cmd.Register: Ledger._register,
     cmd.LeaseShards: Ledger._lease,
     cmd.Heartbeat: Ledger._heartbeat,
-    cmd.Progress: Ledger._progress,
+    cmd.ReportProgress: Ledger._progress,
     cmd.Complete: Ledger._give_back,
     cmd.Release: Ledger._give_back,
     cmd.Fail: Ledger._fail,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.table import ShardTable
@@ -18,7 +18,7 @@ from gmeta.antdt.model import (
     TOKEN_COUNTER_MASK,
     ShardState,
     Worker,
-    bad_argument,
+    argument_refusal,
 )
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a 
 OPERATOR_RETRY_MS = 1000  # waiting for a person
 
 
-def hold_back(
+def refuse_grant(
     state: LedgerState, worker: Worker, table: ShardTable, epoch: int, seq: int
 ) -> cmd.Wait | cmd.End | None:
     """Return WAIT or END where the epoch or a drain allows no grant at all, else None. Raise
     RefusedError for an epoch that the dataset does not have."""
     spec = table.spec
     if epoch >= spec.num_epochs:
-        raise bad_argument(
+        raise argument_refusal(
             f"epoch {epoch} of dataset {spec.name!r} was asked for; it has epochs 0 to "
             f"{spec.num_epochs - 1}. "
             "Stop at the last END, or register the dataset with more epochs."
@@ -59,7 +59,7 @@ def hold_back(
     return None
 
 
-def nothing_left(table: ShardTable, seq: int) -> cmd.Wait:
+def wait_for_others(table: ShardTable, seq: int) -> cmd.Wait:
     """Return the WAIT for an epoch in which nothing is READY and not everything is done."""
     doing, quarantined = table.counts[ShardState.DOING], table.counts[ShardState.QUARANTINED]
     # First: shards in workers' hands may still come back, and need nobody's decision.
@@ -83,12 +83,12 @@ def next_grant(
     positions = table.next_ready(command.max_shards)
     if positions:
         return grant(state, worker, table, command, call_crc, positions)
-    beside = _lease_to_double(state, worker, table)
-    if beside is None:
+    held_token = _lease_to_double(state, worker, table)
+    if held_token is None:
         return None
-    position = state.leases[beside].position
-    granted = grant(state, worker, table, command, call_crc, [position])
-    return ev.BackupGranted(*granted, beside)
+    position = state.leases[held_token].position
+    grant_event = grant(state, worker, table, command, call_crc, [position])
+    return ev.BackupGranted(*grant_event, held_token)
 
 
 def leases_to_back_up(state: LedgerState, worker: Worker) -> list[int]:

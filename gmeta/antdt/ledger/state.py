@@ -8,14 +8,14 @@ from typing import Any, final
 
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.table import ShardTable
-from gmeta.antdt.manifests.manifest import DatasetManifest, parse_manifest
+from gmeta.antdt.manifests.shard_manifest import DatasetManifest, parse_manifest
 from gmeta.antdt.model import (
     MAX_ACTIONS,
     TOKEN_COUNTER_MASK,
     Backups,
     Checkpoint,
     DatasetSpec,
-    Lease,
+    LedgerLease,
     Outcome,
     ShardState,
     Worker,
@@ -44,7 +44,7 @@ class LedgerState:
         self.restored_digest = ""
         self.tables: dict[str, ShardTable] = {}
         self.workers: dict[str, Worker] = {}
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, LedgerLease] = {}
         self.backups = Backups()
         self.closed: dict[int, str] = {}  # completed token -> worker, oldest first
         self.checkpoints: dict[str, Checkpoint] = {}
@@ -56,7 +56,7 @@ class LedgerState:
         """Apply one fact."""
         _EVOLVE[type(event)](self, event)
 
-    def drop_lease(self, token: int) -> Lease:
+    def drop_lease(self, token: int) -> LedgerLease:
         """End a lease and return it. The caller decides what becomes of the shard."""
         lease = self.leases.pop(token)
         self.workers[lease.worker_id].tokens.discard(token)
@@ -113,7 +113,7 @@ class LedgerState:
         worker = self.workers[event.worker_id]
         for token, (position, _, _) in enumerate(event.items, event.first_token):
             table.set_state(position, ShardState.DOING)
-            self.leases[token] = Lease(token, event.dataset, position, event.worker_id)
+            self.leases[token] = LedgerLease(token, event.dataset, position, event.worker_id)
             worker.tokens.add(token)
         last_token = event.first_token + len(event.items) - 1
         self.token_counter = last_token & TOKEN_COUNTER_MASK
@@ -233,13 +233,13 @@ class LedgerState:
     def _shards_skipped(self, event: ev.ShardsSkipped) -> None:
         table = self.tables[event.dataset]
         skipped = set(event.positions)
-        held = [
+        held_tokens = [
             t
             for t, lease in self.leases.items()
             if lease.dataset == event.dataset and lease.position in skipped
         ]
         # Not given back: that would make the shards READY, and count them as such.
-        for token in held:
+        for token in held_tokens:
             self.drop_lease(token)
         for position in event.positions:
             table.set_state(position, ShardState.SKIPPED)

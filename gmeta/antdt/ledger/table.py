@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import final
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.model import (
     MAX_DATASETS,
     MAX_SHARDS_IN_ALL,
@@ -84,13 +84,13 @@ class ShardTable:
 
     def next_ready(self, max_shards: int) -> list[int]:
         """Return up to `max_shards` READY positions, smallest first. Moves only the search hint."""
-        found: list[int] = []
+        positions: list[int] = []
         position = self.states.find(_READY_BYTE, self.first_ready)
         self.first_ready = position if position >= 0 else len(self.states)
-        while position >= 0 and len(found) < max_shards:
-            found.append(position)
+        while position >= 0 and len(positions) < max_shards:
+            positions.append(position)
             position = self.states.find(_READY_BYTE, position + 1)
-        return found
+        return positions
 
     def give_back(
         self, position: int, counts_attempt: bool, note: str = "", still_held: bool = False
@@ -171,7 +171,7 @@ def is_new_dataset(tables: Mapping[str, ShardTable], spec: DatasetSpec) -> bool:
     """Return False for the same spec again. Raise RefusedError for another spec under the name."""
     table = tables.get(spec.name)
     if table is None:
-        check_room(tables, [spec])
+        check_capacity(tables, [spec])
         return True
     if table.spec != spec:
         differing = [
@@ -189,16 +189,16 @@ def is_new_dataset(tables: Mapping[str, ShardTable], spec: DatasetSpec) -> bool:
     return False
 
 
-def check_room(tables: Mapping[str, ShardTable], specs: Sequence[DatasetSpec]) -> None:
+def check_capacity(tables: Mapping[str, ShardTable], specs: Sequence[DatasetSpec]) -> None:
     """Raise RefusedError unless the service has room for these datasets beside its own: their
     number is bounded, and the shards of all together, which are its memory."""
     num_shards = sum(table.spec.num_shards for table in tables.values())
     num_shards += sum(spec.num_shards for spec in specs)
     if len(tables) + len(specs) > MAX_DATASETS:
-        told = f"{len(tables)} datasets are registered; at most {MAX_DATASETS}"
+        message = f"{len(tables)} datasets are registered; at most {MAX_DATASETS}"
     elif num_shards > MAX_SHARDS_IN_ALL:
-        told = f"all datasets would have {num_shards} shards; at most {MAX_SHARDS_IN_ALL}"
+        message = f"all datasets would have {num_shards} shards; at most {MAX_SHARDS_IN_ALL}"
     else:
         return
-    told += " are allowed. Start another service."
-    raise RefusedError("RESOURCE_EXHAUSTED", "LIMIT", told)
+    message += " are allowed. Start another service."
+    raise RefusedError("RESOURCE_EXHAUSTED", "LIMIT", message)

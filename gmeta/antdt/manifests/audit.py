@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gmeta.antdt.errors import ManifestError
-from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest, covers
+from gmeta.antdt.manifests.shard_manifest import DatasetManifest, ShardManifest, covers
 from gmeta.antdt.model import MAX_EPOCHS
 from gmeta.antdt.order import ShardOrder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from gmeta.antdt.policies import dd, nd
 from gmeta.antdt.policies.interface import Policy
 from gmeta.errors import ConfigError
-from gmeta_keys.boundary import failing_as
+from gmeta_keys.translate_errors import failing_as
 
 POLICIES: dict[str, Policy] = {
     "none": lambda snapshot, config: [],
@@ -43,10 +43,10 @@ def find_policy(name: str) -> Policy:
         lambda error: ConfigError(f"the policy file {path} does not load: {error!r}. Mend it")
     ):
         spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    policy_function = getattr(module, function, None)
+    if not callable(policy_function):
         raise ConfigError(
             f"the policy file {path} has no function {function!r}. Name one that it has"
         )
-    policy: Policy = found
+    policy: Policy = policy_function
     return policy

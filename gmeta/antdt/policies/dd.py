@@ -5,7 +5,7 @@ clusters)."""
 from collections.abc import Sequence
 
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
-from gmeta.antdt.policies.split import Speed, better_split
+from gmeta.antdt.policies.task_split import Speed, improve_split
 
 
 def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
@@ -16,7 +16,7 @@ def decide(snapshot: Snapshot, config: ControllerConfig) -> Sequence[Decision]:
         return []
     speeds = [_speed(worker, config) for worker in active]
     shares = [worker.tasks_per_step for worker in active]
-    better = better_split(
+    better = improve_split(
         shares, snapshot.tasks_per_step, speeds, config.min_tasks, config.min_gain
     )
     if better is None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence, Set
 from statistics import median
 
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
-from gmeta.antdt.policies.split import Speed, better_split
+from gmeta.antdt.policies.task_split import Speed, improve_split
 from gmeta.antdt.reports import STRAGGLERS
 
 USUAL_RATIO = 1.25  # a window that is not slower than this is noise
@@ -54,15 +54,15 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
         return []
     # What a restarted worker is expected to do: the median, which stragglers do not lower.
     typical = median(worker.health.tasks_per_s_long for worker in active)
-    together = sum(worker.health.tasks_per_s for worker in active)
-    found = []
+    total_tasks_per_s = sum(worker.health.tasks_per_s for worker in active)
+    decisions = []
     slow = [w for w in snapshot.stragglers if w.health.verdict == "persistent"]
     for worker in sorted(slow, key=lambda w: w.health.ratio, reverse=True):
         if worker.restarts >= config.restarts_per_worker:
             continue
         # By ratio: it includes what a slow link costs, which the speed does not.
         won_tasks_per_s = typical - typical / worker.health.ratio
-        stopped = together if config.restart_stops_job else worker.health.tasks_per_s
+        stopped = total_tasks_per_s if config.restart_stops_job else worker.health.tasks_per_s
         cost_tasks = config.restart_cost_s * stopped
         # What is won begins after the restart.
         won_tasks = won_tasks_per_s * max(0.0, snapshot.remaining_s - config.restart_cost_s)
@@ -71,8 +71,8 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
                 f"persistent straggler ({worker.health.cause}): {worker.health.evidence}; a "
                 f"restart costs {cost_tasks:.0f} tasks and wins {won_tasks:.0f}"
             )
-            found.append(Decision("KILL_RESTART", worker.health.worker_id, {}, reason))
-    return found
+            decisions.append(Decision("KILL_RESTART", worker.health.worker_id, {}, reason))
+    return decisions
 
 
 def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
@@ -86,7 +86,7 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
     speeds = _speeds(active, bool(snapshot.stragglers))
-    better = better_split(
+    better = improve_split(
         shares, snapshot.tasks_per_step, speeds, config.min_tasks, config.min_gain
     )
     if better is None:

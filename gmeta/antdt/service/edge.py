@@ -13,22 +13,22 @@ from typing import Any, final
 
 import grpc
 
-from gmeta.antdt.access.auth import Guard, abort
-from gmeta.antdt.access.errors import RefusedError
-from gmeta.antdt.access.rate import RateLimit
-from gmeta.antdt.errors import shutting_down
+from gmeta.access.auth import Guard, abort
+from gmeta.access.errors import RefusedError
+from gmeta.access.log import event
+from gmeta.access.rate import RateLimit
+from gmeta.antdt.errors import shutdown_refusal
 from gmeta.antdt.ledger.checkpoints import find_checkpoint
 from gmeta.antdt.ledger.ledger import Ledger
-from gmeta.antdt.log import event
-from gmeta.antdt.model import bad_argument, check_range
-from gmeta.antdt.rpc import views
-from gmeta.antdt.rpc.loop import wait_for
-from gmeta.antdt.rpc.streamed import STREAMED
-from gmeta.antdt.rpc.wire import CODECS, refusal_to
-from gmeta.antdt.service.metrics import ServiceMetrics
-from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, hung_disk
-from gmeta.antdt.storage.request import Read, Request
-from gmeta.antdt.storage.writer import Writer
+from gmeta.antdt.model import argument_refusal, check_range
+from gmeta.antdt.rpc import operator_views as views
+from gmeta.antdt.rpc.command_codecs import CODECS, encode_refusal
+from gmeta.antdt.rpc.event_loop import wait_for
+from gmeta.antdt.rpc.streamed_calls import STREAMED
+from gmeta.antdt.service.service_metrics import ServiceMetrics
+from gmeta.antdt.service.tickets import ANSWER_TIMEOUT_S, hung_disk_refusal
+from gmeta.antdt.storage.ledger_writer import LedgerWriter
+from gmeta.antdt.storage.request import LedgerView, Request
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
@@ -51,7 +51,7 @@ _RPC_OF_FIELD = {field: rpc for rpc, field in STREAMED.items()}
 
 
 @final
-class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
+class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     """All RPCs of the service."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self._ttl_ms = int(lease_ttl_s * 1000)
         self._report_every_ms = int(report_every_s * 1000)
         self._guard = guard
-        self._writer: Writer | None = None
+        self._writer: LedgerWriter | None = None
         self._num_watchers = 0
         self._streams: dict[Any, bool] = {}  # the task of each, and whether it waits for a request
         self._closing = asyncio.Event()
@@ -70,9 +70,9 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         self.metrics = ServiceMetrics(self.read_status, lambda: len(self._streams))
         self._lines_of_guard = RateLimit(GUARD_LINES_PER_S, GUARD_LINES_PER_S)
         if guard is not None:
-            guard.on_refused = self._note_refused
+            guard.on_refused = self._count_refusal
 
-    def open(self, writer: Writer) -> None:
+    def open(self, writer: LedgerWriter) -> None:
         """Answer calls from now on: the store has been read."""
         self._writer = writer
 
@@ -103,16 +103,18 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await future
         except TimeoutError:
-            raise hung_disk() from None
+            raise hung_disk_refusal() from None
 
     def read_status(self) -> Any:
         """Return a StatusResponse, or None while the service cannot answer."""
         try:
-            return self.ask(Read(views.status))
+            return self.ask(LedgerView(views.status))
         except RefusedError:
             return None
 
-    async def _judged(self, rpc: str, peer: str, respond: Callable[[], Awaitable[Any]]) -> Any:
+    async def _answer_and_log(
+        self, rpc: str, peer: str, respond: Callable[[], Awaitable[Any]]
+    ) -> Any:
         """Answer one call, with its metrics and its line in the log. Raise RefusedError."""
         began_s = time.perf_counter()
         code = "OK"
@@ -120,21 +122,21 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             return await respond()
         except RefusedError as error:
             code = error.code
-            _log_refused(rpc, error, peer)
+            _log_refusal(rpc, error, peer)
             raise
         finally:
             self.metrics.observe_call(rpc, code, time.perf_counter() - began_s)
 
-    def _note_refused(self, rpc: str, error: RefusedError, peer: str) -> None:
+    def _count_refusal(self, rpc: str, error: RefusedError, peer: str) -> None:
         """Count a call that the guard refused, and log it; when there are many, not each."""
         self.metrics.calls.labels(rpc, error.code).inc()
         if self._lines_of_guard.admit(""):
-            _log_refused(rpc, error, peer)
+            _log_refusal(rpc, error, peer)
 
     async def _answer(self, rpc: str, context: Any, respond: Callable[[], Awaitable[Any]]) -> Any:
         """Answer one call as `_judged` does; a refusal becomes its status."""
         try:
-            return await self._judged(rpc, context.peer(), respond)
+            return await self._answer_and_log(rpc, context.peer(), respond)
         except RefusedError as error:
             await abort(context, error)
 
@@ -144,7 +146,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
 
     async def Status(self, request: Any, context: Any) -> Any:
         """Return datasets, workers and checkpoints as they are now."""
-        return await self._answer("Status", context, lambda: self._ask(Read(views.status)))
+        return await self._answer("Status", context, lambda: self._ask(LedgerView(views.status)))
 
     async def ListShards(self, request: Any, context: Any) -> Any:
         """Return one page of a dataset's shards, of one state or of all."""
@@ -153,7 +155,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             r = request
             return views.list_shards(ledger, r.dataset, r.state, r.page_size, r.page_token)
 
-        return await self._answer("ListShards", context, lambda: self._ask(Read(view)))
+        return await self._answer("ListShards", context, lambda: self._ask(LedgerView(view)))
 
     async def Audit(self, request: Any, context: Any) -> Any:
         """Return what a prepared checkpoint was trained on, unit by unit accounted for."""
@@ -167,7 +169,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             return find_checkpoint(ledger.state, checkpoint_id).manifest_json
 
         async with self._auditing:
-            return await asyncio.to_thread(views.audit, await self._ask(Read(view)))
+            return await asyncio.to_thread(views.audit, await self._ask(LedgerView(view)))
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Yield the status again and again, as long as the caller may see it."""
@@ -175,7 +177,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
 
         async def look() -> Any:
             admit("Watch")
-            return await self._ask(Read(views.status))
+            return await self._ask(LedgerView(views.status))
 
         interval_s = await self._answer("Watch", context, lambda: self._begin_watch(request))
         try:
@@ -232,7 +234,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         finally:
             self._streams.pop(task, None)
         # Said so that the client asks the successor, instead of taking this for a cut link.
-        await abort(context, shutting_down())
+        await abort(context, shutdown_refusal())
 
     async def _answer_streamed(self, request: Any, peer: str, admit: Callable[[str], None]) -> Any:
         field = request.WhichOneof("call")
@@ -240,7 +242,7 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
 
         async def respond() -> Any:
             if field is None:
-                raise bad_argument(
+                raise argument_refusal(
                     "the request names no call that this service knows; allowed are "
                     f"{', '.join(STREAMED)}. Make other calls one by one."
                 )
@@ -248,9 +250,9 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
             return await self._respond(rpc, getattr(request, field), peer)
 
         try:
-            answer = {field: await self._judged(rpc, peer, respond)}
+            answer = {field: await self._answer_and_log(rpc, peer, respond)}
         except RefusedError as error:
-            answer = {"refusal": refusal_to(error)}
+            answer = {"refusal": encode_refusal(error)}
         return pb.StreamResponse(call_id=request.call_id, **answer)
 
     async def _respond(self, rpc: str, request: Any, peer: str) -> Any:
@@ -264,8 +266,8 @@ class Edge(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
         return response
 
 
-def _handler(rpc: str) -> Callable[[Edge, Any, Any], Awaitable[Any]]:
-    async def handle(self: Edge, request: Any, context: Any) -> Any:
+def _handler(rpc: str) -> Callable[[ShardServicer, Any, Any], Awaitable[Any]]:
+    async def handle(self: ShardServicer, request: Any, context: Any) -> Any:
         peer = context.peer()
         return await self._answer(rpc, context, lambda: self._respond(rpc, request, peer))
 
@@ -274,7 +276,7 @@ def _handler(rpc: str) -> Callable[[Edge, Any, Any], Awaitable[Any]]:
     return handle
 
 
-def _log_refused(rpc: str, error: RefusedError, peer: str) -> None:
+def _log_refusal(rpc: str, error: RefusedError, peer: str) -> None:
     event(logging.INFO, "refused", rpc=rpc, reason=error.reason, message=str(error), peer=peer)
 
 
@@ -291,4 +293,4 @@ def _fields(command: Any) -> dict[str, object]:
 
 # All calls that are commands differ only in their codecs.
 for _rpc in CODECS:
-    setattr(Edge, _rpc, _handler(_rpc))
+    setattr(ShardServicer, _rpc, _handler(_rpc))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from gmeta.antdt.access.errors import AntdtError
+from gmeta.access.errors import AntdtError
 from gmeta.antdt.storage.sqlite_store import TAKEN
 
 STORE_FILE = "shards.db"
@@ -111,11 +111,11 @@ class EmbeddedService:
                         f"{self._folder}, or set data.service to one that runs"
                     )
                 time.sleep(0.02)
-            said = self._last_line()
-            if TAKEN not in said or time.monotonic() > until_s:
+            last_line = self._last_line()
+            if TAKEN not in last_line or time.monotonic() > until_s:
                 raise AntdtError(
                     f"the shard service of this job ended with exit code {process.returncode} "
-                    f"before it served: {said or 'it said nothing'}. Its log is "
+                    f"before it served: {last_line or 'it said nothing'}. Its log is "
                     f"{self._log}; mend that, or set data.service to one that runs"
                 )
             time.sleep(0.1)

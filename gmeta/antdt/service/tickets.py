@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gmeta.antdt.access.errors import RefusedError
-from gmeta.antdt.rpc.loop import event_loop
-from gmeta.antdt.storage.request import Answer, Answered
+from gmeta.access.errors import RefusedError
+from gmeta.antdt.rpc.event_loop import event_loop
+from gmeta.antdt.storage.request import Answer, AnsweredRequest
 
 ANSWER_TIMEOUT_S = 60.0  # a commit that takes longer means a hung disk
 
 
-def deliver(answered: list[Answered]) -> None:
+def deliver(answered: list[AnsweredRequest]) -> None:
     """Hand answers to the futures that are their tickets; called by the writer's threads after the
     commit. The event loop is woken once for the whole group."""
     if answered:
@@ -29,7 +29,7 @@ def resolve(answered: Sequence[tuple[Any, Answer]]) -> None:
             future.set_result(answer)
 
 
-def hung_disk() -> RefusedError:
+def hung_disk_refusal() -> RefusedError:
     """Return the refusal of a call that the disk did not answer in time."""
     return RefusedError(
         "UNAVAILABLE",

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gmeta.antdt.access.errors import AntdtError
+from gmeta.access.errors import AntdtError
 from gmeta.antdt.policies.interface import Snapshot
 from gmeta.antdt.reports import STRAGGLERS
 from gmeta.errors import UserError
@@ -29,13 +29,13 @@ class TraceError(AntdtError, UserError):
     """A recording that cannot be read as one."""
 
 
-class Change(NamedTuple):
+class SpeedChange(NamedTuple):
     """From `time_s` on a worker is slower than healthy by `factor`, until its next change."""
 
     time_s: float
     worker: int
     factor: float
-    of: Literal["moment", "node", "reader"]  # a restart elsewhere ends the node's
+    cause: Literal["moment", "node", "reader"]  # a restart elsewhere ends the node's
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Trace:
     """The factors of all workers; `advance` moves on in time."""
 
     def __init__(
-        self, hardware: Floats, changes: Sequence[Change], node_share: float, seed: int
+        self, hardware: Floats, changes: Sequence[SpeedChange], node_share: float, seed: int
     ) -> None:
         self._hardware = hardware
         self._factors = {of: np.ones(len(hardware)) for of in ("moment", "node", "reader")}
@@ -76,7 +76,7 @@ class Trace:
         self._next = 0
         self._node_share = node_share
         self._random = np.random.default_rng((seed, 2))
-        self._node_factor = max((c.factor for c in changes if c.of == "node"), default=1.0)
+        self._node_factor = max((c.factor for c in changes if c.cause == "node"), default=1.0)
         self.factors = hardware.copy()  # of the computation
         self.reading = self._factors["reader"]
 
@@ -85,7 +85,7 @@ class Trace:
         moved = False
         while self._next < len(self._changes) and self._changes[self._next].time_s <= now_s:
             change = self._changes[self._next]
-            self._factors[change.of][change.worker] = change.factor
+            self._factors[change.cause][change.worker] = change.factor
             self._next += 1
             moved = True
         if moved:
@@ -100,7 +100,7 @@ class Trace:
         self._changes[self._next :] = [
             change
             for change in self._changes[self._next :]
-            if not (change.of == "node" and change.worker == worker)
+            if not (change.cause == "node" and change.worker == worker)
         ]
         self._multiply()
 
@@ -116,12 +116,12 @@ def synthetic_trace(stragglers: Stragglers, num_workers: int, until_s: float, se
         count = max(1, round(stragglers.hardware_share * num_workers))
         old = random.permutation(num_workers)[:count]
         hardware[old] = stragglers.hardware_factor
-    changes: list[Change] = []
+    changes: list[SpeedChange] = []
     if stragglers.node_share:
         count = max(1, round(stragglers.node_share * num_workers))
         for worker in random.permutation(num_workers)[:count]:
             start_s = float(random.uniform(0.0, stragglers.node_start_s))
-            changes.append(Change(start_s, int(worker), stragglers.node_factor, "node"))
+            changes.append(SpeedChange(start_s, int(worker), stragglers.node_factor, "node"))
     if stragglers.moment_every_s:
         for worker in range(num_workers):
             changes.extend(_moments(stragglers, worker, until_s, random))
@@ -130,13 +130,13 @@ def synthetic_trace(stragglers: Stragglers, num_workers: int, until_s: float, se
 
 def _moments(
     stragglers: Stragglers, worker: int, until_s: float, random: np.random.Generator
-) -> Iterator[Change]:
+) -> Iterator[SpeedChange]:
     now_s = float(random.exponential(stragglers.moment_every_s))
     while now_s < until_s:
         for_s = float(random.exponential(stragglers.moment_for_s))
         factor = float(random.uniform(*stragglers.moment_factors))
-        yield Change(now_s, worker, factor, "moment")
-        yield Change(now_s + for_s, worker, 1.0, "moment")
+        yield SpeedChange(now_s, worker, factor, "moment")
+        yield SpeedChange(now_s + for_s, worker, 1.0, "moment")
         now_s += for_s + float(random.exponential(stragglers.moment_every_s))
 
 
@@ -150,7 +150,7 @@ def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
     names: dict[str, int] = {}
     rows = _rows_of_log(path) if path.suffix == ".jsonl" else _rows_of_table(path)
     changes = [
-        Change(time_s, names.setdefault(worker, len(names)), factor, "moment")
+        SpeedChange(time_s, names.setdefault(worker, len(names)), factor, "moment")
         for time_s, worker, factor in rows
     ]
     if not names:

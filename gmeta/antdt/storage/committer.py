@@ -10,24 +10,24 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import NamedTuple, final
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreError, StoreFailedError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S, Ledger, chained
+from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S, Ledger, extend_chain
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import TOKEN_COUNTER_BITS
-from gmeta.antdt.storage.request import Answer, Read, Request, refusal_of
+from gmeta.antdt.storage.request import Answer, LedgerView, Request, refusal_of
 from gmeta.antdt.storage.snapshot import load_state, mark_stored, take_snapshot
-from gmeta.antdt.storage.store import Store, damaged
-from gmeta.antdt.storage.stored import Batch
-from gmeta_keys.boundary import failing_as, kind_and_text
+from gmeta.antdt.storage.store import Store, damage_error
+from gmeta.antdt.storage.store_records import RecordBatch
+from gmeta_keys.translate_errors import failing_as, kind_and_text
 
 SNAPSHOT_EVERY_EVENTS = 20_000  # this many take about 0.2 s to replay after a crash
 
 _log = logging.getLogger("gmeta.antdt")
 
 
-class Group(NamedTuple):
+class CommitGroup(NamedTuple):
     """The answers of one batch; with `needs_sync` only the early ones may leave before a sync."""
 
     answers: list[Answer]
@@ -55,15 +55,17 @@ class Committer:
         self._snapshot_every = snapshot_every_events
         self._in_step = True
         # Once this is set, nothing is answered from here any more.
-        self.taken: StoreTakenError | None = None
+        self.take_over_error: StoreTakenError | None = None
         # Claimed before anything is read: from here on an older service can append nothing that the
         # reading would miss.
         self.service_epoch = store.claim()
-        self.ledger = self._recovered()
+        self.ledger = self._recover_ledger()
         known, epoch = self.ledger.state.service_epoch, self.service_epoch
         # Tokens carry the epoch: a smaller one would repeat them, a larger one does not fit.
         if not known < epoch < 1 << (63 - TOKEN_COUNTER_BITS):
-            raise damaged(f"the store counts service epoch {epoch}, and its ledger knows {known}")
+            raise damage_error(
+                f"the store counts service epoch {epoch}, and its ledger knows {known}"
+            )
         applied = self.ledger.apply(cmd.StartService(self.service_epoch, job), clock())
         self._append(applied.records)
         store.sync()
@@ -76,7 +78,7 @@ class Committer:
             self._store.sync()
         return group.answers
 
-    def append(self, requests: Sequence[Request]) -> Group:
+    def append(self, requests: Sequence[Request]) -> CommitGroup:
         """Apply and store the requests. `is_early` answers may leave now, the others after a
         `Store.sync`."""
         try:
@@ -85,11 +87,11 @@ class Committer:
                 self._append(records)
         except StoreError as error:
             self._fall_back(error)
-            return Group([refusal_of(error)] * len(requests), False)
-        self.ledger.numbers.stored()
+            return CommitGroup([refusal_of(error)] * len(requests), False)
+        self.ledger.numbers.mark_durable()
         if self.ledger.num_events - self._snapshot_at >= self._snapshot_every:
             self.try_snapshot()
-        return Group(answers, needs_sync)
+        return CommitGroup(answers, needs_sync)
 
     def sync(self) -> None:
         """Make everything appended so far survive a power cut. Raise StoreError."""
@@ -117,11 +119,11 @@ class Committer:
                 if number in failed:
                     answers.append(failed[number])
                     continue
-                if isinstance(request, Read):
-                    answers.append(self._look(request, now_s))
+                if isinstance(request, LedgerView):
+                    answers.append(self._answer_view(request, now_s))
                     continue
                 try:
-                    with failing_as(partial(_defect, "command_failed"), RefusedError):
+                    with failing_as(partial(_log_defect, "command_failed"), RefusedError):
                         reply, new, needs_sync = self.ledger.apply(request, now_s)
                     answers.append(reply)
                 except DefectError as error:
@@ -138,20 +140,20 @@ class Committer:
             else:
                 return answers, records, any_sync
 
-    def _look(self, question: Read, now_s: float) -> Answer:
+    def _answer_view(self, question: LedgerView, now_s: float) -> Answer:
         """Return what the view shows. A defect in a view concerns its caller alone: it has changed
         nothing, so the other calls of the group go on."""
         try:
-            with failing_as(partial(_defect, "view_failed"), RefusedError):
+            with failing_as(partial(_log_defect, "view_failed"), RefusedError):
                 return question.view(self.ledger, now_s)
         except RefusedError as error:
             return error
 
     def _append(self, records: Sequence[bytes]) -> None:
         first_event = self.ledger.num_events - len(records)
-        self._store.append(Batch(first_event, records, self.ledger.head))
+        self._store.append(RecordBatch(first_event, records, self.ledger.head))
 
-    def _recovered(self) -> Ledger:
+    def _recover_ledger(self) -> Ledger:
         """Return the ledger as the store has it; check the chain of everything replayed."""
         snapshot, batches = self._store.load()
         if snapshot is None:
@@ -161,11 +163,11 @@ class Committer:
             ledger = Ledger(state, self._lease_ttl_s, snapshot.num_events, snapshot.head)
         for batch in batches:
             if batch.first_event != ledger.num_events:
-                raise _broken_chain(f"event {ledger.num_events} is missing")
+                raise _broken_chain_error(f"event {ledger.num_events} is missing")
             # Checked first: the state may be unable to take an altered record.
-            if batch.head != reduce(chained, batch.records, ledger.head):
+            if batch.head != reduce(extend_chain, batch.records, ledger.head):
                 num_after = ledger.num_events + len(batch.records)
-                raise _broken_chain(f"the records before event {num_after} were altered")
+                raise _broken_chain_error(f"the records before event {num_after} were altered")
             for record in batch.records:
                 _replay(ledger, record)
         if ledger.state.job != self._job:
@@ -179,11 +181,11 @@ class Committer:
         return ledger
 
     def _catch_up(self) -> None:
-        if self.taken is not None:
-            raise self.taken
+        if self.take_over_error is not None:
+            raise self.take_over_error
         if not self._in_step:
             # What no event holds is kept: it belongs to this service epoch, which goes on.
-            old, self.ledger = self.ledger, self._recovered()
+            old, self.ledger = self.ledger, self._recover_ledger()
             self.ledger.seen = old.seen
             self.ledger.started_s, self.ledger.readings = old.started_s, old.readings
             self.ledger.numbers.take_over(old.numbers)
@@ -193,7 +195,7 @@ class Committer:
         """Have memory forget the batch that the store did not take, too, once the store can be
         read."""
         if isinstance(error, StoreTakenError):
-            self.taken = error
+            self.take_over_error = error
         self._in_step = False
         _log.error("store_failed", extra={"fields": {"error": str(error)}})
 
@@ -214,7 +216,7 @@ class DefectError(RefusedError):
     """A call met a defect of the service."""
 
 
-def _defect(name: str, error: Exception) -> DefectError:
+def _log_defect(name: str, error: Exception) -> DefectError:
     """Log a defect with its traceback; return what its caller is told."""
     _log.error(name, exc_info=error, extra={"fields": {"error": repr(error)}})
     return DefectError(
@@ -239,7 +241,7 @@ def _replay(ledger: Ledger, record: bytes) -> None:
         ledger.replay(record)
 
 
-def _broken_chain(what: str) -> StoreFailedError:
+def _broken_chain_error(what: str) -> StoreFailedError:
     return StoreFailedError(
         f"the ledger's hash chain is broken: {what}. The store was damaged or edited: restore it "
         "from a backup, or delete it: the manifest in a checkpoint rebuilds the service."

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
 
 
-class Read(NamedTuple):
+class LedgerView(NamedTuple):
     """A question that changes nothing, answered in turn with the commands."""
 
     view: Callable[[Ledger, float], Any]
 
 
-Request = cmd.Command | Read
+Request = cmd.Command | LedgerView
 Answer = Any  # a Reply, what a view returned, or a RefusedError
 
 
-class Answered(NamedTuple):
+class AnsweredRequest(NamedTuple):
     """One request's answer with the ticket that `submit` was given."""
 
     ticket: Any
@@ -37,7 +37,7 @@ def is_early(answer: Answer) -> bool:
 
     END and WAIT are not early: they speak of completions that may not be durable yet.
     """
-    return isinstance(answer, cmd.Granted | cmd.Beat)
+    return isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply)
 
 
 def refusal_of(error: StoreError) -> RefusedError:

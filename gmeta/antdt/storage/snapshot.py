@@ -6,13 +6,13 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable
-from gmeta.antdt.model import Checkpoint, DatasetSpec, Lease, Worker, check_range
-from gmeta.antdt.storage.store import damaged
-from gmeta.antdt.storage.stored import Snapshot
+from gmeta.antdt.model import Checkpoint, DatasetSpec, LedgerLease, Worker, check_range
+from gmeta.antdt.storage.store import damage_error
+from gmeta.antdt.storage.store_records import StoredSnapshot
 
 # Attributes of LedgerState that are JSON as they are.
 _PLAIN = (
@@ -29,7 +29,7 @@ _PLAIN = (
 )
 
 
-def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> Snapshot:
+def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> StoredSnapshot:
     """Return the state after `num_events` events, whose chain ends in `head`. Changes nothing; call
     `mark_stored` once the snapshot is durable."""
     document: dict[str, Any] = {name: getattr(state, name) for name in _PLAIN}
@@ -46,7 +46,7 @@ def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> Snapshot:
     document["checkpoints"] = [asdict(checkpoint) for checkpoint in state.checkpoints.values()]
     document["actions"] = list(state.actions.values())
     tables = state.tables.items()
-    return Snapshot(
+    return StoredSnapshot(
         num_events,
         head,
         json.dumps(document, separators=(",", ":")),
@@ -66,17 +66,17 @@ def mark_stored(state: LedgerState) -> None:
         table.cleared = False
 
 
-def load_state(snapshot: Snapshot) -> LedgerState:
+def load_state(snapshot: StoredSnapshot) -> LedgerState:
     """Return the state of a snapshot. Leases have no deadline until StartService gives them one.
     Raise StoreFailedError for a document that no service wrote."""
     try:
         return _load_state(snapshot)
     except (ValueError, KeyError, TypeError, RefusedError) as error:
         what = f"the snapshot of the store after {snapshot.num_events} events cannot be read"
-        raise damaged(f"{what} ({error!r})") from error
+        raise damage_error(f"{what} ({error!r})") from error
 
 
-def _load_state(snapshot: Snapshot) -> LedgerState:
+def _load_state(snapshot: StoredSnapshot) -> LedgerState:
     document = json.loads(snapshot.document)
     state = LedgerState(document["job"])
     for name in _PLAIN:
@@ -88,7 +88,7 @@ def _load_state(snapshot: Snapshot) -> LedgerState:
         worker = _load_worker(item)
         state.workers[worker.worker_id] = worker
     for token, dataset, position, worker_id in document["leases"]:
-        state.leases[token] = Lease(token, dataset, position, worker_id)
+        state.leases[token] = LedgerLease(token, dataset, position, worker_id)
         # A worker's entry does not list them: two lists could disagree.
         state.workers[worker_id].tokens.add(token)
     # A store of version 1 has neither.
@@ -115,7 +115,7 @@ def _table_document(table: ShardTable) -> dict[str, Any]:
     }
 
 
-def _load_table(item: dict[str, Any], snapshot: Snapshot) -> ShardTable:
+def _load_table(item: dict[str, Any], snapshot: StoredSnapshot) -> ShardTable:
     spec = DatasetSpec(**item["spec"])
     check_range("epoch", item["epoch"], 0, spec.num_epochs - 1)
     table = ShardTable(spec, item["epoch"])
@@ -125,7 +125,7 @@ def _load_table(item: dict[str, Any], snapshot: Snapshot) -> ShardTable:
     )
     digest = item.get("digest")  # a store of version 2 has none
     if sum(table.counts) != num_shards or digest not in (None, _digest(table)):
-        raise damaged(f"the pages of dataset {name!r} do not describe its {num_shards} shards")
+        raise damage_error(f"the pages of dataset {name!r} do not describe its {num_shards} shards")
     table.units_done = dict(item["units_done"])
     table.attempts = dict(item["attempts"])
     table.notes = dict(item["notes"])

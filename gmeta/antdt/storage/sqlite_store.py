@@ -15,8 +15,8 @@ from gmeta.antdt.errors import (
     StoreTakenError,
     StoreVersionError,
 )
-from gmeta.antdt.storage.store import Store, check_epoch, damaged
-from gmeta.antdt.storage.stored import Batch, Snapshot, seal_of
+from gmeta.antdt.storage.store import Store, check_epoch, damage_error
+from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot, seal_of
 
 # 2: second leases of a shard; a store of version 1 has none. 3: snapshots are sealed, and the log
 # begins where the snapshot ends.
@@ -56,7 +56,7 @@ class SqliteStore(Store):
         with ExitStack() as undo:
             self._lock_fd = _lock(path)
             undo.callback(os.close, self._lock_fd)
-            with _translated(path):
+            with _translate_errors(path):
                 self._durable_fd = _open_durable(path)
                 undo.callback(os.close, self._durable_fd)
                 self._num_events = self._num_durable = _read_durable(self._durable_fd)
@@ -85,12 +85,12 @@ class SqliteStore(Store):
             self._db.executescript(f"BEGIN;{script}PRAGMA user_version={STORE_VERSION};COMMIT;")
         # Else a page in use but listed as free would be noticed only when it is overwritten.
         elif self._db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-            raise damaged(f"the pages of the file {self.path} do not fit together")
+            raise damage_error(f"the pages of the file {self.path} do not fit together")
         self._wal_fd = _open_wal(self._db, self.path)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _translated(self.path):
+        with _translate_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -101,8 +101,10 @@ class SqliteStore(Store):
                     self._db.execute("ROLLBACK")
 
     def _check_epoch(self) -> None:
-        found = self._db.execute("SELECT value FROM meta WHERE key='service_epoch'").fetchone()[0]
-        check_epoch(str(self.path), found, self._epoch)
+        stored_epoch = self._db.execute(
+            "SELECT value FROM meta WHERE key='service_epoch'"
+        ).fetchone()[0]
+        check_epoch(str(self.path), stored_epoch, self._epoch)
 
     def claim(self) -> int:
         """Count the epoch up in one transaction, and sync it."""
@@ -110,19 +112,21 @@ class SqliteStore(Store):
             self._db.execute("UPDATE meta SET value = value + 1 WHERE key='service_epoch'")
             row = self._db.execute("SELECT value FROM meta WHERE key='service_epoch'").fetchone()
             if row is None:
-                raise damaged(f"the store {self.path} has no service epoch")
+                raise damage_error(f"the store {self.path} has no service epoch")
         self.sync()
         self._epoch = int(row[0])
         return self._epoch
 
-    def load(self) -> tuple[Snapshot | None, list[Batch]]:
+    def load(self) -> tuple[StoredSnapshot | None, list[RecordBatch]]:
         """Read snapshot and log, checked against the seal and what was noted as durable."""
-        with _translated(self.path):
+        with _translate_errors(self.path):
             snapshot = self._snapshot()
             rows = self._db.execute(
                 "SELECT first_event, CAST(records AS BLOB), head FROM log ORDER BY first_event"
             )
-            batches = [Batch(first, records.split(b"\n"), head) for first, records, head in rows]
+            batches = [
+                RecordBatch(first, records.split(b"\n"), head) for first, records, head in rows
+            ]
         end = 0 if snapshot is None else snapshot.num_events
         if batches:
             end = batches[-1].first_event + len(batches[-1].records)
@@ -135,24 +139,24 @@ class SqliteStore(Store):
             )
         return snapshot, batches
 
-    def _snapshot(self) -> Snapshot | None:
+    def _snapshot(self) -> StoredSnapshot | None:
         row = self._db.execute("SELECT num_events, head, document, seal FROM snapshot").fetchone()
         if row is None:
             return None
         num_events, head, document, seal = row
         if seal != seal_of(num_events, head, document):
-            raise damaged(f"the snapshot of the store {self.path} was altered")
+            raise damage_error(f"the snapshot of the store {self.path} was altered")
         rows = self._db.execute("SELECT dataset, page, states FROM pages")
         pages = {(name, number): states for name, number, states in rows}
-        return Snapshot(num_events, head, document, pages)
+        return StoredSnapshot(num_events, head, document, pages)
 
-    def append(self, batch: Batch) -> None:
+    def append(self, batch: RecordBatch) -> None:
         """Insert one row, in the same statement that checks the epoch."""
         # JSON escapes line breaks: none stands within a record.
         row = (batch.first_event, b"\n".join(batch.records), batch.head, self._epoch)
         # One statement is a transaction by itself: BEGIN, a look at the epoch and COMMIT would
         # each give the interpreter to another thread and wait for it to come back.
-        with _translated(self.path):
+        with _translate_errors(self.path):
             inserted = self._db.execute(_APPEND, row).rowcount
             if inserted != 1:
                 self._check_epoch()
@@ -172,7 +176,7 @@ class SqliteStore(Store):
             self._num_durable = num_events
             _write_durable(self._durable_fd, num_events)
 
-    def write_snapshot(self, snapshot: Snapshot) -> None:
+    def write_snapshot(self, snapshot: StoredSnapshot) -> None:
         """Write the changed pages and the document, and delete the covered rows, in one
         transaction."""
         with self._transaction():
@@ -277,7 +281,7 @@ def _open_wal(db: sqlite3.Connection, path: Path) -> int:
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     """Turn SQLite's errors into StoreErrors that say what to do."""
     try:
         yield
@@ -292,9 +296,9 @@ def _translated(path: Path) -> Iterator[None]:
                 f"the disk under {path} is full: the call was not applied. Free space; the "
                 "service continues by itself."
             ) from error
-        told = " ".join(str(error).split())  # one line, also where it quotes a damaged schema
+        reason = " ".join(str(error).split())  # one line, also where it quotes a damaged schema
         raise StoreFailedError(
-            f"the store {path} failed with {name}: {told}. Check the disk; a file that is no "
+            f"the store {path} failed with {name}: {reason}. Check the disk; a file that is no "
             "store of this service needs another --store, a damaged one is rebuilt by deleting it "
             "and restoring a checkpoint."
         ) from error

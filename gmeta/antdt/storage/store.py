@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import final
 
 from gmeta.antdt.errors import StoreFailedError, StoreTakenError
-from gmeta.antdt.storage.stored import Batch, Snapshot
+from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot
 
 
 class Store(abc.ABC):
@@ -23,11 +23,11 @@ class Store(abc.ABC):
         fails from then on."""
 
     @abc.abstractmethod
-    def load(self) -> tuple[Snapshot | None, list[Batch]]:
+    def load(self) -> tuple[StoredSnapshot | None, list[RecordBatch]]:
         """Return the last snapshot and every batch after it, in order."""
 
     @abc.abstractmethod
-    def append(self, batch: Batch) -> None:
+    def append(self, batch: RecordBatch) -> None:
         """Store one batch; it survives this process, but a power cut only after `sync`.
 
         Batches are lost in a power cut from the last one backwards, never one from the middle.
@@ -40,7 +40,7 @@ class Store(abc.ABC):
         thread."""
 
     @abc.abstractmethod
-    def write_snapshot(self, snapshot: Snapshot) -> None:
+    def write_snapshot(self, snapshot: StoredSnapshot) -> None:
         """Replace the snapshot, and drop the batches that it covers. Raise StoreTakenError when
         another service claimed the store."""
 
@@ -55,9 +55,9 @@ class MemoryDisk:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.log: list[Batch] = []
+        self.log: list[RecordBatch] = []
         self.num_synced = 0  # batches of the log that a power cut spares
-        self.snapshot: Snapshot | None = None
+        self.snapshot: StoredSnapshot | None = None
 
 
 @final
@@ -74,20 +74,20 @@ class MemoryStore(Store):
         self._epoch = self.disk.epoch
         return self._epoch
 
-    def load(self) -> tuple[Snapshot | None, list[Batch]]:
+    def load(self) -> tuple[StoredSnapshot | None, list[RecordBatch]]:
         """Return what the disk holds; nothing here can be damaged."""
         return self.disk.snapshot, list(self.disk.log)
 
-    def append(self, batch: Batch) -> None:
+    def append(self, batch: RecordBatch) -> None:
         """Add the batch to the disk's log, unsynced."""
         check_epoch("the memory store", self.disk.epoch, self._epoch)
-        self.disk.log.append(Batch(batch.first_event, tuple(batch.records), batch.head))
+        self.disk.log.append(RecordBatch(batch.first_event, tuple(batch.records), batch.head))
 
     def sync(self) -> None:
         """Note that a power cut spares the whole log."""
         self.disk.num_synced = len(self.disk.log)
 
-    def write_snapshot(self, snapshot: Snapshot) -> None:
+    def write_snapshot(self, snapshot: StoredSnapshot) -> None:
         """Put the pages over the older ones, drop the covered batches, and sync."""
         check_epoch("the memory store", self.disk.epoch, self._epoch)
         old = self.disk.snapshot.pages if self.disk.snapshot else {}
@@ -102,16 +102,17 @@ class MemoryStore(Store):
         """Do nothing: a memory store has no lock."""
 
 
-def check_epoch(store: str, found: int, mine: int) -> None:
+def check_epoch(store: str, stored_epoch: int, mine: int) -> None:
     """Raise StoreTakenError where a newer service claimed the store."""
-    if found != mine:
+    if stored_epoch != mine:
         raise StoreTakenError(
-            f"{store} was taken over by a service with epoch {found}, this one has {mine}; a "
+            f"{store} was taken over by a service with epoch {stored_epoch}, this one has "
+            f"{mine}; a "
             "store has one service. Stop one of the two."
         )
 
 
-def damaged(what: str) -> StoreFailedError:
+def damage_error(what: str) -> StoreFailedError:
     """Return the error for a store whose content cannot be what a service wrote."""
     return StoreFailedError(
         f"{what}: the store is damaged. Restore it from a backup, or delete it: the manifest in a "

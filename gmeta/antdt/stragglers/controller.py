@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
-from gmeta.antdt.access.errors import AntdtError
+from gmeta.access.errors import AntdtError
 from gmeta.antdt.policies.interface import (
     ControllerConfig,
     Decision,
@@ -18,10 +18,10 @@ from gmeta.antdt.policies.interface import (
     Snapshot,
     WorkerView,
 )
-from gmeta.antdt.policies.split import proportional_split
+from gmeta.antdt.policies.task_split import proportional_split
 from gmeta.antdt.reports import WorkerHealth
 from gmeta.errors import UserError
-from gmeta_keys.boundary import failing_as
+from gmeta_keys.translate_errors import failing_as
 
 HOUR_S = 3600.0
 SLOW_SHARE, USUAL_SHARE = 0.8, 0.9  # of the mean share: below, tasks were taken; above, given back
@@ -50,7 +50,7 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
             "nd, dd or none"
         )
     ):
-        decisions = [_in_plain(decision) for decision in policy(snapshot, config)]
+        decisions = [_to_plain_values(decision) for decision in policy(snapshot, config)]
     rulings = []
     restarts = snapshot.restarts_last_hour
     backed_up = {worker.health.worker_id for worker in snapshot.workers if worker.backed_up}
@@ -68,7 +68,7 @@ def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[R
     return rulings
 
 
-def _in_plain(decision: Decision) -> Decision:
+def _to_plain_values(decision: Decision) -> Decision:
     """Return a decision with values that can be compared, logged and posted: a policy may hand over
     numbers of some library. Raise ValueError for a parameter that is no finite number."""
     parameters = {str(name): float(n) for name, n in decision.parameters.items()}
@@ -92,11 +92,11 @@ def _refusal(
     if decision.kind in _OF_A_WORKER and decision.worker_id not in workers:
         return f"worker {decision.worker_id!r} is unknown"
     if decision.kind == "ADJUST_BS":
-        return _refused_shares(decision, snapshot, config, workers)
+        return _shares_refusal(decision, snapshot, config, workers)
     if decision.kind == "ADJUST_LR" and not decision.parameters.get("factor", 0.0) > 0:
         return "ADJUST_LR needs a parameter 'factor' above 0"
     if decision.kind == "BACKUP_WORKERS":
-        return _refused_backup(workers[decision.worker_id], snapshot, config, backed_up)
+        return _backup_refusal(workers[decision.worker_id], snapshot, config, backed_up)
     if decision.kind == "KILL_RESTART":
         allowed = config.restarts_per_hour(len(workers))
         if workers[decision.worker_id].restarts >= config.restarts_per_worker:
@@ -109,7 +109,7 @@ def _refusal(
     return ""
 
 
-def _refused_backup(
+def _backup_refusal(
     worker: WorkerView, snapshot: Snapshot, config: ControllerConfig, backed_up: Set[str]
 ) -> str:
     if config.synchronous:
@@ -129,7 +129,7 @@ def _refused_backup(
     return ""
 
 
-def _refused_shares(
+def _shares_refusal(
     decision: Decision,
     snapshot: Snapshot,
     config: ControllerConfig,
@@ -188,7 +188,7 @@ class _Patience:
         self.hold_s = 0.0
         self._lowered_s: dict[str, float] = {}  # when each worker was given fewer tasks
 
-    def changed(self, after: Mapping[str, int], now_s: float) -> None:
+    def note_change(self, after: Mapping[str, int], now_s: float) -> None:
         """Take note of shares that were changed."""
         usual = sum(after.values()) / max(1, len(after))
         back = []
@@ -281,7 +281,7 @@ class Controller:
             if decision.kind == "ADJUST_BS" and not allowed:
                 self._held = held_since_s(snapshot, decision)
             if allowed:
-                self._carried_out(decision, snapshot.now_s)
+                self._note_allowed(decision, snapshot.now_s)
         verdicts = {worker.health.worker_id: worker.health.verdict for worker in snapshot.workers}
         held_back = {(str(d.kind), d.worker_id) for d, allowed, _ in rulings if not allowed}
         # All else replays to nothing, or to what was held back before, window after window: with
@@ -292,11 +292,11 @@ class Controller:
         self._verdicts, self._held_back = dict(verdicts), held_back
         return rulings
 
-    def _carried_out(self, decision: Decision, now_s: float) -> None:
+    def _note_allowed(self, decision: Decision, now_s: float) -> None:
         if decision.kind == "ADJUST_BS":
             self._last_adjust_s = now_s
             shares = {name: int(n) for name, n in decision.shares.items()}
-            self._patience.changed(shares, now_s)
+            self._patience.note_change(shares, now_s)
             self.shares.update(shares)
         elif decision.kind == "KILL_RESTART":
             self._restarts[decision.worker_id] = self._restarts.get(decision.worker_id, 0) + 1
@@ -327,7 +327,7 @@ def log_line(snapshot: Snapshot, rulings: Sequence[Ruling]) -> str:
     )
 
 
-def replayed(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, Any]:
+def replay_line(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, Any]:
     """Return (rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
 
     Raises:

@@ -11,25 +11,25 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from gmeta.antdt.access.errors import AntdtError, RefusedError
+from gmeta.access.errors import AntdtError, RefusedError
+from gmeta.access.log import LOGGER_NAME, event
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.offers import leases_to_back_up
-from gmeta.antdt.log import LOGGER_NAME, event
 from gmeta.antdt.model import MAX_EPOCHS, ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor
 from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.reports import Report, WorkerHealth
-from gmeta.antdt.storage.request import Read, Request
+from gmeta.antdt.storage.request import LedgerView, Request
 from gmeta.antdt.stragglers.controller import Controller, Ruling
-from gmeta_keys.boundary import failing_as, kind_and_text
+from gmeta_keys.translate_errors import failing_as, kind_and_text
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
     from gmeta.antdt.ledger.ledger import Ledger
     from gmeta.antdt.ledger.state import LedgerState
     from gmeta.antdt.policies.interface import Decision
-    from gmeta.antdt.stragglers.settings import StragglerConfig
+    from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 
 MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
@@ -38,7 +38,7 @@ HISTORY_DECISIONS = 200
 _PASSES = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # the same request may succeed later
 
 
-class Reading(NamedTuple):
+class LedgerReading(NamedTuple):
     """What one look at the ledger finds."""
 
     service_epoch: int
@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     backups: dict[str, tuple[int, int]]  # worker -> last shards to back up, and backed up
 
 
-class Spoken(NamedTuple):
+class RulingRecord(NamedTuple):
     """One ruling, for people."""
 
     wall_s: float
@@ -63,7 +63,7 @@ class Spoken(NamedTuple):
     note: str
 
 
-def read_ledger(ledger: Ledger, now_s: float) -> Reading:
+def read_ledger(ledger: Ledger, now_s: float) -> LedgerReading:
     """Return the workers of the present generation, and the data still to train."""
     state = ledger.state
     workers = {}
@@ -77,7 +77,7 @@ def read_ledger(ledger: Ledger, now_s: float) -> Reading:
         if table.spec.num_epochs < MAX_EPOCHS:  # else the job decides when to stop
             left += (table.spec.num_epochs - 1 - table.epoch) * table.spec.num_units
     silent = silent_workers(ledger, now_s)
-    return Reading(
+    return LedgerReading(
         state.service_epoch,
         state.generation,
         workers,
@@ -93,13 +93,13 @@ def read_backups(state: LedgerState) -> dict[str, tuple[int, int]]:
     up would concern, and how many one has concerned."""
     if not any(table.spec.speculative for table in state.tables.values()):
         return {}
-    found = {}
+    backups = {}
     for name, worker in state.workers.items():
         to_back_up = len(leases_to_back_up(state, worker))
         backed_up = len(state.backups.wanted & worker.tokens)
         if to_back_up or backed_up:
-            found[name] = (to_back_up, backed_up)
-    return found
+            backups[name] = (to_back_up, backed_up)
+    return backups
 
 
 @final
@@ -119,7 +119,7 @@ class Governor:
         policy, window_s = find_policy(config.controller.policy), config.monitor.window_s
         self.controller = Controller(config.controller, policy, log, window_s)
         self.monitor = Monitor(config.monitor, clock())
-        self.spoken: deque[Spoken] = deque(maxlen=HISTORY_DECISIONS)
+        self.ruling_records: deque[RulingRecord] = deque(maxlen=HISTORY_DECISIONS)
         self.counts: Counter[tuple[str, str]] = Counter()  # (kind, posted or held back)
         self.speeds: dict[str, deque[float]] = {}
         self.step = 0
@@ -153,7 +153,7 @@ class Governor:
 
     def tick(self) -> None:
         """Take in the newest reports; judge and decide when a window is over."""
-        reading: Reading = self._ask(Read(read_ledger))
+        reading: LedgerReading = self._ask(LedgerView(read_ledger))
         if reading.generation != self._generation:
             self._start_over(reading)
         self.silent, self.phase = reading.silent, reading.phase
@@ -182,7 +182,7 @@ class Governor:
     def _run(self) -> None:
         # Twice within the shortest window, so that none is cut much later than it may be.
         tick_s = min(MAX_TICK_S, CUT_AFTER * self.config.monitor.window_s / 2)
-        told = ""
+        reported = ""
         while not self._stopping.wait(tick_s):
             try:
                 # Whatever it is: a thread that ended would leave stragglers alone in silence.
@@ -191,11 +191,11 @@ class Governor:
             except RefusedError as error:  # recovering, or shutting down
                 event(logging.DEBUG, "governor_waits", message=str(error))
             except AntdtError as error:
-                if str(error) != told:  # else it would be logged at each tick
+                if str(error) != reported:  # else it would be logged at each tick
                     logging.getLogger(LOGGER_NAME).error("governor_failed", exc_info=error)
-                told = str(error)
+                reported = str(error)
 
-    def _start_over(self, reading: Reading) -> None:
+    def _start_over(self, reading: LedgerReading) -> None:
         """Give the ranks of a restarted job equal shares and an empty history."""
         self._generation = reading.generation
         self.monitor = Monitor(self.config.monitor, self._clock())
@@ -206,7 +206,7 @@ class Governor:
         self.step = self._tasks_per_step = 0
         self._tasks_seen = None
 
-    def _note_speed(self, reading: Reading, now_s: float) -> None:
+    def _note_speed(self, reading: LedgerReading, now_s: float) -> None:
         reports = [report for _, report in reading.workers.values() if report]
         self.step = max((int(report[0]) for report in reports), default=0)
         tasks_done = int(sum(report[1] for report in reports))
@@ -224,7 +224,7 @@ class Governor:
         for name, health in self.monitor.health.items():
             self.speeds.setdefault(name, deque(maxlen=HISTORY_WINDOWS)).append(health.tasks_per_s)
 
-    def _control(self, reading: Reading, now_s: float) -> None:
+    def _control(self, reading: LedgerReading, now_s: float) -> None:
         health = self.monitor.health
         # Somebody is not judged yet, or silent: its share of a step cannot be planned.
         is_early = self.config.controller.synchronous and set(health) != set(reading.workers)
@@ -250,18 +250,18 @@ class Governor:
                 held_back.add(key)
             # What is held back is held back again at each window; saying so once is enough.
             if allowed or key not in self._held_back:
-                self._speak(ruling)
+                self._record_ruling(ruling)
         self._held_back = held_back
 
-    def _speak(self, ruling: Ruling) -> None:
+    def _record_ruling(self, ruling: Ruling) -> None:
         (kind, worker_id, _, reason), allowed, note = ruling
-        said = Spoken(time.time(), self.step, kind, worker_id, reason, allowed, note)
-        self.spoken.append(said)
-        fields = said._asdict()
+        record = RulingRecord(time.time(), self.step, kind, worker_id, reason, allowed, note)
+        self.ruling_records.append(record)
+        fields = record._asdict()
         del fields["wall_s"]  # the log has a time of its own
         event(logging.INFO, "decision", **fields)
 
-    def _command(self, decision: Decision, reading: Reading) -> cmd.Command:
+    def _command(self, decision: Decision, reading: LedgerReading) -> cmd.Command:
         self._num_actions += 1
         action_id = f"{reading.service_epoch}.{reading.generation}.{self._num_actions}"
         if decision.kind == "EXCLUDE":

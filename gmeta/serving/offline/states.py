@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gmeta.serving.columns import as_table
-from gmeta.serving.load import load
-from gmeta.serving.model import ServedModel
-from gmeta.serving.offline.adapting import CHUNK_ROWS, adapt_rows
+from gmeta.serving.model_loader import load
+from gmeta.serving.offline.adapt_rows import CHUNK_ROWS, adapt_rows
+from gmeta.serving.row_encoders import as_table
+from gmeta.serving.served_model import ServedModel
 
 
 def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
@@ -28,7 +28,7 @@ def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
     return adapt_rows(model, rows, support[model.config.columns.task])
 
 
-def whole_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
+def group_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
     """Yield the same rows, in which those of a task stand together, in tables of at least
     `chunk_rows` rows (the last may have fewer) that never cut a task.
     """
@@ -39,13 +39,13 @@ def whole_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterat
         num_rows += part.num_rows
         if num_rows < chunk_rows:
             continue
-        together = pa.concat_tables(held)
+        joined = pa.concat_tables(held)
         # The last task may go on in the next part.
-        column = together[task]
+        column = joined[task]
         end = pc.index(column, column[-1]).as_py() if column[-1].is_valid else num_rows
         if end > 0:
-            yield together.slice(0, end)
-        held = [together.slice(end)]
+            yield joined.slice(0, end)
+        held = [joined.slice(end)]
         num_rows -= end
     if num_rows:
         yield pa.concat_tables(held)
@@ -64,16 +64,16 @@ def adapt_partition(model: str | Path) -> Callable[[Iterable[Any]], Iterator[Any
     """
 
     def adapt(batches: Iterable[Any]) -> Iterator[Any]:
-        served, given = load(model, verify=False), iter(batches)
-        first = next(given, None)
+        served, remaining = load(model, verify=False), iter(batches)
+        first = next(remaining, None)
         if first is None:
             return  # an empty partition
         tables = (
             # What pandas says of its index differs from batch to batch.
             as_table(batch, "support").replace_schema_metadata(None)
-            for batch in chain([first], given)
+            for batch in chain([first], remaining)
         )
-        for chunk in whole_tasks(tables, served.config.columns.task, CHUNK_ROWS):
+        for chunk in group_tasks(tables, served.config.columns.task, CHUNK_ROWS):
             states = adapt_tasks(served, chunk)
             if isinstance(first, pa.RecordBatch):
                 yield from states.combine_chunks().to_batches()

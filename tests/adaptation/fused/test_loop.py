@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gmeta.adaptation.adaptation_plan import AdaptationPlan, Path, TaskSize
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.config import AlgorithmConfig, InnerPath
 from gmeta.adaptation.fused.fast_mlp import FastMlp
-from gmeta.adaptation.fused.loop import FusedLoop
+from gmeta.adaptation.fused.fused_loop import FusedLoop
 from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.fused.plain_mlp import PlainMlp
-from gmeta.adaptation.plan import AdaptationPlan, Path, TaskSize
-from gmeta.batches.episodes import Episodes, support_and_query
-from gmeta.build import build_learner
-from gmeta.config import load_config
+from gmeta.adaptation.layout.padded_layout import PaddedTasks
+from gmeta.adaptation.layout.sides import Sides, TaskGroups
+from gmeta.config.algorithm import AlgorithmConfig, InnerPath
+from gmeta.config.train_config import load_config
+from gmeta.data.episodes import Episodes, collate_support_query
 from gmeta.learner import MetaLearner
-from gmeta.rows.rectangles import PaddedTasks
-from gmeta.rows.sides import Sides, TaskGroups
+from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, features
-from tests import reference
+from tests.support import reference
 
 MELU = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
 FEATURES = reference.some_features(2, 2, 2, history=True)
@@ -60,7 +60,7 @@ def learner_of(
 @pytest.fixture(autouse=True, scope="module")
 def _even_a_single_common_feature_stands_apart() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.batches.for_fused.LEAST_COMMON_WORK", {"cpu": 1})
+        patch.setattr("gmeta.data.fused_batches.LEAST_COMMON_WORK", {"cpu": 1})
         yield
 
 
@@ -77,7 +77,7 @@ def batch_of(sizes: list[tuple[int, int]], num_common: int = 0) -> reference.Tas
 
 def arranged_together(learner: MetaLearner, batch: reference.TaskBatch) -> Episodes:
     """Both sides of all tasks at once, to train on."""
-    return support_and_query(batch, rows_per_task=learner._config.adapt_embeddings)
+    return collate_support_query(batch, rows_per_task=learner._config.adapt_embeddings)
 
 
 def assert_same_step(
@@ -148,7 +148,7 @@ def test_the_fused_step_equals_the_general_one(
     config = replace(MELU, name=model, history="m0", interaction=interaction)
     learner = learner_of(algorithm, config, loss)
     batch = batch_of(sizes, num_common)
-    fused, general = learner.arrange(batch), arranged_together(learner, batch)
+    fused, general = learner.collate(batch), arranged_together(learner, batch)
     assert isinstance(fused.rows, PaddedTasks)
     assert isinstance(general.rows, Sides)
     has_side_by_side = model in ("melu", "cbml") or (model, interaction) == ("dlrm", "cat")
@@ -158,7 +158,7 @@ def test_the_fused_step_equals_the_general_one(
     assert fused.num_terms == general.num_terms
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.adaptation.fused.loop.MLP_KERNEL", kernel)
+        patch.setattr("gmeta.adaptation.fused.fused_loop.MLP_KERNEL", kernel)
         assert_same_step(learner, rows_UD, fused, general)
 
 
@@ -182,7 +182,7 @@ def test_the_fused_step_equals_the_general_one(
 def test_what_the_fused_loop_cannot_do_goes_to_the_general_one(
     algorithm: AlgorithmConfig, model: ModelConfig
 ) -> None:
-    assert isinstance(learner_of(algorithm, model).arrange(batch_of([(3, 2)])).rows, TaskGroups)
+    assert isinstance(learner_of(algorithm, model).collate(batch_of([(3, 2)])).rows, TaskGroups)
 
 
 @pytest.mark.parametrize("name", ["maml", "fomaml"])
@@ -194,7 +194,7 @@ def test_a_step_may_have_no_history_at_all(name: str) -> None:
     task = reference.random_task(FEATURES, 3, 2, random.Random(0))
     empty = replace(task, multi=[[[], *others] for _, *others in task.multi])
     batch = reference.batch_of([empty], FEATURES)
-    fused, general = learner.arrange(batch), arranged_together(learner, batch)
+    fused, general = learner.collate(batch), arranged_together(learner, batch)
     assert isinstance(fused.rows, PaddedTasks)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     assert_same_step(learner, rows_UD, fused, general)
@@ -223,7 +223,7 @@ def test_the_examples_train_in_the_fused_loop_by_mamls_own_function(
     ]
     batch = reference.batch_of(tasks, features(recipe))
     rows_UD = torch.randn(batch.unique_ids_U.numel(), config.model.embedding_dim)
-    learner(rows_UD, learner.arrange(batch), 1.0)
+    learner(rows_UD, learner.collate(batch), 1.0)
     assert taken == [FusedLoop]
 
 
@@ -242,7 +242,7 @@ def test_layers_that_the_outer_loop_does_not_train_adapt_all_the_same(
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     wanted = [rows_UD, *(p for p in learner.parameters() if p.requires_grad)]
     assert_same_step(
-        learner, rows_UD, learner.arrange(batch), arranged_together(learner, batch), wanted
+        learner, rows_UD, learner.collate(batch), arranged_together(learner, batch), wanted
     )
 
 
@@ -261,7 +261,7 @@ def test_learned_rates_learn_in_first_order_too(
     learner = learner_of(algorithm, replace(MELU, name=model))
     batch = batch_of([(3, 2), (0, 1), (1, 4)])
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
-    mine = learner.arrange(batch)
+    mine = learner.collate(batch)
     assert isinstance(mine.rows, PaddedTasks)
     assert_same_step(learner, rows_UD, mine, arranged_together(learner, batch))
 
@@ -278,7 +278,7 @@ def test_each_layer_is_held_as_its_path_says(monkeypatch: pytest.MonkeyPatch) ->
     paths = ("*=low_rank", "*.2=materialised", "top.4=auto")
     learner = learner_of(AlgorithmConfig(layer_paths=paths), replace(MELU, name="dlrm"))
     batch = batch_of([(3, 2)])
-    learner(torch.randn(batch.unique_ids_U.numel(), 4).double(), learner.arrange(batch), 1.0)
+    learner(torch.randn(batch.unique_ids_U.numel(), 4).double(), learner.collate(batch), 1.0)
     bottom = {(2, 3): "low_rank", (3, 4): "materialised"}
     assert held == bottom | {(14, 6): "low_rank", (6, 5): "materialised", (5, 1): "materialised"}
 
@@ -299,7 +299,7 @@ def test_tasks_of_one_batch_hold_changes_in_different_ways(
     algorithm = AlgorithmConfig(name=name, inner_steps=3, adapt_embeddings=embeddings)
     learner = learner_of(algorithm, replace(MELU, name="dlrm"))
     batch = batch_of([(1, 2), (9, 2), (2, 9), (5, 1), (1, 1)])
-    arranged = learner.arrange(batch)
+    arranged = learner.collate(batch)
     assert isinstance(arranged.rows, PaddedTasks)
     assert len({mine.rows for mine in arranged.rows.support.rectangles}) > 2
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
@@ -344,7 +344,7 @@ def test_groups_of_similar_tasks_give_the_step_of_all_tasks_together(
     learner = learner_of(algorithm, replace(MELU, name=model, history="m0"))
     learner.use_general_loop()
     batch = batch_of(sizes)
-    grouped, together = learner.arrange(batch), arranged_together(learner, batch)
+    grouped, together = learner.collate(batch), arranged_together(learner, batch)
     assert isinstance(grouped.rows, TaskGroups)
     assert isinstance(together.rows, Sides)
     together = replace(together, num_terms=grouped.num_terms)
@@ -375,9 +375,9 @@ def test_autocast_computes_the_fused_step_in_bfloat16(
     learner = learner_of(algorithm, replace(MELU, name=model)).float()
     batch = batch_of([(3, 2), (2, 4)], num_common)
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, requires_grad=True)
-    exact = learner(rows_UD, learner.arrange(batch), 1.0)
+    exact = learner(rows_UD, learner.collate(batch), 1.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = learner(rows_UD, learner.arrange(batch), 1.0)
+        rough = learner(rows_UD, learner.collate(batch), 1.0)
     rough.backward()
     assert 0 < abs(rough.item() - exact.item()) < 0.02 * abs(exact.item())
     assert all(parameter.grad is not None for parameter in learner.parameters())

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gmeta.adaptation.adaptation_plan import Path
 from gmeta.adaptation.fused.fast_mlp import FastMlp
 from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.fused.plain_mlp import PlainMlp
-from gmeta.adaptation.plan import Path
+from gmeta.adaptation.layout.padded_layout import PaddedRows, Rectangle
 from gmeta.adaptation.rates import WeightRates
-from gmeta.rows.rectangles import PaddedRows, Rectangle
 
 WIDTHS = (4, 5, 3, 1)
 Sizes = Sequence[tuple[int, int]]  # tasks and rows of each rectangle

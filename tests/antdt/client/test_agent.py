@@ -10,10 +10,10 @@ from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.reports import MonitorConfig, Report
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.storage.request import Read
-from gmeta.antdt.stragglers.settings import StragglerConfig
-from tests.waiting import wait_until
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.antdt.storage.request import LedgerView
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
+from tests.support.waiting import wait_until
 
 WINDOW_S = 0.05
 
@@ -47,7 +47,7 @@ def taken(agent: WorkerAgent) -> WorkerAgent:
 def test_totals_reach_the_monitor(server: ShardServer, client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     for _ in range(3):
-        agent.stepped(8, 40.0, 2.0, 1.0, 5.0)
+        agent.count_step(8, 40.0, 2.0, 1.0, 5.0)
     wait_until(lambda: server.edge.read_status().workers[0].report.step == 3)
     report = server.edge.read_status().workers[0].report
     assert (report.tasks_done, report.share, report.compute_ms) == (24, 8, 120.0)
@@ -57,7 +57,7 @@ def test_totals_reach_the_monitor(server: ShardServer, client: ShardClient) -> N
 def test_a_worker_that_became_slow_or_fast_says_so_once(client: ShardClient) -> None:
     agent = WorkerAgent(client, 8, lambda: "")
     steps_ms = [300.0] * 4 + [900.0] * 2 + [400.0] * 2 + [10.0] * 60
-    said = [agent.stepped(8, ms, 0.0, 0.0, 0.0) for ms in steps_ms]
+    said = [agent.count_step(8, ms, 0.0, 0.0, 0.0) for ms in steps_ms]
     assert [step for step, changed in enumerate(said) if changed] == [4, 7, 57]
 
 
@@ -66,7 +66,7 @@ def test_a_hurried_report_is_there_at_once_and_the_answer_soon_after(
 ) -> None:
     client._session.report_every_s = 60.0
     agent = WorkerAgent(client, 8, lambda: "")
-    agent.stepped(8, 1.0, 0.0, 0.0, 0.0)
+    agent.count_step(8, 1.0, 0.0, 0.0, 0.0)
     client.hurry()
     wait_until(lambda: server.edge.read_status().workers[0].report.step == 1)
     post(server, 1, 2, rank0=5.0)
@@ -80,7 +80,7 @@ def test_a_plan_waits_until_it_is_adopted(server: ShardServer, client: ShardClie
     assert (agent.plan.tasks, agent.newest.tasks, agent.newest.micro_batches) == (8, 5, 2)
     agent.adopt(agent.newest)
     assert agent.plan.tasks == 5
-    agent.stepped(5, 1.0, 0.0, 0.0, 0.0)
+    agent.count_step(5, 1.0, 0.0, 0.0, 0.0)
     wait_until(lambda: server.edge.read_status().workers[0].report.share == 5)
 
 
@@ -150,10 +150,10 @@ def test_what_the_agent_answers_is_told_in_the_log(
     ]
 
 
-def _open_actions() -> Read:
-    return Read(lambda ledger, now_s: list(ledger.state.actions))
+def _open_actions() -> LedgerView:
+    return LedgerView(lambda ledger, now_s: list(ledger.state.actions))
 
 
 def _result_of(server: ShardServer, action_id: str) -> int:
-    found: int = server.edge.ask(Read(lambda ledger, _: ledger.state.acked.get(action_id, 0)))
+    found: int = server.edge.ask(LedgerView(lambda ledger, _: ledger.state.acked.get(action_id, 0)))
     return found

@@ -16,23 +16,23 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from gmeta.antdt.access.credentials import end_of_certificate
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.credentials import end_of_certificate
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.call_stream import CallError, CallStream
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.connection import MAX_STREAMED_BYTES
 from gmeta.antdt.client.lease import EndOfEpoch
 from gmeta.antdt.errors import FencedError
 from gmeta.antdt.model import DatasetSpec
-from gmeta.antdt.rpc.loop import event_loop
-from gmeta.antdt.rpc.streamed import STREAMED
-from gmeta.antdt.service.edge import Edge
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.rpc.event_loop import event_loop
+from gmeta.antdt.rpc.streamed_calls import STREAMED
+from gmeta.antdt.service.edge import ShardServicer
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.faults.test_network import Proxy
 from tests.antdt.pki import Authority
 from tests.antdt.slow_rate import limits_by_count
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 WORKER = "worker-0123456789abcdef"
 SPEC = DatasetSpec("d", 40, 4)
@@ -208,10 +208,10 @@ def one_epoch(address: str, name: str) -> list[int]:
 def test_a_service_without_streams_is_called_call_by_call_and_the_log_says_so(
     server: ShardServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def unknown(self: Edge, requests: Any, context: Any) -> None:
+    async def unknown(self: ShardServicer, requests: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
-    monkeypatch.setattr(Edge, "Stream", unknown)
+    monkeypatch.setattr(ShardServicer, "Stream", unknown)
     older = ShardServer(ServiceConfig("127.0.0.1:0"))
     with caplog.at_level(logging.WARNING, "gmeta.antdt.client"):
         assert sorted(one_epoch(older.address, "a")) == list(range(10))
@@ -326,7 +326,7 @@ def tokens(tmp_path: Path) -> Path:
 def test_a_withdrawn_token_is_refused_at_the_next_request_and_a_new_one_opens_a_new_stream(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gmeta.antdt.access.auth._RELOAD_EVERY_S", 0.0)
+    monkeypatch.setattr("gmeta.access.auth._RELOAD_EVERY_S", 0.0)
     mine, fresh = tmp_path / "mine", "fresh-0123456789abcdef"
     mine.write_text(WORKER)
     server = ShardServer(ServiceConfig("127.0.0.1:0", tokens=tokens))
@@ -366,7 +366,7 @@ def test_a_certificate_that_expires_under_an_open_stream_is_refused_until_it_is_
         client.lease("d", 0)
         late_s = end_of_certificate(live[0].read_bytes()) + 100
         clock = SimpleNamespace(time=lambda: late_s, monotonic=time.monotonic)
-        monkeypatch.setattr("gmeta.antdt.access.auth.time", clock)
+        monkeypatch.setattr("gmeta.access.auth.time", clock)
         with pytest.raises(RefusedError) as expired:
             client.lease("d", 0)
         assert expired.value.code == "UNAUTHENTICATED"
@@ -382,7 +382,7 @@ def test_a_certificate_that_expires_under_an_open_stream_is_refused_until_it_is_
 def test_each_request_of_a_stream_counts_against_its_connections_rate(
     tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gmeta.antdt.service.server.CallLimits", limits_by_count)
+    monkeypatch.setattr("gmeta.antdt.service.shard_server.CallLimits", limits_by_count)
     server = ShardServer(ServiceConfig("127.0.0.1:0", tokens=tokens))
     with ShardClient(server.address, "a", token_file=tokens / "worker") as client:
         client.register_dataset(SPEC)

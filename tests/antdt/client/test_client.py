@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.antdt import (
     DatasetSpec,
     LeaseLostError,
@@ -19,16 +20,15 @@ from gmeta.antdt import (
     ShardFeed,
     load_manifest,
 )
-from gmeta.antdt.access.errors import AntdtError, RefusedError
-from gmeta.antdt.client.held import HeldLeases
+from gmeta.antdt.client.held_leases import HeldLeases
 from gmeta.antdt.client.lease import Lease, WaitFor
 from gmeta.antdt.client.session import CLOSING_BUDGET_S
 from gmeta.antdt.model import Grant
 from gmeta.antdt.reports import Report
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.storage.request import Read
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.antdt.storage.request import LedgerView
 from tests.antdt.faults.service_process import free_port
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def client(address: str) -> Iterator[ShardClient]:
 def test_an_answer_that_came_late_shortens_no_lease() -> None:
     held, grant = HeldLeases(), Grant(7, "d", 0, 0, 0, 4, 0, 0)
     held.add([Lease(grant, usable_until_s=100.0)])
-    held.renewed(90.0, {7}, gone=set())  # to a heartbeat that left before the grant
+    held.apply_renewal(90.0, {7}, lost_tokens=set())  # to a heartbeat that left before the grant
     assert [lease.usable_until_s for lease in held.live()] == [100.0]
-    held.renewed(110.0, {7}, gone=set())
+    held.apply_renewal(110.0, {7}, lost_tokens=set())
     assert [lease.usable_until_s for lease in held.live()] == [110.0]
 
 
@@ -51,7 +51,7 @@ def test_a_lease_that_a_heartbeat_did_not_name_is_not_renewed_by_its_answer() ->
     """Its grant was under way: the service counts its time from before the heartbeat."""
     held = HeldLeases()
     held.add([Lease(Grant(token, "d", 0, token, 0, 4, 0, 0), 100.0) for token in (7, 8)])
-    held.renewed(110.0, {7}, gone=set())
+    held.apply_renewal(110.0, {7}, lost_tokens=set())
     assert [lease.usable_until_s for lease in held.live()] == [110.0, 100.0]
 
 
@@ -107,7 +107,7 @@ def test_a_lease_that_is_lost_while_its_progress_is_reported_stays_lost(
 
     def revoked(rpc: str, *arguments: Any) -> Any:
         response = call(rpc, *arguments)
-        client._session.renewed(time.monotonic(), {lease.token}, {lease.token})
+        client._session.apply_renewal(time.monotonic(), {lease.token}, {lease.token})
         return response
 
     connection.call = revoked  # type: ignore[method-assign]
@@ -212,7 +212,7 @@ def test_a_flush_raises_when_trained_units_belong_to_a_lost_lease(
     """Without the error a checkpoint could hold units that the manifest does not know."""
     (lease,) = client.lease("d", 0)
     lease.advance(2)
-    client._session.renewed(time.monotonic(), {lease.token}, {lease.token})
+    client._session.apply_renewal(time.monotonic(), {lease.token}, {lease.token})
     with pytest.raises(LeaseLostError):
         client.flush()
 
@@ -335,13 +335,13 @@ def test_readings_come_with_the_next_heartbeat_and_the_last_ones_with_the_end(
     server: ShardServer, address: str
 ) -> None:
     def curves() -> Any:
-        return server.edge.ask(Read(lambda ledger, now_s: ledger.readings.curves()))
+        return server.edge.ask(LedgerView(lambda ledger, now_s: ledger.readings.curves()))
 
     with ShardClient(address, "a") as client:
-        client.read(1, {"loss": 0.5})
+        client.report_metrics(1, {"loss": 0.5})
         client.hurry()
         wait_until(lambda: curves() == {"loss": [(1, 0.5)]})
-        client.read(2, {"loss": 0.25})
+        client.report_metrics(2, {"loss": 0.25})
     assert curves() == {"loss": [(1, 0.5), (2, 0.25)]}
 
 
@@ -351,10 +351,10 @@ def test_a_reading_of_many_scores_takes_no_lease_away(
     """Five metrics of four labels on five validation splits are more values than a reading of the
     service holds; a heartbeat that is refused renews nothing."""
     scores = {f"valid/auc-{number}": number / 1000 for number in range(150)}
-    client.read(7, scores)
-    client.read(8, {"x" * 129: 0.5, "loss": 0.25})
+    client.report_metrics(7, scores)
+    client.report_metrics(8, {"x" * 129: 0.5, "loss": 0.25})
     client._heartbeat.beat()
-    curves: Any = server.edge.ask(Read(lambda ledger, now_s: ledger.readings.curves()))
+    curves: Any = server.edge.ask(LedgerView(lambda ledger, now_s: ledger.readings.curves()))
     expected = {name: [(7, value)] for name, value in scores.items()}
     assert curves == {**expected, "loss": [(8, 0.25)]}
 
@@ -409,7 +409,7 @@ def test_a_defect_of_the_thread_that_leases_is_told_to_who_waits(
     monkeypatch.setattr(client, "lease", broken)
     feed = ShardFeed(client, "d", 0)
     with pytest.raises(AntdtError) as told:
-        feed.take()
+        feed.next_lease()
     assert str(told.value) == (
         "no shard can be leased any more: RuntimeError: Channel is closed. That is a defect; "
         "report it with its traceback."
@@ -419,7 +419,7 @@ def test_a_defect_of_the_thread_that_leases_is_told_to_who_waits(
 
 def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:
     feed = ShardFeed(client, "d", 0, prefetch_shards=1)
-    assert feed.take() is not None
+    assert feed.next_lease() is not None
     wait_until(lambda: feed._ready)
     leasing, go_on = threading.Event(), threading.Event()
     lease = client.lease
@@ -430,9 +430,9 @@ def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:
         return []
 
     client.lease = held_up  # type: ignore[method-assign]
-    assert feed.take() is not None
+    assert feed.next_lease() is not None
     waiting: Future[Any] = Future()
-    threading.Thread(target=lambda: waiting.set_result(feed.take())).start()
+    threading.Thread(target=lambda: waiting.set_result(feed.next_lease())).start()
     assert leasing.wait(PATIENCE_S)
     closing = threading.Thread(target=feed.close)
     closing.start()
@@ -461,7 +461,7 @@ def test_beside_a_lost_lease_the_others_go_back_all_the_same(
         lost, kept = other.lease("d", 0, 2)
         lost.advance(1)
         kept.advance(1)
-        other._session.renewed(time.monotonic(), {lost.token}, {lost.token})
+        other._session.apply_renewal(time.monotonic(), {lost.token}, {lost.token})
     # The lost one runs out at the service; the other goes on where it stood.
     found = client.lease("d", 0, 3)
     assert [lease.units_done for lease in found if lease.shard_index == kept.shard_index] == [1]
@@ -472,7 +472,7 @@ def test_a_failure_counts_though_another_lease_is_lost(address: str, client: Sha
     lost, poison = client.lease("d", 0, 2)
     lost.advance(1)
     poison.advance(1)
-    client._session.renewed(time.monotonic(), {lost.token}, {lost.token})
+    client._session.apply_renewal(time.monotonic(), {lost.token}, {lost.token})
     with pytest.raises(LeaseLostError):
         client.fail(poison, "READ", "no such file")
     assert client.held == []

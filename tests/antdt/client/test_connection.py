@@ -8,7 +8,7 @@ import pytest
 
 from gmeta.antdt.client import connection as tested
 from gmeta.antdt.client.call_stream import CallError
-from gmeta.antdt.client.connection import Connection, ConnectionConfig
+from gmeta.antdt.client.connection import ConnectionConfig, ServiceConnection
 from gmeta.antdt.errors import ServiceUnavailableError
 
 FULL = "the disk under /shards.db is full"
@@ -22,7 +22,7 @@ class Waiting:
         self.attempts_s: list[float] = []
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep)
         monkeypatch.setattr(tested, "time", clock)
-        self.connection = Connection(ConnectionConfig("127.0.0.1:7070"))
+        self.connection = ServiceConnection(ConnectionConfig("127.0.0.1:7070"))
         monkeypatch.setattr(self.connection, "_attempt", self._refuse)
 
     def _sleep(self, seconds: float) -> None:

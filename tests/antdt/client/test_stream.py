@@ -8,7 +8,7 @@ import pytest
 from gmeta.antdt import DatasetSpec, LeaseLostError, ShardClient
 from gmeta.antdt.client.stream import UnitStream
 from tests.antdt.trained import trained_ranges
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def in_model(client: ShardClient) -> int:
 def test_steps_of_any_size_take_each_unit_once_and_then_the_epoch_ends(
     client: ShardClient, stream: UnitStream
 ) -> None:
-    taken = [units(stream.take(3)) for _ in range(4)]
+    taken = [units(stream.take_units(3)) for _ in range(4)]
     assert [len(step) for step in taken] == [3, 3, 3, 1]
     assert sorted(unit for step in taken for unit in step) == list(range(10))
-    assert stream.take(3) == []
+    assert stream.take_units(3) == []
     assert not stream.ended
     for step in taken:
-        stream.trained(len(step))
+        stream.mark_trained(len(step))
     wait_until(lambda: stream.ended)
     assert client.held == []
 
@@ -52,11 +52,11 @@ def test_steps_of_any_size_take_each_unit_once_and_then_the_epoch_ends(
 def test_only_what_was_trained_is_reported_however_much_was_taken(
     client: ShardClient, stream: UnitStream
 ) -> None:
-    stream.take(9)
-    stream.trained(3)
+    stream.take_units(9)
+    stream.mark_trained(3)
     stream.flush()
     assert in_model(client) == 3
-    stream.trained(2)  # the first shard's last unit and one of the next
+    stream.mark_trained(2)  # the first shard's last unit and one of the next
     stream.flush()
     assert in_model(client) == 5
 
@@ -64,27 +64,27 @@ def test_only_what_was_trained_is_reported_however_much_was_taken(
 def test_what_was_put_back_is_taken_again_in_the_same_order(
     client: ShardClient, stream: UnitStream
 ) -> None:
-    first = units(stream.take(2))
-    dropped = units(stream.take(6))  # over the ends of two shards
+    first = units(stream.take_units(2))
+    dropped = units(stream.take_units(6))  # over the ends of two shards
     stream.put_back(6)
-    again = [units(stream.take(n)) for n in (1, 5, 2)]
+    again = [units(stream.take_units(n)) for n in (1, 5, 2)]
     assert [unit for part in again[:2] for unit in part] == dropped
     assert sorted(first + [unit for part in again for unit in part]) == list(range(10))
-    stream.trained(10)
+    stream.mark_trained(10)
     wait_until(lambda: stream.ended)
 
 
 def test_what_is_in_the_model_cannot_be_put_back(client: ShardClient, stream: UnitStream) -> None:
-    stream.take(5)
-    stream.trained(2)
+    stream.take_units(5)
+    stream.mark_trained(2)
     with pytest.raises(ValueError, match=r"^2 more units were put back than were taken$"):
         stream.put_back(5)
-    stream.trained(0)
+    stream.mark_trained(0)
 
 
 def test_progress_is_reported_without_being_asked(client: ShardClient, stream: UnitStream) -> None:
-    stream.take(2)
-    stream.trained(2)
+    stream.take_units(2)
+    stream.mark_trained(2)
     wait_until(lambda: in_model(client) == 2)
 
 
@@ -92,29 +92,29 @@ def test_a_step_waits_for_no_other_rank(address: str, client: ShardClient) -> No
     with ShardClient(address, "rank1") as other:
         (held,) = other.lease("d", 0, 1)
         stream = UnitStream(client, "d", 0, prefetch_shards=3)
-        assert len(units(stream.take(10))) == 10 - held.num_units
-        assert stream.take(10) == []
-        stream.trained(10 - held.num_units)
+        assert len(units(stream.take_units(10))) == 10 - held.num_units
+        assert stream.take_units(10) == []
+        stream.mark_trained(10 - held.num_units)
         assert not stream.ended
         other.release([held])
         rest: list[int] = []
-        wait_until(lambda: bool(rest.extend(units(stream.take(10))) or rest))
+        wait_until(lambda: bool(rest.extend(units(stream.take_units(10))) or rest))
         assert rest == list(range(held.start_unit, held.end_unit))
         stream.close()
 
 
 def test_a_lost_shard_stops_the_rank(client: ShardClient, stream: UnitStream) -> None:
-    taken = units(stream.take(4))
+    taken = units(stream.take_units(4))
     client.restore(None)  # the job was rolled back behind this rank's back
     with pytest.raises(LeaseLostError) as lost:
-        stream.trained(len(taken))
+        stream.mark_trained(len(taken))
     assert "the job was rolled back to a checkpoint" in str(lost.value)
 
 
 def test_more_units_than_were_taken_cannot_have_been_trained(stream: UnitStream) -> None:
-    stream.take(2)
+    stream.take_units(2)
     with pytest.raises(ValueError) as beyond:
-        stream.trained(5)
+        stream.mark_trained(5)
     assert str(beyond.value) == ("1 more units were trained than were taken. Count each unit once.")
 
 
@@ -122,9 +122,9 @@ def test_a_rank_may_hold_the_small_shards_of_many_large_batches(client: ShardCli
     client.register_dataset(DatasetSpec("small", 6_000, 1))
     stream = UnitStream(client, "small", 0, prefetch_shards=256)
     for _ in range(3):  # one that trains, and those made ahead
-        assert sum(number for _, number in stream.take(2_000)) == 2_000
+        assert sum(number for _, number in stream.take_units(2_000)) == 2_000
     assert len(client.held) == 6_000
-    stream.trained(6_000)
+    stream.mark_trained(6_000)
     stream.flush()
     assert client.held == []
     stream.close()

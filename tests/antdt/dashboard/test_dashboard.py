@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 import gmeta.antdt.dashboard
-from gmeta.antdt.dashboard import Dashboard, _newest
+from gmeta.antdt.dashboard import Dashboard, _newest_decisions
 from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.metric_readings import MetricReading
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.policies.interface import ControllerConfig
-from gmeta.antdt.readings import Reading
 from gmeta.antdt.reports import MonitorConfig, WorkerHealth
-from gmeta.antdt.rpc import views
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.rpc import operator_views as views
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.governor import Governor
-from gmeta.antdt.stragglers.settings import StragglerConfig
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 from tests.antdt.driver import FakeClock, Service
-from tests.browser import needs_browser, open_browser
-from tests.waiting import PATIENCE_S
+from tests.support.browser import needs_browser, open_browser
+from tests.support.waiting import PATIENCE_S
 
 NODE = shutil.which("node")
 SHARE = 16
@@ -80,8 +80,10 @@ class FakeJob:
             if number in (8, 16):
                 prepared = self.ask(cmd.PrepareCheckpoint(self.callers[0], f"step-{number}0", 1))
                 self.ask(cmd.CommitCheckpoint(self.callers[0], f"step-{number}0", prepared.digest))
-        readings = [Reading(step, {"loss": 1.0 / step, "samples_per_s": 9.0}) for step in (40, 80)]
-        readings += [Reading(80, {"valid/auc": 0.75})]
+        readings = [
+            MetricReading(step, {"loss": 1.0 / step, "samples_per_s": 9.0}) for step in (40, 80)
+        ]
+        readings += [MetricReading(80, {"valid/auc": 0.75})]
         self.ask(cmd.Heartbeat(self.callers[0], (), (*self.totals[0], SHARE), tuple(readings)))
         self.score()
 
@@ -169,7 +171,7 @@ def test_decisions_may_be_added_while_the_page_reads_them() -> None:
             return {}
 
     spoken.extend(Said() for _ in range(3))
-    assert _newest(spoken) == [{}, {}, {}]
+    assert _newest_decisions(spoken) == [{}, {}, {}]
 
 
 def test_the_page_asks_nobody_else_for_anything(server: ShardServer) -> None:

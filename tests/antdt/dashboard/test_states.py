@@ -14,10 +14,10 @@ from gmeta.antdt import DatasetSpec, ShardClient
 from gmeta.antdt.client.agent import WorkerAgent
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig
-from gmeta.antdt.stragglers.settings import StragglerConfig
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 from tests.antdt.faults.service_process import CONTEXT, ServiceProcess, free_port
-from tests.browser import Browser, needs_browser, open_browser
-from tests.waiting import wait_until
+from tests.support.browser import Browser, needs_browser, open_browser
+from tests.support.waiting import wait_until
 
 TTL_S = 30.0
 SHARE = 16
@@ -36,13 +36,13 @@ def work(address: str, name: str, is_slow: Any, is_ending: Any) -> None:
             for _ in range(1 if is_ending.value else STEPS_PER_SHARD):
                 step += 1
                 compute_ms = 240.0 if is_slow.value and name == "rank3" else 80.0
-                agent.stepped(SHARE, compute_ms, 4.0, 4.0, 250.0 - compute_ms)
+                agent.count_step(SHARE, compute_ms, 4.0, 4.0, 250.0 - compute_ms)
                 if name == "rank0":
-                    client.read(step, {"loss": 1 / step})
+                    client.report_metrics(step, {"loss": 1 / step})
                 if not is_ending.value:
                     time.sleep(0.02)
             if name == "rank0" and not is_ending.value:
-                client.read(step, {"valid/auc": 0.75})
+                client.report_metrics(step, {"valid/auc": 0.75})
                 manifest = client.prepare_checkpoint(f"step-{step}", step)
                 client.commit_checkpoint(manifest)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gmeta.train
-from gmeta.parallel.ranks import gather_to_first
+from gmeta.distributed.ranks import gather_values
 
 COUNTS_FILE = "counts.json"
 
@@ -25,7 +25,7 @@ def count_tasks() -> None:
     if "RANK" not in os.environ:
         return
     counts: Counter[int] = Counter()
-    real_in_step, real_open_feed = gmeta.train.in_step, gmeta.train.open_feed
+    real_in_step, real_open_feed = gmeta.train.iterate_steps, gmeta.train.open_batch_source
 
     def in_step(*arguments: Any) -> Iterator[Any]:
         for episodes, totals in real_in_step(*arguments):
@@ -40,7 +40,7 @@ def count_tasks() -> None:
         real_files = feed.checkpoint_files
 
         def checkpoint_files(step: int) -> dict[str, str]:
-            parts = gather_to_first(dict(counts), ranks) or []
+            parts = gather_values(dict(counts), ranks) or []
             total = sum((Counter(part) for part in parts), Counter[int]())
             files = {COUNTS_FILE: json.dumps(total)} if ranks.rank == 0 else {}
             return {**real_files(step), **files}
@@ -48,4 +48,4 @@ def count_tasks() -> None:
         feed.checkpoint_files = checkpoint_files
         return feed
 
-    gmeta.train.in_step, gmeta.train.open_feed = in_step, open_feed
+    gmeta.train.iterate_steps, gmeta.train.open_batch_source = in_step, open_feed

@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
 
-from tests.forked import SOURCE_ROOTS, run_forked
+from tests.support.forked import SOURCE_ROOTS, run_forked
 
 ROOT = Path(__file__).parents[3]
 COPIED = (
     "gmeta/__init__.py",
     "gmeta/errors.py",
-    "gmeta/settings.py",
+    "gmeta/config/settings.py",
     "gmeta/antdt",
-    "gmeta/commands",
+    "gmeta/cli/commands",
     "protos",
     "benchmarks/_socket_paths.py",
     "tests/antdt",
-    "tests/processes.py",
-    "tests/waiting.py",
+    "tests/support/processes.py",
+    "tests/support/waiting.py",
 )
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gmeta.antdt.service.server import ServiceConfig, serve_until_signal
-from tests.processes import with_imports_ready
-from tests.waiting import PATIENCE_S, wait_until
+from gmeta.antdt.service.shard_server import ServiceConfig, serve_until_signal
+from tests.support.processes import with_imports_ready
+from tests.support.waiting import PATIENCE_S, wait_until
 
 CONTEXT = with_imports_ready()
 _held: list[socket.socket] = []

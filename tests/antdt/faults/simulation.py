@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreFullError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.shard_manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Grant, Outcome, ShardState
 from gmeta.antdt.order import ShardOrder
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, Store
-from gmeta.antdt.storage.stored import Batch, Snapshot
+from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot
 from tests.antdt.driver import TTL_S, FakeClock
 
 CRASH_POINTS = ("before_append", "after_append", "before_sync", "after_sync", "before_snapshot")
@@ -70,10 +70,10 @@ class FaultyStore(Store):
         self.at("after_claim")
         return epoch
 
-    def load(self) -> tuple[Snapshot | None, list[Batch]]:
+    def load(self) -> tuple[StoredSnapshot | None, list[RecordBatch]]:
         return self.inner.load()
 
-    def append(self, batch: Batch) -> None:
+    def append(self, batch: RecordBatch) -> None:
         self.at("before_append")
         if self.dies("disk_full"):
             raise StoreFullError("the disk is full")
@@ -85,7 +85,7 @@ class FaultyStore(Store):
         self.inner.sync()
         self.at("after_sync")
 
-    def write_snapshot(self, snapshot: Snapshot) -> None:
+    def write_snapshot(self, snapshot: StoredSnapshot) -> None:
         self.at("before_snapshot")
         self.inner.write_snapshot(snapshot)
         self.at("after_snapshot")
@@ -319,7 +319,7 @@ class Simulation:
         caller = zombie.caller._replace(service_epoch=self.committer.service_epoch)
         for command in (
             cmd.Complete(caller, zombie.seq + 1, tokens),
-            cmd.Progress(caller, tuple((token, 1) for token in tokens)),
+            cmd.ReportProgress(caller, tuple((token, 1) for token in tokens)),
             cmd.LeaseShards(caller, zombie.seq + 1, "d", self.epoch, 1),
             cmd.PrepareCheckpoint(caller, "zombie", 1),
             cmd.Restore(caller, "", "zombie"),
@@ -355,7 +355,7 @@ class Simulation:
         whole = [t for t, g in rank.held.items() if rank.done[t] == g.num_units]
         if partial:
             items = tuple((token, rank.done[token]) for token in partial)
-            outcomes = self.ask(rank, lambda: cmd.Progress(rank.caller, items)).outcomes
+            outcomes = self.ask(rank, lambda: cmd.ReportProgress(rank.caller, items)).outcomes
             if Outcome.FENCED in outcomes:
                 raise JobMustRestart
         if whole:

@@ -73,7 +73,7 @@ class SpeculativeJob(Simulation):
         elif luck > 0.4:
             token, grant = next(iter(worker.held.items()))
             items = ((token, self.rng.randint(1, grant.num_units)),)
-            parts = self.ask(worker, lambda: cmd.Progress(worker.caller, items)).outcomes
+            parts = self.ask(worker, lambda: cmd.ReportProgress(worker.caller, items)).outcomes
             require(Outcome.ACCEPTED not in parts, "no part of a speculative shard counts")
             self.beat(worker)
             if token in worker.held:

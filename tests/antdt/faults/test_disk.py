@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.sqlite_store import SqliteStore
 from tests.antdt.driver import FakeClock
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TINY_DISK = """
 import sys, time
@@ -128,7 +128,7 @@ def test_every_acknowledged_completion_was_fsynced(tmp_path: Path) -> None:
 
     port, trace = free_port(), tmp_path / "trace"
     code = (
-        "from gmeta.antdt.service.server import *; "
+        "from gmeta.antdt.service.shard_server import *; "
         f"serve_until_signal(ServiceConfig('127.0.0.1:{port}', 'sqlite:///{tmp_path}/s.db'))"
     )
     command = [

@@ -19,7 +19,7 @@ from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 from tests.antdt.faults.service_process import running
 from tests.antdt.faults.test_network import Proxy
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_SHARDS = 60
 NEVER_S = float("inf")

@@ -15,11 +15,11 @@ import pytest
 
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, WaitFor
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.shard_manifest import parse_manifest
 from gmeta.antdt.model import DatasetSpec
 from gmeta.antdt.storage.sqlite_store import SqliteStore
 from tests.antdt.faults.service_process import ServiceProcess
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_CLIENTS = 16
 NUM_KILLS = int(os.environ.get("ANTDT_KILLS", "24"))

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import ServiceUnavailableError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import DatasetSpec, Outcome
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from tests.antdt.driver import TTL_S, Service, counts, drain_epoch
 
 

@@ -17,7 +17,7 @@ from gmeta.antdt.client.lease import EndOfEpoch, WaitFor
 from gmeta.antdt.errors import ServiceUnavailableError
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import running
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 class Proxy:

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.shard_manifest import parse_manifest
 from gmeta.antdt.model import Outcome
 from tests.antdt.driver import TTL_S, Process, Service, counts
 from tests.antdt.reference_model import Model
@@ -80,7 +80,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     def worker_is_slow(self, worker: str) -> None:
         self.tick()
         got = self.service.call(cmd.BackUp("slow", worker))
-        assert got == cmd.Changed(self.model.back_up(worker))
+        assert got == cmd.ChangeReply(self.model.back_up(worker))
 
     @rule(slow=WORKERS, fast=WORKERS)
     def the_last_shards_are_a_slow_workers(self, slow: str, fast: str) -> None:
@@ -184,7 +184,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         restored = process.restore(manifest, f"r{next(self.counter)}")
         self.model.restore(name)
         assert restored.digest == (parse_manifest(manifest).digest if manifest else "")
-        assert reason_of(lambda: self.service.call(cmd.Progress(stale, ()))) == "FENCED_GENERATION"
+        assert (
+            reason_of(lambda: self.service.call(cmd.ReportProgress(stale, ())))
+            == "FENCED_GENERATION"
+        )
         for other in set(self.processes) - {worker}:
             self.processes[other] = self.service.worker(other, f"n{next(self.counter)}")
 
@@ -203,7 +206,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         if self.model.finished() or shard.state not in allowed:
             assert reason_of(lambda: self.service.call(command)) == "WRONG_STATE"
         else:
-            assert self.service.call(command) == self.service.call(command) == cmd.Changed(1)
+            assert self.service.call(command) == self.service.call(command) == cmd.ChangeReply(1)
             self.model.set_state(index, "SKIPPED" if skip else "READY")
 
     @invariant()
@@ -241,7 +244,7 @@ def names(reply: Any) -> list[str]:
 
 
 def answer_of(reply: Any) -> object:
-    if isinstance(reply, cmd.Granted):
+    if isinstance(reply, cmd.GrantReply):
         return [(grant.shard_index, grant.units_done, grant.attempts) for grant in reply.grants]
     return type(reply).__name__.upper()
 

@@ -9,11 +9,11 @@ import pytest
 
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.reports import MonitorConfig
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.antdt.stragglers.settings import StragglerConfig
-from tests.commands import SMALL_MODEL, environment, metrics, write_config
-from tests.forked import Task, forked
-from tests.waiting import wait_until
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
+from tests.support.commands import SMALL_MODEL, environment, metrics, write_config
+from tests.support.forked import Task, forked
+from tests.support.waiting import wait_until
 
 KILL_RESTART = 5
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
-from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.manifests.shard_manifest import load_manifest
 from tests.antdt.faults.service_process import ServiceProcess, free_port, running
 from tests.antdt.faults.toy_job import __file__ as TOY_JOB
 from tests.antdt.trained import trained_ranges
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 torch = pytest.importorskip("torch", reason="the toy job needs torch")
 pytestmark = pytest.mark.skipif(

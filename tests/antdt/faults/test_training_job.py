@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
-from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.manifests.shard_manifest import load_manifest
 from tests.antdt.faults.counting import count_tasks
 from tests.antdt.trained import trained_ranges
-from tests.commands import SMALL_MODEL, environment, write_config
-from tests.forked import ForkedProcess, Task, forked
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.commands import SMALL_MODEL, environment, write_config
+from tests.support.forked import ForkedProcess, Task, forked
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_KILLS = int(os.environ.get("ANTDT_JOB_KILLS", "1"))
 NUM_TASKS = 200

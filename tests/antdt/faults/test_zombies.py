@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.access.errors import AntdtError
+from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import SAFE_FRACTION, EndOfEpoch, WaitFor
 from gmeta.antdt.errors import LeaseLostError
 from gmeta.antdt.ledger.ledger import DEFAULT_LEASE_TTL_S
 from gmeta.antdt.model import DatasetSpec
 from tests.antdt.faults.service_process import CONTEXT, running
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def hold_a_shard(address: str, out: Any, go_on: Any) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
-from gmeta.antdt.manifests.manifest import load_manifest
+from gmeta.antdt.manifests.shard_manifest import load_manifest
 from gmeta.antdt.model import DatasetSpec
 
 UNITS_A_STEP = 3

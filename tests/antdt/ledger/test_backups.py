@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.shard_manifest import parse_manifest
 from gmeta.antdt.model import DatasetSpec, Grant, Outcome
 from tests.antdt.driver import TTL_S, Process, Service, counts
 
@@ -24,7 +24,7 @@ def speculative(num_units: int = 4, **spec: object) -> Service:
 
 
 def back_up(service: Service, worker_id: str, action_id: str = "1.1.1") -> int:
-    reply: cmd.Changed = service.call(cmd.BackUp(action_id, worker_id))
+    reply: cmd.ChangeReply = service.call(cmd.BackUp(action_id, worker_id))
     return reply.num_changed
 
 

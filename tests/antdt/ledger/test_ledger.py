@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreFullError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.manifests.manifest import parse_manifest
+from gmeta.antdt.manifests.shard_manifest import parse_manifest
 from gmeta.antdt.model import Caller, DatasetSpec, Outcome
-from gmeta.antdt.storage.stored import Batch
+from gmeta.antdt.storage.store_records import RecordBatch
 from tests.antdt.driver import TTL_S, Process, Service, counts, drain_epoch
 from tests.antdt.trained import trained_ranges
 
@@ -136,7 +136,7 @@ def test_every_mutation_of_a_worker_passes_the_fences(
     for command in (
         cmd.LeaseShards(caller, 2, "d", 0, 1),
         cmd.Heartbeat(caller, (token,), ()),
-        cmd.Progress(caller, ((token, 1),)),
+        cmd.ReportProgress(caller, ((token, 1),)),
         cmd.Complete(caller, 2, (token,)),
         cmd.Release(caller, 2, (token,)),
         cmd.Fail(caller, 2, token, "x", "y"),
@@ -263,7 +263,7 @@ def test_the_same_checkpoint_id_after_a_rollback_gets_a_new_manifest(service: Se
 def test_a_retried_restore_starts_one_generation_only(service: Service) -> None:
     worker = service.worker("a")
     command = cmd.Restore(worker.caller, "", "r1")
-    assert service.call(command) == service.call(command) == cmd.Restored(2, "")
+    assert service.call(command) == service.call(command) == cmd.RestoreReply(2, "")
 
 
 def test_a_restore_takes_back_whatever_was_trained_since(service: Service) -> None:
@@ -301,7 +301,7 @@ def test_an_altered_manifest_is_refused(service: Service) -> None:
 def test_a_skipped_shard_needs_no_holder_to_end_the_epoch(service: Service) -> None:
     worker = service.worker("a")
     held = worker.grant()
-    assert service.call(cmd.Skip("o1", "d", (held.shard_index,), "corrupt")) == cmd.Changed(1)
+    assert service.call(cmd.Skip("o1", "d", (held.shard_index,), "corrupt")) == cmd.ChangeReply(1)
     assert worker.complete(held.token) == (Outcome.FENCED,)
     list(drain_epoch(worker))
     assert counts(service) == {"READY": 0, "DOING": 0, "DONE": 4, "SKIPPED": 1, "QUARANTINED": 0}
@@ -312,13 +312,13 @@ def test_a_skipped_shard_needs_no_holder_to_end_the_epoch(service: Service) -> N
 def test_draining_a_worker_gives_its_shards_to_others_at_once(service: Service) -> None:
     a, b = service.worker("a"), service.worker("b")
     held = a.grant()
-    assert service.call(cmd.Drain("o1", "a", False)) == cmd.Changed(1)
+    assert service.call(cmd.Drain("o1", "a", False)) == cmd.ChangeReply(1)
     assert a.lease().message == (
         "worker a is draining: no shard is handed out. Lift it with 'gmeta shards drain --undo'."
     )
     assert b.grant().shard_index == held.shard_index
     service.call(cmd.Drain("o2", "a", True))
-    assert isinstance(a.lease(), cmd.Granted)
+    assert isinstance(a.lease(), cmd.GrantReply)
 
 
 def test_an_action_is_delivered_until_acknowledged_and_applied_once(service: Service) -> None:
@@ -349,7 +349,7 @@ def test_end_is_not_told_of_a_completion_that_the_store_did_not_take(
     asking = cmd.LeaseShards(other.caller, other.seq + 1, "d", 0, 1)
     group = [cmd.Complete(worker.caller, worker.seq + 1, (last.token,)), asking]
 
-    def refuse(batch: Batch) -> None:
+    def refuse(batch: RecordBatch) -> None:
         raise StoreFullError("the disk is full")
 
     with monkeypatch.context() as patched:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreFailedError
-from gmeta.antdt.ledger import checkpoints, fences, offers, operate, table
+from gmeta.antdt.ledger import checkpoints, fences, offers, table
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.manifests.manifest import DatasetManifest, ShardManifest
+from gmeta.antdt.ledger import operator_actions as operate
+from gmeta.antdt.manifests.shard_manifest import DatasetManifest, ShardManifest
 from gmeta.antdt.model import MAX_NOTE_CHARS, DatasetSpec
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore
@@ -114,8 +115,8 @@ def test_a_finished_epoch_can_no_longer_be_changed_by_an_operator() -> None:
 
 def test_a_shard_that_is_named_twice_is_changed_once(scene: Scene) -> None:
     service, _ = scene
-    assert service.call(cmd.Skip("o1", "d", (3, 3), "bad")) == cmd.Changed(1)
-    assert service.call(cmd.Requeue("o2", "d", (3, 3))) == cmd.Changed(1)
+    assert service.call(cmd.Skip("o1", "d", (3, 3), "bad")) == cmd.ChangeReply(1)
+    assert service.call(cmd.Requeue("o2", "d", (3, 3))) == cmd.ChangeReply(1)
     assert counts(service)["READY"] == 4
 
 
@@ -181,7 +182,7 @@ def test_an_id_of_a_checkpoint_stands_for_one_step_and_one_manifest(scene: Scene
     )
     commit = cmd.CommitCheckpoint(worker.caller, "c", prepared.digest)
     service.call(commit)
-    assert service.call(commit) == cmd.Changed(0)
+    assert service.call(commit) == cmd.ChangeReply(0)
 
 
 def test_a_manifest_of_another_job_or_another_cut_is_refused_before_anything_rolls_back(

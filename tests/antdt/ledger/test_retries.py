@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreFailedError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import state as ledger_state
 from gmeta.antdt.ledger.state import LedgerState
+from gmeta.antdt.metric_readings import MetricReading
 from gmeta.antdt.model import Outcome
-from gmeta.antdt.readings import Reading
-from gmeta.antdt.storage.stored import Batch
+from gmeta.antdt.storage.store_records import RecordBatch
 from tests.antdt.driver import Process, Service, counts
 
 
@@ -69,7 +69,7 @@ def test_a_worker_is_told_what_keeps_the_epoch_from_ending(service: Service) -> 
     for _ in range(2):  # one attempt more than allowed
         a.fail(grants[0].token)
         granted = a.lease()
-        if isinstance(granted, cmd.Granted):
+        if isinstance(granted, cmd.GrantReply):
             grants = granted.grants
     stuck = b.lease()
     assert (stuck.cause, stuck.message) == (
@@ -95,7 +95,7 @@ def test_what_the_store_did_not_take_did_not_happen_and_the_next_call_goes_on(
     last = waiting.lease()
     assert isinstance(waiting.lease(), cmd.Wait)  # leaves no event, and its number is known
 
-    def refuse(batch: Batch) -> None:
+    def refuse(batch: RecordBatch) -> None:
         raise error
 
     with monkeypatch.context() as patched:
@@ -121,7 +121,7 @@ def test_what_the_store_did_not_take_is_in_no_snapshot_either(
     worker = service.worker("a")
     token = worker.grant().token
 
-    def refuse(batch: Batch) -> None:
+    def refuse(batch: RecordBatch) -> None:
         raise StoreFullError("the disk is full")
 
     with monkeypatch.context() as patched:
@@ -138,9 +138,9 @@ def test_what_no_event_holds_outlives_a_store_that_failed_once(
 ) -> None:
     """Since when the service runs says whether a worker is silent; the live page has the curves."""
     worker, began_s = service.worker("a"), service.committer.ledger.started_s
-    service.call(cmd.Heartbeat(worker.caller, (), (), (Reading(1, {"loss": 0.5}),)))
+    service.call(cmd.Heartbeat(worker.caller, (), (), (MetricReading(1, {"loss": 0.5}),)))
 
-    def refuse(batch: Batch) -> None:
+    def refuse(batch: RecordBatch) -> None:
         raise StoreFullError("the disk is full")
 
     with monkeypatch.context() as patched:
@@ -155,7 +155,7 @@ def test_what_no_event_holds_outlives_a_store_that_failed_once(
 def test_a_store_that_another_service_took_answers_nothing_more(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(batch: Batch) -> None:
+    def refuse(batch: RecordBatch) -> None:
         raise StoreTakenError("another service took the store")
 
     num_written = len(service.disk.log)

@@ -8,7 +8,7 @@ import pytest
 
 from gmeta.antdt.errors import ManifestError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
-from gmeta.antdt.manifests.manifest import (
+from gmeta.antdt.manifests.shard_manifest import (
     DatasetManifest,
     Exceptional,
     ShardManifest,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gmeta.antdt.errors import ManifestError
-from gmeta.antdt.manifests.manifest import (
+from gmeta.antdt.manifests.shard_manifest import (
     DatasetManifest,
     Exceptional,
     ShardManifest,

@@ -14,7 +14,7 @@ from gmeta.antdt.ledger.checkpoints import describe_table
 from gmeta.antdt.ledger.state import restore_table
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
-from gmeta.antdt.manifests.manifest import (
+from gmeta.antdt.manifests.shard_manifest import (
     DatasetManifest,
     Exceptional,
     ShardManifest,

@@ -12,9 +12,9 @@ import pytest
 
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import ControllerConfig, Decision, Snapshot, WorkerView
-from gmeta.antdt.policies.split import Speed, fastest_split, proportional_split
+from gmeta.antdt.policies.task_split import Speed, fastest_split, proportional_split
 from gmeta.antdt.reports import Verdict, WorkerHealth
-from gmeta.antdt.stragglers.controller import Controller, PolicyError, replayed, rule
+from gmeta.antdt.stragglers.controller import Controller, PolicyError, replay_line, rule
 from gmeta.errors import ConfigError
 
 ND = ControllerConfig(policy="nd", restart_cost_s=60.0)
@@ -268,13 +268,13 @@ def test_a_logged_backup_replays_and_logs_of_earlier_versions_still_do() -> None
     slow = holding(worker("s0", "transient", 25.0), 1)
     snap = snapshot(*healthy(3), slow, tasks_per_step=0)
     Controller(ASYNC, find_policy("nd"), lines.append).decide(snap)
-    logged, now = replayed(lines[0], ASYNC, find_policy("nd"))
+    logged, now = replay_line(lines[0], ASYNC, find_policy("nd"))
     assert logged == now
     assert logged[0]["kind"] == "BACKUP_WORKERS"
     old = json.loads(lines[0])
     for view in old["snapshot"]["workers"]:
         del view["to_back_up"], view["backed_up"]
-    _, now = replayed(json.dumps(old), ASYNC, find_policy("nd"))
+    _, now = replay_line(json.dumps(old), ASYNC, find_policy("nd"))
     assert now == []
 
 
@@ -470,10 +470,10 @@ def test_a_logged_decision_comes_out_the_same_when_it_is_replayed() -> None:
     controller.decide(snapshot(*healthy(4)))  # nothing decided, no verdict changed: not logged
     assert len(lines) == 3
     for line in lines:
-        logged, again = replayed(line, ND, find_policy("nd"))
+        logged, again = replay_line(line, ND, find_policy("nd"))
         assert logged == again
     assert json.loads(lines[0])["rulings"][0]["kind"] == "KILL_RESTART"
-    logged, again = replayed(lines[0], replace(ND, policy="none"), find_policy("none"))
+    logged, again = replay_line(lines[0], replace(ND, policy="none"), find_policy("none"))
     assert (len(logged), again) == (1, [])
 
 
@@ -490,5 +490,5 @@ def test_a_line_of_another_shape_is_none_of_a_decision_log(changed: dict[str, An
     record["rulings"] = changed.get("rulings", record["rulings"])
     line = json.dumps(record)
     with pytest.raises(PolicyError) as caught:
-        replayed(line, ND, find_policy("nd"))
+        replay_line(line, ND, find_policy("nd"))
     assert str(caught.value).startswith(f"{line[:60]!r} is no line of a decision log (")

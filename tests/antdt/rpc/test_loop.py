@@ -7,7 +7,7 @@ import sys
 # torch takes its time.
 ENDS_SLOWLY = """
 import ctypes, sys, threading, time
-from gmeta.antdt.rpc.loop import event_loop
+from gmeta.antdt.rpc.event_loop import event_loop
 
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)

@@ -4,7 +4,7 @@ import pytest
 
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.model import ShardState
-from gmeta.antdt.rpc import views
+from gmeta.antdt.rpc import operator_views as views
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.driver import Service
 

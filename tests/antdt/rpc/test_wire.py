@@ -2,7 +2,7 @@
 
 import pytest
 
-from gmeta.antdt.rpc.wire import CODECS
+from gmeta.antdt.rpc.command_codecs import CODECS
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from gmeta.access.errors import AntdtError
 from gmeta.antdt import DatasetSpec, ShardClient
-from gmeta.antdt.access.errors import AntdtError
 from gmeta.antdt.service import embedded
 from gmeta.antdt.service.embedded import EmbeddedService
 from gmeta.antdt.storage.committer import Committer
-from gmeta.antdt.storage.urls import open_store
-from tests.waiting import wait_until
+from gmeta.antdt.storage.store_urls import open_store
+from tests.support.waiting import wait_until
 
 
 def service_pid(folder: Path) -> int:

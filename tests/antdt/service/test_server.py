@@ -20,24 +20,30 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import CliRunner
 
-from gmeta.antdt.access.address import AddressError, check_free
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.address import AddressError, check_free
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.errors import FencedError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.rpc import views
-from gmeta.antdt.service.edge import Edge
-from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
-from gmeta.cli import app
+from gmeta.antdt.rpc import operator_views as views
+from gmeta.antdt.service.edge import ShardServicer
+from gmeta.antdt.service.shard_server import (
+    SERVICE_NAME,
+    ServiceConfig,
+    ServiceStartError,
+    ShardServer,
+)
+from gmeta.cli.main import app
 from gmeta.errors import UserError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from tests.antdt.driver import FakeClock
 from tests.antdt.faults.service_process import free_port, running
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 SERVE = (
-    "import typer; from gmeta.commands.shard_service import shard_service; typer.run(shard_service)"
+    "import typer; from gmeta.cli.commands.shard_service import shard_service; "
+    "typer.run(shard_service)"
 )
 
 
@@ -449,10 +455,10 @@ def test_no_report_puts_a_number_on_the_page_that_json_does_not_have(
 
 def test_a_service_that_still_reads_its_store_asks_for_a_moment() -> None:
     with pytest.raises(RefusedError) as early:
-        Edge(lease_ttl_s=30.0).ask(cmd.Tick())
+        ShardServicer(lease_ttl_s=30.0).ask(cmd.Tick())
     assert (early.value.code, early.value.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
     assert str(early.value) == "the service is recovering its store; retry in a moment."
-    assert Edge(lease_ttl_s=30.0).read_status() is None
+    assert ShardServicer(lease_ttl_s=30.0).read_status() is None
 
 
 @pytest.mark.parametrize(
@@ -539,8 +545,8 @@ def test_the_command_serves_logs_json_and_exits_zero_on_sigterm(tmp_path: Path) 
 def test_a_signal_in_the_middle_of_a_wait_ends_the_service_too() -> None:
     code = (
         "import sys\n"
-        "from gmeta.antdt.service.server import ServiceConfig, serve_until_signal as serve\n"
-        "from tests.interrupted import interrupted\n"
+        "from gmeta.antdt.service.shard_server import ServiceConfig, serve_until_signal as serve\n"
+        "from tests.support.interrupted import interrupted\n"
         "config = ServiceConfig('127.0.0.1:0')\n"
         "sys.exit(interrupted(lambda: serve(config), serve.__code__))\n"
     )

@@ -6,15 +6,15 @@ from typing import cast
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.rpc.loop import event_loop, wait_for
+from gmeta.antdt.rpc.event_loop import event_loop, wait_for
 from gmeta.antdt.service import edge as edge_module
-from gmeta.antdt.service.edge import Edge
-from gmeta.antdt.service.tickets import deliver, hung_disk, resolve
-from gmeta.antdt.storage.request import Answered
-from gmeta.antdt.storage.writer import Writer
-from tests.waiting import PATIENCE_S
+from gmeta.antdt.service.edge import ShardServicer
+from gmeta.antdt.service.tickets import deliver, hung_disk_refusal, resolve
+from gmeta.antdt.storage.ledger_writer import LedgerWriter
+from gmeta.antdt.storage.request import AnsweredRequest
+from tests.support.waiting import PATIENCE_S
 
 
 def test_each_caller_gets_its_own_answer_when_that_is_delivered() -> None:
@@ -26,10 +26,10 @@ def test_each_caller_gets_its_own_answer_when_that_is_delivered() -> None:
 
     tickets = [wait_for(future()), wait_for(future())]
     second = asyncio.run_coroutine_threadsafe(answer_of(tickets[1]), event_loop())
-    deliver([Answered(tickets[0], cmd.End(1))])
+    deliver([AnsweredRequest(tickets[0], cmd.End(1))])
     assert wait_for(answer_of(tickets[0])) == cmd.End(1)
     assert not second.done()
-    deliver([Answered(tickets[1], cmd.End(2))])
+    deliver([AnsweredRequest(tickets[1], cmd.End(2))])
     assert second.result(PATIENCE_S) == cmd.End(2)
 
 
@@ -47,7 +47,7 @@ def test_a_caller_that_has_gone_keeps_nobody_from_their_answers() -> None:
 def test_a_refusal_is_raised_where_it_is_waited_for() -> None:
     async def answer() -> object:
         future = asyncio.get_running_loop().create_future()
-        resolve([(future, hung_disk())])
+        resolve([(future, hung_disk_refusal())])
         return await future
 
     with pytest.raises(RefusedError) as refused:
@@ -61,8 +61,8 @@ def test_a_refusal_is_raised_where_it_is_waited_for() -> None:
 
 def test_a_disk_that_hangs_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_module, "ANSWER_TIMEOUT_S", 0.01)
-    edge = Edge(lease_ttl_s=30.0)
-    edge.open(cast(Writer, SimpleNamespace(submit=lambda request, ticket: None)))
+    edge = ShardServicer(lease_ttl_s=30.0)
+    edge.open(cast(LedgerWriter, SimpleNamespace(submit=lambda request, ticket: None)))
     with pytest.raises(RefusedError) as refused:
         edge.ask(cmd.Tick())
-    assert str(refused.value) == str(hung_disk())
+    assert str(refused.value) == str(hung_disk_refusal())

@@ -10,27 +10,27 @@ import pytest
 
 from gmeta.antdt.model import ShardState
 from gmeta.antdt.policies.interface import ControllerConfig
-from gmeta.antdt.simulation.config import JobConfig
-from gmeta.antdt.simulation.data import DATASET, SimulatedData
-from gmeta.antdt.simulation.job import run_antdt, run_static
-from gmeta.antdt.simulation.study import METHODS, find_methods, run_study
+from gmeta.antdt.simulation.job_config import JobConfig
+from gmeta.antdt.simulation.scenario_study import METHODS, find_methods, run_study
+from gmeta.antdt.simulation.simulated_data import DATASET, SimulatedData
+from gmeta.antdt.simulation.synchronous_jobs import run_antdt, run_static
 from gmeta.antdt.simulation.traces import (
     SCENARIOS,
-    Change,
+    SpeedChange,
     Trace,
     TraceError,
     recorded_trace,
     synthetic_trace,
 )
-from gmeta.commands.antdt_replay import antdt_replay
+from gmeta.cli.commands.antdt_replay import antdt_replay
 from gmeta.errors import UserError
-from tests.commands import gmeta
+from tests.support.commands import gmeta
 
 EXACT = JobConfig(num_workers=4, num_steps=200, jitter=0.0, overhead_ms=0.0, steps_per_shard=1)
 
 
 def slow_from(start_s: float, factor: float = 4.0, num_workers: int = 4) -> Trace:
-    changes = [Change(start_s, num_workers - 1, factor, "node")]
+    changes = [SpeedChange(start_s, num_workers - 1, factor, "node")]
     return Trace(np.ones(num_workers), changes, 0.0, seed=0)
 
 
@@ -86,8 +86,8 @@ def test_noise_and_hiccups_of_a_healthy_cluster_move_hardly_a_batch() -> None:
         now_s = noise.expovariate(1 / 200)
         while now_s < 1000.0:
             changes += [
-                Change(now_s, worker, 3.0, "moment"),
-                Change(now_s + 1.0, worker, 1.0, "moment"),
+                SpeedChange(now_s, worker, 3.0, "moment"),
+                SpeedChange(now_s + 1.0, worker, 1.0, "moment"),
             ]
             now_s += 1.0 + noise.expovariate(1 / 200)
     config = replace(EXACT, num_workers=20, num_steps=600, jitter=0.1)
@@ -96,7 +96,7 @@ def test_noise_and_hiccups_of_a_healthy_cluster_move_hardly_a_batch() -> None:
     assert outcome.num_adjustments <= 8  # in 800 windows: no oscillation
 
 
-def busy_host(seed: int, *changes: Change) -> tuple[JobConfig, Trace]:
+def busy_host(seed: int, *changes: SpeedChange) -> tuple[JobConfig, Trace]:
     """Four equal workers, each of which loses its core now and then, and a trace of both."""
     config = JobConfig(num_workers=4, num_steps=600, seed=seed)
     noise = synthetic_trace(SCENARIOS["busy"], 4, 5 * config.healthy_s, seed)
@@ -124,7 +124,7 @@ def test_a_busy_but_even_host_is_left_alone(hold_windows: int, most_a_minute: fl
 def test_a_straggler_of_a_busy_host_is_balanced_around_within_its_windows() -> None:
     """It becomes twice as slow at 400 s, once the host is known for slowness that passes."""
     lines: list[str] = []
-    config, trace = busy_host(0, Change(400.0, 2, 2.0, "node"))
+    config, trace = busy_host(0, SpeedChange(400.0, 2, 2.0, "node"))
     run_antdt("nd", config, trace, lines.append)
     lowered_s = [
         record["snapshot"]["now_s"]
@@ -143,8 +143,8 @@ def test_every_task_is_trained_once_also_over_a_restart() -> None:
     data = SimulatedData(num_tasks=100, tasks_per_shard=8, num_workers=2)
     trained = np.zeros(2, dtype=np.int64)
     for step in range(40):
-        tasks = data.take(np.array([3, 2]), 0.0)
-        data.finish(tasks, 0.0)
+        tasks = data.take_step(np.array([3, 2]), 0.0)
+        data.finish_step(tasks, 0.0)
         trained += tasks
         if step == 5:
             data.restart(0, 1, 0.0)
@@ -217,7 +217,7 @@ def test_a_table_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_slow_reader_costs_what_the_computation_does_not_hide() -> None:
     def slow_reader() -> Trace:
-        return Trace(np.ones(4), [Change(0.0, 3, 4.0, "reader")], 0.0, 0)
+        return Trace(np.ones(4), [SpeedChange(0.0, 3, 4.0, "reader")], 0.0, 0)
 
     config = replace(EXACT, read_ms=EXACT.task_ms, num_steps=800)
     bsp = METHODS["BSP"](config, slow_reader())

@@ -23,14 +23,14 @@ from gmeta.antdt.errors import (
 )
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
-from gmeta.antdt.ledger.ledger import chained
-from gmeta.antdt.manifests.manifest import ShardManifest
+from gmeta.antdt.ledger.ledger import extend_chain
+from gmeta.antdt.manifests.shard_manifest import ShardManifest
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.sqlite_store import SqliteStore
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, Store
-from gmeta.antdt.storage.stored import Batch, Snapshot, seal_of
-from gmeta.antdt.storage.urls import open_store
+from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot, seal_of
+from gmeta.antdt.storage.store_urls import open_store
 from tests.antdt.driver import FakeClock
 
 Open = Callable[[], Store]
@@ -53,11 +53,11 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return open_again
 
 
-def batch(first_event: int, *records: bytes) -> Batch:
-    return Batch(first_event, list(records), bytes([first_event]) * 32)
+def batch(first_event: int, *records: bytes) -> RecordBatch:
+    return RecordBatch(first_event, list(records), bytes([first_event]) * 32)
 
 
-def plain(batches: list[Batch]) -> list[tuple[int, list[bytes], bytes]]:
+def plain(batches: list[RecordBatch]) -> list[tuple[int, list[bytes], bytes]]:
     return [(item.first_event, list(item.records), item.head) for item in batches]
 
 
@@ -81,20 +81,22 @@ def test_a_snapshot_takes_the_place_of_the_batches_that_it_covers(opened: Open) 
     store = opened()
     store.claim()
     store.append(batch(0, b'["a"]', b'["b"]'))
-    store.write_snapshot(Snapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"}))
+    store.write_snapshot(StoredSnapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"}))
     store.append(batch(2, b'["c"]'))
     store = opened()
     snapshot, batches = store.load()
-    assert snapshot == Snapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"})
+    assert snapshot == StoredSnapshot(2, b"h" * 32, "{}", {("d", 0): b"\1\2"})
     assert plain(batches) == plain([batch(2, b'["c"]')])
 
 
 def test_a_snapshot_replaces_pages_and_drops_those_of_cleared_datasets(opened: Open) -> None:
     store = opened()
     store.claim()
-    store.write_snapshot(Snapshot(0, b"", "{}", {("d", 0): b"a", ("d", 1): b"b", ("e", 0): b"c"}))
-    store.write_snapshot(Snapshot(0, b"", "{}", {("d", 1): b"B"}))
-    store.write_snapshot(Snapshot(0, b"", "{}", {("e", 7): b"E"}, frozenset({"e"})))
+    store.write_snapshot(
+        StoredSnapshot(0, b"", "{}", {("d", 0): b"a", ("d", 1): b"b", ("e", 0): b"c"})
+    )
+    store.write_snapshot(StoredSnapshot(0, b"", "{}", {("d", 1): b"B"}))
+    store.write_snapshot(StoredSnapshot(0, b"", "{}", {("e", 7): b"E"}, frozenset({"e"})))
     snapshot, _ = opened().load()
     assert snapshot is not None
     assert snapshot.pages == {("d", 0): b"a", ("d", 1): b"B", ("e", 7): b"E"}
@@ -113,7 +115,7 @@ def test_an_older_holder_can_write_nothing_after_a_take_over(tmp_path: Path) -> 
     )
     for write in (
         lambda: old.append(batch(0, b"x")),
-        lambda: old.write_snapshot(Snapshot(0, b"", "")),
+        lambda: old.write_snapshot(StoredSnapshot(0, b"", "")),
     ):
         with pytest.raises(StoreTakenError) as taken:
             write()
@@ -245,7 +247,7 @@ def test_a_record_that_an_older_version_took_in_unchecked_is_told_in_one_line() 
     Committer(MemoryStore(disk), FakeClock()).commit([cmd.Register("w", "p", None)])
     record = ev.encode(ev.StateRestored("r", "w", 2, "", poisoned(DatasetSpec("d", 8, 4))))
     num_events = sum(len(each.records) for each in disk.log)
-    disk.log.append(Batch(num_events, [record], chained(disk.log[-1].head, record)))
+    disk.log.append(RecordBatch(num_events, [record], extend_chain(disk.log[-1].head, record)))
     with pytest.raises(StoreFailedError) as poison:
         Committer(MemoryStore(disk), FakeClock())
     message = str(poison.value)
@@ -349,8 +351,8 @@ def test_an_unknown_store_names_the_known_ones(url: str) -> None:
 
 def test_importing_the_service_does_not_load_torch() -> None:
     code = (
-        "import sys; from gmeta.antdt.service.server import ShardServer; from "
-        "gmeta.antdt.client.client import ShardClient; import gmeta.commands.shards; "
+        "import sys; from gmeta.antdt.service.shard_server import ShardServer; from "
+        "gmeta.antdt.client.client import ShardClient; import gmeta.cli.commands.shards; "
         "print({'torch', 'metaio', 'gmeta_models', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
+from gmeta.access.log import JsonFormatter
 from gmeta.antdt.errors import StoreFailedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.ledger.state import LedgerState
-from gmeta.antdt.log import JsonFormatter
 from gmeta.antdt.model import Caller, DatasetSpec
-from gmeta.antdt.storage import writer as writer_module
+from gmeta.antdt.storage import ledger_writer as writer_module
 from gmeta.antdt.storage.committer import Committer
-from gmeta.antdt.storage.request import Answered, Read
+from gmeta.antdt.storage.ledger_writer import LedgerWriter
+from gmeta.antdt.storage.request import AnsweredRequest, LedgerView
 from gmeta.antdt.storage.store import MemoryStore
-from gmeta.antdt.storage.writer import Writer
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
-def deliver(answered: list[Answered]) -> None:
+def deliver(answered: list[AnsweredRequest]) -> None:
     for future, answer in answered:
         future.set_result(answer)
 
@@ -39,7 +39,7 @@ class Harness:
         self.fail_sync = False
         self.ended = threading.Event()
         monkeypatch.setattr(self.store, "sync", self.sync)
-        self.writer = Writer(self.committer, deliver, lambda stats: None, self.ended.set)
+        self.writer = LedgerWriter(self.committer, deliver, lambda stats: None, self.ended.set)
         self.writer.start()
 
     def sync(self) -> None:
@@ -47,7 +47,7 @@ class Harness:
         if self.fail_sync:
             raise StoreFailedError("the disk failed")
 
-    def send(self, command: cmd.Command | Read) -> Future[Any]:
+    def send(self, command: cmd.Command | LedgerView) -> Future[Any]:
         future: Future[Any] = Future()
         self.writer.submit(command, future)
         return future
@@ -73,7 +73,7 @@ def test_grants_leave_at_once_and_completions_wait_for_the_disk(harness: Harness
     first = harness.ask(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
     harness.disk_free.clear()
     completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
-    assert isinstance(harness.ask(cmd.LeaseShards(caller("b"), 1, "d", 0, 1)), cmd.Granted)
+    assert isinstance(harness.ask(cmd.LeaseShards(caller("b"), 1, "d", 0, 1)), cmd.GrantReply)
     with pytest.raises(TimeoutError):
         completing.result(0.2)
     harness.disk_free.set()
@@ -106,7 +106,7 @@ def test_a_defect_of_the_writer_leaves_no_call_without_an_answer(
     with monkeypatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda _: None)
         patch.setattr(harness.committer, "append", broken)
-        told = harness.send(Read(lambda ledger, now_s: "seen")).result(PATIENCE_S)
+        told = harness.send(LedgerView(lambda ledger, now_s: "seen")).result(PATIENCE_S)
         harness.writer.stop()
     assert (told.code, told.reason) == ("UNAVAILABLE", "SHUTTING_DOWN")
     assert harness.ended.is_set()
@@ -121,7 +121,7 @@ def test_a_failed_fsync_ends_the_service_and_acknowledges_nothing(harness: Harne
     harness.fail_sync = True
     completing = harness.send(cmd.Complete(caller("a"), 2, (first.grants[0].token,)))
     wait_until(lambda: len(harness.store.disk.log) == num_batches + 1)
-    behind = [harness.send(Read(lambda ledger, now_s: "seen")) for _ in range(2)]
+    behind = [harness.send(LedgerView(lambda ledger, now_s: "seen")) for _ in range(2)]
     wait_until(lambda: not harness.writer._queue)
     harness.disk_free.set()
     assert harness.ended.wait(PATIENCE_S)
@@ -150,7 +150,7 @@ def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
 
     harness.disk_free.clear()
     first = harness.send(cmd.LeaseShards(caller("a"), 1, "d", 0, 1))
-    asking = harness.send(Read(broken))
+    asking = harness.send(LedgerView(broken))
     last = harness.send(cmd.LeaseShards(caller("b"), 1, "d", 0, 1))
     harness.disk_free.set()
     refused = asking.result(PATIENCE_S)
@@ -159,10 +159,10 @@ def test_a_view_that_raises_fails_its_own_call_and_nothing_else(
         "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
         "service, which goes on; report it with the traceback from its log."
     )
-    assert all(isinstance(each.result(PATIENCE_S), cmd.Granted) for each in (first, last))
+    assert all(isinstance(each.result(PATIENCE_S), cmd.GrantReply) for each in (first, last))
     (logged,) = [record for record in caplog.records if record.message == "view_failed"]
     assert "test_writer.py" in JsonFormatter().format(logged)
-    assert harness.ask(Read(lambda ledger, now_s: len(ledger.state.leases))) == 2
+    assert harness.ask(LedgerView(lambda ledger, now_s: len(ledger.state.leases))) == 2
     assert not harness.ended.is_set()
     harness.writer.stop()
 
@@ -190,10 +190,10 @@ def test_a_command_that_raises_fails_its_own_call_and_leaves_nothing_behind(
         "the service could not answer: ZeroDivisionError: a defect. That is a defect of the "
         "service, which goes on; report it with the traceback from its log."
     )
-    assert all(isinstance(each.result(PATIENCE_S), cmd.Granted) for each in (first, last))
+    assert all(isinstance(each.result(PATIENCE_S), cmd.GrantReply) for each in (first, last))
     (logged,) = [record for record in caplog.records if record.message == "command_failed"]
     assert "test_writer.py" in JsonFormatter().format(logged)
-    assert harness.ask(Read(lambda ledger, now_s: ledger.state.draining)) is False
+    assert harness.ask(LedgerView(lambda ledger, now_s: ledger.state.draining)) is False
     harness.writer.stop()
     successor = Committer(harness.store, time.monotonic).ledger.state
     assert (successor.draining, len(successor.leases)) == (False, 2)
@@ -210,9 +210,9 @@ def test_callers_beyond_the_queue_are_told_to_come_back(
         assert go_on.wait(PATIENCE_S)
 
     monkeypatch.setattr(writer_module, "MAX_QUEUED", 2)
-    first = harness.send(Read(held_up))
+    first = harness.send(LedgerView(held_up))
     assert entered.wait(PATIENCE_S)
-    queued = [harness.send(Read(lambda ledger, now_s: "seen")) for _ in range(2)]
+    queued = [harness.send(LedgerView(lambda ledger, now_s: "seen")) for _ in range(2)]
     with pytest.raises(RefusedError) as refused:
         harness.send(cmd.Tick())
     assert (refused.value.code, refused.value.reason) == ("RESOURCE_EXHAUSTED", "BUSY")

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.access.errors import RefusedError
+from gmeta.access.errors import RefusedError
+from gmeta.access.log import DecisionLog
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.log import DecisionLog
 from gmeta.antdt.model import MAX_EPOCHS
 from gmeta.antdt.policies.interface import ControllerConfig
 from gmeta.antdt.reports import MonitorConfig, Report
-from gmeta.antdt.service.server import ServiceConfig, ShardServer
+from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.governor import Governor, read_ledger
-from gmeta.antdt.stragglers.settings import StragglerConfig, load_straggler_config
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig, load_straggler_config
+from gmeta.config.settings import describe_settings
 from gmeta.errors import ConfigError
-from gmeta.settings import describe_settings
 from tests.antdt.driver import TTL_S, Process, Service
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 ADJUST_BS, BACKUP_WORKERS, KILL_RESTART = 2, 4, 5
 CONFIG = StragglerConfig(
@@ -61,15 +61,15 @@ class Job:
             raise answer
         return answer
 
-    def beat(self) -> dict[str, cmd.Beat]:
+    def beat(self) -> dict[str, cmd.HeartbeatReply]:
         return {name: self.beat_of(name, process) for name, process in self.processes.items()}
 
-    def beat_of(self, name: str, process: Process) -> cmd.Beat:
+    def beat_of(self, name: str, process: Process) -> cmd.HeartbeatReply:
         report = (*self.totals[name], self.shares[name])
-        answer: cmd.Beat = self.service.call(cmd.Heartbeat(process.caller, (), report))
+        answer: cmd.HeartbeatReply = self.service.call(cmd.Heartbeat(process.caller, (), report))
         return answer
 
-    def windows(self, number: int) -> dict[str, cmd.Beat]:
+    def windows(self, number: int) -> dict[str, cmd.HeartbeatReply]:
         beats = {}
         for _ in range(number):
             for name, old in self.totals.items():
@@ -257,7 +257,7 @@ def test_a_silent_worker_of_an_asynchronous_job_is_not_restarted() -> None:
     assert job.governor.silent == {"rank2"}
     assert job.governor.phase == "running"
     assert "rank2" not in job.governor.health
-    assert [said.kind for said in job.governor.spoken if said.worker_id == "rank2"] == []
+    assert [said.kind for said in job.governor.ruling_records if said.worker_id == "rank2"] == []
 
 
 def test_the_tasks_of_later_epochs_are_left_too_where_somebody_said_how_many() -> None:
@@ -280,7 +280,7 @@ def test_nobody_is_held_against_workers_that_left() -> None:
     job.windows(20)
     verdicts = {name: health.verdict for name, health in job.governor.health.items()}
     assert verdicts == {"rank0": "healthy", "rank3": "healthy"}
-    assert not job.governor.spoken
+    assert not job.governor.ruling_records
 
 
 def test_what_is_held_back_window_after_window_is_told_once(
@@ -293,7 +293,9 @@ def test_what_is_held_back_window_after_window_is_told_once(
     for number in range(4):
         job.ms_per_task["rank3"] += number  # another reason each time
         job.windows(1)
-    assert [(said.kind, said.note) for said in job.governor.spoken] == [("ADJUST_BS", "dry run")]
+    assert [(said.kind, said.note) for said in job.governor.ruling_records] == [
+        ("ADJUST_BS", "dry run")
+    ]
     assert [record.getMessage() for record in caplog.records].count("decision") == 1
     assert job.governor.counts["ADJUST_BS", "held_back"] > 1
 
@@ -320,7 +322,7 @@ def test_in_a_dry_run_nothing_is_posted_but_everything_is_said() -> None:
     job.windows(4)
     job.ms_per_task["rank3"] = 40.0
     assert all(beat.actions == () for beat in job.windows(4).values())
-    said = job.governor.spoken[0]
+    said = job.governor.ruling_records[0]
     assert (said.kind, said.allowed, said.note) == ("ADJUST_BS", False, "dry run")
     assert json.loads(job.lines[-1])["snapshot"]["tasks_per_step"] == 64
 
@@ -347,7 +349,7 @@ def test_exclude_drains_the_worker(tmp_path: Path) -> None:
     job.ms_per_task["rank3"] = 40.0
     job.windows(3)
     assert job.service.state.workers["rank3"].draining
-    assert [said.kind for said in job.governor.spoken] == ["EXCLUDE"]
+    assert [said.kind for said in job.governor.ruling_records] == ["EXCLUDE"]
 
 
 def test_a_slow_workers_last_shard_goes_to_an_idle_one_too() -> None:
@@ -362,11 +364,11 @@ def test_a_slow_workers_last_shard_goes_to_an_idle_one_too() -> None:
     beats = job.windows(2)
     assert all(action.kind != BACKUP_WORKERS for beat in beats.values() for action in beat.actions)
     assert ("BACKUP_WORKERS", "rank3", True) in {
-        (said.kind, said.worker_id, said.allowed) for said in job.governor.spoken
+        (said.kind, said.worker_id, said.allowed) for said in job.governor.ruling_records
     }
     assert idle.grant().shard_index == held.shard_index
     job.windows(4)
-    said = [said for said in job.governor.spoken if said.kind == "BACKUP_WORKERS"]
+    said = [said for said in job.governor.ruling_records if said.kind == "BACKUP_WORKERS"]
     assert len(said) == 1  # once for each shard
     assert isinstance(silent.lease(), cmd.Wait)
 

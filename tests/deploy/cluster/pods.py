@@ -18,7 +18,7 @@ from tests.deploy.cluster.api import ApiServer
 from tests.deploy.cluster.container import Container, Mount
 from tests.deploy.network import Host
 from tests.deploy.rendering import ROOT, Manifest
-from tests.forked import SOURCE_ROOTS
+from tests.support.forked import SOURCE_ROOTS
 
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _PROGRAMS = b"/opt/gmeta/bin/"

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import load_manifest
-from gmeta.runs.folder import list_checkpoints
-from tests.commands import metrics
+from gmeta.antdt.manifests.shard_manifest import load_manifest
+from gmeta.runs.run_folder import list_checkpoints
 from tests.deploy.cluster.cluster import Cluster, WorkloadFailedError, running
 from tests.deploy.cluster.pods import Pod
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, render
 from tests.deploy.test_deploy_check import needs_kubectl, one
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.commands import metrics
+from tests.support.waiting import PATIENCE_S, wait_until
 
 # The overlay with less data, as a user would change it: by a kustomization of their own.
 SMALLER = """

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.delivery.channel import Channel
+from gmeta.serving.channel.channel import Channel
 from tests.deploy.cluster.cluster import KINDS, running
 from tests.deploy.cluster.test_cluster import open_ports
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, Manifest, render
 from tests.deploy.test_deploy_check import needs_kubectl
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 # Of the overlay's workloads: its training job has a test of its own.
 WANTED = {"gmeta-credentials", "gmeta-logs", "gmeta-follow"}

@@ -10,14 +10,14 @@ import pytest
 
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import load_schema
+from metaio.prepare.schema.schema_file import load_schema
 from tests.deploy.cluster.cluster import Cluster, running
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import ROOT, Manifest, render
 from tests.deploy.test_deploy_check import needs_kubectl, one
 from tests.metaio.prepare.test_local import raw_table
 from tests.metaio.prepare.test_spark_command import SCHEMA, files, needs_spark
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 # What this machine has room for; the rest of the settings is the overlay's.
 LESS = {

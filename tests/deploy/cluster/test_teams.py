@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from gmeta.antdt.manifests.audit import audit_manifest
-from gmeta.antdt.manifests.manifest import load_manifest
-from gmeta.runs.folder import list_checkpoints
+from gmeta.antdt.manifests.shard_manifest import load_manifest
+from gmeta.runs.run_folder import list_checkpoints
 from tests.deploy.cluster.cluster import Cluster, running_together
 from tests.deploy.cluster.test_cluster import LESS
 from tests.deploy.network import NoNamespacesError
 from tests.deploy.rendering import Manifest, render
 from tests.deploy.teams import copy_of_team_job
 from tests.deploy.test_deploy_check import needs_kubectl
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 JOBS = {"ads": ["ctr", "cvr"], "search": ["ctr"]}
 SMALLER_SIZE = {

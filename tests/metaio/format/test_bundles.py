@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import FormatError, SchemaError, open_dataset
-from metaio.format.block import Block, build_block, bundled
+from metaio.format.block import Block, build_block, bundle_ids
 from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.format.inspection import damage, summarise
-from metaio.format.layout import BLOCK_TABLE_NAME, block_table_schema
+from metaio.format.inspection import find_damage, summarise
+from metaio.format.layout import BLOCK_TABLE_NAME, make_block_table_schema
 from metaio.format.manifest import canonical_json, xxh3_hex
-from metaio.format.shard_writer import file_entry
+from metaio.format.shard_writer import make_file_entry
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
 
 IDS_ALONE = Features(
@@ -50,7 +50,7 @@ def test_a_bundle_has_the_ids_of_its_episodes_and_no_others(
     features: Features, num_tasks: int
 ) -> None:
     plain = build_block(features, make_rows(23, features=features))
-    block = bundled(plain, num_tasks)
+    block = bundle_ids(plain, num_tasks)
     assert block.bundles is not None
     assert np.array_equal(
         block.unique_ids_U[block.positions_NF], plain.unique_ids_U[plain.positions_NF]
@@ -78,7 +78,7 @@ def test_blocks_end_where_bundles_do(write: WriteFn) -> None:
     rows = make_rows(150)
     path = write({"train": rows}, bundle_tasks=4, block_rows=100, shard_blocks=3)
     dataset = open_dataset(path)
-    assert damage(dataset) == []
+    assert find_damage(dataset) == []
     assert whole_split(dataset, "train") == episodes_of_rows(rows)
     blocks = dataset.split("train").blocks
     assert blocks.bundle_tasks == 4
@@ -109,7 +109,7 @@ def change_block_table(path: Path, change: Any) -> None:
     file = path / "train" / BLOCK_TABLE_NAME
     pq.write_table(change(pq.read_table(file)), file, store_schema=False)
     body = json.loads((path / "manifest.json").read_text())
-    entry = vars(file_entry(memoryview(file.read_bytes())))
+    entry = vars(make_file_entry(memoryview(file.read_bytes())))
     body["splits"]["train"]["block_table"] = entry
     body.pop("checksum")
     body["checksum"] = xxh3_hex(canonical_json(body))
@@ -121,12 +121,12 @@ def test_whoever_knows_no_bundles_reads_the_same_rows(write: WriteFn) -> None:
     rows = make_rows(60)
     path = Path(write({"train": rows}, bundle_tasks=4, block_rows=100))
     file = path / "train" / BLOCK_TABLE_NAME
-    known = pq.read_table(file, schema=block_table_schema())
-    assert known.column_names == block_table_schema().names
+    known = pq.read_table(file, schema=make_block_table_schema())
+    assert known.column_names == make_block_table_schema().names
     change_block_table(path, lambda table: table.select(known.column_names))
     dataset = open_dataset(str(path))
     assert dataset.split("train").blocks.bundle_tasks == 0
-    assert damage(dataset) == []
+    assert find_damage(dataset) == []
     assert whole_split(dataset, "train") == episodes_of_rows(rows)
 
 

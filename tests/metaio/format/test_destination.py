@@ -12,15 +12,15 @@ import fsspec
 import pytest
 
 from metaio import DataError
-from metaio.format.destination import (
+from metaio.format.atomic_folder import (
     copy_folder,
-    destination,
-    folder_of_one_writer,
-    passing_folder,
+    find_unfinished,
+    open_destination,
+    open_exclusive_folder,
+    open_temporary_folder,
     replace_folder,
-    unfinished,
 )
-from tests.full_disk import files_of_at_most
+from tests.support.full_disk import files_of_at_most
 
 MANIFEST = "manifest.json"
 
@@ -59,28 +59,28 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_remote_dataset_is_replaced_behind_a_missing_manifest(url: str, told: list[str]) -> None:
     """A reader sees the old one, none or the new one, whenever it looks."""
-    with destination(url, overwrite=False) as (folder, is_renamed):
+    with open_destination(url, overwrite=False) as (folder, is_renamed):
         assert not is_renamed
         fill(folder, "train/b", "train/a")
     assert told == ["put a", "put b", f"put {MANIFEST}"]
     told.clear()
-    with destination(url, overwrite=True) as (folder, _):
+    with open_destination(url, overwrite=True) as (folder, _):
         fill(folder, "train/a")
     assert told == [f"remove {MANIFEST}", "put a", f"put {MANIFEST}"]
-    with pytest.raises(DataError, match="holds a dataset already"), destination(url, False):
+    with pytest.raises(DataError, match="holds a dataset already"), open_destination(url, False):
         pass
 
 
 def test_nothing_is_uploaded_of_what_failed(url: str, told: list[str]) -> None:
     def fail() -> None:
-        with destination(url, False) as (folder, _):
+        with open_destination(url, False) as (folder, _):
             fill(folder, "train/a")
             raise ValueError("row 3")
 
     with pytest.raises(ValueError, match="row 3"):
         fail()
     assert told == []
-    assert unfinished(url) is None
+    assert find_unfinished(url) is None
 
 
 def test_a_folder_takes_the_place_of_another_and_of_what_a_crash_left(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_writer_begins_with_an_empty_folder_and_leaves_none(tmp_path: Path) ->
     partial = tmp_path / ".data.partial"
     partial.mkdir()
     (partial / "half").write_text("of a killed writer")
-    with folder_of_one_writer(partial, "data") as folder:
+    with open_exclusive_folder(partial, "data") as folder:
         assert list(folder.iterdir()) == []
         (folder / "more").touch()
     assert list(tmp_path.iterdir()) == []
@@ -104,9 +104,9 @@ def test_a_writer_begins_with_an_empty_folder_and_leaves_none(tmp_path: Path) ->
 
 def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
     partial = tmp_path / ".data.partial"
-    with folder_of_one_writer(partial, "data") as folder:
+    with open_exclusive_folder(partial, "data") as folder:
         (folder / "mine").touch()
-        with pytest.raises(DataError) as caught, folder_of_one_writer(partial, "data"):
+        with pytest.raises(DataError) as caught, open_exclusive_folder(partial, "data"):
             pass
         assert str(caught.value) == (
             f"process {os.getpid()} on {socket.gethostname()} is writing data. Wait for it, or "
@@ -121,10 +121,10 @@ def test_what_a_killed_process_unpacked_goes_with_the_next_one_and_what_is_in_us
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pipe = tmp_path / "metaio-passing-pipe"
     os.mkfifo(pipe)  # to open it would wait for a writer for ever
-    with passing_folder() as used:
+    with open_temporary_folder() as used:
         killed = Path(f"{used}-killed")
         (killed / "unpacked").mkdir(parents=True)
-        with passing_folder() as own:
+        with open_temporary_folder() as own:
             assert {str(path) for path in tmp_path.iterdir()} == {used, own, str(pipe)}
     assert list(tmp_path.iterdir()) == [pipe]
 
@@ -137,10 +137,10 @@ def test_what_another_writer_finished_just_before_is_not_replaced(
     def finished_meanwhile(partial: Path, name: str) -> Any:
         out.mkdir()
         (out / "manifest.json").write_text("of another")
-        return folder_of_one_writer(partial, name)
+        return open_exclusive_folder(partial, name)
 
-    monkeypatch.setattr("metaio.format.destination.folder_of_one_writer", finished_meanwhile)
-    with pytest.raises(DataError) as caught, destination(str(out), False) as (folder, _):
+    monkeypatch.setattr("metaio.format.atomic_folder.open_exclusive_folder", finished_meanwhile)
+    with pytest.raises(DataError) as caught, open_destination(str(out), False) as (folder, _):
         (folder / "manifest.json").write_text("of this one")
     assert str(caught.value) == (
         f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace it"
@@ -161,7 +161,7 @@ def test_who_locked_a_file_that_the_last_writer_has_removed_is_refused(
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(DataError, match="another process is writing"):
-        folder_of_one_writer(partial, "data").__enter__()
+        open_exclusive_folder(partial, "data").__enter__()
     assert not partial.exists()
 
 
@@ -179,10 +179,10 @@ def test_who_finds_the_lock_file_removed_makes_it_anew(
         lock(opened, kind)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with folder_of_one_writer(partial, "data"):
+    with open_exclusive_folder(partial, "data"):
         assert left == -1
         with pytest.raises(DataError, match=f"process {os.getpid()} on .* is writing data"):
-            folder_of_one_writer(partial, "data").__enter__()
+            open_exclusive_folder(partial, "data").__enter__()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,7 +193,7 @@ def test_a_file_system_without_locks_is_written_to_all_the_same(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", without)
-    with folder_of_one_writer(tmp_path / ".data.partial", "data") as folder:
+    with open_exclusive_folder(tmp_path / ".data.partial", "data") as folder:
         assert folder.is_dir()
     assert list(tmp_path.iterdir()) == []
 
@@ -215,7 +215,7 @@ def test_a_disk_that_refuses_is_told_with_what_was_being_written(
 ) -> None:
     with (
         pytest.raises(DataError) as caught,
-        folder_of_one_writer(tmp_path / ".data.partial", "s3://bucket/data"),
+        open_exclusive_folder(tmp_path / ".data.partial", "s3://bucket/data"),
     ):
         raise OSError(code, os.strerror(code))
     assert str(caught.value) == f"s3://bucket/data could not be written: [Errno {code}] {what}"

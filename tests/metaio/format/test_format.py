@@ -11,7 +11,7 @@ import pytest
 
 from metaio import FormatError, MetaIOError, open_dataset
 from metaio.format.decode import check_counts
-from metaio.format.layout import BLOCK_TABLE_NAME, checksum_columns, streams
+from metaio.format.layout import BLOCK_TABLE_NAME, list_checksum_columns, list_streams
 from metaio.format.manifest import canonical_json, xxh3_hex
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
 from tests.metaio.damage import damage_and_read, whole_content
@@ -32,7 +32,7 @@ def test_any_parquet_tool_reads_every_file_without_nulls(write: WriteFn) -> None
     path = write({"train": rows}, block_rows=50)
     lengths = {"rows": len(rows.label_N), "dense": rows.dense_NK.size, "episodes": 30}
     lengths |= {"positions": rows.ids_NF.size, "multi": len(rows.multi_ids_V)}
-    for stream in streams(FEATURES):
+    for stream in list_streams(FEATURES):
         table = pq.read_table(f"{path}/{stream.path('train', 0)}")
         assert table.schema.equals(stream.schema)
         assert not any(field.nullable for field in table.schema)
@@ -161,7 +161,8 @@ def test_a_block_table_of_another_writer_with_too_few_lists_is_refused(write: Wr
     entry["xxh3"], entry["num_bytes"] = xxh3_hex(file.read_bytes()), file.stat().st_size
     rewrite_manifest(path, splits=splits)
     assert message_of(path) == (
-        f"{file} must list 3 unique lengths and {len(checksum_columns(FEATURES))} checksums for "
+        f"{file} must list 3 unique lengths and {len(list_checksum_columns(FEATURES))} checksums "
+        "for "
         "each block. The program that wrote it is at fault; see docs/format.md"
     )
 

@@ -16,11 +16,16 @@ import pytest
 import xxhash
 
 from metaio import FormatError, MetaIOError, open_dataset
-from metaio.format.decode import _varint
-from metaio.format.inspection import damage, summarise
-from metaio.format.layout import BLOCK_TABLE_NAME, block_table_schema, chunk_ranges, streams
+from metaio.format.decode import _encode_varint
+from metaio.format.inspection import find_damage, summarise
+from metaio.format.layout import (
+    BLOCK_TABLE_NAME,
+    find_chunk_ranges,
+    list_streams,
+    make_block_table_schema,
+)
 from metaio.format.manifest import canonical_json, xxh3_hex
-from metaio.format.shard_writer import file_entry
+from metaio.format.shard_writer import make_file_entry
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
 from tests.metaio.damage import whole_content
 
@@ -84,7 +89,7 @@ def changed_table(rng: random.Random, table: pa.Table) -> pa.Table:
 
 def change_shard(rng: random.Random, path: Path, body: dict[str, Any]) -> None:
     """Write another content of one stream, with checksums that fit it."""
-    own = streams(FEATURES)
+    own = list_streams(FEATURES)
     stream = rng.choice(own)
     file = path / stream.path("train", 0)
     groups = pq.ParquetFile(file)
@@ -95,15 +100,17 @@ def change_shard(rng: random.Random, path: Path, body: dict[str, Any]) -> None:
             if table.schema == tables[0].schema:
                 writer.write_table(table, row_group_size=max(table.num_rows, 1))
     data, metadata = file.read_bytes(), pq.read_metadata(file)
-    body["splits"]["train"]["shards"][0]["files"][stream.name] = vars(file_entry(memoryview(data)))
+    body["splits"]["train"]["shards"][0]["files"][stream.name] = vars(
+        make_file_entry(memoryview(data))
+    )
     blocks = pq.read_table(path / "train" / BLOCK_TABLE_NAME)
     lists = blocks["xxh3"].to_pylist()
     first = sum(len(before.schema.names) for before in own[: own.index(stream)])
     for index in range(min(metadata.num_row_groups, len(lists))):
-        for column, (begin, end) in enumerate(chunk_ranges(metadata, index), start=first):
+        for column, (begin, end) in enumerate(find_chunk_ranges(metadata, index), start=first):
             digest = np.uint64(xxhash.xxh3_64_intdigest(data[begin:end]))
             lists[index][min(column, len(lists[index]) - 1)] = int(digest.view(np.int64))
-    field = block_table_schema().field("xxh3")
+    field = make_block_table_schema().field("xxh3")
     place = blocks.schema.get_field_index("xxh3")
     write_block_table(path, body, blocks.set_column(place, field, pa.array(lists, field.type)))
 
@@ -111,7 +118,7 @@ def change_shard(rng: random.Random, path: Path, body: dict[str, Any]) -> None:
 def write_block_table(path: Path, body: dict[str, Any], table: pa.Table) -> None:
     file = path / "train" / BLOCK_TABLE_NAME
     pq.write_table(table, file, store_schema=False)
-    entry = vars(file_entry(memoryview(file.read_bytes())))
+    entry = vars(make_file_entry(memoryview(file.read_bytes())))
     body["splits"]["train"]["block_table"] = entry
 
 
@@ -138,7 +145,7 @@ def write_manifest(path: Path, body: dict[str, Any]) -> None:
 def read_all(path: Path) -> None:
     """Open, verify, read and count; the first fault ends it."""
     dataset = open_dataset(str(path))
-    for message in damage(dataset):
+    for message in find_damage(dataset):
         raise MetaIOError(message)
     whole_content(dataset)
     summarise(dataset)
@@ -171,14 +178,14 @@ def test_files_whose_checksums_fit_a_wrong_content_are_refused_in_one_line(
 def negative(footer: bytes, num_values: int) -> bytes:
     """The footer with a column chunk that holds less than no values."""
     # Zigzag: the lowest bit of the first byte is the sign.
-    number = b"\x16" + _varint(num_values) + b"\x16"
+    number = b"\x16" + _encode_varint(num_values) + b"\x16"
     return footer.replace(number, bytes([0x16, number[1] | 1]) + number[2:], 1)
 
 
 def overlapping(footer: bytes, num_bytes: int) -> bytes:
     """The footer with a column chunk that reaches into the next one."""
-    size = b"\x16" + _varint(num_bytes) + b"\x26"
-    return footer.replace(size, b"\x16" + _varint(num_bytes + 9) + b"\x26", 1)
+    size = b"\x16" + _encode_varint(num_bytes) + b"\x26"
+    return footer.replace(size, b"\x16" + _encode_varint(num_bytes + 9) + b"\x26", 1)
 
 
 @pytest.mark.parametrize("bundle_tasks", [0, 4])
@@ -209,7 +216,7 @@ def test_a_footer_of_nonsense_is_refused_in_one_line(
     footer = how(data[begin:], pq.read_metadata(file).row_group(0).column(0))
     assert footer != data[begin:]
     file.write_bytes(data[:begin] + footer)
-    files[name] = vars(file_entry(memoryview(file.read_bytes())))
+    files[name] = vars(make_file_entry(memoryview(file.read_bytes())))
     write_manifest(path, body)
     with pytest.raises(FormatError) as caught:
         open_dataset(str(path)).read_block("train", 0)

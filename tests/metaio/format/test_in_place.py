@@ -13,8 +13,8 @@ import pytest
 
 from metaio import BatchReader, Dataset, open_dataset
 from metaio.format.decode import RowGroup
-from metaio.format.layout import checksum_columns, chunk_ranges
-from metaio.format.storage import ByteRange, Storage, Window
+from metaio.format.layout import find_chunk_ranges, list_checksum_columns
+from metaio.format.storage import ByteRange, ByteWindow, Storage
 from metaio.read.compose import compose
 from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
 
@@ -50,8 +50,8 @@ def row_group(folder: Path, table: pa.Table, **options: Any) -> RowGroup:
         writer.write_table(table, row_group_size=len(table))
     metadata = pq.read_metadata(path)
     size = path.stat().st_size
-    (window,) = Storage(str(folder)).windows([ByteRange(path.name, size, 0, size)])
-    return RowGroup(str(path), 1, metadata, window, chunk_ranges(metadata, 1))
+    (window,) = Storage(str(folder)).read_windows([ByteRange(path.name, size, 0, size)])
+    return RowGroup(str(path), 1, metadata, window, find_chunk_ranges(metadata, 1))
 
 
 @pytest.mark.parametrize("num_values", [1, 50, 8_191, 30_000])
@@ -130,7 +130,7 @@ def test_bundles_are_read_in_place_and_other_blocks_are_not(write: WriteFn) -> N
         dataset = open_dataset(path)
         assert mapped_columns(dataset) == mapped
         # Whoever sees the block as another one, without bundles, may share its memory.
-        assert mapped_columns(dataset.seen_as(FEATURES, lambda block: block)) == set()
+        assert mapped_columns(dataset.with_features(FEATURES, lambda block: block)) == set()
         assert whole_split(dataset, "train") == episodes_of_rows(rows)
 
 
@@ -183,7 +183,7 @@ def test_pages_are_let_go_of_with_the_last_array_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[int, int]] = []
-    monkeypatch.setattr(Window, "done", lambda _, begin, end: done.append((begin, end)))
+    monkeypatch.setattr(ByteWindow, "done", lambda _, begin, end: done.append((begin, end)))
     group = row_group(tmp_path, column(VALUES), **PLAIN)
     (found,) = group.decode(in_place=True)
     rows = found.reshape(-1, 3)[5:]
@@ -202,10 +202,10 @@ def test_an_epoch_of_bundles_lets_go_of_every_block(
     dataset = open_dataset(write({"train": make_rows(200)}, bundle_tasks=4, block_rows=100))
     read = dataset.split("train").num_blocks
     done: list[int] = []
-    monkeypatch.setattr(Window, "done", lambda _, begin, end: done.append(end))
+    monkeypatch.setattr(ByteWindow, "done", lambda _, begin, end: done.append(end))
     with BatchReader(dataset, "train", tasks_per_step=8) as reader:
         assert sum(batch.num_tasks for batch in reader.batches(0)) == 200
     del reader
     gc.collect()
     # Each column is done with once a block is; ids are decoded, and their file is of one column.
-    assert len(done) == len(checksum_columns(dataset.features)) * read
+    assert len(done) == len(list_checksum_columns(dataset.features)) * read

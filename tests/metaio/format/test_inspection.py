@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from gmeta.cli import app, load_command
-from gmeta.commands.prepare import OPTIONS
+from gmeta.cli.commands.prepare import OPTIONS
+from gmeta.cli.main import app, load_command
 from metaio import open_dataset
-from metaio.format.inspection import damage, summarise
-from tests.commands import gmeta
+from metaio.format.inspection import find_damage, summarise
 from tests.metaio.conftest import FEATURES, WriteFn, make_rows
+from tests.support.commands import gmeta
 
 
 def test_summary_counts_tasks_sizes_and_uses(write: WriteFn) -> None:
@@ -38,12 +38,12 @@ def test_summary_counts_tasks_sizes_and_uses(write: WriteFn) -> None:
 
 def test_damage_lists_every_broken_file_once(write: WriteFn) -> None:
     path = Path(write({"train": make_rows(40)}, block_rows=60))
-    assert damage(open_dataset(str(path))) == []
+    assert find_damage(open_dataset(str(path))) == []
     dataset = open_dataset(str(path))
     (path / "train/00000.dense.parquet").unlink()
     magic = path / "train/00000.multi.parquet"
     magic.write_bytes(b"parq" + magic.read_bytes()[4:])
-    found = damage(dataset)
+    found = find_damage(dataset)
     assert len(found) == 2
     assert "00000.dense.parquet does not exist" in found[0]
     assert "00000.multi.parquet" in found[1]

@@ -4,13 +4,13 @@ import numpy as np
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from metaio.format.inspection import SplitSummary, TableUse
-from metaio.format.picture import _draw_skew, _largest_tables
+from metaio.format.inspection import SplitSummary, TableUsage
+from metaio.format.inspection_chart import _choose_largest_tables, _draw_skew
 
 
 def split(name: str, **uses: list[int]) -> SplitSummary:
     """A split of two tasks; each table with how often its ids occur."""
-    tables = tuple(TableUse(table, len(used), np.array(used)) for table, used in uses.items())
+    tables = tuple(TableUsage(table, len(used), np.array(used)) for table, used in uses.items())
     sizes = np.array([3, 4])
     return SplitSummary(name, 2, sizes, sizes, (), tables)
 
@@ -21,7 +21,7 @@ def test_a_table_has_one_colour_in_all_splits_and_starts_at_the_origin() -> None
         split("train", shop=[0, 3, 1], item=many, city=[0, 9]),
         split("item-cold", shop=[0, 3, 1], item=[0, 7], city=[0, 9]),
     ]
-    tables = _largest_tables(splits)
+    tables = _choose_largest_tables(splits)
     assert tables == ["item", "shop"]  # the city is always the same: no curve
     lines = []
     for summary, axes in zip(splits, Figure().subplots(2), strict=True):

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import open_dataset
-from metaio.format.inspection import damage, summarise
+from metaio.format.inspection import find_damage, summarise
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import load_schema
+from metaio.prepare.schema.schema_file import load_schema
 from tests.metaio.damage import whole_content
 
 PREVIOUS = Path(__file__).with_name("previous")
@@ -43,7 +43,7 @@ def told(value: Any) -> Any:
 
 def test_a_dataset_of_the_previous_release_is_whole_and_read() -> None:
     dataset = open_dataset(str(WRITTEN))
-    assert damage(dataset) == []
+    assert find_damage(dataset) == []
     assert dataset.fingerprint == FINGERPRINT
     assert [(x.name, x.num_rows) for x in summarise(dataset)] == [("train", 112), ("valid", 48)]
 

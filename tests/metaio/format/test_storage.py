@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from metaio import FormatError
-from metaio.format.storage import ByteRange, Storage, _Resident
+from metaio.format.storage import ByteRange, Storage, _ResidentBytes
 
 CONTENT = bytes(range(200))
 
@@ -26,7 +26,7 @@ def whole(path: str, begin: int = 0, end: int = len(CONTENT)) -> ByteRange:
 
 def message_of(storage: Storage, *ranges: ByteRange) -> str:
     with pytest.raises(FormatError) as caught:
-        storage.windows(list(ranges))
+        storage.read_windows(list(ranges))
     return str(caught.value)
 
 
@@ -35,7 +35,7 @@ def test_a_local_file_and_a_fetched_range_give_the_same_bytes(
 ) -> None:
     (tmp_path / "a.bin").write_bytes(CONTENT)
     for storage in (Storage(str(tmp_path)), remote):
-        (window,) = storage.windows([whole("a.bin", 50, 90)])
+        (window,) = storage.read_windows([whole("a.bin", 50, 90)])
         assert bytes(window.view(60, 70)) == CONTENT[60:70]
         with window.open() as file:
             file.seek(80)
@@ -44,7 +44,7 @@ def test_a_local_file_and_a_fetched_range_give_the_same_bytes(
 
 
 def test_what_was_not_fetched_is_not_made_up(remote: Storage) -> None:
-    (window,) = remote.windows([whole("a.bin", 50, 90)])
+    (window,) = remote.read_windows([whole("a.bin", 50, 90)])
     with window.open() as file:
         file.seek(85)
         with pytest.raises(OSError, match=r"^bytes 85 to 95 were not fetched$"):
@@ -121,8 +121,8 @@ def test_maps_that_were_let_go_are_made_again(
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(bytes([number]) * len(CONTENT))
     storage = Storage(str(tmp_path))
-    first = storage.windows([whole(name) for name in names])
-    again = storage.windows([whole(name) for name in names])
+    first = storage.read_windows([whole(name) for name in names])
+    again = storage.read_windows([whole(name) for name in names])
     assert len(storage._maps) == 2
     for windows in (first, again):  # who still reads from a map holds it
         assert [window.view(7, 8)[0] for window in windows] == [0, 1, 2, 3]
@@ -140,9 +140,9 @@ def test_pages_stay_up_to_the_bound_and_leave_beyond_it(monkeypatch: pytest.Monk
             assert advice == mmap.MADV_DONTNEED
             left.append((first, length))
 
-    resident, mapped = _Resident(), Mapped()
+    resident, mapped = _ResidentBytes(), Mapped()
     for _ in range(2):  # epochs go round: the first pages stay
-        resident.used(mapped, 10, 3 * page + 5)  # type: ignore[arg-type]
-        resident.used(mapped, 4 * page, 6 * page)  # type: ignore[arg-type]
-        resident.used(mapped, 10, page - 1)  # type: ignore[arg-type]
+        resident.keep_or_release(mapped, 10, 3 * page + 5)  # type: ignore[arg-type]
+        resident.keep_or_release(mapped, 4 * page, 6 * page)  # type: ignore[arg-type]
+        resident.keep_or_release(mapped, 10, page - 1)  # type: ignore[arg-type]
     assert left == [(4 * page, 2 * page)] * 2

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import FormatError, Provenance, open_dataset, write_dataset
-from metaio.format.dataset import Dataset, verify_file
+from metaio.format.dataset import Dataset, read_verified_file
 from metaio.format.layout import MANIFEST_NAME, RESET_FOLDER
 from metaio.format.manifest import StreamPlace, encode_manifest
 from tests.metaio.conftest import FEATURES, make_rows
@@ -34,10 +34,10 @@ def test_an_increment_says_its_place_and_lists_its_resets(tmp_path: Path) -> Non
     assert place is not None
     assert replace(place, resets={}) == PLACE
     assert place.resets.keys() == {"item"}
-    verify_file(dataset, "reset/item.parquet", dict(dataset.files())["reset/item.parquet"])
+    read_verified_file(dataset, "reset/item.parquet", dict(dataset.files())["reset/item.parquet"])
     (tmp_path / "data" / "reset" / "item.parquet").write_bytes(b"PAR1")
     with pytest.raises(FormatError, match="4 bytes that differ from the checksum in the manifest"):
-        verify_file(dataset, "reset/item.parquet", place.resets["item"])
+        read_verified_file(dataset, "reset/item.parquet", place.resets["item"])
 
 
 def test_the_fingerprint_follows_the_place(tmp_path: Path) -> None:

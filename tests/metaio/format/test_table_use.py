@@ -10,7 +10,7 @@ import pytest
 from metaio import Features, FeatureSpec, TableSpec
 from metaio.format.block import Block, build_block
 from metaio.prepare import job as jobs
-from metaio.prepare.job import ShardUse, TableUse
+from metaio.prepare.job import HashedShardUse, HashedTableUse
 from tests.metaio.conftest import make_rows
 
 FEATURES = Features(
@@ -47,8 +47,8 @@ def ids_of(table: int, parts: list[Block]) -> set[int]:
     return found
 
 
-def counted(parts: list[Block]) -> TableUse:
-    use = TableUse(job("item", "tag"))
+def counted(parts: list[Block]) -> HashedTableUse:
+    use = HashedTableUse(job("item", "tag"))
     for block in parts:
         use.add(block)
     return use
@@ -59,7 +59,7 @@ def test_parts_that_travelled_add_up_to_the_whole(num_workers: int) -> None:
     parts = blocks(6)
     total = counted([])
     for worker in range(num_workers):
-        own = ShardUse(job("item", "tag"))
+        own = HashedShardUse(job("item", "tag"))
         for block in parts[worker::num_workers]:
             own.add(block)
         total.add_distinct(pickle.loads(pickle.dumps(own.distinct())))
@@ -98,5 +98,5 @@ def test_the_row_of_unknown_ids_is_nobodys_and_a_full_table_has_an_estimate() ->
 
 def test_a_table_too_large_to_count_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "MAX_COUNTED_ROWS", 40)
-    assert set(TableUse(job("item", "tag")).used) == {1}
-    assert len(ShardUse(job("item", "tag")).distinct()) == 1
+    assert set(HashedTableUse(job("item", "tag")).used) == {1}
+    assert len(HashedShardUse(job("item", "tag")).distinct()) == 1

@@ -14,11 +14,11 @@ import pytest
 from metaio import DataError, Dataset, FormatError, open_dataset
 from metaio.format.dataset import read_column
 from metaio.format.manifest import canonical_json, xxh3_hex
-from metaio.format.shard_writer import file_entry
-from metaio.format.translation import translated
+from metaio.format.shard_writer import make_file_entry
+from metaio.format.translation import translate_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.metaio.conftest import whole_split
 
@@ -63,7 +63,7 @@ def test_ids_become_the_rows_of_their_values_and_numbers_get_the_other_units(
     make: Callable[..., Dataset],
 ) -> None:
     known, own = make(1), make(2)
-    seen = translated(own, known)
+    seen = translate_dataset(own, known)
     assert seen.features == known.features
     rows = {
         table: {value: row for row, value in values_of(known, table).items()}
@@ -103,15 +103,15 @@ def test_a_vocabulary_without_its_column_is_refused_in_one_line(
         path = Path(own.url) / "vocabulary" / "item.parquet"
         pq.write_table(pa.table({column: pa.array(["i1"])}), path)
         body = json.loads((Path(own.url) / "manifest.json").read_text())
-        body["vocabularies"]["item"] = vars(file_entry(memoryview(path.read_bytes())))
+        body["vocabularies"]["item"] = vars(make_file_entry(memoryview(path.read_bytes())))
         del body["checksum"]
         body["checksum"] = xxh3_hex(canonical_json(body))
         (Path(own.url) / "manifest.json").write_text(json.dumps(body))
         if not told:
-            translated(open_dataset(own.url), known)
+            translate_dataset(open_dataset(own.url), known)
             continue
         with pytest.raises(FormatError) as caught:
-            translated(open_dataset(own.url), known)
+            translate_dataset(open_dataset(own.url), known)
         assert str(caught.value) == (
             f"{path} has no column value to read: {told}. The program that wrote it is at fault; "
             "see docs/format.md"
@@ -128,7 +128,7 @@ def test_a_column_of_another_kind_or_with_gaps_is_refused_in_one_line(
     own = make(1)
     path = Path(own.url) / "rows.parquet"
     pq.write_table(pa.table({"row": pa.array(values)}), path)
-    entry = file_entry(memoryview(path.read_bytes()))
+    entry = make_file_entry(memoryview(path.read_bytes()))
     with pytest.raises(FormatError) as caught:
         read_column(own, "rows.parquet", entry, "row", pa.int64())
     assert str(caught.value).startswith(f"{path} has no column row to read: ")
@@ -137,7 +137,7 @@ def test_a_column_of_another_kind_or_with_gaps_is_refused_in_one_line(
 
 def test_a_dataset_is_itself_to_its_own_model(make: Callable[..., Dataset]) -> None:
     own = make(1)
-    assert translated(own, own) is own
+    assert translate_dataset(own, own) is own
 
 
 def test_ids_that_a_recipe_numbers_are_those_of_the_same_recipe_alone(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_ids_that_a_recipe_numbers_are_those_of_the_same_recipe_alone(tmp_path: 
         prepare_synthetic(str(tmp_path / name), small)
     known, other = (open_dataset(str(tmp_path / name)) for name in ("known", "other"))
     with pytest.raises(DataError) as caught:
-        translated(other, known)
+        translate_dataset(other, known)
     assert str(caught.value) == (
         f"table item has no vocabulary, and the recipe of {other.url} has seed = 2, that of "
         f"{known.url} 1: the same ids may mean other values. Prepare it by the recipe and the "
@@ -184,7 +184,7 @@ def test_a_column_that_means_something_else_is_refused_by_name(
 ) -> None:
     known, own = make(1), make(2, **changes)
     with pytest.raises(DataError) as caught:
-        translated(own, known)
+        translate_dataset(own, known)
     assert str(caught.value).startswith(message.format(known=known.url, own=own.url))
     assert str(caught.value).endswith(
         ". Prepare it by the schema of the other one, or choose another dataset"

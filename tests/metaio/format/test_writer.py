@@ -21,8 +21,8 @@ from metaio import (
     open_dataset,
     write_dataset,
 )
-from metaio.format.destination import unfinished
-from metaio.format.writer import block_cuts
+from metaio.format.atomic_folder import find_unfinished
+from metaio.format.dataset_writer import find_block_bounds
 from tests.metaio.conftest import (
     FEATURES,
     WriteFn,
@@ -64,11 +64,11 @@ def test_a_killed_writer_leaves_temporary_names_only_and_a_rerun_cleans_up(tmp_p
     assert all(path.name.startswith(".data.") for path in tmp_path.iterdir())
     with pytest.raises(MetaIOError):
         open_dataset(str(tmp_path / ".data.partial"))
-    assert unfinished(str(out)) == tmp_path / ".data.partial"
+    assert find_unfinished(str(out)) == tmp_path / ".data.partial"
     with write_dataset(str(out), FEATURES, PROVENANCE) as writer:
         writer.split("train").write(make_rows(3))
-        assert unfinished(str(out)) is None  # it is being written now
-    assert unfinished(str(out)) is None
+        assert find_unfinished(str(out)) is None  # it is being written now
+    assert find_unfinished(str(out)) is None
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
@@ -152,7 +152,7 @@ def test_portions_of_any_size_give_the_same_episodes(tmp_path: Path) -> None:
 
 
 def test_an_episode_longer_than_a_block_is_a_block_of_its_own() -> None:
-    assert block_cuts(np.array([2, 9, 2, 2, 9]), 4) == [0, 1, 2, 4, 5]
+    assert find_block_bounds(np.array([2, 9, 2, 2, 9]), 4) == [0, 1, 2, 4, 5]
 
 
 def test_ids_outside_their_table_are_refused(write: WriteFn) -> None:

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from gmeta.cli import app
-from gmeta.commands import init
+from gmeta.cli.commands import init
+from gmeta.cli.main import app
 from metaio.errors import DataError
 from metaio.format.dataset import open_dataset
-from metaio.prepare.first_schema import episodes_of, schema_toml
-from metaio.prepare.guess import Guess, guess
-from metaio.prepare.log_look import Log, described, first_rows
-from tests.commands import gmeta
+from metaio.prepare.source.infer_roles import InferredRoles, infer_roles
+from metaio.prepare.source.profile import LogSample, profile_column, read_log_sample
+from metaio.prepare.source.schema_template import format_schema, propose_episodes
+from tests.support.commands import gmeta
 
 ROWS = 4_000
 
@@ -43,9 +43,9 @@ def log() -> pa.Table:
     )
 
 
-def guessed(rows: pa.Table, **given: str) -> Guess:
+def guessed(rows: pa.Table, **given: str) -> InferredRoles:
     """What the columns of a whole log are taken for."""
-    return guess(Log(rows), given)  # type: ignore[arg-type]
+    return infer_roles(LogSample(rows), given)  # type: ignore[arg-type]
 
 
 def test_each_column_is_taken_for_what_it_looks_like() -> None:
@@ -62,7 +62,7 @@ def test_each_column_is_taken_for_what_it_looks_like() -> None:
         "ts": "time",
         "click": "label",
     }
-    schema = tomllib.loads(schema_toml(found, ["log.csv"]))
+    schema = tomllib.loads(format_schema(found, ["log.csv"]))
     assert schema["single"] == [
         {"column": "item", "vocabulary": 2},
         {"column": "session", "hash": 1_000_000},  # nearly every row has its own
@@ -79,22 +79,26 @@ def test_words_for_nulls_and_a_second_label_are_no_inputs(tmp_path: Path) -> Non
     rows = ["u1,1,0.5,\\N,1,NA", "u1,2,NULL,b,0,", "u2,1,2,a,1,1", "u2,2,3e1,NA,0,0"] * 3
     path = tmp_path / "log.csv"
     path.write_text("\n".join(["user,item,bid,place,click,purchased", *rows]))
-    found = guess(first_rows([str(path)]), {})
+    found = infer_roles(read_log_sample([str(path)]), {})
     # NA may be a place's name; \N is none.
     assert found.text.null == ("\\N", "NULL", "NA")
-    assert [column.name for column in found.of("dense")] == ["bid"]
+    assert [column.name for column in found.select("dense")] == ["bid"]
     assert found.item == "item"
-    assert found.why == {"purchased": "it looks like another label, known only afterwards"}
-    assert tomllib.loads(schema_toml(found, [str(path)]))["text"] == {"null": ["\\N", "NULL", "NA"]}
+    assert found.reasons == {"purchased": "it looks like another label, known only afterwards"}
+    assert tomllib.loads(format_schema(found, [str(path)]))["text"] == {
+        "null": ["\\N", "NULL", "NA"]
+    }
     path.write_text(path.read_text().replace(",NA", ",").replace("\\N", "NA").replace("NULL", "4"))
-    assert guess(first_rows([str(path)]), {}).text.null == ()
+    assert infer_roles(read_log_sample([str(path)]), {}).text.null == ()
 
 
 def test_a_text_of_yes_and_no_that_is_named_as_a_label_is_no_input() -> None:
     said = log().append_column(
         "Purchased?", pa.array(["yes" if row % 3 else "no" for row in range(ROWS)])
     )
-    assert guessed(said).why["Purchased?"] == "it looks like another label, known only afterwards"
+    assert (
+        guessed(said).reasons["Purchased?"] == "it looks like another label, known only afterwards"
+    )
 
 
 def test_names_may_be_headings() -> None:
@@ -190,19 +194,19 @@ def test_what_init_writes_prepares_and_fits(tmp_path: Path, suffix: str) -> None
 
 def test_a_column_of_nothing_but_nulls_is_left_out(tmp_path: Path) -> None:
     pq.write_table(log().append_column("coupon", pa.nulls(ROWS)), tmp_path / "log.parquet")
-    found = guess(first_rows([str(tmp_path / "log.parquet")]), {})
+    found = infer_roles(read_log_sample([str(tmp_path / "log.parquet")]), {})
     row_of(found, coupon="left out", country="left out")
-    assert found.why["coupon"] == "it has no value"
-    assert found.why["country"] == "it has one value"
+    assert found.reasons["coupon"] == "it has no value"
+    assert found.reasons["country"] == "it has one value"
 
 
 def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").write_text("user_id,click\n")
     with pytest.raises(DataError, match="has 0 rows"):
-        first_rows([str(tmp_path / "empty.csv")])
+        read_log_sample([str(tmp_path / "empty.csv")])
     (tmp_path / "log.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match=r"cannot be read: .* Write that file again$"):
-        first_rows([str(tmp_path / "log.parquet")])
+        read_log_sample([str(tmp_path / "log.parquet")])
     rows = [f"{n % 9},{n},{n % 2}" for n in range(ROWS)]
     for name, text, told in (
         (
@@ -220,7 +224,7 @@ def test_a_log_that_cannot_be_read_gets_one_line(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError) as caught:
-            first_rows([str(tmp_path / name)])
+            read_log_sample([str(tmp_path / name)])
         assert str(caught.value) == f"input {tmp_path}/{told}"
 
 
@@ -243,12 +247,12 @@ def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> N
     rows = rows.append_column("picture", pa.array([[0.5, number] for number in range(ROWS)]))
     rows = rows.append_column("ragged", pa.array([[0.5] * (1 + n % 2) for n in range(ROWS)]))
     pq.write_table(rows, tmp_path / "log.parquet")
-    found = guess(first_rows([str(tmp_path / "log.parquet")]), {})
+    found = infer_roles(read_log_sample([str(tmp_path / "log.parquet")]), {})
     assert [found.roles[name] for name in ("text", "picture", "ragged", "tags")] == [
         "vector", "vector", "left out", "multi"
     ]  # fmt: skip
     schema = tmp_path / "schema.toml"
-    schema.write_text(schema_toml(found, ["log.parquet"]))
+    schema.write_text(format_schema(found, ["log.parquet"]))
     assert tomllib.loads(schema.read_text())["vector"] == [
         {"column": "text", "width": 8},
         {"column": "picture", "width": 2},
@@ -257,7 +261,7 @@ def test_lists_of_numbers_are_vectors_where_all_are_as_long(tmp_path: Path) -> N
     assert made.returncode == 0, made.stderr
 
 
-def row_of(found: Guess, **roles: str) -> None:
+def row_of(found: InferredRoles, **roles: str) -> None:
     """Check what columns were taken for."""
     assert {name: found.roles[name] for name in roles} == roles
 
@@ -282,7 +286,7 @@ def test_integers_are_rows_numbers_or_ids_by_their_names() -> None:
     found = guessed(rows)
     assert found.roles["Unnamed: 0"] == "row id"
     assert (found.roles["view_count"], found.roles["price_id"]) == ("dense", "single")
-    schema = tomllib.loads(schema_toml(found, ["log.csv"]))
+    schema = tomllib.loads(format_schema(found, ["log.csv"]))
     assert schema["row_id"] == {"column": "Unnamed: 0"}
 
 
@@ -290,7 +294,7 @@ def test_two_values_other_than_0_and_1_become_clicks() -> None:
     rows = log().set_column(9, "click", pa.array(np.arange(ROWS) % 2 * 2 - 1))
     found = guessed(rows)
     assert not found.is_rating
-    assert tomllib.loads(schema_toml(found, ["log.csv"]))["label"]["threshold"] == 1
+    assert tomllib.loads(format_schema(found, ["log.csv"]))["label"]["threshold"] == 1
     with pytest.raises(DataError) as caught:
         guessed(log().set_column(9, "click", pa.array(np.full(ROWS, 3))), label="click")
     assert str(caught.value) == (
@@ -334,26 +338,26 @@ def test_episodes_follow_from_the_rows_of_the_tasks(
 ) -> None:
     number = np.arange(100 * rows)
     table = pa.table({"uid": number % 100, "item": number % 7, "y": number % 2})
-    schema = tomllib.loads(schema_toml(guessed(table), ["log.csv"]))
+    schema = tomllib.loads(format_schema(guessed(table), ["log.csv"]))
     episodes, shares = schema["episodes"], schema["splits"]["shares"]
     found = (episodes["query_rows"], episodes["min_rows"], shares["train"], shares["valid"])
     assert found == expected
-    assert episodes_of(guessed(table)).num_tasks == 100
+    assert propose_episodes(guessed(table)).num_tasks == 100
 
 
 def test_of_rare_clicks_more_rows_are_to_be_predicted() -> None:
     number = np.arange(12_000)
     clicks = (number % 97 == 0).astype(np.int64)
     table = pa.table({"uid": number // 120, "item": number % 7, "y": clicks})
-    assert episodes_of(guessed(table)).query_rows == 40
+    assert propose_episodes(guessed(table)).query_rows == 40
     table = table.set_column(2, "y", pa.array(1 - clicks))
-    assert episodes_of(guessed(table)).query_rows == 40
+    assert propose_episodes(guessed(table)).query_rows == 40
 
 
 def test_of_many_tasks_a_tenth_is_held_back() -> None:
     number = np.arange(30_000)
     table = pa.table({"uid": number // 10, "item": number % 7, "y": number % 2})
-    shares = tomllib.loads(schema_toml(guessed(table), ["log.csv"]))["splits"]["shares"]
+    shares = tomllib.loads(format_schema(guessed(table), ["log.csv"]))["splits"]["shares"]
     assert shares == {"train": 0.8, "valid": 0.1, "user-cold": 0.1}
 
 
@@ -422,11 +426,11 @@ def test_labels_of_any_type_of_numbers_are_dealt_with(kind: pa.DataType, most: f
     found = guessed(log().append_column("score", score), label="score")
     assert found.is_rating
     assert found.median_label == pytest.approx(most - 1)
-    assert episodes_of(found).query_rows == 10
-    assert "# threshold" in schema_toml(found, ["log.parquet"])
+    assert propose_episodes(found).query_rows == 10
+    assert "# threshold" in format_schema(found, ["log.parquet"])
 
 
 def test_ids_of_decimals_beyond_2_53_are_told_apart() -> None:
     ids = pa.chunked_array([pa.array([2**60, 2**60 + 1, None]).cast(pa.decimal128(20, 0))])
-    found = described("user", ids)
+    found = profile_column("user", ids)
     assert (found.num_distinct, found.least, found.num_null) == (2, 2.0**60, 1)

@@ -17,12 +17,12 @@ import pytest
 
 from metaio import DataError, open_dataset
 from metaio.errors import AccessError
-from metaio.prepare.inputs import expand
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
-from tests.full_disk import files_of_at_most
+from metaio.prepare.schema.schema_file import parse_schema
+from metaio.prepare.source.input_files import expand_inputs
 from tests.metaio.prepare.test_local import changed, raw_table
+from tests.support.full_disk import files_of_at_most
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def test_a_file_whose_size_a_web_server_does_not_say_is_not_taken_for_empty(tmp_
             self.wfile.write(b"user,item\n1,2\n")
 
     with served(tmp_path, OfNoSize) as url:
-        found = expand([f"{url}/log.csv"], tmp_path)
+        found = expand_inputs([f"{url}/log.csv"], tmp_path)
     assert (found.names, found.empty) == ([f"{url}/log.csv"], [])
 
 
@@ -74,18 +74,18 @@ def test_what_an_engine_has_not_finished_is_no_input(tmp_path: Path) -> None:
         path.write_text("user,item\n1,2\n")
     logs = tmp_path / "_logs"
     wanted = [str(logs / "a.csv"), str(logs / "day=1" / "b.csv")]
-    assert expand([str(logs)], tmp_path).names == wanted
-    assert expand([f"{logs}/**/*.csv"], tmp_path).names == wanted
+    assert expand_inputs([str(logs)], tmp_path).names == wanted
+    assert expand_inputs([f"{logs}/**/*.csv"], tmp_path).names == wanted
     own = f"{logs}/_temporary/0/*.csv"  # whoever spells it means it
-    assert expand([own], tmp_path).names == [str(logs / "_temporary/0/a.csv")]
-    assert expand([f"{tmp_path}/_lo*/*.csv"], tmp_path).names == [str(logs / "a.csv")]
+    assert expand_inputs([own], tmp_path).names == [str(logs / "_temporary/0/a.csv")]
+    assert expand_inputs([f"{tmp_path}/_lo*/*.csv"], tmp_path).names == [str(logs / "a.csv")]
 
 
 def test_an_archive_that_does_not_fit_is_told_with_where_it_was_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "logs.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.csv", "user,item\n" * 1_000)
     with files_of_at_most(1_000), pytest.raises(AccessError) as error:
-        expand([f"{tmp_path}/logs.zip"], tmp_path)
+        expand_inputs([f"{tmp_path}/logs.zip"], tmp_path)
     told = str(error.value).replace(str(next(tmp_path.glob("tmp*"))), "HERE")
     assert told == (
         f"input {tmp_path}/logs.zip cannot be unpacked into HERE/logs: File too large. Free space "
@@ -98,7 +98,7 @@ def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("user,item\n1,2\n")
     with pytest.raises(DataError) as caught:
-        expand([f"{tmp_path}/*.csv", str(path)], tmp_path)
+        expand_inputs([f"{tmp_path}/*.csv", str(path)], tmp_path)
     assert str(caught.value) == f"input {path} is given 2 times. Give it once"
 
 

@@ -11,7 +11,7 @@ from metaio import BatchReader, DataError, SchemaError
 from metaio.format.features import Features
 from metaio.format.inspection import summarise
 from metaio.format.names import NAME_RULE
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
 

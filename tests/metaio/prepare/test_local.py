@@ -14,11 +14,11 @@ import pytest
 
 from metaio import DataError, Dataset, open_dataset
 from metaio.errors import UrlError
+from metaio.prepare.episodes.vocabulary import TextIndex
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema import Schema
-from metaio.prepare.schema_file import parse_schema
-from metaio.prepare.vocabulary import TextIndex
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import Episode, episodes_of_batch, whole_split
 
 BASE: dict[str, Any] = {
@@ -724,7 +724,7 @@ def test_text_is_looked_up_as_by_a_dictionary(monkeypatch: pytest.MonkeyPatch) -
     assert TextIndex(pa.array([], pa.string())).rows(pa.array(["a"])).tolist() == [0]
     # A hash of eight values: known words collide with each other, then unknown ones with known.
     monkeypatch.setattr(
-        "metaio.prepare.vocabulary.hash_values",
+        "metaio.prepare.episodes.vocabulary.hash_values",
         lambda array, kind: np.array([len(w) % 8 for w in array.to_pylist()], np.uint64),
     )
     assert TextIndex(pa.array(words)).rows(pa.array(column)).tolist() == expected

@@ -12,7 +12,7 @@ import pytest
 from metaio import DataError, Dataset, SchemaError, open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 
 PER_POSITIVE = 3

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, open_dataset
-from metaio.prepare import parquet_files
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
-from metaio.prepare.source import DuckSource
+from metaio.prepare.schema.schema_file import parse_schema
+from metaio.prepare.source import parquet_files
+from metaio.prepare.source.source import DuckSource
 from tests.metaio.prepare.test_local import changed, raw_table
 
 NOON = datetime.datetime(2026, 3, 1, 12)
@@ -95,9 +95,9 @@ def test_files_that_only_duckdb_can_read_are_left_to_it(tmp_path: Path) -> None:
 
 def test_what_is_no_schema_of_arrow_tells_of_no_durations() -> None:
     kept = base64.b64encode(pa.schema([("waited", pa.duration("s"))]).serialize())
-    assert parquet_files.duration_columns(kept) == {"waited": pa.duration("s")}
+    assert parquet_files.find_duration_columns(kept) == {"waited": pa.duration("s")}
     for broken in (b"", b"x", kept[:40], base64.b64encode(b"no schema"), b"\xff\xfe"):
-        assert parquet_files.duration_columns(broken) == {}
+        assert parquet_files.find_duration_columns(broken) == {}
 
 
 def test_text_that_is_not_utf8_is_refused_by_file(tmp_path: Path) -> None:

@@ -12,11 +12,17 @@ import xxhash
 
 from metaio import Dataset, open_dataset
 from metaio.errors import SchemaError
-from metaio.format.inspection import damage
+from metaio.format.inspection import find_damage
 from metaio.format.manifest import encode_manifest
+from metaio.prepare.episodes.raw_ids import (
+    describe_missing_ids,
+    find_item_feature,
+    read_raw_items,
+    read_raw_tasks,
+    with_raw_ids,
+)
 from metaio.prepare.local import prepare
-from metaio.prepare.raw_ids import item_place, lacking, raw_items, raw_tasks, with_raw_ids
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 
 SCHEMA: dict[str, Any] = {
     "task": {"column": "user"},
@@ -57,33 +63,33 @@ def test_tasks_of_text_have_their_names(tmp_path: Path) -> None:
     dataset = prepared(tmp_path)
     users = [f"user {number}" for number in range(40)]
     task_N = np.array([hashed(user) for user in users] + [7])
-    found = raw_tasks(dataset, task_N)
+    found = read_raw_tasks(dataset, task_N)
     assert found is not None
     assert found.to_pylist() == [*users, None]
     stored = {task for split in dataset.splits for task in dataset.read_block(split, 0).task_T}
     assert stored <= set(task_N.tolist())
-    assert lacking(dataset) == ""
-    assert damage(dataset) == []
+    assert describe_missing_ids(dataset) == ""
+    assert find_damage(dataset) == []
 
 
 def test_tasks_of_integers_are_their_own_names(tmp_path: Path) -> None:
     dataset = prepared(tmp_path, task={"column": "number"}, item=None)
-    found = raw_tasks(dataset, np.array([3, 5]))
+    found = read_raw_tasks(dataset, np.array([3, 5]))
     assert found is not None
     assert found.to_pylist() == [3, 5]
     assert "raw_ids" not in dataset.manifest.report
     assert not (tmp_path / "data" / "raw_ids").exists()
-    assert (item_place(dataset), lacking(dataset)) == (None, "")
+    assert (find_item_feature(dataset), describe_missing_ids(dataset)) == (None, "")
     table = with_raw_ids(pa.table({"task": [3, 5]}), dataset, dataset)
     assert table.to_pydict() == {"task": [3, 5], "task_id": [3, 5]}
 
 
 def test_an_item_of_a_hashed_column_has_its_name_unless_two_share_a_row(tmp_path: Path) -> None:
     dataset = prepared(tmp_path)
-    assert item_place(dataset) == 1
+    assert find_item_feature(dataset) == 1
     # Rows of the table as the episodes have them: each film of which rows was raw.
     rows = np.arange(40)
-    found = raw_items(dataset, rows)
+    found = read_raw_items(dataset, rows)
     assert found is not None
     names = [name for name in found.to_pylist() if name is not None]
     assert len(names) == len(set(names))
@@ -104,7 +110,7 @@ def test_an_item_of_a_vocabulary_has_the_word(tmp_path: Path, by: str) -> None:
     if by == "negatives":
         rule = {"item": None, "negatives": {"item": "film", "per_positive": 1}}
     dataset = prepared(tmp_path, single=single, **rule)
-    found = raw_items(dataset, np.array([0, 1, 2, 10**6]))
+    found = read_raw_items(dataset, np.array([0, 1, 2, 10**6]))
     assert found is not None
     assert found.to_pylist() == [None, *sorted(FILMS)[:2], None]
     assert set(dataset.manifest.raw_ids) == {"task"}
@@ -118,7 +124,7 @@ def test_a_dataset_of_an_earlier_release_lacks_them_and_that_is_told(tmp_path: P
     dataset = open_dataset(str(tmp_path / "data"))
     table = pa.table({"task": [1], "item": [1]})
     assert with_raw_ids(table, dataset, dataset).column_names == ["task"]
-    assert lacking(dataset) == (
+    assert describe_missing_ids(dataset) == (
         f"predictions.parquet has no task_id and no item_id: {dataset.url} keeps the hashes alone, "
         "as an increment of a stream does, and what an earlier release wrote. Prepare it as a "
         "dataset to have them"
@@ -129,7 +135,7 @@ def test_a_file_that_was_altered_is_told(tmp_path: Path) -> None:
     dataset = prepared(tmp_path)
     path = tmp_path / "data" / "raw_ids" / "task.parquet"
     path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
-    (line,) = damage(dataset)
+    (line,) = find_damage(dataset)
     assert "raw_ids/task.parquet" in line
 
 

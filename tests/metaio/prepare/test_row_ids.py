@@ -10,7 +10,7 @@ import xxhash
 
 from metaio import BatchReader, DataError, Dataset, open_dataset
 from metaio.errors import SchemaError
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from metaio import SchemaError
-from metaio.prepare.schema_file import load_schema, parse_schema
+from metaio.prepare.schema.schema_file import load_schema, parse_schema
 
 GOOD: dict[str, Any] = {
     "task": {"column": "user"},

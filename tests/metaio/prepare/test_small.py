@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import BatchReader, DataError, Features, FormatError, Rows, open_dataset
-from metaio.format.inspection import damage, summarise
-from metaio.format.picture import drawn
+from metaio.format.inspection import find_damage, summarise
+from metaio.format.inspection_chart import draw_summaries
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import (
     FEATURES,
     WriteFn,
@@ -57,8 +57,8 @@ def test_a_split_without_episodes_is_read_inspected_and_drawn_beside_one_of_a_si
     assert whole_split(dataset, "train") == episodes_of_rows(ONE_ROW)
     summaries = summarise(dataset)
     assert [(each.name, each.num_rows) for each in summaries] == [("train", 1), ("empty", 0)]
-    assert damage(dataset) == []
-    assert drawn(summaries, Path("sizes.png")).startswith(b"\x89PNG")
+    assert find_damage(dataset) == []
+    assert draw_summaries(summaries, Path("sizes.png")).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -48,7 +48,7 @@ def test_spark_and_one_machine_agree_to_the_byte(
     options = PrepareOptions(threads=1, block_rows=20, bundle_tasks=bundle_tasks)
     schema = changed(**parts)
     prepare([str(raw)], str(tmp_path / "one"), schema, options)
-    from metaio.prepare.spark import prepare_with_spark
+    from metaio.prepare.engines.spark import prepare_with_spark
 
     prepare_with_spark(session.read.parquet(str(raw)), str(tmp_path / "many"), schema, options)
     one, many = open_dataset(str(tmp_path / "one")), open_dataset(str(tmp_path / "many"))
@@ -60,7 +60,7 @@ def test_spark_and_one_machine_agree_to_the_byte(
 
 
 def test_columns_and_files_may_be_called_anything(tmp_path: Path, session: Any) -> None:
-    from metaio.prepare.spark import prepare_with_spark
+    from metaio.prepare.engines.spark import prepare_with_spark
 
     names = {"user": "event.user", "item": "a`b", "city": "a.b`"}
     table = raw_table(60)
@@ -86,7 +86,7 @@ def test_columns_and_files_may_be_called_anything(tmp_path: Path, session: Any) 
 
 
 def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) -> None:
-    from metaio.prepare.spark import prepare_with_spark
+    from metaio.prepare.engines.spark import prepare_with_spark
 
     raw = tmp_path / "raw.parquet"
     pq.write_table(raw_table(50), raw)
@@ -125,8 +125,8 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
 
 
 def test_what_fails_in_spark_is_one_line(tmp_path: Path, session: Any) -> None:
-    from metaio.prepare.spark import prepare_with_spark
-    from metaio.prepare.spark_payloads import collected
+    from metaio.prepare.engines.spark import prepare_with_spark
+    from metaio.prepare.engines.spark_batches import collect_objects
 
     raw = tmp_path / "raw.parquet"
     pq.write_table(raw_table(50), raw)
@@ -138,7 +138,7 @@ def test_what_fails_in_spark_is_one_line(tmp_path: Path, session: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/shard")
 
     with pytest.raises(AccessError) as caught:
-        collected(frame.select("ts").mapInArrow(fail, "ts long"))
+        collect_objects(frame.select("ts").mapInArrow(fail, "ts long"))
     assert str(caught.value) == (
         f"Spark failed: OSError: [Errno 28] No space left on device: '/tmp/shard'. {mend}"
     )
@@ -148,7 +148,7 @@ def test_what_fails_in_spark_is_one_line(tmp_path: Path, session: Any) -> None:
         raise SchemaError("the schema says so. Correct it")
 
     with pytest.raises(SchemaError) as refused:
-        collected(frame.select("ts").mapInArrow(refuse, "ts long"))
+        collect_objects(frame.select("ts").mapInArrow(refuse, "ts long"))
     assert str(refused.value) == "the schema says so. Correct it"
 
     raw.write_bytes(raw.read_bytes()[:-100])

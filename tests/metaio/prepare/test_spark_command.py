@@ -14,15 +14,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from gmeta.commands.spark import prepare_on_spark
+from gmeta.cli.commands.prepare_spark import prepare_on_spark
 from gmeta.errors import UserError
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import load_schema, parse_schema
+from metaio.prepare.schema.schema_file import load_schema, parse_schema
 from tests.antdt.faults.service_process import free_port
-from tests.commands import environment
 from tests.metaio.prepare.test_local import raw_table
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.commands import environment
+from tests.support.waiting import PATIENCE_S, wait_until
 
 needs_spark = pytest.mark.skipif(
     importlib.util.find_spec("pyspark") is None or shutil.which("java") is None,

@@ -15,10 +15,11 @@ import pytest
 
 from metaio import open_dataset
 from metaio.errors import AccessError, NoDatasetError
-from metaio.prepare import local, spark
+from metaio.prepare import local
+from metaio.prepare.engines import spark
+from metaio.prepare.engines.spark_batches import KEYED
 from metaio.prepare.job import Job, PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.spark_payloads import KEYED
 from tests.metaio.prepare.test_local import changed, raw_table
 
 pytest.importorskip("pyspark", reason="needs the extra spark")
@@ -69,7 +70,7 @@ class Made:
         return Frame([[b] for b in pq.read_table(self.raw, columns=columns).to_batches(900)])
 
     def by_spark(self, out: str, frame: Frame | None = None) -> None:
-        rows = (frame or self.frame()).mapInArrow(spark._encoder(self.job, []), KEYED)
+        rows = (frame or self.frame()).mapInArrow(spark._make_encoder(self.job, []), KEYED)
         with self.job.open(out) as writer:
             spark._write_shards(rows, self.job, writer, out)  # type: ignore[arg-type]
 

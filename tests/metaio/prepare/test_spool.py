@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from metaio.prepare.encoded_rows import EncodedRows, allocate, joined
-from metaio.prepare.schema import Schema
-from metaio.prepare.schema_file import parse_schema
-from metaio.prepare.spool import BucketPlan, Spool, split_by_bucket
+from metaio.prepare.episodes.encoded_rows import EncodedRows, allocate_rows, concatenate_rows
+from metaio.prepare.episodes.spool import BucketPlan, Spool, split_by_bucket
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema_file import parse_schema
 
 SCHEMA: Schema = parse_schema(
     {
@@ -28,7 +28,7 @@ PLAN = BucketPlan((3, 1))
 def random_rows(num_rows: int, seed: int) -> EncodedRows:
     rng = np.random.default_rng(seed)
     lengths_NM = rng.integers(0, 4, (num_rows, 2)).astype(np.int32)
-    rows = allocate(SCHEMA, num_rows, int(lengths_NM.sum()))
+    rows = allocate_rows(SCHEMA, num_rows, int(lengths_NM.sum()))
     for array in vars(rows).values():
         array[...] = rng.integers(0, 1 << 20, array.shape)
     rows.lengths_NM[:] = lengths_NM
@@ -56,22 +56,22 @@ def test_each_bucket_gets_back_its_rows_in_the_order_they_came(tmp_path: Path) -
     for rows in parts:
         spool.append(split_by_bucket(PLAN, rows))
         spool.flush()
-    whole = joined(SCHEMA, parts)
-    buckets = PLAN.bucket(whole.split_N, whole.task_hash_N).tolist()
+    whole = concatenate_rows(SCHEMA, parts)
+    buckets = PLAN.assign(whole.split_N, whole.task_hash_N).tolist()
     for bucket in range(4):
         wanted = [line for line, own in zip(lines(whole), buckets, strict=True) if own == bucket]
         assert wanted
-        assert lines(spool.take(bucket)) == wanted
+        assert lines(spool.pop_bucket(bucket)) == wanted
     spool.close()
 
 
 def test_a_bucket_without_rows_is_empty_and_no_parts_join_to_none(tmp_path: Path) -> None:
-    assert Spool(tmp_path / "spool", SCHEMA).take(2).num_rows == 0
-    assert joined(SCHEMA, []).ids_NF.shape == (0, 2)
+    assert Spool(tmp_path / "spool", SCHEMA).pop_bucket(2).num_rows == 0
+    assert concatenate_rows(SCHEMA, []).ids_NF.shape == (0, 2)
 
 
 def test_a_bucket_belongs_to_the_split_that_lists_it() -> None:
-    assert [PLAN.split_of(bucket) for bucket in range(4)] == [0, 0, 0, 1]
+    assert [PLAN.find_split(bucket) for bucket in range(4)] == [0, 0, 0, 1]
 
 
 def test_a_spool_file_cut_short_is_refused(tmp_path: Path) -> None:
@@ -81,4 +81,4 @@ def test_a_spool_file_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "spool" / "000000"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match=re.escape(f"{path} was cut short while it was in use")):
-        spool.take(0)
+        spool.pop_bucket(0)

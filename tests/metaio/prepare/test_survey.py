@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 
 from metaio.errors import DataError
-from metaio.prepare import survey
-from metaio.prepare.survey import Survey
+from metaio.prepare.episodes import survey
+from metaio.prepare.episodes.survey import Survey
 
 
 def part_of(values: range) -> Survey:
@@ -19,7 +19,7 @@ def part_of(values: range) -> Survey:
 def test_work_follows_the_rows_and_memory_the_values(
     monkeypatch: pytest.MonkeyPatch, apart: int
 ) -> None:
-    real, read, total = survey.merged, 0, Survey()
+    real, read, total = survey.merge_counts, 0, Survey()
 
     def counting(parts: list[pa.Table]) -> pa.Table:
         nonlocal read
@@ -55,7 +55,7 @@ def test_more_texts_than_32_bits_count_the_bytes_of_are_refused(
 
     monkeypatch.setattr(survey.pa, "concat_tables", lambda parts: Joined())
     with pytest.raises(DataError, match="more than 2 GiB"):
-        survey.merged([pa.table({"value": ["a"], "count": [1]})])
+        survey.merge_counts([pa.table({"value": ["a"], "count": [1]})])
 
 
 def test_memory_that_runs_out_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,4 +64,4 @@ def test_memory_that_runs_out_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(survey.pa, "concat_tables", full)
     with pytest.raises(MemoryError):
-        survey.merged([pa.table({"value": ["a"], "count": [1]})])
+        survey.merge_counts([pa.table({"value": ["a"], "count": [1]})])

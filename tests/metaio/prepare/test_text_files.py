@@ -13,7 +13,7 @@ import pytest
 from metaio import DataError, Dataset, open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.conftest import whole_split
 
 HEAD = "user,item,y\n"

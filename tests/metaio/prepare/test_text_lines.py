@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from metaio.prepare import text_lines
+from metaio.prepare.source import text_lines
 
 
 def test_lines_are_counted_alike_in_blocks_of_any_size(
@@ -17,6 +17,6 @@ def test_lines_are_counted_alike_in_blocks_of_any_size(
         path.write_bytes(content + end)
         for size in (1, 2, 3, 5, 100):
             monkeypatch.setattr(text_lines, "_BLOCK", size)
-            found = text_lines.counted_lines([str(path)] * 2, "utf-8", "#")
+            found = text_lines.count_lines([str(path)] * 2, "utf-8", "#")
             comments = sum(line.startswith(b"#") for line in lines)
             assert found == (2 * len(lines), 2 * lines.count(b""), 2 * comments)

@@ -10,13 +10,13 @@ import xxhash
 
 from metaio import DataError
 from metaio.hashing import splitmix64
-from metaio.prepare.values import (
-    as_numbers,
+from metaio.prepare.schema.values import (
     hash_values,
-    integer_values,
-    kind_of,
-    time_of,
-    time_values,
+    infer_kind,
+    parse_time,
+    to_float64,
+    to_int64,
+    to_time_ticks,
 )
 
 WORDS = ["b", "", "grün", "b", "a"]
@@ -49,12 +49,12 @@ def test_the_mixer_is_the_published_one() -> None:
     ],
 )
 def test_ids_are_integers_or_text_however_they_are_stored(kind: pa.DataType, found: str) -> None:
-    assert kind_of("shop", kind, "sparse") == found
+    assert infer_kind("shop", kind, "sparse") == found
 
 
 def test_a_column_of_ids_that_holds_neither_is_refused() -> None:
     with pytest.raises(DataError) as caught:
-        kind_of("shop", pa.float32(), "sparse")
+        infer_kind("shop", pa.float32(), "sparse")
     assert str(caught.value) == (
         "sparse column shop has type float; integer or text is needed. Cast it, or choose another "
         "column"
@@ -77,19 +77,19 @@ def test_a_word_has_one_hash_however_it_is_stored(column: pa.Array) -> None:
 
 
 def test_integers_keep_their_bits() -> None:
-    assert integer_values(pa.array([1 << 63, 3], pa.uint64())).tolist() == [-(1 << 63), 3]
+    assert to_int64(pa.array([1 << 63, 3], pa.uint64())).tolist() == [-(1 << 63), 3]
     assert hash_values(pa.array([-1, 3], pa.int8()), "integer").tolist() == [2**64 - 1, 3]
-    assert integer_values(pa.array([True, False])).tolist() == [1, 0]
+    assert to_int64(pa.array([True, False])).tolist() == [1, 0]
     numbered = pa.DictionaryArray.from_arrays(pa.array([1, 0]), pa.array([70, 900]))
-    assert integer_values(numbered).tolist() == [900, 70]
+    assert to_int64(numbered).tolist() == [900, 70]
 
 
 def test_numbers_are_numbers_and_text_is_refused() -> None:
-    assert as_numbers("price", pa.array([True, False]), "dense").tolist() == [1.0, 0.0]
+    assert to_float64("price", pa.array([True, False]), "dense").tolist() == [1.0, 0.0]
     money = pa.array([1, 3], pa.decimal128(5, 2))
-    assert as_numbers("price", money, "dense").tolist() == [1.0, 3.0]
+    assert to_float64("price", money, "dense").tolist() == [1.0, 3.0]
     with pytest.raises(DataError) as caught:
-        as_numbers("price", pa.array(["1"]), "dense")
+        to_float64("price", pa.array(["1"]), "dense")
     assert str(caught.value) == (
         "dense column price has type string; a number is needed. Cast it, or choose another column"
     )
@@ -99,36 +99,36 @@ def test_numbers_are_numbers_and_text_is_refused() -> None:
 def test_a_moment_is_the_same_time_in_every_unit(unit: str) -> None:
     noon = datetime.datetime(1971, 2, 5, 12)
     microseconds = int((noon - datetime.datetime(1970, 1, 1)).total_seconds()) * 10**6
-    assert time_values("at", pa.array([noon], pa.timestamp(unit))).tolist() == [microseconds]
-    assert time_of("1971-02-05T12:00:00", pa.timestamp(unit)) == microseconds
+    assert to_time_ticks("at", pa.array([noon], pa.timestamp(unit))).tolist() == [microseconds]
+    assert parse_time("1971-02-05T12:00:00", pa.timestamp(unit)) == microseconds
 
 
 def test_dates_are_days_wherever_the_machine_stands() -> None:
     dates = pa.array([datetime.date(1970, 1, 3), datetime.date(1969, 12, 31)])
-    assert time_values("at", dates).tolist() == [2, -1]
-    assert time_of("1970-01-03", pa.date32()) == 2
-    assert time_of("1970-01-03", pa.timestamp("us", "UTC")) == 2 * 86_400 * 10**6
+    assert to_time_ticks("at", dates).tolist() == [2, -1]
+    assert parse_time("1970-01-03", pa.date32()) == 2
+    assert parse_time("1970-01-03", pa.timestamp("us", "UTC")) == 2 * 86_400 * 10**6
 
 
 def test_times_with_fractions_keep_their_order() -> None:
     rising = [-math.inf, -2.5, -1e-300, 0.0, 1e-300, 2.5, math.inf]
-    found = time_values("at", pa.array(rising)).tolist()
+    found = to_time_ticks("at", pa.array(rising)).tolist()
     assert found == sorted(found)
     assert len(set(found)) == len(rising)
-    zeros = time_values("at", pa.array([0.0, -0.0])).tolist()
+    zeros = to_time_ticks("at", pa.array([0.0, -0.0])).tolist()
     assert zeros[0] == zeros[1]
-    assert time_of(2.5, pa.float64()) == found[5]
+    assert parse_time(2.5, pa.float64()) == found[5]
 
 
 def test_what_is_no_time_is_refused_with_the_place_where_it_stands() -> None:
     with pytest.raises(DataError) as column:
-        time_values("at", pa.array(["noon"]))
+        to_time_ticks("at", pa.array(["noon"]))
     assert str(column.value) == (
         "time column at has type string; integer, float, date or timestamp is needed. Cast it, "
         "give its format if it is text, or leave out [time]"
     )
     with pytest.raises(DataError) as value:
-        time_of("noon", pa.timestamp("us"))
+        parse_time("noon", pa.timestamp("us"))
     assert str(value.value).startswith(
         "episodes.at is 'noon', which is no value of type timestamp[us] ("
     )

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import BatchReader, DataError, SchemaError
-from metaio.format.features import Features, vector_of
-from metaio.prepare.schema_file import parse_schema
+from metaio.format.features import Features, find_vector_column
+from metaio.prepare.schema.schema_file import parse_schema
 from tests.metaio.prepare.test_local import BASE, changed, prepared, raw_table
 
 WIDTH = 64
@@ -44,7 +44,7 @@ def test_every_row_of_a_batch_has_the_vectors_of_its_raw_row(
     dataset = prepared(tmp_path, raw, changed(**VECTORS), block_rows=50)
     names = dataset.features.dense
     assert names[:3] == ("price", "age", "text[0]")
-    assert [vector_of(name) for name in names] == [
+    assert [find_vector_column(name) for name in names] == [
         "price",
         "age",
         *["text"] * WIDTH,

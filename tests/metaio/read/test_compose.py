@@ -4,7 +4,7 @@ bundles."""
 import numpy as np
 import pytest
 
-from metaio.format.block import build_block, bundled
+from metaio.format.block import build_block, bundle_ids
 from metaio.read.compose import compose
 from tests.metaio.conftest import FEATURES, episodes_of_batch, episodes_of_rows, make_rows
 
@@ -29,7 +29,7 @@ def test_a_batch_holds_the_chosen_episodes_in_the_order_given(
 ) -> None:
     rows = [make_rows(NUM_EPISODES, seed=seed) for seed in (0, 1)]
     parts = [
-        (bundled(build_block(FEATURES, own), bundle_tasks), np.array(chosen, dtype=np.int64))
+        (bundle_ids(build_block(FEATURES, own), bundle_tasks), np.array(chosen, dtype=np.int64))
         for own, chosen in zip(rows, (first, second), strict=True)
     ]
     written = [episodes_of_rows(own) for own in rows]
@@ -47,7 +47,7 @@ def test_a_batch_holds_the_chosen_episodes_in_the_order_given(
 
 
 def test_whole_bundles_are_moved_and_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = bundled(build_block(FEATURES, make_rows(NUM_EPISODES)), 4)
+    block = bundle_ids(build_block(FEATURES, make_rows(NUM_EPISODES)), 4)
     wanted = episodes_of_batch(compose(FEATURES, [(block, np.arange(4, 12))]))
 
     def refuse(*_: object) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from metaio import BatchReader, open_dataset
+from metaio.read.array_pool import ArrayPool
 from metaio.read.compose import compose
-from metaio.read.memory import Memory
 from tests.metaio.conftest import WriteFn, make_rows
 
 
@@ -22,7 +22,7 @@ def address(array: np.ndarray) -> int:
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.float32])
 @pytest.mark.parametrize("shape", [(7,), (0,), (5, 2), (0, 3), (4, 0)])
 def test_arrays_have_the_shape_and_type_asked_for(shape: tuple[int, ...], kind: Any) -> None:
-    array = Memory(1).empty("column", shape, kind)
+    array = ArrayPool(1).allocate("column", shape, kind)
     assert (array.shape, array.dtype) == (shape, kind)
     assert array.flags.writeable
 
@@ -31,8 +31,8 @@ def test_arrays_have_the_shape_and_type_asked_for(shape: tuple[int, ...], kind: 
     "view", ["array", "slice", "other type", "tensor", "part of a tensor", "array of a tensor"]
 )
 def test_memory_is_used_again_once_its_last_view_is_gone(view: str) -> None:
-    memory = Memory(2)
-    first = memory.empty("column", (1_000,), np.int64)
+    memory = ArrayPool(2)
+    first = memory.allocate("column", (1_000,), np.int64)
     begin = address(first)
     held = {
         "array": first,
@@ -44,34 +44,37 @@ def test_memory_is_used_again_once_its_last_view_is_gone(view: str) -> None:
     }[view]
     del first
     gc.collect()
-    assert address(memory.empty("column", (1_000,), np.int64)) != begin
+    assert address(memory.allocate("column", (1_000,), np.int64)) != begin
     del held
     gc.collect()
-    assert begin in {address(memory.empty("column", (990,), np.int64)) for _ in range(2)}
+    assert begin in {address(memory.allocate("column", (990,), np.int64)) for _ in range(2)}
 
 
 def test_what_is_too_small_or_of_another_name_is_not_used() -> None:
-    memory = Memory(1)
-    begin = address(memory.empty("column", (100,), np.int64))
-    held = memory.empty("other", (100,), np.int64), memory.empty("column", (10_000,), np.int64)
+    memory = ArrayPool(1)
+    begin = address(memory.allocate("column", (100,), np.int64))
+    held = (
+        memory.allocate("other", (100,), np.int64),
+        memory.allocate("column", (10_000,), np.int64),
+    )
     assert begin not in map(address, held)
 
 
 def test_what_was_given_back_last_is_used_first() -> None:
-    memory = Memory(2)
-    first, second = (memory.empty("column", (1_000,), np.int64) for _ in range(2))
+    memory = ArrayPool(2)
+    first, second = (memory.allocate("column", (1_000,), np.int64) for _ in range(2))
     begins = [address(second), address(first)]
     del first
     gc.collect()
     del second
     gc.collect()
-    held = [memory.empty("column", (1_000,), np.int64) for _ in range(2)]
+    held = [memory.allocate("column", (1_000,), np.int64) for _ in range(2)]
     assert [address(array) for array in held] == begins
 
 
 def test_no_more_pieces_are_kept_than_said() -> None:
-    memory = Memory(3)
-    arrays = [memory.empty("column", (1_000,), np.int64) for _ in range(10)]
+    memory = ArrayPool(3)
+    arrays = [memory.allocate("column", (1_000,), np.int64) for _ in range(10)]
     begins = set(map(address, arrays))
     del arrays
     gc.collect()
@@ -80,12 +83,12 @@ def test_no_more_pieces_are_kept_than_said() -> None:
 
 
 def test_whoever_holds_an_array_never_sees_the_values_of_another() -> None:
-    memory, draw = Memory(4), random.Random(5)
+    memory, draw = ArrayPool(4), random.Random(5)
     held: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
     for number in range(2_000):
         size = draw.choice([0, 1, 100, 5_000])
-        array = memory.empty("column", (size,), np.int64)
-        other = memory.empty("other", (size // 2, 2), np.int32)
+        array = memory.allocate("column", (size,), np.int64)
+        other = memory.allocate("other", (size // 2, 2), np.int32)
         array[:], other[:] = number, -number
         held[number] = (array, torch.from_numpy(other))
         del array, other

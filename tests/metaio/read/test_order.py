@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metaio.hashing import splitmix64
-from metaio.read.order import EpisodeOrder, OrderConfig
+from metaio.read.episode_order import EpisodeOrder, OrderConfig
 
 LENGTHS = [5, 1, 7, 3, 3, 8, 2, 6, 4]
 

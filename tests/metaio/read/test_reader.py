@@ -33,7 +33,7 @@ from tests.metaio.conftest import (
     make_rows,
 )
 from tests.metaio.read.test_order import mix
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def test_stored_order_gives_back_exactly_the_rows_written(write: WriteFn) -> None:

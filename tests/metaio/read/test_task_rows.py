@@ -3,7 +3,7 @@
 import numpy as np
 
 from metaio import BatchReader, TaskBatch, open_dataset
-from metaio.read.task_rows import task_rows
+from metaio.read.task_rows import deduplicate_task_rows
 from tests.metaio.conftest import WriteFn, make_rows
 
 
@@ -24,7 +24,7 @@ def test_pairs_are_the_distinct_episode_and_position_pairs(write: WriteFn) -> No
     dataset = open_dataset(write({"train": make_rows(40)}, block_rows=50))
     with BatchReader(dataset, "train", tasks_per_step=9) as reader:
         for batch in reader.batches(0):
-            rows = task_rows(batch)
+            rows = deduplicate_task_rows(batch)
             pairs = list(slow_pairs(batch))
             assert rows.level1_position_P.tolist() == [position for _, position in pairs]
             level1 = rows.level1_position_P

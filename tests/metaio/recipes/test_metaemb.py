@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from metaio import DataError, Dataset, SchemaError, open_dataset
-from metaio.recipes.metaemb import STAGES, MetaEmbConfig, deal, prepare_metaemb
+from metaio.recipes.metaemb import STAGES, MetaEmbConfig, assign_rows, prepare_metaemb
 from metaio.recipes.movielens_files import read_ratings
 from tests.metaio.conftest import whole_split
 from tests.metaio.recipes.test_movielens import SHARED, needs_shared
@@ -114,7 +114,7 @@ def test_files_without_new_or_old_movies_are_refused(folder: Path) -> None:
 @pytest.mark.shared_data
 def test_movielens_1m_gives_the_published_counts() -> None:
     movie_N = read_ratings(SHARED / "ml-1m").movie_N
-    chosen, split, side, _ = deal(movie_N, MetaEmbConfig())
+    chosen, split, side, _ = assign_rows(movie_N, MetaEmbConfig())
     counts = Counter(zip(split, side, strict=True))
     expected = {("train", None): 765_669} | {
         (stage, "query"): 123_787 for stage in ("cold", "warm-a", "warm-b", "warm-c")

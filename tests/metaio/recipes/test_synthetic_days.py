@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError
-from metaio.prepare.schema_file import load_schema
+from metaio.prepare.schema.schema_file import load_schema
 from metaio.recipes.synthetic_days import DaysConfig, auc, write_days
 from metaio.stream.chain import open_stream
 from metaio.stream.extend import extend

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 
 from metaio import Dataset
 from metaio.prepare.job import PrepareOptions
-from metaio.prepare.schema import Schema
-from metaio.prepare.schema_file import parse_schema
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.schema_file import parse_schema
 from metaio.stream.chain import IncrementRecord
 from metaio.stream.extend import extend
 

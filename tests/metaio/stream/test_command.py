@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 
 from metaio.errors import FormatError
-from metaio.format.checked_json import write_checked
-from metaio.stream.state import load_state
-from tests.commands import gmeta
+from metaio.format.checked_json import write_checked_json
+from metaio.stream.stream_state import load_state
 from tests.metaio.stream.logs import append, log, schema
+from tests.support.commands import gmeta
 
 SCHEMA = """
 [task]
@@ -94,10 +94,10 @@ def test_a_made_up_state_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "s/state/000001/state.json"
     for part, value in (("files", [1]), ("tables", {"item": "x"}), ("windows", 3), ("end", "now")):
         body = json.loads(path.read_text())
-        write_checked(path, body["format"], {**body, part: value})
+        write_checked_json(path, body["format"], {**body, part: value})
         with pytest.raises(FormatError, match=r"its content is not that of a state"):
             load_state(tmp_path / "s", 1)
-        write_checked(path, body["format"], body)
+        write_checked_json(path, body["format"], body)
 
 
 def test_quarantine_ends_with_3_and_one_line(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from metaio.format.layout import MANIFEST_NAME
-from metaio.stream.chain import INCREMENTS, folder_of, open_stream
+from metaio.stream.chain import INCREMENTS, name_increment_folder, open_stream
 from metaio.stream.extend import extend
 from tests.metaio.stream.logs import DAY, OPTIONS, changed, log, schema
-from tests.processes import with_imports_ready
+from tests.support.processes import with_imports_ready
 
 EARLY, LATE = 4, 12
 
@@ -80,7 +80,10 @@ def test_an_increment_costs_its_own_size_not_the_historys(tmp_path: Path) -> Non
     assert len(late["opened"]) == len(early["opened"])
     # Its own files, whose folder is hidden until it is whole, and its parent's manifest.
     committed = {path for path in late["opened"] if path.startswith(f"{INCREMENTS}/0")}
-    assert {path.split("/")[1] for path in committed} <= {folder_of(LATE - 1), folder_of(LATE)}
+    assert {path.split("/")[1] for path in committed} <= {
+        name_increment_folder(LATE - 1),
+        name_increment_folder(LATE),
+    }
 
 
 def test_an_increment_is_the_same_without_the_rows_of_all_before(tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_an_increment_is_the_same_without_the_rows_of_all_before(tmp_path: Path)
         extend([str(file)], str(whole), schema() if number == 1 else None, OPTIONS)
     shutil.copytree(whole, gone)
     for earlier in (1, 2, 3):
-        for path in (gone / INCREMENTS / folder_of(earlier)).iterdir():
+        for path in (gone / INCREMENTS / name_increment_folder(earlier)).iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif earlier < 3 or path.name != MANIFEST_NAME:

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from metaio import DataError, Dataset, FormatError, SchemaError
 from metaio.errors import QuarantinedError
-from metaio.format.inspection import damage
-from metaio.prepare.encode import Encoder, Fitted
-from metaio.prepare.schema_file import parse_schema
-from metaio.stream.chain import open_stream, reset_rows
-from metaio.stream.engine import OneMachine
+from metaio.format.inspection import find_damage
+from metaio.prepare.episodes.encode import Encoder, FittedEncoding
+from metaio.prepare.schema.schema_file import parse_schema
+from metaio.stream.chain import open_stream, read_reset_rows
+from metaio.stream.engine import LocalEngine
 from metaio.stream.extend import extend
-from metaio.stream.inputs import InputFile
 from metaio.stream.quarantine import RefusedFilesError, list_quarantine
-from metaio.stream.state import load_state
+from metaio.stream.stream_state import load_state
+from metaio.stream.taken_files import InputFile
 from tests.metaio.stream.logs import (
     DAY,
     OPTIONS,
@@ -36,7 +36,7 @@ from tests.metaio.stream.logs import (
     schema,
     slow_episodes,
 )
-from tests.sealed import seal
+from tests.support.sealed import seal
 
 
 def vocabulary(dataset: Dataset, table: str) -> list[object]:
@@ -59,7 +59,7 @@ def test_support_is_the_newest_rows_before_the_window_and_the_gate_is_never_trai
         assert found["train"] | found["gate"] == slow_episodes(tables[:number], start)
         trained |= {task for task, *_ in found["train"]}
         gate |= {task for task, *_ in found["gate"]}
-        assert damage(dataset) == []
+        assert find_damage(dataset) == []
     assert not trained & gate
     assert 0.1 < len(gate) / len(trained | gate) < 0.45
     records = open_stream(str(stream)).records
@@ -74,12 +74,12 @@ def test_rows_that_come_into_an_empty_file_while_others_are_read_are_taken_later
     late = tmp_path / "late.parquet"
     late.touch()
 
-    class Filling(OneMachine):
+    class Filling(LocalEngine):
         """Somebody writes the file once it was found empty."""
 
         def described(self, names: list[str]) -> list[InputFile]:
             pq.write_table(log(1), late)
-            return super().described(names)
+            return super().describe_files(names)
 
     pq.write_table(log(0), tmp_path / "first.parquet")
     place, first = str(tmp_path / "s"), [str(tmp_path / "first.parquet"), str(late)]
@@ -106,7 +106,7 @@ def test_lists_that_were_empty_so_far_may_be_filled_while_other_tasks_wait(tmp_p
         dataset = open_stream(str(stream)).dataset(number)
         found = episodes(dataset, "train") | episodes(dataset, "gate")
         assert found == slow_episodes(tables[:number], start)
-        assert damage(dataset) == []
+        assert find_damage(dataset) == []
 
 
 @settings(
@@ -140,7 +140,7 @@ def test_rows_are_encoded_by_the_vocabulary_that_stands_in_the_increment(tmp_pat
     dataset, own = stream.dataset(3), parse_schema(stream.description["schema"])
     vocabularies = {name: pa.array(vocabulary(dataset, name)) for name in ("item", "city", "tags")}
     moments = {name: (m[0], m[1]) for name, m in stream.description["moments"].items()}
-    encoder = Encoder(own, Fitted(vocabularies, moments))
+    encoder = Encoder(own, FittedEncoding(vocabularies, moments))
     (batch,) = log(2).to_batches()
     expected = encoder.encode(batch, with_label=False)
     rows = dict(zip(batch["row"].to_pylist(), range(batch.num_rows), strict=True))
@@ -175,7 +175,7 @@ def test_forgotten_ids_lose_their_rows_which_others_take_from_the_lowest_on(
         vocabularies.append(vocabulary(dataset, "item"))
         place = dataset.manifest.stream
         assert place is not None
-        resets = reset_rows(dataset).get("item", np.zeros(0)).tolist()
+        resets = read_reset_rows(dataset).get("item", np.zeros(0)).tolist()
         # A row that had a value in an earlier increment and has another one now.
         now = vocabularies[-1]
         ever = [{v[row] for v in vocabularies[:-1] if row < len(v)} for row in range(len(now))]
@@ -192,7 +192,7 @@ def test_forgotten_ids_lose_their_rows_which_others_take_from_the_lowest_on(
             freed += lost
         # Rows of tasks never speak of an id that is no longer known.
         state = load_state(tmp_path / "s", record.number)
-        ids = state.task_rows("train", schema(**ttl)).of_bucket(0, 1).ids_NF[:, 0]
+        ids = state.open_newest_rows("train", schema(**ttl)).read_bucket(0, 1).ids_NF[:, 0]
         assert all(now[row - 1] is not None for row in set(ids.tolist()) - {0})
     assert freed > 20
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from metaio import DataError
-from metaio.format.destination import one_writer
-from metaio.format.inspection import damage
+from metaio.format.atomic_folder import lock_writer
+from metaio.format.inspection import find_damage
 from metaio.stream.chain import open_stream
 from metaio.stream.extend import extend
 from tests.metaio.stream.logs import OPTIONS, append, log, schema
-from tests.processes import with_imports_ready
+from tests.support.processes import with_imports_ready
 
 KILLS = int(os.environ.get("METAIO_STREAM_KILLS", "2"))
 # What changes the disk, as the interpreter reports it. Files that Arrow writes are not among it:
@@ -77,7 +77,7 @@ def test_a_kill_at_any_point_leaves_the_stream_with_or_without_the_increment(
         assert in_a_process(stream, file, point) == -signal.SIGKILL
         found = open_stream(str(stream))
         assert found.numbers in ([1, 2], [1, 2, 3])
-        assert all(damage(found.dataset(number)) == [] for number in found.numbers)
+        assert all(find_damage(found.dataset(number)) == [] for number in found.numbers)
         if found.numbers == [1, 2]:
             without += 1
             extend([str(file)], str(stream), None, OPTIONS)
@@ -94,7 +94,7 @@ def test_a_kill_at_any_point_leaves_the_stream_with_or_without_the_increment(
 def test_two_writers_do_not_extend_one_stream(tmp_path: Path) -> None:
     append(tmp_path / "s", log(0), schema=schema())
     with (
-        one_writer(tmp_path / ".s.extend.lock", "it"),
+        lock_writer(tmp_path / ".s.extend.lock", "it"),
         pytest.raises(DataError, match=f"is writing {tmp_path}/s. Wait for it"),
     ):
         append(tmp_path / "s", log(1))

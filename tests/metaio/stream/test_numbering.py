@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from metaio.stream.numbering import (
     Admission,
-    Change,
     Numbering,
     Occurrences,
-    advanced,
-    capacity_of,
-    merged,
+    TableChange,
+    advance,
+    choose_capacity,
+    merge_occurrences,
 )
 
 Event = tuple[int, str]  # time, value
@@ -75,7 +75,7 @@ class Slow:
             self.highest = max(self.highest, self.rows[value])
 
 
-def window(state: Numbering, events: list[Event], rule: Admission) -> tuple[Numbering, Change]:
+def window(state: Numbering, events: list[Event], rule: Admission) -> tuple[Numbering, TableChange]:
     """The state after a window, whose events come in batches of three."""
     parts = [
         Occurrences.of(
@@ -85,7 +85,7 @@ def window(state: Numbering, events: list[Event], rule: Admission) -> tuple[Numb
         )
         for batch in ([events[i : i + 3] for i in range(0, len(events), 3)] or [[]])
     ]
-    return advanced(state, merged(parts, rule.least), rule)
+    return advance(state, merge_occurrences(parts, rule.least), rule)
 
 
 def empty() -> Numbering:
@@ -149,7 +149,7 @@ def test_ids_above_the_limit_of_a_window_wait_and_come_first_in_the_next() -> No
 
 def test_values_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "metaio.stream.numbering._hashes", lambda values: np.full(len(values), 7, np.uint64)
+        "metaio.stream.numbering._hash_values", lambda values: np.full(len(values), 7, np.uint64)
     )
     state, _ = window(empty(), [(2, "a"), (1, "b"), (3, "c")], Admission(1, 0))
     state, _ = window(state, [(4, "d"), (4, "a")], Admission(1, 4))
@@ -160,13 +160,13 @@ def test_values_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
 def test_integers_are_numbered_as_text_is() -> None:
     state = Numbering.empty(pa.int64())
     seen = Occurrences.of(pa.array([9, -1, 9, 4]), np.array([5, 2, 1, 2]), 1)
-    state, _ = advanced(state, seen, Admission(1, 0))
+    state, _ = advance(state, seen, Admission(1, 0))
     assert state.vocabulary().to_pylist() == [9, -1, 4]
     assert state.rows(pa.array([4, 5, 9])).tolist() == [3, 0, 1]
 
 
 def test_capacity_depends_on_the_rows_alone_and_grows_by_half() -> None:
-    found = [capacity_of(rows, 10) for rows in range(1, 200)]
+    found = [choose_capacity(rows, 10) for rows in range(1, 200)]
     assert sorted(found) == found
     assert all(rows <= capacity for rows, capacity in enumerate(found, start=1))
     assert sorted(set(found))[:5] == [10, 20, 30, 50, 80]

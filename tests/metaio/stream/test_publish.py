@@ -10,11 +10,11 @@ import fsspec
 import pytest
 
 from metaio import DataError
-from metaio.format.inspection import damage
-from metaio.stream.chain import increment_numbers, open_stream
+from metaio.format.inspection import find_damage
+from metaio.stream.chain import list_increment_numbers, open_stream
 from metaio.stream.publish import publish_stream
-from tests.commands import gmeta
 from tests.metaio.stream.logs import append, log, schema
+from tests.support.commands import gmeta
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_copy_has_what_the_stream_has_and_can_be_extended(tmp_path: Path, url:
     assert [*told, publish_stream(stream, url)] == [[1], [2], []]
     there = open_stream(url)
     assert there.records == open_stream(str(stream)).records
-    assert [damage(there.dataset(number)) for number in there.numbers] == [[], []]
+    assert [find_damage(there.dataset(number)) for number in there.numbers] == [[], []]
     fs, root = fsspec.core.url_to_fs(url)
     fs.get(f"{root}/", str(back), recursive=True)
     assert [path.name for path in (back / "state").iterdir()] == ["000002"]
@@ -73,7 +73,7 @@ def test_an_increment_is_there_once_all_of_it_is(
             break
     assert seen == [[1]] * (len(seen) - 1) + [[1, 2]]
     assert len(seen) > 3
-    assert damage(open_stream(url).dataset(2)) == []
+    assert find_damage(open_stream(url).dataset(2)) == []
 
 
 def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
@@ -86,7 +86,7 @@ def test_another_stream_is_refused(tmp_path: Path, url: str) -> None:
         f"{url} has an increment 1 that {tmp_path / 'other'} has not: it is of another stream, or "
         "was taken back here. Choose another URL, or remove it there"
     )
-    assert increment_numbers(url) == [1]
+    assert list_increment_numbers(url) == [1]
 
 
 def test_the_command_copies_a_stream_to_a_disk_too(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from metaio.errors import AccessError, QuarantinedError
-from metaio.prepare import parquet_files
+from metaio.prepare.source import parquet_files
 from metaio.stream.chain import open_stream
 from metaio.stream.quarantine import list_quarantine
 from tests.metaio.stream.logs import DAY, append, changed, log, schema

@@ -12,11 +12,11 @@ import pytest
 
 from metaio import DataError
 from metaio.errors import QuarantinedError
-from metaio.prepare.rules import TransformRule
-from metaio.prepare.schema import Schema
+from metaio.prepare.schema.rules import TransformRule
+from metaio.prepare.schema.schema import Schema
 from metaio.stream.chain import IncrementRecord, open_stream
 from metaio.stream.extend import extend
-from metaio.stream.spark import on_spark
+from metaio.stream.spark_engine import make_spark_engine
 from tests.metaio.stream.logs import DAY, OPTIONS, changed, log, schema
 
 pytest.importorskip("pyspark", reason="needs the extra spark")
@@ -59,7 +59,7 @@ def files(stream: Path) -> dict[str, bytes]:
 def by_spark(
     session: Any, inputs: list[str], stream: Path, own: Schema | None, **how: Any
 ) -> IncrementRecord:
-    return extend(inputs, str(stream), own, SMALL, engine_of=on_spark(session), **how)
+    return extend(inputs, str(stream), own, SMALL, engine_of=make_spark_engine(session), **how)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_spark_refuses_what_one_machine_refuses(tmp_path: Path, session: Any) ->
 def test_a_transform_is_for_one_machine() -> None:
     own = dataclasses.replace(schema(), transform=TransformRule("mine:clean"))
     with pytest.raises(DataError) as caught:
-        on_spark(None)(None, own, SMALL)  # type: ignore[arg-type]
+        make_spark_engine(None)(None, own, SMALL)  # type: ignore[arg-type]
     assert str(caught.value) == (
         "the stream's schema has [transform] with 'mine:clean', which runs on one machine. Leave "
         "--spark out"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from metaio.prepare.schema_file import load_schema
+from metaio.prepare.schema.schema_file import load_schema
 from metaio.stream.extend import extend
 from tests.metaio.prepare.test_spark_command import cluster, needs_spark, run
 from tests.metaio.stream.logs import OPTIONS

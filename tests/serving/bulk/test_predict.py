@@ -14,14 +14,15 @@ from pyarrow import csv
 from typer.testing import CliRunner
 
 import gmeta
-from gmeta.cli import app
+from gmeta.cli.main import app
 from gmeta.errors import UserError
-from gmeta.serving.bulk import files, predict
-from gmeta.serving.bulk.files import RowFiles, check_fits
-from gmeta.serving.bulk.predict import predict_files
-from gmeta.serving.model import ServedModel
-from gmeta.serving.rows import EncodedColumns
-from tests.exported import FEATURES, random_rows, write_random_model
+from gmeta.serving.bulk import predict_files as predict
+from gmeta.serving.bulk import row_files as files
+from gmeta.serving.bulk.predict_files import predict_files
+from gmeta.serving.bulk.row_files import RowFiles, check_fits
+from gmeta.serving.encoded_rows import EncodedColumns
+from gmeta.serving.served_model import ServedModel
+from tests.support.exported import FEATURES, random_rows, write_random_model
 
 OUTPUT = ["prediction", "prediction_before", "support_rows"]
 
@@ -173,7 +174,7 @@ def test_what_fails_while_it_is_written_leaves_the_old_file(
     # What a killed process leaves.
     (tmp_path / ".out.parquet.partial").mkdir()
     (tmp_path / ".out.parquet.partial" / "rows").write_bytes(before[:100])
-    real = predict.writer_of
+    real = predict.open_writer
 
     @contextmanager
     def failing(path: Path, schema: pa.Schema, suffix: str) -> Iterator[Any]:

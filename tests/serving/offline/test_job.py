@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import gmeta
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import GMetaError
-from gmeta.serving.offline import job
-from gmeta.serving.offline.job import MODEL_KEY, adapt_files
+from gmeta.serving.offline import adapt_job as job
+from gmeta.serving.offline.adapt_job import MODEL_KEY, adapt_files
 from gmeta.serving.offline.states import adapt_tasks
-from tests.commands import gmeta as run_gmeta
-from tests.exported import random_rows, write_random_model
-from tests.waiting import PATIENCE_S, wait_until
+from tests.support.commands import gmeta as run_gmeta
+from tests.support.exported import random_rows, write_random_model
+from tests.support.waiting import PATIENCE_S, wait_until
 
 TASKS = 12
 

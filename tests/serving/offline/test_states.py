@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import gmeta
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.errors import UserError
-from gmeta.serving import tasks
-from gmeta.serving.model import ServedModel
-from gmeta.serving.offline.adapting import STATE_COLUMNS
-from gmeta.serving.offline.states import adapt_partition, adapt_tasks, whole_tasks
+from gmeta.serving import task_matching as tasks
+from gmeta.serving.offline.adapt_rows import STATE_COLUMNS
+from gmeta.serving.offline.states import adapt_partition, adapt_tasks, group_tasks
+from gmeta.serving.served_model import ServedModel
 from metaio.errors import DataError
-from tests.exported import random_rows, write_random_model
+from tests.support.exported import random_rows, write_random_model
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_stream_is_cut_between_tasks(
     task_N = np.repeat(np.arange(len(sizes)), sizes)
     rows = pa.table({"user": task_N, "place": np.arange(len(task_N))})
     parts = (rows.slice(first, part_rows) for first in range(0, len(task_N), part_rows))
-    chunks = list(whole_tasks(parts, "user", chunk_rows))
+    chunks = list(group_tasks(parts, "user", chunk_rows))
     assert pa.concat_tables(chunks).equals(rows)
     of_chunk = [set(chunk["user"].to_pylist()) for chunk in chunks]
     assert sum(map(len, of_chunk)) == len(set().union(*of_chunk))
@@ -89,7 +89,7 @@ def test_a_stream_is_cut_between_tasks(
 
 def test_a_task_without_a_name_is_refused(model: ServedModel) -> None:
     support = random_rows(4, seed=1).set_column(0, "user", pa.array([1, 1, None, None]))
-    (chunk,) = whole_tasks([support], "user", 2)
+    (chunk,) = group_tasks([support], "user", 2)
     with pytest.raises(DataError, match="column user has 2 nulls"):
         adapt_tasks(model, chunk)
 

@@ -1,0 +1,222 @@
+"""A decision MLP whose inputs no inner step moves: what all steps need of them is computed once.
+
+    z_1 = g * (x W_1 + b_1) - (x A^T + c) (a G_1 + ... + a G_j)
+
+A are the inputs of the support rows, the same in every step, so the gradients of the steps add up;
+c is 1, for the bias, and more where x is not all of a row's inputs (rows/common.py). The layers
+above are mlp.py's. So a step of the MovieLens example, with three inner steps, takes five eighths
+of the time.
+
+Shape suffixes: R rows of both sides, N rows of one, S support rows, T tasks, L rows of a task, V
+inputs of a row, O output width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gmeta.adaptation.rates import scale_grads
+from gmeta_models.ops.matmul import linear
+
+if TYPE_CHECKING:
+    from gmeta.adaptation.fused.fast_weight_update import Rectangles
+    from gmeta.adaptation.fused.mlp import AdaptedMlp
+    from gmeta.adaptation.layout.padded_layout import PaddedTasks
+    from gmeta.adaptation.rates import LayerRate
+    from gmeta.losses.objectives import RowLoss
+
+
+class FirstLayer(NamedTuple):
+    """The first decision layer, as the rows' own inputs meet it."""
+
+    weight_OV: Tensor
+    bias: Tensor  # [O], or [T, O] where the rows of a task share inputs
+    in_common_T: Tensor | None  # c; None: 1
+    gate_TO: Tensor | None
+    adapts: bool
+
+    @property
+    def differs_by_task(self) -> bool:
+        """Tell whether the layer differs between tasks before any inner step."""
+        return self.in_common_T is not None or self.gate_TO is not None
+
+
+class FirstOutputs(NamedTuple):
+    """The first layer's outputs for the rows of one side, and what inner steps move them by."""
+
+    outputs_NO: Tensor  # before any inner step
+    overlaps_TLS: list[Tensor]  # x A^T + c of each rectangle; none where no step needs them
+
+    def after_steps_NO(self, scaled_grads_SO: Tensor | None) -> Tensor:
+        """Return z_1, with this sum of the steps' gradients."""
+        if scaled_grads_SO is None:
+            return self.outputs_NO
+        width = scaled_grads_SO.shape[1]
+        rows = self.outputs_NO.split([each.shape[0] * each.shape[1] for each in self.overlaps_TLS])
+        support = scaled_grads_SO.split([len(each) * each.shape[2] for each in self.overlaps_TLS])
+        blocks = [
+            torch.baddbmm(
+                mine.view(*overlap.shape[:2], width),
+                overlap,
+                grads.view(len(overlap), overlap.shape[2], width),
+                alpha=-1,
+            ).flatten(0, 1)
+            for overlap, mine, grads in zip(self.overlaps_TLS, rows, support, strict=True)
+        ]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+@dataclass(frozen=True)
+class ConstantInputMlp:
+    """The MLP in the middle of the inner loop."""
+
+    support: FirstOutputs
+    query: FirstOutputs
+    upper: AdaptedMlp
+    first_adapts: bool
+    scaled_grads_SO: Tensor | None = None  # of the first layer's outputs, added up over the steps
+
+    def after_step(
+        self, loss: RowLoss, rates: Sequence[LayerRate], second_order: bool
+    ) -> ConstantInputMlp:
+        """Return the MLP after one inner step; `rates` are by layer, the first included."""
+        with torch.set_grad_enabled(second_order):
+            first_SO = self.support.after_steps_NO(self.scaled_grads_SO)
+            lowest = 0 if self.first_adapts else self.upper.lowest_moving
+            activations, grads = self.upper.step_gradients(first_SO.relu(), loss, lowest)
+            first_grads_SO = None
+            if self.first_adapts:
+                # Detached: ReLU has no second derivative, and zeros for one would be added up.
+                first_grads_SO = torch.ops.aten.threshold_backward(grads[0], first_SO.detach(), 0)
+        upper = self.upper.after_step(activations, grads, rates[1:])
+        if first_grads_SO is None:
+            return replace(self, upper=upper)
+        # No rate is one of each weight: FusedLoop.suits refused such.
+        scaled_SO = scale_grads(first_grads_SO, cast(float | Tensor, rates[0]))
+        if self.scaled_grads_SO is not None:
+            # A is the same in every step, so one product with the sum serves them all.
+            scaled_SO = self.scaled_grads_SO + scaled_SO
+        return replace(self, upper=upper, scaled_grads_SO=scaled_SO)
+
+    def query_loss(self, tasks: PaddedTasks, loss: RowLoss) -> Tensor:
+        """Return the loss of the query rows: a scalar."""
+        inputs_NO = self.query.after_steps_NO(self.scaled_grads_SO).relu()
+        return loss.sum(self.upper.forward(inputs_NO, tasks.query)[-1])
+
+
+def compute_first_outputs(
+    layer: FirstLayer,
+    inputs: Tensor,
+    constant_SV: Tensor | None,
+    tasks: PaddedTasks,
+    several_steps: bool,
+) -> tuple[FirstOutputs, FirstOutputs]:
+    """Return what the layer makes of support and of query rows.
+
+    `inputs` are those of both sides, the support's first; in first order those of the query rows,
+    and the support's are `constant_SV`. Only `several_steps` ask for the support's own overlaps.
+    """
+    support, query = tasks.support, tasks.query
+    alone = layer.in_common_T is None  # the rows of a task share no inputs
+    tensors = layer.weight_OV, layer.bias if alone else None, support.rectangles
+    asked = query.rectangles if layer.adapts else ()
+    own = support.rectangles if layer.adapts and several_steps else ()
+    if constant_SV is None:
+        outputs_RO, *overlaps = _FirstProducts.apply(inputs, None, *tensors, asked, bool(own))
+        if layer.differs_by_task:
+            outputs_RO = _apply_task_terms(
+                layer, outputs_RO, torch.cat([support.task_N, query.task_N])
+            )
+        support_SO, query_NO = outputs_RO.split([support.num_rows, query.num_rows])
+    else:
+        query_NO, *overlaps = _FirstProducts.apply(inputs, constant_SV, *tensors, asked, False)
+        query_NO = _apply_task_terms(layer, query_NO, query.task_N)
+        with torch.no_grad():
+            support_SO, *more = _FirstProducts.apply(constant_SV, constant_SV, *tensors, own, False)
+            support_SO = _apply_task_terms(layer, support_SO, support.task_N)
+        overlaps += more
+    if layer.in_common_T is not None:
+        common = layer.in_common_T.view(-1, 1, 1).split([mine.tasks for mine in support.rectangles])
+        # Query rectangles come first, then the support's own, if asked for: of the same tasks.
+        overlaps = [each + mine for each, mine in zip(overlaps, [*common, *common], strict=False)]
+    of_query, of_support = overlaps[: len(asked)], overlaps[len(asked) :]
+    return FirstOutputs(support_SO, of_support), FirstOutputs(query_NO, of_query)
+
+
+def _apply_task_terms(layer: FirstLayer, outputs_NO: Tensor, task_N: Tensor) -> Tensor:
+    """Return x W + b with what is the task's own: a bias, a gate."""
+    if layer.in_common_T is not None:
+        outputs_NO = outputs_NO + layer.bias.index_select(0, task_N)
+    if layer.gate_TO is not None:
+        outputs_NO = outputs_NO * layer.gate_TO.index_select(0, task_N)
+    return outputs_NO
+
+
+class _FirstProducts(torch.autograd.Function):
+    """x W + b, and x A^T (+ 1 with a bias) of the query rows, then (`own`) of the support rows,
+    rectangle by rectangle: one operation, as autograd would add up the inputs' gradients in as
+    many passes over them as there are products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs_RV: Tensor,
+        constant_SV: Tensor | None,
+        weight_OV: Tensor,
+        bias_O: Tensor | None,
+        support: Rectangles,
+        query: Rectangles,
+        own: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.rectangles = support, query, own
+        ctx.save_for_backward(inputs_RV, constant_SV, weight_OV)
+        ctx.set_materialize_grads(False)
+        of_support, of_query = _split_sides(inputs_RV, constant_SV, support)
+        pairs = [(q.of(of_query), s.of(of_support)) for q, s in zip(query, support, strict=False)]
+        pairs += [(s.of(of_support), s.of(of_support)) for s in support if own]
+        overlaps = [torch.bmm(rows, activations.mT) for rows, activations in pairs]
+        if bias_O is not None:
+            overlaps = [overlap.add_(1.0) for overlap in overlaps]
+        return linear(inputs_RV, weight_OV, bias_O), *overlaps
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs_RV, constant_SV, weight_OV = ctx.saved_tensors
+        support, query, own = ctx.rectangles
+        outputs_RO, *overlaps = grads
+        assert outputs_RO is not None  # overlaps are used beside them alone
+        outputs_RO, found_RV = outputs_RO.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            found_RV = linear(outputs_RO, weight_OV.mT)
+            of_support, of_query = _split_sides(inputs_RV, constant_SV, support)
+            # Views: what is added to them is added to the gradient of the inputs.
+            to_support, to_query = _split_sides(found_RV, constant_SV, support)
+            for overlap, q, s in zip(overlaps, query, support, strict=False):
+                if overlap is not None:
+                    q.of(to_query).baddbmm_(overlap, s.of(of_support))
+                    if constant_SV is None:
+                        s.of(to_support).baddbmm_(overlap.mT, q.of(of_query))
+            for overlap, s in zip(overlaps[len(query) :], support if own else (), strict=False):
+                if overlap is not None:
+                    # Derivative of A A^T, in which A stands twice.
+                    s.of(to_support).baddbmm_(overlap + overlap.mT, s.of(of_support))
+        of_bias = outputs_RO.sum(dim=0) if ctx.needs_input_grad[3] else None
+        return found_RV, None, outputs_RO.mT @ inputs_RV, of_bias, None, None, None
+
+
+def _split_sides(
+    inputs: Tensor, constant: Tensor | None, support: Rectangles
+) -> tuple[Tensor, Tensor]:
+    """Return the support and the query rows of inputs of both, or of the query's alone."""
+    if constant is not None:
+        return constant, inputs
+    count = sum(mine.tasks * mine.rows for mine in support)
+    return inputs[:count], inputs[count:]

@@ -1,1 +1,0 @@
-"""Who may call what, how often, and how callers and addresses are recognised."""

@@ -1,0 +1,261 @@
+"""A run's plan on GPUs that are not here: which table goes where, and what a step costs.
+
+Nothing is allocated: tables have no values, whatever their number of rows. T tasks, N rows, V ids.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gmeta.config.labels import LabelsConfig
+from gmeta.config.sharding import check_sharding
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.features.support_statistics import NO_STATISTICS
+from gmeta.data.reader import open_reader
+from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
+from gmeta.distributed.estimate import RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits
+from gmeta.distributed.planner import NoPlaceError
+from gmeta.distributed.sharding_plan import check_clipping, describe_plan, merge_plans, plan_on
+from gmeta.distributed.tables.widths import WIDTH_MULTIPLE, widths_of_tables
+from gmeta.distributed.unsharded import make_unsharded_tables
+from gmeta.errors import ConfigError, UserError
+from gmeta.learner import MetaLearner
+from gmeta.runs.build import build, build_learner
+from gmeta.runs.checkpoints.settled import settled
+from gmeta_models.internals import ONEDNN_LINEAR
+from metaio.format.dataset import Dataset
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.read.batch import TaskBatch
+
+# Batches whose ids are counted, and tasks whose operations are.
+MEASURED_BATCHES, COUNTED_TASKS = 4, 8
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A plan, what it asks of each rank, and the step that it was asked for."""
+
+    estimate: ShardingEstimate
+    step: StepWork
+    measured: bool  # the ids are the dataset's, not stated
+
+
+def plan_capacity(
+    config: TrainConfig, overrides: CapacityOverrides, cluster: Cluster, speeds: Speeds
+) -> Capacity:
+    """Return where training would put the tables, and what a step would cost.
+
+    Raises:
+        ConfigError: the config does not fit its dataset or the cluster, or the tables do not fit
+            into the memory; the message says what would.
+        UserError: there is no dataset, and not all is stated that it would say.
+    """
+    features, learner, dataset = _build_model(config, overrides)
+    step = _describe_step(config, overrides, features, learner, dataset, cluster.world_size)
+    widths = widths_of_tables(features, config.model)
+    sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
+
+    def estimate_for(chosen: TrainConfig) -> ShardingEstimate:
+        tables = make_unsharded_tables(features, chosen)
+        sharded_tables = plan_on(tables, chosen.sharding, chosen.data.tasks_per_step, cluster)
+        plan = merge_plans(sharded_tables)
+        check_clipping(plan, chosen.outer.clip_norm)
+        description = describe_plan(plan, cluster.world_size)
+        return estimate(description, sizes, chosen.sharding, chosen.outer, step, cluster, speeds)
+
+    misfit = ""
+    try:
+        found = estimate_for(config)
+    except NoPlaceError:
+        misfit = "TorchRec's planner finds no place for the tables"
+        by_rows = replace(config.sharding, default="row_wise", tables=(), placement="device")
+        found = estimate_for(replace(config, sharding=replace(by_rows, placements=())))
+    device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
+    usable = cluster.device_bytes * (1 - RESERVED)
+    if not misfit and device > usable:
+        misfit = (
+            f"GPU {int(found.device_bytes_W.argmax())} would hold {device / 1e9:,.1f} GB, and "
+            f"{usable / 1e9:,.1f} GB of {cluster.device_bytes / 1e9:,.1f} GB are for that"
+        )
+    elif not misfit and host > cluster.host_bytes:
+        misfit = (
+            f"the host would hold {host / 1e9:,.1f} GB for a GPU, and has "
+            f"{cluster.host_bytes / 1e9:,.1f} GB for each"
+        )
+    if misfit:
+        narrower = range(WIDTH_MULTIPLE, config.model.embedding_dim, WIDTH_MULTIPLE)
+        suggestions = suggest_fits(found, narrower, config.outer, config.sharding, cluster)
+        raise ConfigError(
+            f"the tables do not fit on {cluster.world_size} GPUs: {misfit}. What would fit: "
+            f"{', or '.join(suggestions) or 'GPUs with more memory (--gpu-memory)'}"
+        )
+    return Capacity(found, step, dataset is not None and not overrides.unique_share)
+
+
+def _build_model(
+    config: TrainConfig, overrides: CapacityOverrides
+) -> tuple[Features, MetaLearner, Dataset | None]:
+    """Return the columns with the stated numbers of rows, and a model of them."""
+    dataset, statistics = None, NO_STATISTICS
+    if Path(config.data.path).exists() or "://" in config.data.path:
+        dataset, built = build(settled(config))
+        features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
+    elif overrides.rows and overrides.rows_per_task:
+        features = Features(
+            tables=tuple(TableSpec(name, rows) for name, rows in overrides.rows.items()),
+            single=tuple(FeatureSpec(name, name) for name in overrides.rows),
+            multi=(),
+            dense=(),
+        )
+    else:
+        raise UserError(
+            f"data.path = {config.data.path!r} holds no dataset: name every table and the rows of "
+            "a task, as --rows item=1e9 --rows user=1e8 --rows-per-task 40, or prepare the data"
+        )
+    names = [table.name for table in features.tables]
+    check_sharding(config.sharding, names, config.outer.sparse_optimizer)
+    try:
+        features.check()
+        learner = build_learner(
+            features,
+            config.model,
+            config.algorithm,
+            config.outer.loss,
+            config.outer.huber_delta,
+            statistics,
+            config.item_features if dataset is not None else None,
+            config.labels if dataset is not None else LabelsConfig(),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return features, learner, dataset
+
+
+def _with_table_rows(features: Features, rows: Mapping[str, int]) -> Features:
+    names = [table.name for table in features.tables]
+    if unknown := [name for name in rows if name not in names]:
+        raise UserError(
+            f"--rows names {unknown[0]!r}, which is no table: the dataset has {', '.join(names)}. "
+            "Name one of them"
+        )
+    tables = (replace(t, num_rows=rows.get(t.name, t.num_rows)) for t in features.tables)
+    return replace(features, tables=tuple(tables))
+
+
+def _describe_step(
+    config: TrainConfig,
+    overrides: CapacityOverrides,
+    features: Features,
+    learner: MetaLearner,
+    dataset: Dataset | None,
+    world_size: int,
+) -> StepWork:
+    """Return what one rank has to do in a step."""
+    tasks: float = -(-config.data.tasks_per_step // world_size)
+    ids: dict[str, float] = {}
+    measured: dict[str, float] = {}
+    support = query = overrides.rows_per_task / 2
+    if dataset is not None:
+        tasks, support, query, measured = _measure_step(config, dataset, world_size)
+        ids = measured
+        if overrides.rows_per_task:
+            scale = overrides.rows_per_task / (support + query)
+            support, query = support * scale, query * scale
+            ids = {name: count * scale for name, count in ids.items()}
+    rows = tasks * (support + query)
+    if dataset is None or overrides.unique_share:
+        unique_share = overrides.unique_share or 1.0
+        of_table = {table.name: 0 for table in features.tables}
+        for feature in features.sparse:
+            of_table[feature.table] += 1
+        ids = {name: unique_share * rows * count for name, count in of_table.items()}
+    # There are more ids than rows of the table only where bundles and blocks repeat some.
+    most = {t.name: max(float(t.num_rows), measured.get(t.name, 0.0)) for t in features.tables}
+    ids = {name: min(ids[name], most[name]) for name in most}
+    sides = max(round(support), 1), max(round(query), 1)
+    flops = count_flops(learner, features, config.model.embedding_dim, *sides)
+    num_weights = sum(weight.numel() for weight in learner.parameters())
+    return StepWork(tasks, rows, ids, flops * rows / sum(sides), num_weights)
+
+
+def _measure_step(
+    config: TrainConfig, dataset: Dataset, world_size: int
+) -> tuple[float, float, float, dict[str, float]]:
+    """Return a rank's tasks in a step, their support and query rows each, and the ids of each table
+    that it asks for, as the first batches have them: an id of several bundles or blocks counts in
+    each of them, as it travels.
+    """
+    names = [table.name for table in dataset.features.tables]
+    split, data = config.data.train_split, config.data
+    tasks = -(-data.tasks_per_step // world_size)
+    if not data.blocks_per_step:
+        # Of a split that is smaller than a step: as many ranks as it has tasks for.
+        world_size = max(1, min(world_size, dataset.split(split).num_episodes // tasks))
+        data = replace(data, tasks_per_step=tasks * world_size)
+    support = rows = num_tasks = 0
+    id_counts: list[list[int]] = []
+    config, last = replace(config, data=data), world_size - 1
+    with open_reader(config, dataset, split, last, world_size) as reader:
+        # Not an epoch's last step, which is smaller.
+        for batch in itertools.islice(
+            reader.batches(0), min(MEASURED_BATCHES, max(1, reader.num_steps() - 1))
+        ):
+            support += int(batch.support_lengths_T.sum())
+            rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
+            id_counts.append(batch.unique_lengths_B.tolist())
+    ids = dict(zip(names, np.mean(id_counts, axis=0).tolist(), strict=True))
+    of_step = num_tasks / len(id_counts) if data.blocks_per_step else tasks
+    return of_step, support / num_tasks, (rows - support) / num_tasks, ids
+
+
+def count_flops(
+    learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
+) -> float:
+    """Return the floating-point operations of a task's rows in forward and backward: those of
+    matrix products alone, counted while a few tasks are computed.
+    """
+    rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
+    num_rows = int(rows_T.sum())
+    num_single, num_multi = len(features.single), len(features.multi)
+    num_ids = max(num_rows, len(features.tables))
+    batch = TaskBatch(
+        task_T=torch.arange(COUNTED_TASKS),
+        row_offsets_T1=torch.cat([torch.zeros(1, dtype=torch.int64), rows_T.cumsum(0)]),
+        support_lengths_T=torch.full((COUNTED_TASKS,), support_rows),
+        label_N=torch.zeros(num_rows, *[features.num_labels][: features.num_labels > 1]),
+        dense_NK=torch.zeros(num_rows, len(features.dense)),
+        unique_ids_U=torch.zeros(num_ids, dtype=torch.int64),  # which row it is costs the same
+        unique_lengths_B=torch.tensor(
+            [len(part) for part in np.array_split(np.arange(num_ids), len(features.tables))]
+        ),
+        positions_NF=torch.arange(num_rows, dtype=torch.int32)[:, None].repeat(1, num_single),
+        multi_positions_V=torch.arange(num_rows, dtype=torch.int32).repeat_interleave(num_multi),
+        multi_lengths_NM=torch.ones(num_rows, num_multi, dtype=torch.int32),
+    )
+    rows_UD = torch.zeros(num_ids, width, requires_grad=True)
+    if learner.items is not None:
+        learner.items.set_from_sums(learner.items.empty_sums())
+    # torch counts neither the operations of products that are added in place, nor oneDNN's.
+    unknown_to_torch = {
+        torch.ops.aten.baddbmm_: _count_operations,
+        torch.ops.aten.addmm_: _count_operations,
+        ONEDNN_LINEAR: lambda rows, weight, *_, **__: _count_operations(None, rows, weight[::-1]),
+    }
+    with FlopCounterMode(display=False, custom_mapping=unknown_to_torch) as counter:
+        episodes = learner.collate(batch)
+        learner(rows_UD, episodes, 1.0).backward()
+    learner.zero_grad()
+    total: int = counter.get_total_flops()
+    return total / COUNTED_TASKS
+
+
+def _count_operations(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:
+    """Return the operations of a product, batched or not, from the shapes of its factors."""
+    return 2 * math.prod(left) * right[-1]

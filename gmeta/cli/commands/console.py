@@ -1,0 +1,156 @@
+"""Where commands print: words as they are, lines as long as they are, tables in columns."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from gmeta.platform.verbosity import is_json, is_quiet, result_stream
+
+# In a file or a pipe rich takes 80 columns for granted, and folds: a cell that is folded can
+# neither be read nor found by a script.
+COLUMNS_OF_A_FILE = 250
+# Columns of text are folded to this many characters, not to one letter a line.
+FOLDED_WIDTH = 16
+
+
+def screen(*, stderr: bool = False) -> Console:
+    """Return a console for standard output or standard error, which takes brackets for no markup:
+    names and notes are other people's words. What is for standard error is left out with -q; with
+    --json all of it goes there.
+    """
+    is_note, stderr = stderr, stderr or is_json()
+    stream = sys.stderr if stderr else sys.stdout
+    is_known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(
+        stderr=stderr,
+        quiet=is_note and is_quiet(),
+        width=None if is_known else COLUMNS_OF_A_FILE,
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def print_result(found: Mapping[str, Any]) -> None:
+    """Print what a command found as one JSON object on standard output, if --json asks for it. NaN
+    and infinities become null."""
+    if is_json():
+        stream = result_stream()
+        stream.write(json.dumps(_plain(found), default=str) + "\n")
+        stream.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show_table(console: Console, table: RenderableType) -> None:
+    """Print a table, or a group of them; text is folded where a terminal is too narrow. Rather than
+    that a number loses digits or a column disappears, lines are longer than the terminal.
+    """
+    terminal = console.width
+    for part in table.renderables if isinstance(table, Group) else [table]:
+        if isinstance(part, Table):
+            console.width = max(terminal, _least_width(console, part))
+        console.print(part, soft_wrap=False)
+        console.width = terminal
+
+
+def _least_width(console: Console, table: Table) -> int:
+    """Return the width that shows a table's numbers whole, and enough of its text."""
+    wide = console.options.update_width(COLUMNS_OF_A_FILE)
+    for column in table.columns:
+        shown = (Measurement.get(console, wide, one) for one in (column.header, *column.cells))
+        widest = max(one.maximum for one in shown)
+        column.overflow = "fold"
+        column.min_width = column.width or (widest if column.no_wrap else min(widest, FOLDED_WIDTH))
+    return sum(column.min_width or 0 for column in table.columns) + 3 * len(table.columns) + 1
+
+
+def table_of(title: str, *heads: str, text: Collection[str]) -> Table:
+    """Return an empty table with a title and these heads. Columns named in `text` are flush left
+    and may be folded; all others are numbers, flush right and never folded.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        is_text = head in text
+        # Folded, not cut: a path has no place to break, and must be whole to be copied.
+        table.add_column(
+            head,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+        )
+    return table
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes as text, in the largest unit that leaves at least one."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+
+
+def progress_bars() -> Progress:
+    """Return progress bars for standard error, with the time that is left; they fit into 80 columns
+    and disappear when the work is done. Nothing is shown with -q, or where it is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    is_shown = sys.stderr.isatty() and not is_quiet()
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_shown)
+
+
+@contextmanager
+def first_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function (done, total) that shows the progress of one thing, on rank 0 alone."""
+    if rank:
+        yield lambda done, total: None
+        return
+    with progress_bars() as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+@contextmanager
+def phases() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function (phase, done, total) that shows a progress bar for each phase."""
+    bars: dict[str, TaskID] = {}
+    with progress_bars() as progress:
+
+        def tell(phase: str, done: int, total: int) -> None:
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase, total=total)
+            progress.update(bars[phase], completed=done, total=total)
+
+        yield tell

@@ -1,0 +1,109 @@
+"""How an error becomes one line on standard error and an exit code."""
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from gmeta.distributed.launch import has_agent
+from gmeta.errors import GMetaError
+
+METAIO_ERRORS = (("metaio.errors", "MetaIOError"),)
+METAIO_CODES = {"FormatError": 1, "QuarantinedError": 3}  # others: 2
+# What the file systems of fsspec raise beside OSError: s3fs, gcsfs, adlfs and http.
+STORE_ERRORS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("azure.core.exceptions", "AzureError"),
+    ("aiohttp", "ClientError"),
+)
+# Several times what torchrun's agent needs to notice that a rank has ended and to end the others.
+TURN_S = 2.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# The user can mend them: another path, or its permissions.
+WRONG_PATHS = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
+
+
+def told_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that are printed as one line: those of libraries that are loaded by now."""
+    return (GMetaError, OSError, *_loaded(METAIO_ERRORS), *_loaded(STORE_ERRORS))
+
+
+def _loaded(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
+    found = [(sys.modules.get(module), name) for module, name in names]
+    return [getattr(module, name) for module, name in found if hasattr(module, name)]
+
+
+def told(error: Exception) -> tuple[str, int]:
+    """Return the line to print for an error, and the exit code."""
+    line, code = _told(error)
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return line + notes, code
+
+
+def _told(error: Exception) -> tuple[str, int]:
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        if error.errno == errno.ENOSPC:
+            return (
+                f"no space left on device{where}. "
+                "Free some and run again; nothing half-written was kept",
+                1,
+            )
+        if error.errno == errno.EROFS:
+            return (
+                f"read-only file system{where}. Name a place that can be written, or mount it so",
+                2,
+            )
+        return f"{error.strerror or error}{where}", 2 if isinstance(error, WRONG_PATHS) else 1
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
+        return str(error), 1  # a full disk, whichever package met it
+    if isinstance(error, GMetaError):
+        return str(error), error.exit_code
+    if isinstance(error, tuple(_loaded(STORE_ERRORS))):
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
+        return (
+            f"a remote store refused or did not answer: {type(error).__name__}: {reason}. "
+            "Check the URL, the credentials and the network, then run again",
+            1,
+        )
+    # Of metaio's: a damaged dataset is a failure; a wrong description or input the user can mend.
+    codes = (METAIO_CODES.get(kind.__name__) for kind in type(error).__mro__)
+    return str(error), next((code for code in codes if code is not None), 2)
+
+
+def let_others_tell(error: Exception) -> None:
+    """Wait, under torchrun, where another rank of this machine may print the same error or its
+    cause: once that rank has ended, torchrun's agent ends this one before it prints anything.
+    """
+    if not has_agent():
+        return  # nobody would end it
+    # What explain_lost_peers explains is never the cause: the others may still print theirs.
+    turns = int(os.environ.get("LOCAL_RANK", "0") != "0") + isinstance(
+        error.__cause__, RuntimeError
+    )
+    time.sleep(turns * TURN_S)
+
+
+def write_error(message: str) -> None:
+    """Write one line to standard error, with the rank that it comes from."""
+    rank = os.environ.get("RANK")
+    prefix = "error" if rank is None else f"error on rank {rank}"
+    console = Console(stderr=True, soft_wrap=True)
+    with console.capture() as styled:
+        console.print(f"[bold red]{prefix}[/]: ", end="")
+    # Not through rich, to which brackets in a message are markup; and in one piece, because other
+    # ranks write to the same place.
+    sys.stderr.write(f"{styled.get()}{message}\n")
+    sys.stderr.flush()

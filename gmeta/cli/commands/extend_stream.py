@@ -1,0 +1,86 @@
+"""`gmeta prepare --extend`: the next increment of a stream, and what is said of it."""
+
+from functools import partial
+from pathlib import Path
+
+from gmeta.cli.commands.console import phases, print_result, screen
+from gmeta.cli.commands.prepare_spark import refuse_transform, spark_session
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.schema.schema_file import load_schema
+from metaio.quantities import format_count
+from metaio.stream.chain import IncrementRecord, format_event_time, open_stream
+from metaio.stream.extend import extend
+from metaio.stream.quarantine import RefusedFilesError
+from metaio.stream.spark_engine import make_spark_engine
+
+
+def extend_stream(
+    inputs: list[str],
+    along: list[str],
+    stream: str,
+    schema: Path | None,
+    options: PrepareOptions,
+    accept: bool,
+    spark: bool,
+) -> None:
+    """Append an increment, by Spark if asked, and say what is in it.
+
+    Raises:
+        QuarantinedError: the screen refuses the rows; the command line ends with 3.
+        DataError: see metaio.stream.extend.extend.
+        UserError: there is no Spark, or there is a transform, which Spark cannot run.
+    """
+    known = load_schema(schema) if schema is not None else None
+    left_out: list[RefusedFilesError] = []
+    append = partial(extend, accept=accept, along=along, left_out=left_out.append)
+    if spark:
+        if schema is not None and known is not None:
+            refuse_transform(schema, known)
+        with spark_session([*inputs, *along], stream) as session:
+            engine = make_spark_engine(session)
+            record = append(inputs, stream, known, options, engine_of=engine)
+    else:
+        with phases() as tell:
+            record = append(inputs, stream, known, options, progress=tell)
+    for refusal in left_out:
+        told = f"left out: {refusal.names}: {'; '.join(refusal.reasons)}"
+        screen(stderr=True).print(told)
+    _tell(stream, record)
+    print_result(
+        {
+            "stream": stream,
+            "increment": record.number,
+            "window": record.window,
+            "fingerprint": record.fingerprint,
+            "report": record.report,
+        }
+    )
+
+
+def _tell(stream: str, record: IncrementRecord) -> None:
+    console, report = screen(stderr=True), record.report
+    unit = open_stream(stream).description["time_unit"]
+    begin, end = (format_event_time(ticks, unit) for ticks in record.window)
+    tasks = {name: sum(counts.values()) for name, counts in report["tasks"].items()}
+    returning = sum(counts["returning"] for counts in report["tasks"].values())
+    console.print(
+        f"increment {record.number}: {format_count(report['rows'], 'row')} of "
+        f"{format_count(sum(tasks.values()), 'task')}, {returning:,} of them returning; window "
+        f"from {begin} to {end}, fingerprint {record.fingerprint[:16]}"
+    )
+    if report["late"] or report["too_late"]:
+        console.print(f"late: {report['late']:,} taken as support, {report['too_late']:,} dropped")
+    for name, table in report["tables"].items():
+        if not (table["new"] or table["freed"]):
+            continue
+        freed = f", {table['freed']:,} freed" if table["freed"] else ""
+        pending = f", {table['pending']:,} waiting for admission" if table["pending"] else ""
+        console.print(
+            f"table {name}: {format_count(table['new'], 'new id')}{freed}, {table['rows']:,} of "
+            f"{table['capacity']:,} rows in use{pending}"
+        )
+    if report["new_columns"]:
+        console.print(f"columns that nobody reads: {', '.join(report['new_columns'])}")
+    for alarm in report["alarms"]:
+        console.print(f"alarm: {alarm}")
+    console.print(f"extended: {stream}  (look inside: gmeta inspect {stream})")

@@ -1,0 +1,156 @@
+"""`gmeta follow`: from a log that goes on to a model that is served, for as long as it runs."""
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gmeta.access.address import split_address
+from gmeta.access.credentials import is_loopback
+from gmeta.access.protection import Protection
+from gmeta.cli.commands.console import screen
+from gmeta.cli.commands.server_options import TlsCert, TlsClientCa, TlsKey, TokenFolder
+from gmeta.errors import GMetaError, UserError
+from gmeta.pipeline.follow_config import load_follow_config
+from gmeta.pipeline.pipeline import Loop
+from gmeta.pipeline.pipeline_metrics import LoopMetrics
+from gmeta.pipeline.stage_process import end_stage, last_line, run_stage
+from gmeta.platform.files.local_paths import check_local
+from gmeta_keys.stop_flag import Asked
+from metaio.errors import MetaIOError
+
+if TYPE_CHECKING:
+    from gmeta.pipeline.live_page import LivePage
+
+_DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
+
+
+def follow(
+    config: Annotated[Path, typer.Argument(help="TOML file: what is followed, and how")],
+    once: Annotated[
+        bool, typer.Option("--once", help="end when every closed partition is served or refused")
+    ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="HTML file for a picture of the stream, drawn anew as it goes"),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT for the page, live, and /metrics; empty for none")
+    ] = "",
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    tokens: TokenFolder = None,
+) -> None:
+    """Turn closed partitions of a log into increments, train on each, judge it and promote it.
+
+    gmeta follow stream.toml
+
+    Prints a line a stage. A kill at any point loses nothing: started again, it goes on where it
+    was. A candidate that the judge refuses leaves the champion, which the next is trained on from.
+    """
+    settings = load_follow_config(config)
+    protected = Protection(
+        tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca, tokens=tokens
+    )
+    tls, proofs = protected.load_credentials()
+    _check_listen(listen, protected.secured)
+    if page is not None:
+        check_local("--page", page)
+        page.parent.mkdir(parents=True, exist_ok=True)
+    # This process stays without torch: each stage runs in one of its own, which has it
+    # (loop/stages.py).
+    loop = Loop(settings, run_stage, last_line)
+    measured, asked = LoopMetrics(loop), Asked()
+    live, draw = None, None
+    if listen or page is not None:
+        # Drawing loads matplotlib, half a second: only where the page is asked for.
+        from gmeta.pipeline.live_page import LivePage, draw_page
+
+        live = LivePage(loop, measured, listen, tls, proofs) if listen else None
+        draw = None if page is None else partial(draw_page, page, loop, measured)
+    if not once:
+
+        def end(*_: object) -> None:
+            asked.ask()
+            end_stage()
+
+        signal.signal(signal.SIGTERM, end)
+    _run(loop, measured, asked, once, draw, live)
+
+
+def _check_listen(address: str, is_secured: bool) -> None:
+    """Raise UserError for an address that strangers could reach."""
+    if address and not is_secured and not is_loopback(split_address("--listen", address)[0]):
+        raise UserError(
+            f"--listen {address} can be reached from other machines. Pass --tls-cert, --tls-key "
+            "and one of --tokens and --tls-client-ca; or listen on 127.0.0.1"
+        )
+
+
+def _tell(line: str) -> None:
+    """Print a line; where the disk of the log is full, it is left out: no reason to end."""
+    try:
+        screen().print(line)
+    except BrokenPipeError:  # nobody looks any more
+        raise
+    except OSError:
+        return
+
+
+def _run(
+    loop: Loop,
+    measured: LoopMetrics,
+    asked: Asked,
+    once: bool,
+    draw: Callable[[], None] | None,
+    live: "LivePage | None",
+) -> None:
+    """Take stages until a signal has `asked` to end or, with `once`, nothing is left to do."""
+    told, drawn_s = "", 0.0
+    every_s = loop.config.follow.every_s
+    is_drawn = False
+    while not asked:
+        try:
+            done = loop.step()
+            if done is not None:
+                told, is_drawn = "", False
+                measured.done(done)
+                number, took = done.increment or "-", f"{done.took_s:7.1f} s"
+                _tell(f"increment {number}  {done.stage:<8}{took}  {done.told}")
+            measured.look()
+            if done is not None and live is not None:
+                live.redraw()
+            lacking = loop.without_input() if done is None else ""
+            # When there is time, or at the latest after a minute: drawing takes a second.
+            is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
+            if draw is not None and not is_drawn and is_idle:
+                draw()
+                is_drawn, drawn_s = True, time.monotonic()
+        except (GMetaError, MetaIOError, OSError) as error:
+            if once:
+                raise
+            if asked and str(error) != told:
+                _tell(f"stopped: {error}")
+                return
+            measured.failed(str(error))
+            if str(error) != told:  # not every few seconds
+                told = str(error)
+                _tell(f"waiting: {told}")
+                if draw is not None:
+                    with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
+                        draw()
+            asked.wait(every_s)
+            continue
+        if done is None:
+            if lacking and lacking != told:
+                _tell(lacking if once else f"waiting: {lacking}")
+                told = lacking
+            if once:
+                return
+            asked.wait(every_s)

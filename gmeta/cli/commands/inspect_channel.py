@@ -1,0 +1,92 @@
+"""`gmeta inspect` on a channel: its versions, which one is served, and what was decided."""
+
+from typing import Any
+
+from gmeta.cli.commands.console import print_result, screen, show_table, size_text, table_of
+from gmeta.errors import GMetaError
+from gmeta.platform.files.local_paths import is_url
+from gmeta.serving.channel.channel import Channel
+from gmeta.serving.channel.model_version import check_version
+from metaio.quantities import format_count
+
+_SHOWN = 20  # of the versions and of the verdicts: one screen
+
+
+def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], verify: bool) -> None:
+    """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
+    and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
+
+    Raises:
+        GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
+            files are checked against their checksums.
+    """
+    console, current = screen(), channel.current()
+    numbers = channel.numbers()
+    served = "nothing is served yet"
+    if current is not None:
+        served = f"serves version {current.parent.name}, {current.action} {current.at[:19]} UTC"
+    held = format_count(len(numbers), "version")
+    if is_url(place):
+        held += f" of what it serves, copied to {channel.root}"
+    console.print(f"channel {place}: {held}; {served}")
+    heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
+    table = table_of("Versions", *heads, text=("version", "verdict"))
+    verdicts = {entry.get("number"): entry for entry in told if entry.get("action") == "promoted"}
+    broken = []
+    for number in numbers[-_SHOWN:]:
+        try:
+            version, entry = channel.version(number), verdicts.get(number, {})
+        except GMetaError as error:
+            broken.append(str(error))  # the one that serves may be whole
+            continue
+        touched = version.delta.touched.values() if version.delta else ()
+        table.add_row(
+            ("* " if current and current.number == number else "  ") + version.name,
+            version.kind,
+            str(version.delta.parent.number) if version.delta else "-",
+            size_text(version.num_bytes),
+            f"{version.num_bytes / max(version.full_bytes, 1):.1%}",
+            f"{sum(one.rows for one in touched):,}" if version.delta else "all",
+            str(entry.get("at", "never"))[:16].replace("T", " "),
+            _scores(entry.get("verdict")),
+        )
+    show_table(console, table)
+    for line in broken:
+        console.print(f"damaged: {line}")
+    for entry in [one for one in told if one.get("action") == "refused"][-_SHOWN:]:
+        verdict = entry.get("verdict") or {}
+        console.print(
+            f"refused {str(entry.get('at'))[:19]}: {'; '.join(verdict.get('reasons', []))}"
+        )
+    print_result(
+        {
+            "kind": "channel",
+            "path": place,
+            "versions": numbers,
+            "serves": None if current is None else current.number,
+            "decisions": told,
+        }
+    )
+    if current is None:
+        return
+    chain = channel.chain(current.number)
+    for version in (chain.base, *chain.deltas) if verify else ():
+        check_version(version)
+    how = "every checksum matches" if verify else "--verify reads it and checks checksums"
+    num_bytes = size_text(chain.base.num_bytes + chain.delta_bytes)
+    screen().print(
+        f"the chain of version {current.number} is complete: version {chain.base.number} and "
+        f"{format_count(len(chain.deltas), 'delta')}, {num_bytes}; {how}"
+    )
+
+
+def _scores(verdict: Any) -> str:
+    """Return a verdict's scores in a few words; "-" where nobody judged."""
+    if not isinstance(verdict, dict):
+        return "-"
+    scores = verdict.get("candidate") or {}
+    told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    difference = (verdict.get("difference") or {}).get("value")
+    better = "" if difference is None else f", better by {difference:+.4g}"
+    against = "refused, promoted by hand: " if verdict.get("verdict") == "refuse" else ""
+    return f"{against}{told}{better}" or "-"

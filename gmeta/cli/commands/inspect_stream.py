@@ -1,0 +1,133 @@
+"""`gmeta inspect` on a stream: its increments, how its tables grow, what was refused and why."""
+
+from collections import Counter
+from operator import itemgetter
+from pathlib import Path
+
+import typer
+
+from gmeta.cli.commands.console import print_result, screen, show_table, table_of
+from gmeta.platform.files.local_paths import is_url
+from metaio.errors import FormatError
+from metaio.format.inspection import find_damage
+from metaio.prepare.schema.schema_file import parse_schema
+from metaio.quantities import format_count
+from metaio.stream.chain import IncrementRecord, Stream, format_event_time, open_stream
+from metaio.stream.quarantine import list_quarantine
+from metaio.stream.stream_state import load_state
+
+# The newest: one screen, whatever the age of the stream.
+_SHOWN = 12
+
+
+def inspect_stream(path: str, verify: bool) -> None:
+    """Show a stream's increments, windows, rows, ids, capacities and alarms; with `verify` check
+    every checksum, exit code 1 if one differs."""
+    stream, console = open_stream(path), screen()
+    if verify:
+        found = _problems(stream)
+        for line in found:
+            console.print(line)
+        print_result({"kind": "stream", "path": path, "problems": found})
+        if found:
+            raise typer.Exit(1)
+        num = format_count(len(stream.records), "increment")
+        console.print(f"{path} is intact: {num}, every checksum matches.")
+        return
+    records = stream.records
+    refused = [] if is_url(path) else list_quarantine(Path(path))  # which is not published
+    print_result(
+        {
+            "kind": "stream",
+            "path": path,
+            "id": stream.id,
+            "increments": [
+                {"number": one.number, "window": one.window, "report": one.report}
+                for one in records
+            ],
+            "quarantined": refused,
+        }
+    )
+    schema = parse_schema(stream.description["schema"])
+    gate = schema.stream.gate if schema.stream else 0.0
+    labels = "label" if len(schema.labels) == 1 else "labels"
+    console.print(
+        f"stream {stream.id}: {format_count(len(records), 'increment')}, time in "
+        f"{stream.description['time_unit']}, gate {gate:.0%}\n"
+        f"task {schema.task.column}, {labels} {schema.label_text}"
+    )
+    _show_increments(records, stream.description["time_unit"])
+    _show_tables(stream)
+    if len(records) > _SHOWN:
+        alarms = Counter(r.number for r in records[:-_SHOWN] for _ in r.report["alarms"])
+        if alarms:
+            console.print(f"{format_count(alarms.total(), 'alarm')} in increments before these")
+    for record in records[-_SHOWN:]:
+        for alarm in record.report["alarms"]:
+            console.print(f"alarm in {record.number}: {alarm}")
+    for note in sorted(refused, key=itemgetter("before")):
+        # Whole: files of all partitions often have one name.
+        first, *others = (file["name"] for file in note["files"])
+        more = f" and {len(others):,} more" if others else ""
+        reasons = "; ".join(note["reasons"])
+        console.print(f"quarantined before {note['before']}: {first}{more}: {reasons}")
+
+
+def _problems(stream: Stream) -> list[str]:
+    """Return one message for each file that is missing or altered, of whichever increment."""
+    found: list[str] = []
+    for number in stream.numbers:
+        try:
+            known: list[str] = []
+            found += find_damage(stream.dataset(number, known), known_problems=known)
+        except FormatError as error:  # its manifest: others may be whole
+            found.append(str(error))
+    if not is_url(stream.url):
+        try:
+            load_state(Path(stream.url), stream.numbers[-1])
+        except FormatError as error:
+            found.append(str(error))
+    return found
+
+
+def _show_increments(records: list[IncrementRecord], unit: str) -> None:
+    heads = ("no", "window to", "rows", "late", "tasks", "back", "new ids", "freed", "!")
+    shown = records[-_SHOWN:]
+    begin = format_event_time(shown[0].window[0], unit)
+    title = f"Windows from {begin} on (back: returning tasks; !: alarms)"
+    table = table_of(title, *heads, text=())
+    for record in shown:
+        report = record.report
+        tables = report["tables"].values()
+        back = sum(counts["returning"] for counts in report["tasks"].values())
+        table.add_row(
+            str(record.number),
+            format_event_time(record.window[1], unit),
+            _short(report["rows"]),
+            _short(report["late"] + report["too_late"]),
+            _short(back + sum(counts["new"] for counts in report["tasks"].values())),
+            _short(back),
+            _short(sum(own["new"] for own in tables)),
+            _short(sum(own["freed"] for own in tables)),
+            str(len(report["alarms"]) or ""),
+        )
+    show_table(screen(), table)
+
+
+def _show_tables(stream: Stream) -> None:
+    tables = stream.newest.report["tables"]
+    if not tables:
+        return
+    heads = ("table", "rows in use", "capacity", "full", "pending")
+    table = table_of(f"Tables of increment {stream.newest.number}", *heads, text=("table",))
+    for name, own in tables.items():
+        full = f"{100 * own['rows'] / own['capacity']:.0f} %"
+        table.add_row(name, f"{own['rows']:,}", f"{own['capacity']:,}", full, f"{own['pending']:,}")
+    show_table(screen(), table)
+
+
+def _short(number: int) -> str:
+    """Return a count in at most six characters: eleven columns fit into 80."""
+    if number < 100_000:
+        return f"{number:,}"
+    return f"{number / 1e3:.0f} k" if number < 1e6 else f"{number / 1e6:.1f} M"

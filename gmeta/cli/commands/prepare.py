@@ -1,0 +1,345 @@
+"""`gmeta prepare`."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.table import Table
+
+from gmeta.cli.commands.console import phases, print_result, screen, show_table, table_of
+from gmeta.cli.commands.extend_stream import extend_stream
+from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
+from gmeta.errors import UserError
+from metaio.format.atomic_folder import find_unfinished
+from metaio.format.dataset import Dataset, open_dataset
+from metaio.prepare.job import PrepareOptions
+from metaio.prepare.local import prepare as prepare_on_one_machine
+from metaio.prepare.schema.schema_file import load_schema
+from metaio.quantities import format_count
+from metaio.recipes.amazon import prepare_amazon
+from metaio.recipes.by_time import ByTimeConfig
+from metaio.recipes.metaemb import MetaEmbConfig, prepare_metaemb
+from metaio.recipes.movielens import MovieLensConfig, prepare_movielens
+from metaio.recipes.movielens_100k import prepare_movielens_100k
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from metaio.recipes.synthetic_days import DaysConfig, write_days
+
+DAILY_ROWS = (DaysConfig.min_rows, DaysConfig.max_rows)
+# The options that each way of preparing reads, beside --overwrite.
+OPTIONS = {
+    "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
+    "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed"},
+    "--recipe movielens-1m": {"recipe", "validation", "order", "history", "seed"},
+    "--recipe metaemb": {"recipe", "validation", "seed"},
+    "--recipe movielens-100k": {"recipe", "label", "seed"},
+    "--recipe amazon": {"recipe", "label", "seed"},
+    "--schema": {"schema", "memory", "threads", "block_rows", "bundle_tasks", "compact"},
+    # Memory and threads are Spark's own matter.
+    "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
+    "--extend": {
+        *("extend", "along", "accept", "schema", "memory", "threads"),
+        *("block_rows", "bundle_tasks", "compact"),
+    },
+    "--extend --spark": {
+        *("extend", "along", "accept", "schema", "spark"),
+        *("block_rows", "bundle_tasks", "compact"),
+    },
+}
+
+
+# Datasets that need no schema file.
+Recipe = Literal[
+    "movielens-1m", "metaemb", "movielens-100k", "amazon", "synthetic", "synthetic-days"
+]
+Paths = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[INPUT]... OUT",
+        help="raw tables (URL or glob), then the new dataset; with --extend tables alone",
+    ),
+]
+SchemaFile = Annotated[
+    Path | None, typer.Option(help="TOML file that says what the columns of INPUT are")
+]
+RecipeName = Annotated[Recipe | None, typer.Option(help="a ready dataset instead of --schema")]
+Tasks = Annotated[int, typer.Option(min=1, help="synthetic: users of the train split, or of a day")]
+Days = Annotated[
+    int, typer.Option(min=1, help="synthetic-days: logs of so many days, for a stream")
+]
+Items = Annotated[
+    int, typer.Option(min=10, help="synthetic: items, a fifth of them cold, or of a day")
+]
+RowsOfUser = Annotated[
+    tuple[int, int], typer.Option(help="synthetic: least and most rows of a user (a day: 8 16)")
+]
+Seed = Annotated[int, typer.Option(min=0, help="recipes: seed of every random choice")]
+Validation = Annotated[
+    bool,
+    typer.Option(
+        "--validation",
+        help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm",
+    ),
+]
+Order = Annotated[str, typer.Option(help="movielens-1m: shuffle, or time (support is the past)")]
+History = Annotated[
+    int,
+    typer.Option(
+        min=0, help="movielens-1m: each rating carries so many movies that its user liked"
+    ),
+]
+Label = Annotated[
+    Literal["click", "rating"],
+    typer.Option(help="movielens-100k, amazon: click is a rating of 4 or 5, rating 1 to 5"),
+]
+Memory = Annotated[str, typer.Option(help="schema: most memory to use, such as 2GB")]
+Threads = Annotated[int, typer.Option(min=0, help="schema: threads; 0: one a CPU core")]
+BlockRows = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="schema: rows of a block")]
+BundleTasks = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=2**31 - 1,
+        help="schema: training tasks that are shuffled together, which reads faster; 0: each by "
+        "itself; default: 64 from 524,288 rows on, else 0",
+        show_default=False,
+    ),
+]
+Compact = Annotated[
+    bool, typer.Option("--compact", help="schema: smaller files that take longer to read")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the dataset at OUT")]
+OnSpark = Annotated[
+    bool, typer.Option("--spark", help="schema, extend: let Spark read and deal the rows")
+]
+Extend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STREAM",
+        help="append the rows of INPUT to a stream; --schema is for its first increment",
+    ),
+]
+Along = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="INPUT",
+        help="extend: also these, such as files that came late, unless the rest is refused with "
+        "them",
+        show_default=False,
+    ),
+]
+Accept = Annotated[
+    bool, typer.Option("--accept", help="extend: take rows that the screen would refuse")
+]
+
+
+def prepare(
+    context: typer.Context,
+    paths: Paths,
+    schema: SchemaFile = None,
+    recipe: RecipeName = None,
+    tasks: Tasks = 4_000,
+    days: Days = 5,
+    items: Items = 3_000,
+    rows: RowsOfUser = (20, 40),
+    seed: Seed = 2019,
+    validation: Validation = False,
+    order: Order = "shuffle",
+    history: History = 0,
+    label: Label = "click",
+    memory: Memory = "2GB",
+    threads: Threads = 0,
+    block_rows: BlockRows = 65_536,
+    bundle_tasks: BundleTasks = None,
+    compact: Compact = False,
+    overwrite: Overwrite = False,
+    spark: OnSpark = False,
+    extend: Extend = None,
+    along: Along = None,
+    accept: Accept = False,
+) -> None:
+    """Turn raw tables into a dataset of tasks, each with a support and a query set.
+
+    gmeta prepare --schema clicks.toml 's3://logs/2026-*.parquet' data/clicks
+
+    gmeta prepare --recipe synthetic data/clicks
+
+    gmeta prepare --recipe movielens-1m ml-1m data/ml --validation
+
+    gmeta prepare --extend streams/clicks 'logs/day=2026-11-24/*.parquet'
+    """
+    *inputs, out = paths
+    _check_options(context, schema, recipe, spark, extend)
+    options = PrepareOptions(
+        memory_bytes=_bytes(memory),
+        threads=threads or os.cpu_count() or 1,
+        block_rows=block_rows,
+        bundle_tasks=bundle_tasks,
+        compact=compact,
+        overwrite=overwrite,
+    )
+    if extend is not None:
+        if overwrite:
+            raise UserError(
+                "--overwrite has no effect with --extend: increments do not change. Leave it out"
+            )
+        extend_stream(paths, along or [], extend, schema, options, accept, spark)
+        return
+    _tell_of_leftovers(out)
+    if recipe == "synthetic-days":
+        _expect_inputs(recipe, inputs, 0)
+        given = context.get_parameter_source("rows")
+        sizes = rows if given is not None and given.name == "COMMANDLINE" else DAILY_ROWS
+        write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
+        print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
+        screen(stderr=True).print(
+            f"written: {format_count(days, 'day')} of logs below {out}, and {out}/schema.toml  "
+            "(run: "
+            f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
+        )
+        return
+    if recipe == "synthetic":
+        _expect_inputs(recipe, inputs, 0)
+        config = SyntheticConfig(
+            num_tasks=tasks, num_items=items, min_rows=rows[0], max_rows=rows[1], seed=seed
+        )
+        prepare_synthetic(out, config, overwrite)
+    elif recipe is not None:
+        _expect_inputs(recipe, inputs, 1)
+        by_time = ByTimeConfig(label=label, seed=seed)
+        if recipe == "movielens-1m":
+            melu = MovieLensConfig(seed=seed, order=order, validation=validation, history=history)
+            prepare_movielens(inputs[0], out, melu, overwrite)
+        elif recipe == "metaemb":
+            metaemb = MetaEmbConfig(seed=seed, validation=validation)
+            prepare_metaemb(inputs[0], out, metaemb, overwrite)
+        elif recipe == "amazon":
+            prepare_amazon(inputs[0], out, by_time, overwrite)
+        else:
+            prepare_movielens_100k(inputs[0], out, by_time, overwrite)
+    elif schema is not None:
+        if not inputs:
+            raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
+        _prepare_tables(inputs, out, schema, options, spark)
+    _report(out)
+
+
+def _check_options(
+    context: typer.Context,
+    schema: Path | None,
+    recipe: Recipe | None,
+    spark: bool,
+    extend: str | None,
+) -> None:
+    """Refuse options that would have no effect: whoever gives one believes that it has."""
+    if recipe is not None and schema is not None:
+        raise UserError(
+            "both --schema and --recipe are given: a dataset comes of one. Leave one out"
+        )
+    if recipe is None and schema is None and extend is None:
+        raise UserError("neither --schema nor --recipe is given. Pass one of them")
+    way = f"--recipe {recipe}" if recipe else "--schema"
+    way = way if extend is None else "--extend"
+    way += " --spark" if spark and recipe is None and (schema or extend) else ""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        # Defaults were not asked for.
+        if source is None or source.name != "COMMANDLINE" or name in OPTIONS[way]:
+            continue
+        *others, last = [other for other, used in OPTIONS.items() if name in used] or [""]
+        if last:
+            known = f"{', '.join(others)} and {last}" if others else last
+            raise UserError(
+                f"--{name.replace('_', '-')} has no effect with {way}: it is for {known}. Leave it "
+                "out"
+            )
+
+
+def _prepare_tables(
+    inputs: list[str], out: str, schema: Path, options: PrepareOptions, spark: bool
+) -> None:
+    """Prepare raw tables by a schema, on this machine or on Spark."""
+    known = load_schema(schema)
+    if known.stream is not None:
+        raise UserError(
+            f"{schema} has [stream], which is for increments. Run: gmeta prepare --schema {schema} "
+            f"--extend {out} INPUT..., or leave [stream] out"
+        )
+    if spark:
+        refuse_transform(schema, known)
+        prepare_on_spark(inputs, out, known, options)
+    else:
+        with phases() as tell:
+            prepare_on_one_machine(inputs, out, known, options, tell)
+
+
+def _tell_of_leftovers(out: str) -> None:
+    left = find_unfinished(out)
+    if left is not None:
+        screen(stderr=True).print(
+            f"an earlier prepare of {out} was interrupted: starting over, without {left}"
+        )
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if found is None or float(found.group(1)) <= 0:
+        raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it")
+    # The letter's place is the power of 1,024; more than an exabyte is no more.
+    power = " KMGT".index(found.group(2).upper() or " ")
+    return int(min(float(found.group(1)) * 1024**power, 2.0**60))
+
+
+def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
+    if len(inputs) != count:
+        usage = "PATH OUT" if count else "OUT"
+        raise UserError(
+            f"--recipe {recipe} was given {len(inputs) + 1} paths, it takes {count + 1}. "
+            f"Run: gmeta prepare --recipe {recipe} {usage}"
+        )
+
+
+def _report(out: str) -> None:
+    console = screen(stderr=True)
+    # Opened anew: what is printed is what a reader will find.
+    dataset = open_dataset(out)
+    show_table(console, _counts(dataset))
+    lost = {
+        name: count for name, count in dataset.manifest.report.get("dropped", {}).items() if count
+    }
+    if lost:
+        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in lost.items())
+        console.print(f"left out: {told}")
+    for name, use in dataset.manifest.report.get("hashed_tables", {}).items():
+        if use["values_sharing_a_row_estimated"]:
+            console.print(
+                f"collisions in table {name}: about {use['values_sharing_a_row_estimated']:,} of "
+                f"{use['values_estimated']:,} values share one of {use['rows']:,} rows",
+            )
+    print_result(
+        {
+            "dataset": out,
+            "fingerprint": dataset.fingerprint,
+            "splits": {
+                name: {
+                    "episodes": split.num_episodes,
+                    "rows": split.num_rows,
+                    "shards": len(split.shards),
+                    "blocks": split.num_blocks,
+                }
+                for name, split in dataset.splits.items()
+            },
+            "report": dataset.manifest.report,
+        }
+    )
+    console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")
+
+
+def _counts(dataset: Dataset) -> Table:
+    heads = ("split", "episodes", "rows", "shards", "blocks")
+    table = table_of(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
+    for name, split in dataset.splits.items():
+        counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
+        table.add_row(name, *(f"{count:,}" for count in counts))
+    return table

@@ -1,0 +1,130 @@
+"""`gmeta serve`: an exported model as a server."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+
+from gmeta.cli.commands.serve_options import (
+    AccessLog,
+    BehindProxy,
+    CacheBytes,
+    CacheTtl,
+    Drain,
+    DrainDelay,
+    Grpc,
+    Listen,
+    MaxBatch,
+    MaxBody,
+    MaxConnections,
+    MaxRows,
+    MaxWaiting,
+    Model,
+    Name,
+    ReloadEvery,
+    Threads,
+    TimeoutS,
+    Verify,
+    Workers,
+)
+from gmeta.cli.commands.server_options import (
+    Insecure,
+    LogLevel,
+    TlsCert,
+    TlsClientCa,
+    TlsKey,
+    TokenFolder,
+)
+from gmeta.errors import UserError
+from gmeta.platform.files.local_paths import is_url
+from gmeta.serving.server.serve_config import ServeConfig
+from gmeta.serving.server.server_limits import BatchLimits, RequestLimits
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it stands in paths and in metrics
+
+
+def serve(
+    model: Model,
+    listen: Listen = "127.0.0.1:8080",
+    grpc: Grpc = "",
+    name: Name = "",
+    workers: Workers = 1,
+    threads: Threads = 1,
+    max_body: MaxBody = 16 << 20,
+    max_rows: MaxRows = 10_000,
+    max_waiting: MaxWaiting = 256,
+    max_batch: MaxBatch = 64,
+    max_connections: MaxConnections = 1_024,
+    timeout: TimeoutS = 10.0,
+    cache_bytes: CacheBytes = 256 << 20,
+    cache_ttl: CacheTtl = 3_600.0,
+    reload_every: ReloadEvery = 2.0,
+    drain: Drain = 20.0,
+    drain_delay: DrainDelay = 0.0,
+    verify: Verify = True,
+    access_log: AccessLog = True,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    tokens: TokenFolder = None,
+    insecure: Insecure = False,
+    behind_proxy: BehindProxy = False,
+    log_level: LogLevel = "INFO",
+) -> None:
+    """Answer the Open Inference Protocol with an exported model that adapts to each request's task.
+
+    gmeta serve exports/clicks --insecure --grpc 127.0.0.1:8081
+
+    gmeta serve clicks --listen 0.0.0.0:8080 --tls-cert tls.crt --tls-key tls.key --tokens tokens/
+
+    gmeta serve s3://bucket/clicks/channel --listen 0.0.0.0:8080 --behind-proxy
+
+    A newer export in the same folder, or version of the channel, is served as it comes. Runs until
+    SIGTERM, then answers the requests under way and exits 0. Logs JSON lines to stderr.
+    """
+    folder = model if is_url(model) else Path(model)
+    name = name or Path(model).absolute().name
+    _check(name)
+    config = ServeConfig(
+        folder=folder,
+        name=name,
+        listen=listen,
+        grpc_listen=grpc,
+        workers=workers,
+        threads=threads,
+        limits=RequestLimits(max_body, max_rows),
+        batch=BatchLimits(max_waiting, max_batch, timeout_s=timeout),
+        max_connections=max_connections,
+        cache_bytes=cache_bytes,
+        cache_ttl_s=cache_ttl,
+        reload_every_s=reload_every,
+        drain_s=drain,
+        drain_delay_s=drain_delay,
+        verify=verify,
+        access_log=access_log,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        tokens=tokens,
+        insecure=insecure,
+        behind_proxy=behind_proxy,
+    )
+    config.check()
+    # Loading torch takes seconds: not before the options are known to be right.
+    from gmeta.serving.server.server_processes import serve_until_signal
+    from gmeta.serving.server.server_worker import run_worker
+
+    raise typer.Exit(serve_until_signal(config, log_level, run_worker))
+
+
+def _check(name: str) -> None:
+    """Raise UserError for a package that is missing, or an option that is wrong by itself."""
+    for package in ("fastapi", "uvicorn", "httptools"):
+        if find_spec(package) is None:
+            raise UserError(f"gmeta serve needs the extra: pip install 'gmeta[serve]' ({package})")
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"--name is {name[:100]!r}; allowed are 1 to 100 letters, digits and . _ -, the first "
+            "a letter or digit. Pass --name"
+        )

@@ -1,0 +1,106 @@
+"""`gmeta train`."""
+
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gmeta.cli.commands import rank_launch as on_ranks
+from gmeta.config.train_config import load_config
+from gmeta.distributed.launch import restarts
+from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE
+from gmeta.errors import UserError
+from gmeta.feeds.service import (
+    SERVICE_VARIABLE,
+    SHARDS_FOLDER,
+    needs_own_service,
+    start_embedded_service,
+)
+from gmeta.runs.run_folder import CONFIG_FILE, LOCK_FILE
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file; `gmeta config` lists every key")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
+    ] = None,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="ranks to start on this machine")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the run folder's newest checkpoint")
+    ] = False,
+    master_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="rendezvous port; 0: any free one")
+    ] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="restart all ranks so often when one dies")
+    ] = 0,
+) -> None:
+    """Train a model; on several ranks with --nproc-per-node, or under torchrun.
+
+    gmeta train examples/demo.toml --nproc-per-node 2
+
+    gmeta train examples/demo.toml algorithm.name=none run.dir=runs/plain
+
+    torchrun --nproc-per-node 2 -m gmeta train examples/demo.toml
+    """
+    starts_ranks = on_ranks.starts_ranks(nproc_per_node)
+    for option, value in (("--master-port", master_port), ("--max-restarts", max_restarts)):
+        if value and not starts_ranks:
+            raise UserError(
+                f"{option} {value} is for ranks that this command starts, and it starts none. Add "
+                f"--nproc-per-node 2 or more; under torchrun give {option} to torchrun"
+            )
+    resolved = load_config(config, overrides or [])
+    root = Path(resolved.run.dir)
+    nearest = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        what = "is" if nearest == root else f"lies below {str(nearest)!r}, which is"
+        raise UserError(
+            f"run.dir = {str(root)!r} {what} a file: a folder is needed. Choose another run.dir"
+        )
+    # torchrun repeats the command as it was: a restarted rank finds what its first life wrote.
+    is_new = not (resume or restarts()[0])
+    if is_new:
+        _check_is_free(root)
+    with ExitStack() as stack:
+        if not (root / SHARDS_FOLDER).exists():
+            stack.callback(_drop_unused_store, root)
+        # Loading torch takes seconds: not before the config is known to be right.
+        if not starts_ranks:
+            with on_ranks.importing():
+                from gmeta.cli.commands.work.training_rank import train_on_rank
+            train_on_rank(resolved, is_new)
+            return
+        with on_ranks.importing():
+            from gmeta.cli.commands.work.preflight import check_for_ranks
+        check_for_ranks(resolved, is_new)
+        # The run folder was checked above; by the time a rank looks, the service's store is in it.
+        arguments = ["train", str(config), *(overrides or []), "--resume"]
+        if needs_own_service(resolved):
+            # Started here, not in a rank, so that it outlives the restarts of all ranks.
+            os.environ[SERVICE_VARIABLE] = stack.enter_context(
+                start_embedded_service(resolved)
+            ).address
+            os.environ[AGENT_SERVES_VARIABLE] = "1"
+        on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
+
+
+def _drop_unused_store(root: Path) -> None:
+    """Remove the store of a run that was refused before it began: the corrected command would find
+    a folder that is not empty."""
+    if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
+
+
+def _check_is_free(root: Path) -> None:
+    """Raise UserError for a folder that a new run cannot have."""
+    # A lock without a run was left by a run that was killed before it began.
+    if root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
+        raise UserError(
+            f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "
+            "Choose another run.dir, or add --resume to go on from its newest checkpoint"
+        )

@@ -1,0 +1,221 @@
+"""`gmeta judge`, `promote`, `rollback` and `publish`, once their options are known to be right."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gmeta.cli.commands.console import print_result, screen, show_table, table_of
+from gmeta.cli.commands.inspect import is_run
+from gmeta.cli.commands.work.next_version import beside, channel_to_be, export_since, told
+from gmeta.data.opening import open_by_name, open_data
+from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.metrics.catalogue import LIST_LOSSES
+from gmeta.platform.files.checked_json import read_json
+from gmeta.runs.run_folder import RunFolder, write_json
+from gmeta.serving.channel.champion_judge import Verdict, judge, refused, windows_before
+from gmeta.serving.channel.channel import POINTER, Channel, is_channel
+from gmeta.serving.channel.current_version import reached
+from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.model_version import copy_version, is_delta, read_version
+from gmeta.serving.channel.remote_channel import publish
+from gmeta.serving.channel.version_packing import pack
+from gmeta.serving.channel.version_retention import prune
+from gmeta.serving.export import export_run
+from gmeta.serving.exported_folder import check_files, read_config
+from gmeta.serving.table_format import TableFormat
+from metaio.errors import MetaIOError
+from metaio.format.dataset import Dataset, open_dataset
+from metaio.quantities import format_count
+from metaio.stream.chain import STREAM_FILE, is_stream, open_stream
+from metaio.stream.publish import publish_stream
+
+
+def promote_candidate(
+    candidate: Path,
+    root: Path,
+    tables: TableFormat,
+    step: int | None,
+    verdict: Path | None,
+    force: bool = False,
+    keep: int = 0,
+) -> None:
+    """Promote a run or an export, and print what is served from here on; with `keep`, remove the
+    versions that nobody needs. Raise UserError for one that its verdict refuses, unless `force`."""
+    channel = channel_to_be(root)
+    kept = None if verdict is None else _verdict(verdict)
+    is_refused = kept is not None and kept.get("verdict") == "refuse"
+    reasons = "; ".join(kept.get("reasons", [])) if kept is not None else ""
+    if is_refused and not force:
+        raise UserError(
+            f"--verdict = '{verdict}' refuses it: {reasons}. Pass --force to promote it all the "
+            "same"
+        )
+    offered = None if is_run(candidate) else read_version(candidate)
+    with beside(root / "candidate", str(root)) as packed:
+        if offered is None:
+            export_since(candidate, packed, root, tables, step, True)
+        elif offered.delta is not None or channel.serves(offered):
+            packed = candidate
+        else:
+            with beside(root / "model", str(root)) as model:
+                check_files(candidate, read_config(candidate), checksums=False)
+                # No links: what its owner does to the folder later must not reach the channel.
+                copy_version(offered, model, shutil.copyfile)
+                pack(channel, model, packed, overwrite=True)
+        is_own = packed != candidate
+        current = channel.promote(packed, kept, is_own=is_own, named=candidate)
+    version = channel.version(current.number)
+    print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
+    screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
+    if is_refused:
+        screen(stderr=True).print(f"against its verdict: {reasons}")
+    if keep:
+        _remove_older(channel, keep)
+
+
+def _remove_older(channel: Channel, keep: int) -> None:
+    """Remove the versions that nobody needs, and print which; that some are damaged, or another
+    process is at work, is reported, but does not fail the promotion."""
+    try:
+        gone = prune(channel, keep)
+    except (GMetaError, MetaIOError) as error:
+        screen(stderr=True).print(f"nothing is removed: {error}")
+        return
+    if gone:
+        screen(stderr=True).print(f"removed: version {', '.join(map(str, reversed(gone)))}")
+
+
+def judge_candidate(
+    candidate: Path,
+    root: Path,
+    on: str,
+    split: str,
+    margin: float | None,
+    pool: int,
+    out: Path | None,
+) -> bool:
+    """Judge a run or an export against what a channel serves, print the verdict, write it to `out`
+    and keep a refusal in the channel; return whether it is to be promoted."""
+    channel = channel_to_be(root)
+    own_folder = beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
+    with own_folder if is_run(candidate) else nullcontext(candidate) as whole:
+        try:
+            model, own = _model_and_data(candidate, whole)
+            dataset = open_by_name(on) if on else own()
+            verdict = judge_model(channel, model, dataset, split, margin, pool)
+        except NotFiniteError as error:
+            verdict = refused(str(error))
+    if not verdict.promote:
+        channel.record(verdict.to_json())
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, verdict.to_json())
+    show_verdict(verdict)
+    return verdict.promote
+
+
+def judge_model(
+    channel: Channel, model: Path, dataset: Dataset, split: str, margin: float | None, pool: int
+) -> Verdict:
+    """Return the verdict on an exported model by a dataset and the increments before it in its
+    stream, if it is of one."""
+    current = channel.current()
+    champion = None if current is None else whole_version(channel, current.number)
+    windows = windows_before(dataset)
+    verdict = judge(model, champion, windows, split, margin, pool)
+    return replace(
+        verdict,
+        champion_version=None if current is None else current.number,
+        model=read_version(model).checksum,
+    )
+
+
+def show_verdict(verdict: Verdict) -> None:
+    """Print a verdict on one screen."""
+    print_result(verdict.to_json())
+    console = screen()
+    heads = ("model", *verdict.candidate)
+    table = table_of("Gate", *heads, text=("model",))
+    champion = f"champion (version {verdict.champion_version})"
+    for name, scores in (("candidate", verdict.candidate), (champion, verdict.champion)):
+        if scores:
+            told = ("-" if value is None else f"{value:.4f}" for value in scores.values())
+            table.add_row(name, *told)
+    show_table(console, table)
+    measured = {
+        f"{verdict.metric} better by": verdict.difference,
+        "predictions over labels": verdict.calibration,
+    }
+    for what, one in measured.items():
+        if one is not None and one.value is not None:
+            ends = "no interval" if one.low is None else f"95 % {one.low:.4g} to {one.high:.4g}"
+            console.print(f"{what} {one.value:.4g} ({ends})")
+    if verdict.metric in LIST_LOSSES:
+        console.print("predictions over labels - (scores of a ranking loss have no level)")
+    console.print(
+        f"over {verdict.num_rows:,} rows of {format_count(verdict.num_tasks, 'task')} of "
+        f"{format_count(verdict.windows, 'window')}"
+        + ("" if verdict.margin is None else f"; margin {verdict.margin:.4g}")
+    )
+    if verdict.champion_version is None:
+        console.print("no champion: the channel serves no version yet")
+    console.print("promote" if verdict.promote else f"refuse: {'; '.join(verdict.reasons)}")
+
+
+def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, Callable[[], Dataset]]:
+    """Return the exported model of a candidate (a run's is made at `whole`), and a function that
+    opens its dataset."""
+    if is_run(candidate):
+        export_run(candidate, whole, overwrite=True)
+        return whole, partial(open_data, RunFolder(candidate).read_config().data)
+    if is_delta(candidate):
+        raise UserError(
+            f"{candidate} is a delta, which predicts nothing alone. Judge the run or a full export"
+        )
+    return candidate, partial(open_dataset, str(read_config(candidate).source.get("dataset", "")))
+
+
+def roll_back(root: Path, to: int | None) -> None:
+    """Serve an earlier version, and print which."""
+    if not is_channel(root):
+        raise UserError(
+            f"{root} is no channel: there is no {POINTER}. Give a folder that `gmeta promote` wrote"
+        )
+    current = Channel(root).rollback(to)
+    print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
+    screen(stderr=True).print(f"served: version {current.parent.name} of {root} again")
+
+
+def publish_to(root: Path, url: str) -> None:
+    """Copy a channel or a stream to a URL, and print what went there."""
+    url = url.rstrip("/")
+    if is_channel(root):
+        channel = Channel(root)
+        copied, noun = publish(channel, url), "version"
+        newest = f"version {channel.served().parent.name}"
+    elif is_stream(str(root)):
+        with reached(url):
+            copied, noun = publish_stream(root, url), "increment"
+        newest = f"increment {open_stream(str(root)).numbers[-1]}"
+    else:
+        raise UserError(
+            f"{root} is no channel and no stream: there is neither {POINTER} nor {STREAM_FILE}. "
+            "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
+        )
+    print_result({"path": root, "url": url, "copied": copied})
+    screen(stderr=True).print(
+        f"published: {newest} of {root} at {url}  ({format_count(len(copied), noun)} copied)"
+    )
+
+
+def _verdict(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--verdict = {str(path)!r} is no verdict: {error}. Give what `gmeta judge --out` wrote"
+        ) from error

@@ -1,0 +1,215 @@
+"""`gmeta evaluate` as a rank; rank 0 writes the report and says where."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gmeta.cli.commands.console import first_progress, print_result, screen, show_table
+from gmeta.cli.commands.work.rank_process import be_rank
+from gmeta.config.algorithm import PLAIN
+from gmeta.config.train_config import TrainConfig, overridden
+from gmeta.data.label_checks import scored_labels
+from gmeta.data.opening import data_config_for, open_by_name, open_data, resolve_newest
+from gmeta.data.support_views import EvalProtocol
+from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.ranks import Ranks, broadcast_value
+from gmeta.errors import UserError
+from gmeta.evaluation.baselines.candidates import Candidates, make_candidates
+from gmeta.evaluation.baselines.predict_baselines import find_item_index, predict_baselines
+from gmeta.evaluation.evaluate import (
+    checkpoint_of,
+    choose_splits,
+    describe_trained_splits,
+    evaluate_run,
+    limit_to_one_draw,
+    with_judged_label,
+)
+from gmeta.evaluation.report.console_table import make_console_table
+from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
+from gmeta.evaluation.report.report_files import write_report
+from gmeta.metrics.catalogue import Scoring
+from gmeta.runs.checkpoints.choice import best_not_kept
+from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE, write_chosen_adaptation
+from gmeta.runs.run_folder import RunFolder
+from metaio.format.dataset import Dataset
+from metaio.format.translation import translate_dataset
+from metaio.prepare.episodes.raw_ids import describe_missing_ids
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for: `overrides` change the first run's algorithm, and what is
+    measured of all runs."""
+
+    splits: list[str]
+    overrides: list[str]
+    item_column: str
+    trees: bool
+    draws: int = 1
+    support_sizes: tuple[int, ...] = ()
+    on: str = ""
+    label: str = ""
+
+
+def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainConfig) -> None:
+    """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
+    wanted = EvalProtocol(asked.draws, asked.support_sizes)
+
+    def work(ranks: Ranks) -> None:
+        # Folders of the same name in different places are told apart by their paths.
+        short = len({root.name for root in roots}) == len(roots)
+        for root in roots:
+            checkpoint_of(RunFolder(root))
+        dataset = open_data(config.data)
+        label = _label(dataset, asked.label) or config.labels.judged
+        configs = {root: RunFolder(root).read_config() for root in roots}
+        own_data = {root: open_data(own.data) for root, own in configs.items()}
+        for root, own in configs.items():
+            with_judged_label(label, own, own_data[root])
+        chosen = with_judged_label(label, overridden(config, asked.overrides), dataset)
+        if chosen.evaluation.candidates:
+            _check_same_items(own_data, chosen.evaluation.candidates)
+        if asked.item_column:  # an error is reported before minutes are spent
+            find_item_index(dataset, asked.item_column)
+        # One for all runs and ranks, whatever lands in a stream meanwhile.
+        named = broadcast_value(resolve_newest(asked.on), ranks) if asked.on else ""
+        on = translate_dataset(open_by_name(named), dataset) if named else None
+        shown, note = limit_to_one_draw(wanted, on or dataset)
+        notes = [one for one in (describe_missing_ids(on or dataset), note) if one]
+        scored = chosen if on is None else replace(chosen, data=data_config_for(chosen.data, on))
+        splits = choose_splits(scored, on or dataset, asked.splits)
+        names = {root: root.name if short else str(root) for root in roots}
+        for root, name in names.items():
+            notes += describe_trained_splits(
+                name, RunFolder(root), own_data[root], on or own_data[root], splits
+            )
+        if ranks.rank == 0:
+            for one in notes:
+                screen(stderr=True).print(one)
+        candidates = _candidates(scored, on or dataset, splits, asked.item_column, ranks)
+        overrides_adapting = any(each.startswith("algorithm.") for each in asked.overrides)
+        runs = []
+        for root, name in names.items():
+            with first_progress(f"scoring {name:.16}", ranks.rank) as advance:
+                runs.append(
+                    evaluate_run(
+                        root,
+                        name,
+                        asked.splits,
+                        ranks,
+                        chosen.algorithm if overrides_adapting and root == roots[0] else None,
+                        shown,
+                        named,
+                        candidates,
+                        advance,
+                        label,
+                        chosen.evaluation,
+                    )
+                )
+        if ranks.rank == 0:
+            evaluated = [each for each in runs if each is not None]
+            console = screen()
+            screen(stderr=True).print("the runs are scored; now the baselines, from training rows")
+            yardsticks = [
+                predict_baselines(
+                    chosen,
+                    dataset,
+                    splits,
+                    asked.item_column,
+                    asked.trees,
+                    shown,
+                    on,
+                    candidates if one.is_judged else None,
+                    one,
+                )
+                for one in scored_labels(chosen, dataset)
+            ]
+            models = [model for found in yardsticks for model in found.models]
+            told = dict.fromkeys(note for found in yardsticks for note in found.notes)
+            paths = write_report(
+                out,
+                evaluated,
+                models,
+                [*told, *notes],
+                lambda found: show_table(console, make_console_table(found)),
+            )
+            for root, each in zip(roots, evaluated, strict=True):
+                _keep_chosen(root, each)
+            evaluation = json.loads(Path(paths.evaluation_json).read_text())
+            print_result({"report": paths.html, "evaluation": evaluation})
+            for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
+                screen(stderr=True).print(line)
+            console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
+
+    # A run that was trained on a GPU is evaluated on the device that is here.
+    device = "cpu" if config.run.device == "cpu" else "auto"
+    configs = [RunFolder(root).read_config().digest for root in roots]
+    told = {**vars(asked), "the config of each RUN": configs}
+    be_rank(device, config.run.collective_timeout_s, told, work)
+
+
+def _keep_chosen(root: Path, run: EvaluatedRun) -> None:
+    """Keep what validation chose for a run that adapts: `gmeta export` uses it."""
+    if run.algorithm == PLAIN or not run.fine_tuning:
+        return
+    tuning = run.fine_tuning[0]
+    (best,) = tuning.chosen
+    told = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
+    try:
+        write_chosen_adaptation(RunFolder(root), run.step, best.inner_lr, best.inner_steps, **told)
+    except OSError as error:
+        screen(stderr=True).print(
+            f"{root / CHOSEN_ADAPTATION_FILE} cannot be written ({error}): an export of this run "
+            "adapts as "
+            "its config says"
+        )
+
+
+def _label(dataset: Dataset, label: str) -> str:
+    """Return the label asked for, "" for none. Raise UserError where the dataset has one label
+    without a name."""
+    if label and not dataset.features.labels:
+        raise UserError(
+            f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
+        )
+    return label
+
+
+def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
+    """Raise UserError for sampled candidates of runs whose ids stand for other items, as in a run
+    that was not trained on the dataset of the first."""
+    (first, dataset), *others = own_data.items()
+    for root, other in others:
+        if other.fingerprint != dataset.fingerprint:
+            raise UserError(
+                f"evaluation.candidates = {candidates}, but run {root} was trained on {other.url} "
+                f"({other.fingerprint[:12]}), {first} on {dataset.url} "
+                f"({dataset.fingerprint[:12]}): the ids of one are other items to the other. "
+                "Evaluate each run alone, or without candidates"
+            )
+
+
+def _candidates(
+    config: TrainConfig, dataset: Dataset, splits: list[str], item_column: str, ranks: Ranks
+) -> Candidates | None:
+    """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
+    Collective."""
+    if not config.evaluation.candidates:
+        return None
+    found: list[Candidates] = []
+
+    def sample() -> None:
+        scoring = Scoring(config.loss_of(), config.evaluation)
+        (judged,) = (one for one in scored_labels(config, dataset) if one.is_judged)
+        made = make_candidates(
+            dataset,
+            splits,
+            config.evaluation.candidates,
+            scoring.threshold,
+            item_column,
+            judged,
+        )
+        found.append(made)
+
+    run_on_first(sample, ranks)
+    return broadcast_value(found[0] if found else None, ranks)

@@ -1,0 +1,65 @@
+"""What `gmeta export --since` and `gmeta promote` share: a run as the next version of a channel."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gmeta.cli.commands.console import size_text
+from gmeta.errors import UserError
+from gmeta.serving.channel.channel import POINTER, Channel, is_channel
+from gmeta.serving.channel.model_version import Version
+from gmeta.serving.channel.version_packing import pack
+from gmeta.serving.export import export_run
+from gmeta.serving.exported_folder import check_free
+from gmeta.serving.table_format import TableFormat
+from metaio.format.atomic_folder import lock_writer
+
+
+def export_since(
+    run: Path, out: Path, since: Path, tables: TableFormat, step: int | None, overwrite: bool
+) -> tuple[Version, str]:
+    """Return what was written, and why it is whole ("" of a delta)."""
+    check_free(out, overwrite)
+    with beside(out, str(out)) as whole:
+        export_run(run, whole, tables, step, overwrite=True)
+        return pack(channel_to_be(since), whole, out, overwrite)
+
+
+def told(version: Version) -> str:
+    """Return a line on what a version holds."""
+    if version.delta is None:
+        return f"full, {size_text(version.num_bytes)}"
+    rows = sum(each.rows for each in version.delta.touched.values())
+    num_rows = sum(each.num_rows for each in version.delta.touched.values())
+    return (
+        f"delta over version {version.delta.parent.number}: {rows:,} of {num_rows:,} rows, "
+        f"{size_text(version.num_bytes)} of {size_text(version.full_bytes)}"
+    )
+
+
+def channel_to_be(root: Path) -> Channel:
+    """Return the channel at a path, or one that is to be made there. Raise UserError where
+    something else is."""
+    # What begins with a dot is what a killed promotion left.
+    found = root.iterdir() if root.is_dir() else [root] if root.exists() else []
+    if not is_channel(root) and any(not path.name.startswith(".") for path in found):
+        raise UserError(
+            f"{root} is no channel: there is no {POINTER}, but something else. Give the folder of "
+            "a channel, or one that does not exist yet"
+        )
+    return Channel(root)
+
+
+@contextmanager
+def beside(out: Path, name: str) -> Iterator[Path]:
+    """Yield a place on the file system of `out` to make something; what is left there is removed.
+    Raise DataError where another process writes `name`, as messages call it."""
+    path = out.parent / f".{out.name}.whole"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lock_writer(path.with_name(f"{path.name}.lock"), name, remedy="Wait for it"):
+        shutil.rmtree(path, ignore_errors=True)  # what a killed process left
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)

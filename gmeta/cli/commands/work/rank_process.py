@@ -1,0 +1,34 @@
+"""How a rank begins and ends, whatever it does in between."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gmeta.cli.commands.work.shared_error import told_once
+from gmeta.distributed.ranks import (
+    Ranks,
+    explain_lost_peers,
+    start_ranks,
+    stop_ranks,
+    with_shared_memory,
+)
+from gmeta.distributed.stopping import end_with_agent
+from gmeta.runs.alike import check_alike
+
+
+def be_rank(
+    device: str,
+    timeout_s: int,
+    told: Mapping[str, Any],
+    work: Callable[[Ranks], None],
+    *,
+    shared_memory: bool = False,
+) -> None:
+    """Join the other ranks (see start_ranks), do the work if all were `told` the same, and leave;
+    an error ends all of them."""
+    end_with_agent()
+    with explain_lost_peers():
+        ranks = start_ranks(device, timeout_s)
+        with told_once(ranks):
+            check_alike(told, ranks)
+            work(with_shared_memory(ranks, timeout_s) if shared_memory else ranks)
+        stop_ranks()

@@ -1,0 +1,104 @@
+"""A trial of `gmeta tune` as a process: trains one config and scores it as `gmeta evaluate` would,
+or says in a line why it did not."""
+
+import gc
+import os
+import sys
+import threading
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pyarrow.compute as pc
+import torch
+
+from gmeta.cli.commands.error_messages import WRONG_PATHS, told, told_errors
+from gmeta.cli.commands.work.rank_process import be_rank
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.data.opening import open_data
+from gmeta.distributed.ranks import Ranks
+from gmeta.errors import NotWrittenError
+from gmeta.evaluation.evaluate import evaluate_run
+from gmeta.evaluation.validation import average_scores, score_predictions
+from gmeta.platform.numerics import choose_products
+from gmeta.runs.alike import settings_of_all
+from gmeta.runs.build import check_on_data
+from gmeta.runs.early_stop import make_early_stop
+from gmeta.train import train
+from gmeta.tuning.trials import TrialReport
+
+
+def be_trial(
+    is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
+) -> None:
+    """Train and score a trial, whose config comes as JSON, in this process, which ends with it; or
+    check the config and its dataset as `gmeta train` does before it starts ranks. What is printed
+    goes to the file `log`, the outcome (Said) to `says`. `place` is the trial's among those that
+    run at a time, and chooses its GPU.
+    """
+    _leave_with_tune()
+    if gpus := torch.cuda.device_count():
+        os.environ["LOCAL_RANK"] = str(place % gpus)
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for number in (1, 2):
+        os.dup2(opened, number)
+    os.close(opened)
+    code = 0
+    try:
+        if is_check:
+            check_on_data(config_from_dict(config))
+        else:
+            _train(config_from_dict(config), says)
+    except told_errors() as error:
+        line, code = told(error)
+        sys.stderr.write(f"error: {line}\n")
+        is_path = isinstance(error, WRONG_PATHS)
+        unwritten = isinstance(error, NotWrittenError | OSError) and not is_path
+        # A trial is not resumed: it is tried again.
+        failure = error.args[0] if isinstance(error, NotWrittenError) else line
+        says.send(TrialReport(failure=failure, is_write_failure=unwritten))
+    # A fault of the program ends the process with its traceback in the log, which is named.
+    says.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As gmeta.cli.main does: native threads of the libraries may abort an interpreter on its way
+    # out.
+    os._exit(code)
+
+
+def _train(config: TrainConfig, says: Connection) -> None:
+    def work(ranks: Ranks) -> None:
+        root, splits = train(config, ranks).root, config.data.valid_splits
+        # Products as in a process of its own, whatever run.precision is. The trained model lies in
+        # cycles: a GPU may not hold two.
+        choose_products("float32", ranks.device)
+        gc.collect()
+        # At the rate and steps that validation chooses, not at those of the trial: a baseline that
+        # never took an inner step would be ranked by its luck with them.
+        run = evaluate_run(root, root.name, splits, ranks)
+        assert run is not None
+        rows, dataset = run.predictions, open_data(config.data)
+        of_split = {split: rows.filter(pc.equal(rows["split"], split)) for split in splits}
+        scores = {
+            split: score_predictions(rows, split, config, dataset).scores
+            for split, rows in of_split.items()
+        }
+        says.send(
+            TrialReport(average_scores(scores)[make_early_stop(config).metric], run.adapts_with)
+        )
+
+    run = config.run
+    be_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
+
+
+def _leave_with_tune() -> None:
+    """End this process with the one that started it, however that ends: nobody would listen."""
+    parent = parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="leaves-with-tune", daemon=True).start()

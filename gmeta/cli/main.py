@@ -1,0 +1,235 @@
+"""The `gmeta` command: subcommands, and how an error becomes one line and an exit code.
+
+Exit code 2: the user can mend it. 1: a failure. 3: `prepare --extend` does not trust the rows. No
+traceback for any; GMETA_TRACEBACK=1 shows it.
+"""
+
+import difflib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from gmeta import __version__
+from gmeta.cli.commands.error_messages import let_others_tell, told, told_errors, write_error
+from gmeta.cli.commands.verbosity_options import with_options
+from gmeta.errors import is_of_memory
+from gmeta_keys.translate_errors import failing_as
+
+# Each with its line in `gmeta --help`: its own help's first sentence. A module is loaded when it is
+# asked for: the data-shard service must start without torch, and nobody waits seconds for the help
+# of `prepare`.
+COMMANDS = {
+    "init": "Write a first schema and config, with comments, from looking at a log's first rows.",
+    "prepare": "Turn raw tables into a dataset of tasks, each with a support and a query set.",
+    "inspect": "Show what a dataset, stream, run, checkpoint, exported model or channel holds.",
+    "train": "Train a model; on several ranks with --nproc-per-node, or under torchrun.",
+    "plan": (
+        "Show where training would put tables on GPUs that are not here, and what a step "
+        "would cost."
+    ),
+    "tune": "Choose settings by short runs that are scored on the validation split.",
+    "config": (
+        "Show a config with every key resolved, as TOML to copy; without one, list every key."
+    ),
+    "runs": (
+        "List runs with how far they came and their best validation; compare some that are named."
+    ),
+    "evaluate": (
+        "Adapt to every unseen task's support set and score its query set, before and after."
+    ),
+    "export": "Make a trained run one folder that adapts and predicts alone: gmeta.load(OUT).",
+    "adapt": (
+        "Adapt to every task of SUPPORT, and write each task's state, which model.task(STATE)"
+        " reads."
+    ),
+    "predict": "Adapt to every task of QUERY by its rows in SUPPORT, and predict its rows.",
+    "judge": (
+        "Compare a run with the model that a channel serves, on tasks that neither was trained on."
+    ),
+    "score": "Score an exported model on a prepared dataset, as it would answer when served.",
+    "promote": "Make a run's model, or an export, the one that a channel serves.",
+    "rollback": "Let a channel serve an earlier version again.",
+    "publish": "Copy a channel, or a stream, to a URL, from where other machines follow it.",
+    "follow": (
+        "Turn closed partitions of a log into increments, train on each, judge it and promote it."
+    ),
+    "serve": (
+        "Answer the Open Inference Protocol with an exported model that adapts to each "
+        "request's task."
+    ),
+    "completion": "Print what lets a shell complete commands, flags and config keys.",
+    "shard-service": (
+        "Hand out the shards of a job's data to its workers, each exactly once an epoch."
+    ),
+    "shards": "Look into and operate a running data-shard service; audit checkpoints offline.",
+    "antdt-sim": (
+        "Show how long a job takes with each way of dealing with stragglers, in simulated time."
+    ),
+    "antdt-replay": (
+        "Decide once more from the logged inputs, and say where it comes out differently."
+    ),
+}
+# Where a command's module in gmeta.cli.commands has another name than the command.
+MODULES = {
+    "predict": "export",
+    **dict.fromkeys(("judge", "promote", "rollback", "publish"), "delivery"),
+}
+# What other tools call these.
+ELSEWHERE = {"sweep": "tune", "fit": "train", "publish": "promote"}
+
+
+def load_command(name: str) -> Any:
+    """Import a subcommand's module and return the command with its options.
+
+    Any stands for click's types: some versions of typer bring a click of their own.
+    """
+    attribute = name.replace("-", "_")
+    module = importlib.import_module(f"gmeta.cli.commands.{MODULES.get(name, attribute)}")
+    found: Any = getattr(module, attribute)
+    if isinstance(found, typer.Typer):
+        command = typer.main.get_command(found)
+        command.name = name
+        return with_options(command, name)
+    alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+    alone.command(name)(found)
+    return with_options(typer.main.get_command(alone), name)
+
+
+class _Unloaded(typer.core.TyperCommand):
+    """A subcommand known by its line in the help; its module is loaded when it runs."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        # `gmeta completion` looks at all of them.
+        extra["obj"] = lambda: {name: load_command(name) for name in COMMANDS}
+        return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
+
+
+class _InterruptedError(Exception):
+    """Ctrl-C under a name that typer lets pass; on KeyboardInterrupt it ends silently."""
+
+
+class _Subcommands(typer.core.TyperGroup):
+    """The group of all COMMANDS, none of them loaded."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _InterruptedError from error
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            near = difflib.get_close_matches(cmd_name, [*COMMANDS, *ELSEWHERE], n=1)
+            meant = ELSEWHERE.get(near[0], near[0]) if near else ""
+            hint = f"did you mean {meant!r}?" if near else "`gmeta --help` lists all commands"
+            ctx.fail(f"no such command {cmd_name!r}: {hint}")
+        return _Unloaded(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
+
+
+app = typer.Typer(
+    name="gmeta",
+    cls=_Subcommands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gmeta {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="show the version and exit", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Meta-learning recommenders: prepare logs, train on many ranks, evaluate on cold starts."""
+
+
+def _open_streams() -> None:
+    """Open /dev/null for the standard streams that a process was started without: a file that it
+    opens would take their numbers, and what a library prints would be written into it."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: its own
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
+def main(work: Callable[[], object] = app) -> None:
+    """Run the command line, or other work in its place, and end the process with the right exit
+    code.
+    """
+    _open_streams()
+    try:
+        with failing_as(_FaultError):
+            _run(work)
+    except _FaultError as fault:
+        error = fault.args[0]
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(1)  # an interpreter that ends as usual may abort: a collective is still under way
+
+
+class _FaultError(Exception):
+    """An error that nobody thought of, or one that is to be shown with its traceback."""
+
+
+def _run(work: Callable[[], object]) -> None:
+    try:
+        work()
+        _leave(0)
+    except SystemExit as done:
+        _leave(done.code if isinstance(done.code, int) else int(done.code is not None))
+    except told_errors() as error:
+        if os.environ.get("GMETA_TRACEBACK"):
+            raise
+        let_others_tell(error)
+        _fail(*told(error))
+    except (MemoryError, RuntimeError) as error:
+        if os.environ.get("GMETA_TRACEBACK") or not is_of_memory(error):
+            raise
+        _fail(
+            f"out of memory: {(str(error).splitlines() or [''])[0]}. Less is needed with narrower "
+            "or smaller tables (model.embedding_dim, hash), smaller steps (data.tasks_per_step, "
+            "outer.accumulate_steps) or more ranks",
+            1,
+        )
+    except (KeyboardInterrupt, _InterruptedError):
+        if os.environ.get("RANK", "0") != "0":
+            _leave(130)  # every rank is interrupted, and the first tells it
+        _fail("interrupted: what was committed stays, what was half-written is dropped", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    write_error(message)
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End at once: whatever a command wrote is durable by now.
+
+    A normal exit waits for ranks that wait in a collective, and in about 1 run of 15 a native
+    thread of the libraries aborts the interpreter on its way out ("terminate called without ...").
+    """
+    logging.shutdown()
+    if "gmeta.platform.forking" in sys.modules:
+        sys.modules["gmeta.platform.forking"].remove_folder()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,32 @@
+"""`python -m gmeta.cli.node OPTIONS -m gmeta ARGUMENTS`: torchrun behind a check of the config.
+What a person must correct is told once, with exit code 2; torchrun would start all ranks
+--max-restarts times before it gave up. One process for both, as both load torch.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from gmeta.cli.commands.config import checked
+from gmeta.cli.main import main
+from gmeta.errors import UserError
+
+
+def start(arguments: Sequence[str]) -> None:
+    """Hold the config of `gmeta train` against its data and model, then start the node's ranks."""
+    match [one for one in arguments if not one.startswith("-")]:
+        case []:
+            raise UserError("train-node needs a command: name one, such as train CONFIG")
+        case ["train"]:
+            raise UserError("train needs a config: name its TOML file before the options")
+        case ["train", config, *overrides]:
+            checked(Path(config), overrides)
+    # The check has loaded most of it.
+    from torch.distributed.run import main as torchrun
+
+    torchrun()
+
+
+if __name__ == "__main__":
+    main(partial(start, sys.argv[sys.argv.index("-m") + 2 :]))

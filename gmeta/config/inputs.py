@@ -1,0 +1,156 @@
+"""What can be chosen about training batches and the inputs made from them: the [augment],
+[support_features] and [item_features] sections of a training config.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gmeta_keys import key
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How training batches differ from the stored ones."""
+
+    resplit_support: bool = key(
+        False, "draw every task's support rows anew each epoch; not for a split by time"
+    )
+    min_support_share: float = key(
+        0.2, "resplit_support: smallest share of a task's rows that support it", min=0.0, max=1.0
+    )
+    max_support_share: float = key(0.8, "resplit_support: largest such share", min=0.0, max=1.0)
+    oov_dropout: float = key(
+        0.0,
+        "probability that an id counts as unknown for a whole step, as new ids will",
+        min=0.0,
+        max=1.0,
+    )
+    oov_tables: tuple[str, ...] = key((), "tables whose ids oov_dropout may take; []: all of them")
+
+
+@dataclass(frozen=True)
+class SupportFeaturesConfig:
+    """What a task's support rows say, as dense inputs of the model; a support row without its own
+    label.
+    """
+
+    task: bool = key(
+        False, "mean label, spread and number of the task's support rows as inputs of the model"
+    )
+    columns: tuple[str, ...] = key(
+        (),
+        "glob patterns over the sparse columns: mean label and number of the support rows that "
+        "share the row's value as inputs of the model; a column that does not vary inside a task "
+        "says no more than `task`",
+    )
+    shrinkage: float = key(
+        3.0,
+        "rows that the prior of these means counts as: of a shared value's mean the task's, of the "
+        "task's label_prior",
+        min=0.0,
+    )
+    residual_of: str = key(
+        "",
+        "one of item_features' columns, such as the item: labels of support rows count from what "
+        "training rows say of their values in it, so that the means above tell how far the task "
+        'lies above its items; "": from the mean of all labels',
+    )
+    bias_start: bool = key(
+        False,
+        "a fresh model starts as a bias model, mean + item + task: what residual_of's column and "
+        "the task's support rows say, added up; training adds to it. Needs task, residual_of and, "
+        "for clicks, item_features.log_odds; in place of model.output_bias",
+    )
+    label_prior: tuple[float, ...] = key(
+        (),
+        "mean and standard deviation of the labels; []: those of the first block of the training "
+        "split",
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Tell whether any of these inputs is asked for."""
+        return self.task or bool(self.columns)
+
+
+@dataclass(frozen=True)
+class ItemFeaturesConfig:
+    """What the rows of the training split say of a row's values, as dense inputs of the model; of
+    a training row those of other tasks.
+    """
+
+    columns: tuple[str, ...] = key(
+        (),
+        "glob patterns over the sparse columns: mean label and number of the training rows with "
+        "the row's value as inputs of the model; what a training row is told comes from the tasks "
+        "of other folds, its own label never",
+    )
+    shrinkage: float = key(
+        5.0, "rows that the prior of these means counts as: the mean label of all training rows",
+        min=0.0,
+    )  # fmt: skip
+    log_odds: bool = key(
+        False,
+        "of clicks: these means as log-odds above those of all rows, and with "
+        "support_features.residual_of the task's mean: they add up as a bias model's effects do",
+    )
+
+
+def choose_columns(key_name: str, patterns: Sequence[str], names: Sequence[str]) -> list[bool]:
+    """Return which of the sparse columns the glob patterns of a config key choose.
+
+    Raises:
+        ValueError: a pattern matches no sparse column.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{key_name}: {pattern!r} matches no sparse column; this dataset "
+                f'has {", ".join(names)}. Name some of them, "*" for all, or none at all: []'
+            )
+    return [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
+
+
+class LabelPrior(NamedTuple):
+    """What is known of a label before any row of its task: what statistics of support rows are
+    shrunken to, and counted from in units of its deviation.
+    """
+
+    mean: float
+    deviation: float
+
+    @classmethod
+    def of(cls, label_N: "npt.NDArray[np.floating[Any]]") -> "LabelPrior":
+        """Return mean and standard deviation of these labels; 0 and 1 if there are none, a
+        deviation of 1 for labels that are all alike.
+        """
+        if not label_N.size:
+            return NO_PRIOR
+        return cls(float(label_N.mean(dtype=float)), float(label_N.std(dtype=float)) or 1.0)
+
+    @classmethod
+    def from_config(cls, config: "SupportFeaturesConfig") -> "LabelPrior | None":
+        """Return the prior that the config gives; None if it is left to the data.
+
+        Raises:
+            ValueError: it is no pair of a mean and a deviation above 0.
+        """
+        mean_and_deviation = config.label_prior
+        if not mean_and_deviation:
+            return None
+        if len(mean_and_deviation) != 2 or mean_and_deviation[1] <= 0:
+            raise ValueError(
+                f"support_features.label_prior = {list(mean_and_deviation)} is no mean and "
+                "standard deviation "
+                "above 0. Write e.g. [3.6, 1.1], or [] to take them from the training split"
+            )
+        return cls(*mean_and_deviation)
+
+
+NO_PRIOR = LabelPrior(0.0, 1.0)

@@ -1,0 +1,78 @@
+"""What can be chosen about the labels; the [labels] section of a training config."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, get_args
+
+from gmeta_keys import key
+
+Loss: TypeAlias = Literal["bce", "mse", "huber", "mae", "softmax", "pairwise"]
+LOSSES = get_args(Loss)
+
+
+@dataclass(frozen=True)
+class LabelsConfig:
+    """What is learnt of each label of a dataset that has several; docs/training.md."""
+
+    loss: dict[str, str] = key(
+        dict,
+        "by label: bce, mse, huber, mae, softmax or pairwise; outer.loss of those not named here",
+    )
+    weight: dict[str, float] = key(dict, "by label: what its loss is multiplied by; else 1")
+    adapt: tuple[str, ...] = key((), "labels that the inner loop adapts on; []: all")
+    entire_space: dict[str, str] = key(
+        dict,
+        "by label: an earlier one that it takes place among, such as a purchase among clicks; its "
+        "probability is then the product of both, over all rows (ESMM)",
+    )
+    judged: str = key("", "label of the headline metrics; empty: the first")
+
+    def check(self, names: tuple[str, ...]) -> None:
+        """Raise ValueError for a label named here that is none of a dataset's `names`, or a value
+        that makes no sense."""
+        named = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name != "judged"
+        }
+        named["judged"] = [self.judged] if self.judged else []
+        for own, columns in named.items():
+            for name in columns:
+                if name not in names:
+                    has = ", ".join(names) or "one without a name"
+                    raise ValueError(
+                        f"labels.{own} names {name!r}, which is no label of the dataset: it has "
+                        f"{has}. Name one of them, or take it out"
+                    )
+        for name, loss in self.loss.items():
+            if loss not in LOSSES:
+                raise ValueError(
+                    f"labels.loss.{name} = {loss!r} is not allowed: choose one of "
+                    f"{', '.join(LOSSES)}"
+                )
+        for name, weight in self.weight.items():
+            if weight < 0:
+                raise ValueError(
+                    f"labels.weight.{name} = {weight} is too small: at least 0 is allowed. Correct "
+                    "the value"
+                )
+        if names and not any(self.weight.get(name, 1.0) for name in names):
+            raise ValueError(
+                "labels.weight is 0 for every label: nothing would be learnt. Raise one"
+            )
+        if self.adapt and not any(self.weight.get(name, 1.0) for name in self.adapt):
+            raise ValueError(
+                "labels.weight is 0 for every label of labels.adapt: nothing would adapt. Raise one"
+            )
+        for name, before in self.entire_space.items():
+            if before not in names[: names.index(name)]:
+                raise ValueError(
+                    f"labels.entire_space.{name} = {before!r}: a label before {name} in the schema "
+                    f"is needed: {', '.join(names[: names.index(name)]) or 'there is none'}. Name "
+                    "one of them, or change the order of [[label]]"
+                )
+
+    def judged_index(self, names: tuple[str, ...]) -> int:
+        """Return the place of the label that headline metrics are of."""
+        return names.index(self.judged) if self.judged else 0
+
+    def loss_kinds(self, loss: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the loss of each label; `loss` is that of labels without one of their own."""
+        return tuple(self.loss.get(name, loss) for name in names) or (loss,)

@@ -1,0 +1,373 @@
+"""Training configs: TOML plus `section.key=value` overrides, checked once, into frozen dataclasses.
+
+Each section is a dataclass that stands beside its owner; unknown keys are refused with the nearest
+name.
+"""
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.evaluation import EvaluationConfig
+from gmeta.config.inputs import AugmentConfig, ItemFeaturesConfig, SupportFeaturesConfig
+from gmeta.config.labels import LabelsConfig, Loss
+from gmeta.config.settings import describe_settings, settings_from_dict
+from gmeta.config.sharding import ShardingConfig
+from gmeta.errors import ConfigError
+from gmeta.platform.files.local_paths import check_local
+from gmeta_keys import key, read_toml
+from gmeta_models.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where episodes come from, and how many make a step."""
+
+    path: str = key("", "prepared dataset: a folder or any fsspec URL (required)")
+    increment: str = key(
+        "",
+        'increment of the stream at data.path: its number, or "next", after the last one of '
+        "run.continue_from; empty: data.path is a dataset",
+    )
+    train_split: str = key("train", "split to train on")
+    valid_split: str | tuple[str, ...] = key(
+        "",
+        "split to score while training, or a list of splits whose mean decides; empty: none. "
+        "Never one you report on",
+    )
+    eval_splits: tuple[str, ...] = key(
+        (), "splits that evaluate scores; []: all but the training and validation split"
+    )
+    # As much as the data-shard service counts of a step, and more than any memory holds.
+    tasks_per_step: int = key(
+        128, "episodes per outer step, all ranks together", min=1, max=2**31 - 1
+    )
+    shuffle: bool = key(True, "shuffle episodes anew every epoch, from the seed")
+    lanes: int = key(
+        1, "streams a step draws from; a multiple of the ranks lets each read its own", min=1
+    )
+    window_blocks: int = key(
+        0, "blocks a lane shuffles episodes within; 0: all of a small split, else 8", min=0
+    )
+    blocks_per_step: int = key(
+        0, "above 0: a step is so many stored blocks, shuffled whole: the fastest", min=0
+    )
+    drop_last: bool = key(False, "drop an epoch's last, smaller step")
+    threads: int = key(
+        1,
+        "threads per rank that decode, and as many that arrange for a GPU; where data.processes do "
+        "both, threads of each that decode",
+        min=1,
+        max=1024,
+    )
+    processes: int = key(
+        -1,
+        "processes per rank that read and arrange its batches, so that a GPU need not wait for "
+        "Python; 0: threads do; -1: on a GPU four, or one less than the rank has cores, on a CPU 0 "
+        "(docs/gpu.md)",
+        min=-1,
+        max=1024,
+    )
+    source: Literal["static", "service"] = key(
+        "static",
+        "static: every rank its share of each step, from the seed; "
+        "service: ranks lease shards as they need them, each episode once whatever dies",
+    )
+    service: str = key(
+        "",
+        "HOST:PORT of `gmeta shard-service`; empty: $GMETA_SHARD_SERVICE, else the job "
+        "starts its own",
+    )
+    tasks_per_shard: int = key(
+        0,
+        "service: episodes of a leased shard; 0: up to 16 of a split that fits in memory, "
+        "else a block's worth, of a split in bundles whole ones",
+        min=0,
+    )
+
+    @property
+    def valid_splits(self) -> tuple[str, ...]:
+        """Return the splits that valid_split names."""
+        named = (self.valid_split,) if isinstance(self.valid_split, str) else self.valid_split
+        return tuple(filter(None, named))
+
+
+ADAGRADS = ("rowwise_adagrad", "adagrad")  # the optimizers that keep sums of squares
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """The outer loop: loss and optimizers."""
+
+    loss: Loss = key(
+        "bce",
+        "bce: labels 0 and 1 (clicks); mse, or huber and mae for a small absolute error: "
+        "any number (ratings); softmax, pairwise: the order of a task's rows",
+    )
+    huber_delta: float = key(1.0, "huber: the error up to which its loss is squared", min=1e-6)
+    dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = key(
+        "adam", "optimizer of the data-parallel layers"
+    )
+    dense_lr: float = key(1e-3, "learning rate of the layers", min=0.0)
+    weight_decay: float = key(0.0, "L2 penalty on the layers; adamw: decoupled decay", min=0.0)
+    momentum: float = key(0.0, "momentum of the layers' sgd", min=0.0, max=1.0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "learning rates of layers and tables; linear, cosine: fall towards 0 over the run",
+    )
+    warmup_steps: int = key(
+        0, "steps over which the learning rates rise; the schedule follows", min=0
+    )
+    clip_norm: float = key(
+        0.0, "largest norm of a step's gradient, layers and tables together; 0: no limit", min=0.0
+    )
+    accumulate_steps: int = key(
+        1,
+        "micro-batches that a step's tasks are split into, to save memory; the same step",
+        min=1,
+        max=2**16,
+    )
+    sparse_optimizer: Literal[
+        "rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam"
+    ] = key(
+        "rowwise_adagrad",
+        "fused into the backward of the embedding tables; Adam's kinds take steps on the rows of a "
+        "step alone",
+    )
+    sparse_lr: float = key(0.05, "learning rate of the tables", min=0.0)
+    adagrad_decay: float = key(
+        1.0,
+        "run.continue_from: factor of Adagrad's sums of squares, of layers and tables, before the "
+        "first step",
+        min=0.0,
+        max=1.0,
+    )
+    adagrad_floor: float = key(0.0, "adagrad_decay lowers no sum below it", min=0.0)
+    embedding_init_std: float = key(
+        0.05, "standard deviation of the tables' initial values", min=0.0
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run goes, how long it lasts, what it writes."""
+
+    dir: str = key("", "run folder, made by the run (required)")
+    start_from: str = key(
+        "",
+        "run, or checkpoint of one, whose weights a new run begins with; its optimizers begin anew",
+    )
+    continue_from: str = key(
+        "",
+        "run, or checkpoint of one, that goes on with the next increment of its stream: weights, "
+        "tables that may have grown, and the state of its optimizers",
+    )
+    skip_increments: tuple[int, ...] = key(
+        (),
+        "continue_from: increments between its last one and data.increment that the model is never "
+        "trained on, such as one whose candidate was refused",
+        min=1,
+    )
+    prequential: bool = key(
+        True, "continue_from: score the increment before the first step on it: a forecast"
+    )
+    # As much as torch's generators take.
+    seed: int = key(0, "seed of the initial values and of the data order", min=0, max=2**63 - 1)
+    epochs: int = key(1, "passes over the training split", min=1)
+    max_steps: int = key(0, "stop after so many outer steps; 0: no limit", min=0)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "auto: cuda with NCCL where a GPU is visible, else cpu with gloo"
+    )
+    precision: Literal["float32", "tf32", "bf16"] = key(
+        "float32",
+        "of training's matrix products; all else is in float32. tf32: inputs of 11 bits, on CUDA; "
+        "bf16: bfloat16",
+    )
+    shape_buckets: Literal["auto", "on", "off"] = key(
+        "auto",
+        "round up the sizes of a batch, so that ragged data has few shapes in the fast inner loop; "
+        "auto: on CUDA (docs/gpu.md)",
+    )
+    cuda_graphs: Literal["auto", "on", "off"] = key(
+        "auto",
+        "forward and backward of the fast inner loop are one CUDA graph a shape, where that is "
+        "safe; needs shape_buckets. on: say where it is not (docs/gpu.md)",
+    )
+    deterministic: bool = key(
+        False, "use deterministic torch kernels only; an operation that has none is refused"
+    )
+    log_every_steps: int = key(10, "steps between two lines of metrics", min=1)
+    loggers: tuple[str, ...] = key(
+        ("tensorboard",),
+        "where readings go beside metrics.jsonl: tensorboard, wandb, mlflow, or your own "
+        "(docs/extending.md)",
+    )
+    callbacks: tuple[str, ...] = key(
+        (), "callbacks of your own, by entry point or package.module:Name (docs/extending.md)"
+    )
+    profile_steps: int = key(
+        0, "write a trace and a summary of so many steps of rank 0 to profile/; 0: none", min=0
+    )
+    checkpoint_every_steps: int = key(
+        0, "steps between two checkpoints; 0: one after every epoch", min=0
+    )
+    checkpoint_in_background: bool = key(
+        True, "write while training goes on; costs a copy of the rank's state in host memory"
+    )
+    keep_last: int = key(2, "checkpoints kept", min=1)
+    mirror: str = key(
+        "",
+        "URL, as s3://bucket/run, that gets a copy of every checkpoint; --resume in an empty "
+        "run.dir goes on from there",
+    )
+    keep_best: bool = key(True, "take and keep a checkpoint of the best validation as well")
+    valid_every_steps: int = key(
+        0, "score data.valid_split after so many steps; 0: every epoch", min=0
+    )
+    early_stop_patience: int = key(
+        0, "end after so many validations in a row without a better score; 0: never", min=0
+    )
+    early_stop_metric: str = key(
+        "", "metric that must improve, any of evaluation.metrics' names; empty: the headline"
+    )
+    early_stop_min_delta: float = key(0.0, "smallest improvement that counts", min=0.0)
+    # A larger one overflows what torch counts timeouts in.
+    collective_timeout_s: int = key(
+        300, "a collective that waits longer ends the run with an error", min=1, max=10**9
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a training run is made from; saved resolved as config.json in the run folder."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    support_features: SupportFeaturesConfig = field(default_factory=SupportFeaturesConfig)
+    item_features: ItemFeaturesConfig = field(default_factory=ItemFeaturesConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    labels: LabelsConfig = field(default_factory=LabelsConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def loss_of(self, label: str = "") -> Loss:
+        """Return the loss of a label, or of one given another (`buy|click`); "" stands for the
+        label of the headline metrics.
+        """
+        name = label.partition("|")[0] or self.labels.judged
+        # A dataset's own names are checked where it is opened: labels.loss by LabelsConfig.check.
+        return cast(Loss, self.labels.loss.get(name, self.outer.loss))
+
+    @property
+    def digest(self) -> str:
+        """Return digest_of all values, including defaults: a later release may have others."""
+        return digest_of(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts, lists and scalars."""
+        # There and back, so that tuples are the lists that a reader will find.
+        value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return value
+
+    def by_key(self) -> dict[str, Any]:
+        """Return every value, as JSON has it, by its section.key."""
+        saved = self.to_json()
+        return {f"{part}.{key}": value for part in saved for key, value in saved[part].items()}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the config at `path` (TOML) with `section.key=value` overrides, whose values are TOML
+    (bare words are text).
+
+    Raises:
+        ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
+    """
+    raw = read_toml("config", Path(path), ConfigError)
+    for override in overrides:
+        _override(raw, override)
+    config = config_from_dict(raw)
+    # Not in the dataclasses: the config of an exported model has neither.
+    for name, value in (("data.path", config.data.path), ("run.dir", config.run.dir)):
+        if not value:
+            raise ConfigError(
+                f"{name} is empty: it is required. Set it in the config, or add {name}=PATH"
+            )
+    check_local("run.dir", config.run.dir)
+    outer = config.outer
+    if outer.momentum and outer.dense_optimizer != "sgd":
+        raise ConfigError(
+            f"outer.momentum = {outer.momentum} has no meaning for outer.dense_optimizer = "
+            f"{outer.dense_optimizer!r}: only sgd takes it. Leave it 0, or choose sgd"
+        )
+    return config
+
+
+def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    """Return the config with these `section.key=value` in place of its own values.
+
+    Raises:
+        ConfigError: an unknown key or a bad value.
+    """
+    raw = config.to_json()
+    for override in overrides:
+        _override(raw, override)
+    return config_from_dict(raw)
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """Return twelve hexadecimal digits that change with any value of a resolved config."""
+    # Sorted: in which order a file has its keys says nothing.
+    text = json.dumps(config, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def config_from_dict(raw: Mapping[str, Any]) -> TrainConfig:
+    """Return a config from nested dicts, as TOML or JSON gives them."""
+    return settings_from_dict(TrainConfig, raw)
+
+
+def describe_config() -> list[tuple[str, str, str]]:
+    """Return (key, default, help) of every key, in order."""
+    return describe_settings(TrainConfig)
+
+
+def _text_keys() -> dict[str, tuple[type, ...]]:
+    """Return the keys whose values are text, or a list of texts, and their types in TOML."""
+    return {
+        f"{section}.{name}": (str,) if hint is str else (str, list)
+        for section, fields in get_type_hints(TrainConfig).items()
+        for name, hint in get_type_hints(fields).items()
+        if hint is str or (str in get_args(hint) and get_origin(hint) is not dict)
+    }
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    target, equals, text = override.partition("=")
+    section, dot, name = target.partition(".")
+    if not (equals and dot and section and name):
+        raise ConfigError(
+            f"override {override!r} is not of the form section.key=value. Write e.g. run.epochs=3"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        value = text
+    # run.dir=2026-11-22 means the text, though TOML reads a date.
+    if not isinstance(value, _text_keys().get(target, object)):
+        value = text
+    keys = raw.setdefault(section, {})
+    *tables, name = name.split(".")  # model.options.depth: a table within the section
+    for table in tables:
+        keys = keys.setdefault(table, {}) if isinstance(keys, dict) else keys
+    # A value in a section's place is refused with the rest of the config.
+    if isinstance(keys, dict):
+        keys[name] = value

@@ -1,0 +1,165 @@
+"""Gradient accumulation: a step's tasks in parts, one after the other, and still one exact step.
+
+The tables' update is fused into backward, so a backward per part would update them once per part:
+with Adagrad that is another algorithm. Instead the rows of all parts are fetched at once; each part
+is taken forward and backward on its own, down to the fetched rows and the layers; and only the sums
+of the parts' gradients go on into the step's one backward: one AllReduce of layers, one AlltoAll of
+rows, one update of the tables. The outer gradient is a sum over tasks, so this is the step itself,
+to rounding. Only one part's activations are alive at a time.
+
+Shape suffixes: T episodes, N rows, B tables, U fetched rows, D embedding width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.data.episodes import Episodes, RowFetch, RowPlan, move_episodes, pack_episodes
+from metaio.read.batch import TaskBatch
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A rank's share of a step in at least one part; all index the same fetched rows."""
+
+    parts: tuple[Episodes, ...]
+
+    @property
+    def unique_ids_U(self) -> Tensor:
+        """Return the ids to fetch for all parts."""
+        return self.parts[0].unique_ids_U
+
+    @property
+    def unique_lengths_B(self) -> Tensor:
+        """Count the ids of each table."""
+        return self.parts[0].unique_lengths_B
+
+    @property
+    def task_T(self) -> Tensor:
+        """Return the task that each episode is of."""
+        return torch.cat([part.task_T for part in self.parts])
+
+    @property
+    def num_terms(self) -> int:
+        """Count the terms of the outer loss."""
+        return sum(part.num_terms for part in self.parts)
+
+    @property
+    def num_reported(self) -> int:
+        """Count the terms that the value of the loss is the mean of."""
+        return sum(part.num_reported for part in self.parts)
+
+    @property
+    def num_rows(self) -> int:
+        """Count support and query rows."""
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def fetch(self) -> RowFetch | None:
+        """Return the rows of all parts on their way; None: nobody was asked for them yet."""
+        return self.parts[0].fetch
+
+    @property
+    def plan(self) -> RowPlan | None:
+        """Return which rows to ask for, for all parts; None: no exchange has looked at the ids
+        yet.
+        """
+        return self.parts[0].plan
+
+    def with_plan(self, plan: RowPlan) -> "MicroBatches":
+        """Return these parts with the rows to ask for known."""
+        first, *rest = self.parts
+        return MicroBatches((first.with_plan(plan), *rest))
+
+    def with_fetch(self, fetch: RowFetch) -> "MicroBatches":
+        """Return these parts with their rows on the way."""
+        return MicroBatches(tuple(part.with_fetch(fetch) for part in self.parts))
+
+    def to(self, device: torch.device) -> "MicroBatches":
+        """Copy the parts to a device."""
+        return MicroBatches(move_episodes(self.parts, device))
+
+    def pack(self) -> "MicroBatches":
+        """Return the parts in the memory that `to` copies to a GPU at once."""
+        return MicroBatches(pack_episodes(self.parts))
+
+
+Collated = TypeVar("Collated", Episodes, Episodes | MicroBatches)
+
+
+def collate_in_parts(
+    collate: Callable[[TaskBatch], Episodes], num_parts: int
+) -> Callable[[TaskBatch], Episodes | MicroBatches]:
+    """Return `arrange` for steps that are worked through in `num_parts` parts."""
+    if num_parts == 1:
+        return collate
+    return lambda batch: MicroBatches(
+        tuple(collate(part) for part in split_tasks(batch, num_parts))
+    )
+
+
+def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
+    """Cut the batch between tasks into at most `num_parts` of about as many rows each.
+
+    Every part keeps the whole batch's unique ids. A batch without tasks is one part.
+    """
+    offsets_T1 = batch.row_offsets_T1
+    num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
+    targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
+    # Cuts lie where the rows of a part are reached; a task longer than a part makes two of them
+    # fall together.
+    cuts = torch.searchsorted(offsets_T1, targets.round().to(offsets_T1.dtype))
+    edges = sorted({0, *cuts.tolist(), batch.num_tasks})
+    if len(edges) == 1:
+        return [batch]
+    return [batch.tasks(begin, end) for begin, end in pairwise(edges)]
+
+
+def accumulate_loss(
+    learner: nn.Module, rows_UD: Tensor, micro_batches: MicroBatches, weight: float
+) -> Tensor:
+    """Return `learner(rows_UD, episodes, weight)` for all parts together, in value and gradient.
+
+    The gradient is worked out now and only scaled in backward, so it cannot be differentiated
+    again.
+    """
+    layers = [parameter for parameter in learner.parameters() if parameter.requires_grad]
+    total: Tensor = _AccumulatedLoss.apply(
+        lambda rows, part: learner(rows, part, weight), micro_batches.parts, rows_UD, *layers
+    )
+    return total
+
+
+class _AccumulatedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_of: Callable[[Tensor, Episodes], Tensor],
+        parts: Sequence[Episodes],
+        rows_UD: Tensor,
+        *layers: Tensor,
+    ) -> Tensor:
+        # A leaf of its own: the parts' graphs end at the fetched rows, and do not run into the
+        # fetch.
+        wanted = [rows_UD.detach().requires_grad_(), *layers]
+        total = torch.zeros((), device=rows_UD.device)
+        sums: tuple[Tensor, ...] = ()
+        for part in parts:
+            with torch.enable_grad():
+                loss = loss_of(wanted[0], part)
+            # Not into .grad: the step's own backward does that, and data parallelism listens there.
+            # Zeros for layers that a part does not use: sums need all of them.
+            grads = torch.autograd.grad(loss, wanted, materialize_grads=True)
+            sums = torch._foreach_add(sums, grads) if sums else grads
+            total = total + loss.detach()
+        ctx.save_for_backward(*sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (outer,) = grads
+        return None, None, *(grad * outer for grad in ctx.saved_tensors)

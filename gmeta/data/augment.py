@@ -1,0 +1,119 @@
+"""What training changes about its batches so that cold tasks and cold ids hold no surprise.
+
+Every choice is a pure function of the seed and of what it is about (epoch, task, row; step, table,
+id), so it is the same at any number of ranks and after a resume. Evaluation sees the data as
+stored.
+
+Shape suffixes: T episodes, N rows, V ids of all multi-id features, B tables, U unique ids.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gmeta.config.inputs import AugmentConfig
+from gmeta.data.hash_rng import (
+    ID_STREAM,
+    SHARE_STREAM,
+    draw_for_rows,
+    draw_uniform,
+    mix_key,
+    reorder_rows,
+)
+from metaio.format.block import merge_unknown_ids
+from metaio.format.features import OOV_ROW, Features
+from metaio.hashing import splitmix64
+from metaio.ragged import owners
+from metaio.read.batch import TaskBatch
+
+
+def augment_batches(
+    batches: Iterable[TaskBatch],
+    config: AugmentConfig,
+    features: Features,
+    seed: int,
+    epoch: int,
+    first_step: int,
+) -> Iterator[TaskBatch]:
+    """Return the batches of an epoch's steps from `first_step` on, as training takes them."""
+    for step, batch in enumerate(batches, start=first_step):
+        yield augment_batch(batch, config, features, seed, epoch, step)
+
+
+def augment_batch(
+    batch: TaskBatch, config: AugmentConfig, features: Features, seed: int, epoch: int, step: int
+) -> TaskBatch:
+    """Return the batch of one step of an epoch as training takes it."""
+    if config.resplit_support:
+        shares = config.min_support_share, config.max_support_share
+        batch = resplit(batch, *shares, mix_key(seed, epoch))
+    if config.oov_dropout > 0.0:
+        dropped_B = np.array(
+            [not config.oov_tables or table.name in config.oov_tables for table in features.tables]
+        )
+        batch = drop_ids(batch, config.oov_dropout, dropped_B, mix_key(seed, epoch, step))
+    return batch
+
+
+def check_augment(config: AugmentConfig, features: Features) -> None:
+    """Raise ValueError for shares the wrong way round, or a table that the dataset lacks."""
+    if config.min_support_share > config.max_support_share:
+        raise ValueError(
+            f"augment.min_support_share = {config.min_support_share} is above "
+            f"augment.max_support_share = {config.max_support_share}: a share between them is "
+            "drawn. Swap them"
+        )
+    known = [table.name for table in features.tables]
+    for name in config.oov_tables:
+        if name not in known:
+            raise ValueError(
+                f"augment.oov_tables names {name!r}, which is no table of the dataset: "
+                f"it has {', '.join(known)}. Name some of them, or [] for all"
+            )
+
+
+def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> TaskBatch:
+    """Permute the rows of every episode and draw how many of them come first, as its support.
+
+    The share is uniform in [min_share, max_share]. An episode of two rows or more keeps at least
+    one on each side; one of a single row stays as it is. `key` and the task's id decide, so an
+    episode is split the same way whatever it shares the batch with.
+    """
+    rows_T = np.diff(batch.row_offsets_T1.numpy())
+    task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
+    share_T = min_share + (max_share - min_share) * draw_uniform(task_T, key, SHARE_STREAM)
+    support_T = np.clip(np.rint(share_T * rows_T).astype(np.int64), 1, np.maximum(rows_T - 1, 1))
+    # An episode of a single row has one side alone, and it stays what it was.
+    support_T = np.where(rows_T > 1, support_T, batch.support_lengths_T.numpy())
+
+    draw_N = draw_for_rows(batch.task_T.numpy(), batch.row_offsets_T1.numpy(), key)
+    order_N = np.lexsort((draw_N, owners(rows_T)))
+    return reorder_rows(batch, order_N, support_T)
+
+
+def drop_ids(
+    batch: TaskBatch, rate: float, dropped_B: npt.NDArray[np.bool_], key: int
+) -> TaskBatch:
+    """Make each id of the chosen tables the unknown id with chance `rate`, in the whole batch.
+
+    `key`, the table and the id decide. All dropped ids of a table share one position with the
+    unknown id, if the batch holds it, because an episode must not see an id at two positions.
+    """
+    table_U = owners(batch.unique_lengths_B.numpy())
+    ids_U = batch.unique_ids_U.numpy()
+    # Mixed before the table is added: id 7 of table 1 must not share the fate of id 8 of table 0.
+    named_U = splitmix64(ids_U.astype(np.uint64)) + table_U.astype(np.uint64)
+    is_oov_U = dropped_B[table_U] & (
+        (draw_uniform(named_U, key, ID_STREAM) < rate) | (ids_U == OOV_ROW)
+    )
+    kept_U, kept_B, position_U = merge_unknown_ids(ids_U, is_oov_U, table_U, len(dropped_B))
+    return replace(
+        batch,
+        unique_ids_U=torch.from_numpy(kept_U),
+        unique_lengths_B=torch.from_numpy(kept_B),
+        positions_NF=torch.from_numpy(position_U[batch.positions_NF.numpy()]),
+        multi_positions_V=torch.from_numpy(position_U[batch.multi_positions_V.numpy()]),
+    )

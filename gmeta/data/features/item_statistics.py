@@ -1,0 +1,277 @@
+"""What the rows of the training split say of the values in a row, as dense inputs of any model: the
+mean label and the number of training rows with the row's value, such as an item.
+
+With S the sum of n labels, a the shrinkage, mu and sigma mean and deviation of all labels,
+
+    mean    (S - n mu) / sigma / (n + a)          number    log(1 + n) / log(1 + 100)
+
+or, with item_features.log_odds, logit((S + a mu) / (n + a)) - logit(mu) for the mean: so all are 0
+of a value that training rows never had, and of ids outside the vocabulary. A row of a
+multi-id column gets the means over its known ids.
+
+A row that the model trains on is told what the tasks of the other folds say, mu and sigma included;
+so is every other row of its task, as if nobody had seen the task. To leave out the row alone would
+give its label away: among the rows of one item, those with a label of 1 would all have a smaller
+mean than those with a label of 0. Rows that are predicted are told what all training rows say.
+
+Shape suffixes: T episodes, N rows, E (row, id) pairs of one column, U unique ids of a batch, V
+ids of one column's table (of all bags, where a batch is meant), K folds, F single-id and M multi-id
+features, L longest list; 2: mean, number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gmeta.config.inputs import choose_columns
+from gmeta.data.features.support_statistics import log_odds, scale_count
+from metaio.format.block import find_features_of_values
+from metaio.format.features import OOV_ROW
+from metaio.hashing import splitmix64
+from metaio.ragged import Int64, owners, sum_rows
+
+if TYPE_CHECKING:
+    from gmeta.config.inputs import ItemFeaturesConfig
+    from metaio.format.features import Features
+    from metaio.read.batch import TaskBatch
+
+Floats = npt.NDArray[np.float64]
+
+NUM_FOLDS = 5
+# A rank that trains keeps 48 bytes a value and for a while 80 more, a checkpoint 8: at most 1 GiB.
+MOST_VALUES = 1 << 23
+_SALT = np.uint64(0x17E3)
+
+
+class _Column(NamedTuple):
+    """A sparse column: its place among the single-id or the multi-id ones, its table and the
+    table's number of rows."""
+
+    is_multi: bool
+    place: int
+    table: str
+    num_values: int
+
+
+@dataclass(frozen=True)
+class ItemSums:
+    """Labels of the training rows, fold by fold: of all (number, sum, sum of squares), and of each
+    column's values (number, sum). Those of several ranks' rows can be added."""
+
+    total_K3: Floats
+    columns: tuple[Floats, ...]  # of each [K, V, 2]
+
+
+class ItemStatistics(nn.Module):
+    """Which statistics of training rows a learner takes, and their values.
+
+    What all training rows say lies in buffers: checkpoints and exports keep it with the model. What
+    the folds say is needed to train alone, and made anew from the dataset.
+
+    Raises:
+        ValueError: a pattern of `columns` matches no sparse column, or a table is too large.
+    """
+
+    def __init__(self, config: ItemFeaturesConfig, features: Features) -> None:
+        super().__init__()
+        names = [column.name for column in features.sparse]
+        chosen = choose_columns("item_features.columns", config.columns, names)
+        sizes = {table.name: table.num_rows for table in features.tables}
+        num_single, columns = len(features.single), []
+        for index in np.flatnonzero(chosen).tolist():
+            table = features.sparse[index].table
+            num_values = sizes[table]
+            if num_values > MOST_VALUES:
+                raise ValueError(
+                    f"item_features.columns: {names[index]} has a table of {num_values:,} rows; at "
+                    f"most {MOST_VALUES:,} are allowed. Leave the column out"
+                )
+            is_multi = index >= num_single
+            columns.append(_Column(is_multi, index - num_single * is_multi, table, num_values))
+        self._columns = tuple(columns)
+        self._shrinkage, self._log_odds = config.shrinkage, config.log_odds
+        for index, column in enumerate(columns):
+            self.register_buffer(_buffer(index), torch.zeros(column.num_values, 2))
+        self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [K, V, 2]
+        self._on_host: list[npt.NDArray[Any]] | None = None
+        self.register_load_state_dict_post_hook(lambda module, _: module.forget_copies())
+
+    @property
+    def width(self) -> int:
+        """Count the statistics of a row."""
+        return 2 * len(self._columns)
+
+    def table_buffers(self) -> list[tuple[str, Tensor]]:
+        """Return each column's table and the buffer that has a row for each of its rows."""
+        return [
+            (column.table, self.get_buffer(_buffer(index)))
+            for index, column in enumerate(self._columns)
+        ]
+
+    def drop_host_copies(self) -> None:
+        """Take the values from the buffers again, which may hold others now."""
+        self._on_host = None
+
+    def empty_sums(self) -> ItemSums:
+        """Return the sums of no rows."""
+        of_columns = [np.zeros((NUM_FOLDS, column.num_values, 2)) for column in self._columns]
+        return ItemSums(np.zeros((NUM_FOLDS, 3)), tuple(of_columns))
+
+    def add(self, sums: ItemSums, batch: TaskBatch) -> None:
+        """Add all rows of a batch, support and query, to `sums`."""
+        label_N = batch.label_N.numpy().astype(np.float64)
+        fold_N = _fold_N(batch)
+        for place, values_N in enumerate((np.ones_like(label_N), label_N, label_N**2)):
+            sums.total_K3[:, place] += np.bincount(fold_N, values_N, NUM_FOLDS)
+        for column, sums_KV2 in zip(self._columns, sums.columns, strict=True):
+            row_E, id_E = _entries(batch, column)
+            # Only the values that occur: a table may have far more rows than the batch.
+            distinct, index_E = np.unique(
+                fold_N[row_E] * column.num_values + id_E, return_inverse=True
+            )
+            flat_X2 = sums_KV2.reshape(-1, 2)
+            flat_X2[distinct, 0] += np.bincount(index_E)
+            flat_X2[distinct, 1] += np.bincount(index_E, label_N[row_E])
+
+    def set_from_sums(self, sums: ItemSums) -> None:
+        """Take the statistics from the sums over the whole training split."""
+        levels = [self._means_without_fold(sums, fold) for fold in range(NUM_FOLDS)]
+        self._without_fold = [np.stack(of_column) for of_column in zip(*levels, strict=True)]
+        for index, values_V2 in enumerate(self._means_without_fold(sums, None)):
+            self.get_buffer(_buffer(index)).copy_(torch.from_numpy(values_V2))
+        self.drop_host_copies()
+
+    def with_features(self, batch: TaskBatch) -> TaskBatch:
+        """Return a batch to predict with the statistics of each row behind its dense columns."""
+        found = []
+        for index, column in enumerate(self._columns):
+            row_E, id_E = _entries(batch, column)
+            found.append(_means_N2(row_E, id_E, self._values_V2(index)[id_E], batch.num_rows))
+        return _append_features(batch, found)
+
+    def fold_statistics(self) -> FoldStatistics:
+        """Return the statistics that training rows are told.
+
+        Raises:
+            ValueError: nobody took the sums of the training split.
+        """
+        if self._without_fold is None:
+            raise ValueError("the statistics of items were not taken from training rows")
+        return FoldStatistics(self._columns, self._without_fold)
+
+    def features_of_ids(self, ids_NF: Tensor, ids_NML: Tensor, lengths_NM: Tensor) -> Tensor:
+        """Return what all training rows say of rows to predict [N, width], in tensors alone; their
+        lists are padded to one length.
+        """
+        found = []
+        for index, column in enumerate(self._columns):
+            values_V2 = self.get_buffer(_buffer(index))
+            if not column.is_multi:
+                found.append(values_V2[ids_NF[:, column.place]])
+                continue
+            ids_NL, length_N = ids_NML[:, column.place], lengths_NM[:, column.place]
+            places_L = torch.arange(ids_NL.shape[1], device=ids_NL.device)
+            is_known_NL = (places_L < length_N.unsqueeze(1)) & (ids_NL != OOV_ROW)
+            sums_N2 = (values_V2[ids_NL] * is_known_NL.unsqueeze(2)).sum(dim=1)
+            found.append(sums_N2 / is_known_NL.sum(dim=1, keepdim=True).clamp(min=1))
+        return torch.cat(found, dim=1)
+
+    def _means_without_fold(
+        self, sums: ItemSums, fold: int | None
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return the values of each column without one fold's rows, or from all."""
+        others = [other for other in range(NUM_FOLDS) if other != fold]
+        # Added up without it, not taken off the whole: not a bit may tell of what was left out.
+        count, total, squares = sums.total_K3[others].sum(axis=0)
+        mean = total / max(count, 1.0)
+        variance = squares / max(count, 1.0) - mean**2
+        # Labels that are all alike differ from their mean by rounding alone.
+        deviation = np.sqrt(variance) if variance > 1e-12 * mean**2 else 1.0
+        found = []
+        for sums_KV2 in sums.columns:
+            count_V, sum_V = sums_KV2[others].sum(axis=0).T
+            above_V = (sum_V - count_V * mean) / deviation
+            # What no row has is 0, without shrinkage too.
+            weight_V = np.maximum(count_V + self._shrinkage, 1e-12)
+            mean_V = above_V / weight_V
+            if self._log_odds:
+                # From the same sums: a value that no row has is the mean itself.
+                mean_V = log_odds(mean + mean_V * deviation) - log_odds(mean)
+            values_V2 = np.stack([mean_V, scale_count(count_V)], axis=1).astype(np.float32)
+            values_V2[OOV_ROW] = 0.0
+            found.append(values_V2)
+        return found
+
+    def _values_V2(self, index: int) -> npt.NDArray[Any]:
+        """Return what all training rows say of a column's values, on the host."""
+        values = self.get_buffer(_buffer(index))
+        if values.device.type == "cpu":
+            shared: npt.NDArray[Any] = values.numpy()
+            return shared
+        if self._on_host is None:
+            buffers = (self.get_buffer(_buffer(at)) for at in range(len(self._columns)))
+            self._on_host = [buffer.cpu().numpy() for buffer in buffers]
+        return self._on_host[index]
+
+
+@dataclass(frozen=True)
+class FoldStatistics:
+    """What the rows of the other folds say of a training row's values."""
+
+    columns: tuple[_Column, ...]
+    without_fold: list[npt.NDArray[np.float32]]  # of each [K, V, 2]
+
+    def with_features(self, batch: TaskBatch) -> TaskBatch:
+        """Return the batch with these statistics of each row behind its dense columns."""
+        fold_N, found = _fold_N(batch), []
+        for column, values_KV2 in zip(self.columns, self.without_fold, strict=True):
+            row_E, id_E = _entries(batch, column)
+            values_E2 = values_KV2[fold_N[row_E], id_E]
+            found.append(_means_N2(row_E, id_E, values_E2, batch.num_rows))
+        return _append_features(batch, found)
+
+
+def _append_features(batch: TaskBatch, found: list[npt.NDArray[np.float32]]) -> TaskBatch:
+    """Return the batch with these [N, 2] of each column behind its dense columns."""
+    of_rows = torch.from_numpy(np.concatenate(found, axis=1)).to(batch.dense_NK.dtype)
+    return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
+
+
+def _buffer(index: int) -> str:
+    return f"column_{index}"
+
+
+def _fold_N(batch: TaskBatch) -> Int64:
+    """Return the fold of each row's task: 0 to NUM_FOLDS - 1."""
+    mixed_T = splitmix64(batch.task_T.numpy().astype(np.uint64) ^ _SALT)
+    fold_T = (mixed_T % np.uint64(NUM_FOLDS)).astype(np.int64)
+    return np.repeat(fold_T, np.diff(batch.row_offsets_T1.numpy()))
+
+
+def _entries(batch: TaskBatch, column: _Column) -> tuple[Int64, Int64]:
+    """Return the row and the id of each value that a column holds."""
+    unique_U = batch.unique_ids_U.numpy()
+    if not column.is_multi:
+        return np.arange(batch.num_rows), unique_U[batch.positions_NF[:, column.place].numpy()]
+    lengths_NM = batch.multi_lengths_NM.numpy()
+    mine_V = find_features_of_values(lengths_NM) == column.place
+    return owners(sum_rows(lengths_NM))[mine_V], unique_U[batch.multi_positions_V.numpy()[mine_V]]
+
+
+def _means_N2(
+    row_E: Int64, id_E: Int64, values_E2: npt.NDArray[Any], num_rows: int
+) -> npt.NDArray[np.float32]:
+    """Return the means over each row's known ids, 0 where it has none."""
+    # Unknown ids hold 0: only the divisor must leave them out.
+    known_N = np.bincount(row_E, id_E != OOV_ROW, num_rows)
+    sums = [np.bincount(row_E, values_E2[:, place], num_rows) for place in range(2)]
+    means: npt.NDArray[np.float32] = (
+        np.stack(sums, axis=1) / np.maximum(known_N, 1.0)[:, None]
+    ).astype(np.float32)
+    return means

@@ -1,0 +1,298 @@
+"""What the support rows of a task say of each of its rows, as dense inputs of any model: the task's
+mean label, and that of the support rows that share a value with the row.
+
+A row inside the support never sees its own label: its statistics are of the task's other support
+rows. Every mean is shrunken, as few rows say little: with S the sum of n labels and a the
+shrinkage,
+
+    mean of the task          m   = (S + a mu) / (n + a)             mu, sigma: the label prior
+    spread of the task        s^2 = (sum (y - S / n)^2 + a sigma^2) / (n + a)
+    mean of a shared value    m_v = (S_v + a m) / (n_v + a)          over the rows that share it
+
+With `residual_of` a column that [item_features] has, y is what is left of a label above what
+training rows say of the row's value there: m tells how far the task lies above its items, as the
+task's effect in a bias model does. Where that column's means are log-odds of clicks, so is m: with
+p what is foretold of each of the n rows, and their sum P,
+
+    m = logit((S + a mu) / (n + a)) - logit((P + a mu) / (n + a))          0 of no rows
+
+and all other statistics are of y - p.
+
+A multi-id column counts a support row once for each id that it shares with the row. Ids outside the
+vocabulary are no values: nobody shares them.
+
+Shape suffixes: T episodes, N rows, P distinct (task, id) pairs, E (row, id) pairs of one column, F
+single-id features, M multi-id features, G statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gmeta.config.inputs import NO_PRIOR, LabelPrior, choose_columns
+from metaio.format.block import find_features_of_values
+from metaio.format.features import OOV_ROW
+from metaio.ragged import Int64, owners, places, sum_rows
+from metaio.read.task_rows import deduplicate_task_rows
+
+if TYPE_CHECKING:
+    from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
+    from metaio.format.features import Features
+    from metaio.read.batch import TaskBatch
+    from metaio.read.task_rows import TaskRows
+
+Floats = npt.NDArray[np.float64]
+
+# Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
+_MANY_ROWS = 100.0
+
+
+@dataclass(frozen=True)
+class SupportStatistics:
+    """Which statistics a learner takes, and how they are shrunken.
+
+    All are differences in units of the prior's deviation: the task's mean from the prior's, its
+    spread from the prior's, the mean of a shared value from the task's. So each is 0 where nothing
+    is known.
+    """
+
+    of_task: bool
+    single_columns: tuple[int, ...]  # places among the single-id features
+    multi_columns: tuple[int, ...]  # and among the multi-id ones
+    names: tuple[str, ...]  # of all statistics, in order
+    prior_strength: float
+    prior: LabelPrior
+    expected_place: int | None = None  # place of the dense input that labels count from
+    log_odds: bool = False  # that input and the task's mean are log-odds of clicks
+    bias_start: bool = False  # a fresh model is to be the sum of both
+
+    @classmethod
+    def of(
+        cls,
+        config: SupportFeaturesConfig,
+        features: Features,
+        prior: LabelPrior,
+        items: ItemFeaturesConfig | None = None,
+    ) -> SupportStatistics:
+        """Return the statistics that the config asks for; `items` says what stands between the
+        dense columns and these.
+
+        Raises:
+            ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none
+                of the columns of `items`, or has nothing to change.
+        """
+        known = [column.name for column in features.sparse]
+        chosen = choose_columns("support_features.columns", config.columns, known)
+        num_single = len(features.single)
+        names = ["task mean", "task count", "task spread"] if config.task else []
+        for name, is_chosen in zip(known, chosen, strict=True):
+            names += [f"{name} mean", f"{name} count"] if is_chosen else []
+        return cls(
+            config.task,
+            tuple(np.flatnonzero(chosen[:num_single]).tolist()),
+            tuple(np.flatnonzero(chosen[num_single:]).tolist()),
+            tuple(names),
+            config.shrinkage,
+            prior,
+            _find_expected_place(config, features, items) if config.residual_of else None,
+            bool(config.residual_of and items is not None and items.log_odds),
+            config.bias_start,
+        )
+
+    @property
+    def width(self) -> int:
+        """Count the statistics of a row: G."""
+        return len(self.names)
+
+    def with_features(self, batch: TaskBatch) -> TaskBatch:
+        """Return the batch with the statistics of each row behind its dense columns."""
+        if not self.width:
+            return batch
+        of_rows = torch.from_numpy(self.features_NG(batch)).to(batch.dense_NK.dtype)
+        return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
+
+    def features_NG(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
+        """Return the statistics of every row of the batch: made of the task's support rows, except
+        for the row itself.
+        """
+        rows, expected_N = _LabelRows.of(batch, self.prior), self._expected_N(batch)
+        rows = rows.minus_expected(expected_N)
+        tasks = rows.totals()
+        mean_N = self._smooth(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
+        found: list[Floats] = []
+        if self.of_task:
+            shown_N = self._log_odds_N(rows, tasks, expected_N) if self.log_odds else mean_N
+            found += [shown_N, scale_count(tasks.count_N), self._spread_N(tasks)]
+        pairs = deduplicate_task_rows(batch) if self.single_columns or self.multi_columns else None
+        for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
+            sum_N, count_N = rows.shared_label_sums(entries)
+            found += [self._smooth(sum_N, count_N, mean_N) - mean_N, scale_count(count_N)]
+        return np.stack(found, axis=1).astype(np.float32)
+
+    def _expected_N(self, batch: TaskBatch) -> Floats:
+        """Return what labels count from, in units of labels: from the prior, in its deviations."""
+        if self.expected_place is None:
+            return np.zeros(batch.num_rows)
+        statistic_N: Floats = batch.dense_NK[:, self.expected_place].numpy().astype(np.float64)
+        if not self.log_odds:
+            return statistic_N
+        share_N: Floats = 1.0 / (1.0 + np.exp(-(log_odds(self.prior.mean) + statistic_N)))
+        return (share_N - self.prior.mean) / self.prior.deviation
+
+    def _log_odds_N(self, rows: _LabelRows, tasks: _Totals, expected_N: Floats) -> Floats:
+        """Return by how much the log-odds of the task's clicks lie above what is foretold."""
+        deviation, mean, a = self.prior.deviation, self.prior.mean, self.prior_strength
+        share_N = expected_N * deviation + mean
+        expected_log_odds_N = rows.sum_of_others(np.where(rows.is_support_N, share_N, 0.0))
+        weight_N = np.maximum(tasks.count_N + a, 1e-12)
+        clicks_N = expected_log_odds_N + tasks.sum_N * deviation
+        effect_N = log_odds((clicks_N + a * mean) / weight_N)
+        effect_N -= log_odds((expected_log_odds_N + a * mean) / weight_N)
+        return np.where(tasks.count_N > 0, effect_N, 0.0)
+
+    def _smooth(self, sum_N: Floats, count_N: Floats, prior_N: Floats) -> Floats:
+        """Return the mean of the labels and `shrinkage` times the prior; the prior if none."""
+        weight_N = count_N + self.prior_strength
+        known_N = weight_N > 0
+        total_N = sum_N + self.prior_strength * prior_N
+        return np.divide(total_N, weight_N, out=prior_N.copy(), where=known_N)
+
+    def _spread_N(self, tasks: _Totals) -> Floats:
+        """Return the shrunken standard deviation of each row's task, as its difference from 1."""
+        count_N = np.maximum(tasks.count_N, 1.0)
+        around_N = np.maximum(tasks.square_N - tasks.sum_N**2 / count_N, 0.0)
+        variance_N = self._smooth(around_N, tasks.count_N, np.ones(len(around_N)))
+        return np.sqrt(variance_N) - 1.0
+
+
+class _Totals(NamedTuple):
+    """Sums over the support rows of each row's task, without the row itself."""
+
+    sum_N: Floats
+    square_N: Floats
+    count_N: Floats
+
+
+class _Entries(NamedTuple):
+    """One column: the (task, id) pairs that each row holds, each once."""
+
+    row_E: Int64
+    pair_E: Int64
+    num_pairs: int
+
+
+@dataclass(frozen=True)
+class _LabelRows:
+    """The rows of a batch; labels are counted from the prior, in units of its deviation."""
+
+    task_N: Int64
+    is_support_N: npt.NDArray[np.bool_]
+    label_N: Floats  # 0 where it is no support row's
+    num_tasks: int
+
+    @classmethod
+    def of(cls, batch: TaskBatch, prior: LabelPrior) -> _LabelRows:
+        rows_T = np.diff(batch.row_offsets_T1.numpy())
+        task_N = owners(rows_T)
+        is_support_N = places(rows_T) < batch.support_lengths_T.numpy()[task_N]
+        # The labels of query rows are not looked at: a caller may not know them.
+        label_N = (batch.label_N.numpy().astype(np.float64) - prior.mean) / prior.deviation
+        return cls(task_N, is_support_N, np.where(is_support_N, label_N, 0.0), len(rows_T))
+
+    def minus_expected(self, expected_N: Floats) -> _LabelRows:
+        """Return the same rows, with labels that say how far they lie above these values."""
+        return replace(self, label_N=self.label_N - np.where(self.is_support_N, expected_N, 0.0))
+
+    def totals(self) -> _Totals:
+        """Return the sums of each row's task."""
+        values = self.label_N, self.label_N**2, self.is_support_N.astype(np.float64)
+        return _Totals(*map(self.sum_of_others, values))
+
+    def shared_label_sums(self, entries: _Entries) -> tuple[Floats, Floats]:
+        """Return sum and number of the labels of the support rows that share the row's values in
+        one column, a row once for each id.
+        """
+        sums: list[Floats] = []
+        for value_N in (self.label_N, self.is_support_N.astype(np.float64)):
+            value_E = value_N[entries.row_E]
+            of_pair_P = np.bincount(entries.pair_E, value_E, entries.num_pairs)
+            others_E = of_pair_P[entries.pair_E] - value_E
+            sums.append(np.bincount(entries.row_E, others_E, len(value_N)).astype(np.float64))
+        return sums[0], sums[1]
+
+    def sum_of_others(self, value_N: Floats) -> Floats:
+        """Return the sum over each row's task, without its own value; query rows hold 0."""
+        sum_T = np.bincount(self.task_N, value_N, self.num_tasks)
+        others_N: Floats = sum_T[self.task_N] - value_N
+        return others_N
+
+
+def _find_expected_place(
+    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig | None
+) -> int:
+    """Return the place among a model's dense inputs of what training rows say of `residual_of`."""
+    name = config.residual_of
+    if not config.is_used:
+        raise ValueError(
+            f"support_features.residual_of: {name!r} changes nothing without support_features.task "
+            'or support_features.columns. Set one of them, or leave the key out: ""'
+        )
+    known = [column.name for column in features.sparse]
+    patterns = items.columns if items is not None else ()
+    chosen = choose_columns("item_features.columns", patterns, known)
+    names = [one for one, is_chosen in zip(known, chosen, strict=True) if is_chosen]
+    if name not in names:
+        raise ValueError(
+            f"support_features.residual_of: {name!r} is none of the columns that "
+            f"item_features.columns chooses: {', '.join(names) or 'none'}. Name one of them, add "
+            'it there, or leave the key out: ""'
+        )
+    # A mean and a number of each, behind the columns of the data.
+    return len(features.dense) + 2 * names.index(name)
+
+
+def _columns(
+    batch: TaskBatch, pairs: TaskRows | None, single: tuple[int, ...], multi: tuple[int, ...]
+) -> list[_Entries]:
+    """Return the entries of these columns, single-id ones first, without unknown ids."""
+    if pairs is None:
+        return []
+    num_pairs = pairs.level1_position_P.numel()
+    known_P = (batch.unique_ids_U[pairs.level1_position_P] != OOV_ROW).numpy()
+    every_row_N = np.arange(batch.num_rows)
+    found = [(every_row_N, pairs.positions_NF[:, column].numpy()) for column in single]
+    if multi:
+        lengths_NM = batch.multi_lengths_NM.numpy()
+        row_V, column_V = owners(sum_rows(lengths_NM)), find_features_of_values(lengths_NM)
+        pair_V = pairs.multi_positions_V.numpy()
+        for column in multi:
+            mine_V = column_V == column
+            # Sorted and each once: a row that repeats an id holds it no more than another does.
+            key_E = np.unique(row_V[mine_V] * num_pairs + pair_V[mine_V])
+            found.append((key_E // max(num_pairs, 1), key_E % max(num_pairs, 1)))
+    entries = []
+    for row_E, pair_E in found:
+        known_E = known_P[pair_E]
+        entries.append(_Entries(row_E[known_E], pair_E[known_E], num_pairs))
+    return entries
+
+
+def log_odds(share: float | Floats) -> Floats:
+    """Return log(p / (1 - p)) of shares of clicks, finite for none and for all of them."""
+    inside = np.clip(share, 1e-6, 1.0 - 1e-6)
+    found: Floats = np.log(inside / (1.0 - inside))
+    return found
+
+
+def scale_count(count_N: Floats) -> Floats:
+    """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
+    shown_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
+    return shown_N
+
+
+NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

@@ -1,0 +1,119 @@
+"""The labels of a dataset's rows: which of them predictions are scored by, and a check that refuses
+those for which a loss is not defined. Ratings that are taken for clicks would train to the end, and
+mean nothing.
+
+Shape suffixes: N rows, L labels.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gmeta.config.train_config import TrainConfig
+from gmeta.errors import ConfigError
+from gmeta.losses.row_losses import defined_labels_N
+from gmeta.metrics.scored_label import ScoredLabel
+from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+
+
+def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
+    """Return what predictions are scored by: all labels in the dataset's order, then those of the
+    entire space, each given the label that it takes place among.
+    """
+    names = dataset.features.labels
+    judged = config.labels.judged_index(names)
+    labels = [ScoredLabel(name, at == judged, at) for at, name in enumerate(names or ("",))]
+    given = [
+        ScoredLabel(f"{name}|{among}", False, names.index(name), names.index(among))
+        for name, among in config.labels.entire_space.items()
+    ]
+    return labels + given
+
+
+def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:
+    """Return the loss of each label."""
+    return config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
+
+
+def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
+    """Check the first block of the training split: what is wrong with all labels is told before
+    any rank starts or any folder is made. A launcher looks before it starts the job's own service,
+    whose store lies in the run folder; rank 0 again, as nothing looked for torchrun's ranks, nor
+    for a caller of train(). What only a later block shows is for `check_labels`.
+
+    Raises:
+        ConfigError: a label is none that the loss takes.
+        FormatError: the block is damaged.
+    """
+    split = config.data.train_split
+    label_N = dataset.read_block(split, 0).label_N
+    kinds = kinds_of(config, dataset)
+    defined_NL = _defined_NL(kinds, label_N, dataset)
+    for at, loss in enumerate(kinds):
+        wrong_N = label_N.reshape(defined_NL.shape)[~defined_NL[:, at], at]
+        if wrong_N.size:
+            raise ConfigError(
+                f"{_describe_loss(loss, at, dataset)}, but label column {_column(at, dataset)} of "
+                f"split {split} holds {wrong_N[0]:g}: {_remedy(loss)}"
+            )
+
+
+def check_labels(
+    batches: Iterable[TaskBatch], kinds: Sequence[str], dataset: Dataset, split: str
+) -> Iterator[TaskBatch]:
+    """Yield the same batches, each checked before it is given out; `kinds` are the labels' losses.
+
+    Raises:
+        ConfigError: a label is none that the loss takes; its row and task are named.
+    """
+    for batch in batches:
+        defined_NL = _defined_NL(kinds, batch.label_N.numpy(), dataset)
+        if not defined_NL.all():
+            row, at = divmod(int(np.argmin(defined_NL)), len(kinds))
+            episode = int(torch.searchsorted(batch.row_offsets_T1, row, right=True)) - 1
+            raise ConfigError(
+                f"{_describe_loss(kinds[at], at, dataset)}, but row "
+                f"{row - int(batch.row_offsets_T1[episode])} of "
+                f"task {int(batch.task_T[episode])} in split {split} has label "
+                f"{batch.label_N[row].flatten()[at].item():g} (column {_column(at, dataset)}): "
+                f"{_remedy(kinds[at])}"
+            )
+        yield batch
+
+
+def _defined_NL(
+    kinds: Sequence[str], label_N: npt.NDArray[np.float32], dataset: Dataset
+) -> npt.NDArray[np.bool_]:
+    """Return where the labels' losses are defined: [N, labels]; a label with a name may be NaN,
+    which says that it is not known.
+    """
+    label_NL = label_N.reshape(len(label_N), len(kinds))
+    columns = [defined_labels_N(kind, label_NL[:, at]) for at, kind in enumerate(kinds)]
+    defined_NL = np.stack(columns, axis=1)
+    return defined_NL | np.isnan(label_NL) if dataset.features.labels else defined_NL
+
+
+def _describe_loss(loss: str, at: int, dataset: Dataset) -> str:
+    names = dataset.features.labels
+    return f'outer.loss = "{loss}"' if not names else f'the loss of label {names[at]} is "{loss}"'
+
+
+def _column(at: int, dataset: Dataset) -> str:
+    return dataset.label.split(", ")[at]
+
+
+def _remedy(loss: str) -> str:
+    if loss == "bce":
+        return (
+            'bce takes 0 to 1. Set outer.loss = "mse" or "huber" for ratings, or give the label a '
+            "threshold in the schema and prepare again"
+        )
+    if loss == "softmax":
+        return (
+            "softmax takes numbers from 0 on, as it shares 1 among the rows of a task. Set "
+            'outer.loss = "pairwise", or mend the column and prepare again'
+        )
+    return f"{loss} takes finite numbers. Mend the column and prepare again"

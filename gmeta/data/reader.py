@@ -1,0 +1,41 @@
+"""From a config to what reads a split for a rank. Knows nothing of models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gmeta.errors import ConfigError
+from metaio.read.reader import BatchReader
+
+if TYPE_CHECKING:
+    from gmeta.config.train_config import TrainConfig
+    from metaio.format.dataset import Dataset
+
+
+def open_reader(
+    config: TrainConfig, dataset: Dataset, split: str, rank: int, world_size: int
+) -> BatchReader:
+    """Return the reader of a rank's share of a split: the training split in the config's order,
+    others as stored.
+
+    Raises:
+        ConfigError: the order contradicts itself, or does not suit the number of ranks.
+    """
+    data, training = config.data, split == config.data.train_split
+    try:
+        return BatchReader(
+            dataset,
+            split,
+            tasks_per_step=data.tasks_per_step,
+            rank=rank,
+            world_size=world_size,
+            seed=config.run.seed,
+            shuffle=training and data.shuffle,
+            lanes=data.lanes,
+            window_blocks=data.window_blocks or None,
+            drop_last=training and data.drop_last,
+            blocks_per_step=data.blocks_per_step if training else 0,
+            threads=data.threads,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

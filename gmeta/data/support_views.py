@@ -1,0 +1,69 @@
+"""Views of the stored episodes for an evaluation: their support and query rows drawn anew, or fewer
+support rows.
+
+Shape suffixes: T episodes, N rows; T1 = T + 1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gmeta.data.hash_rng import draw_for_rows, mix_key, reorder_rows
+from metaio.ragged import Int64, owners, places
+from metaio.read.batch import TaskBatch
+
+# Not that of a run: draws are the same for all runs, which are compared on the same rows.
+SEED = 0
+# What keeps the draws of rows apart from the order in which support rows are given.
+_DRAW_STREAM, _SUPPORT_STREAM = 1, 2
+
+
+@dataclass(frozen=True)
+class SupportView:
+    """Draw 0 is the episodes as stored; in the others each task's rows are shuffled, and as many of
+    them as before are its support. At most `max_support` support rows are shown, the first ones of
+    an order that depends on the task alone, so that a smaller number is a subset of a larger one.
+    """
+
+    draw: int = 0
+    max_support: int | None = None
+
+    def of(self, batch: TaskBatch) -> TaskBatch:
+        """Return the batch with the rows of this view alone."""
+        if self == STORED:
+            return batch
+        rows = (batch.task_T, batch.row_offsets_T1, batch.support_lengths_T)
+        return reorder_rows(batch, *self.order_rows(*(tensor.numpy() for tensor in rows)))
+
+    def order_rows(
+        self, task_T: Int64, row_offsets_T1: Int64, support_T: Int64
+    ) -> tuple[Int64, Int64]:
+        """Return which rows are seen, in their order, and how many of each episode support it."""
+        rows_T = np.diff(row_offsets_T1)
+        task_N, within_N = owners(rows_T), places(rows_T)
+        order_N = np.arange(len(task_N))
+        if self.draw:
+            key = mix_key(SEED, _DRAW_STREAM, self.draw)
+            order_N = np.lexsort((draw_for_rows(task_T, row_offsets_T1, key), task_N))
+        if self.max_support is None:
+            return order_N, support_T
+        # Rows stand task by task in any order, so places in it are numbered as stored rows are.
+        place_N = draw_for_rows(task_T, row_offsets_T1, mix_key(SEED, _SUPPORT_STREAM))
+        is_query_N = within_N >= support_T[task_N]
+        place_N[is_query_N] = 1 + within_N[is_query_N]  # behind all support rows, as they were
+        by_place_N = np.lexsort((place_N, task_N))
+        seen_N = is_query_N | (within_N < self.max_support)
+        return order_N[by_place_N[seen_N]], np.minimum(support_T, self.max_support)
+
+
+STORED = SupportView()
+
+
+@dataclass(frozen=True)
+class EvalProtocol:
+    """The views that an evaluation takes of each task: draws of its support and query rows, the
+    stored one first, and for each of `support_sizes` at most that many of the stored support rows.
+    """
+
+    draws: int = 1
+    support_sizes: tuple[int, ...] = ()

@@ -1,0 +1,118 @@
+"""Raise one rank's failure on all ranks, so that none hangs in a collective."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from gmeta.distributed.ranks import Ranks, broadcast_value, gather_values
+from gmeta.distributed.stopping import Stop
+from gmeta.errors import GMetaError
+from metaio.errors import MetaIOError
+from metaio.format.features import Features
+from metaio.read.batch import TaskBatch, empty_batch
+
+T = TypeVar("T")
+
+
+def run_on_first(work: Callable[[], object], ranks: Ranks) -> None:
+    """Run `work` on rank 0 while every rank waits; raise on all ranks what it raised.
+
+    Raises:
+        GMetaError, MetaIOError, OSError: as `work`.
+    """
+    problem: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            work()
+        except (GMetaError, MetaIOError, OSError) as error:
+            problem = error
+    problem = broadcast_value(problem, ranks)
+    if problem is not None:
+        raise problem
+
+
+def run_on_all(work: Callable[[], object], ranks: Ranks) -> None:
+    """Run every rank's part of `work`, wait for the others, and raise on all ranks what the first
+    of them raised.
+
+    Raises:
+        GMetaError, MetaIOError, OSError: as `work`.
+    """
+    problem: Exception | None = None
+    try:
+        work()
+    except (GMetaError, MetaIOError, OSError) as error:
+        problem = error
+    _raise_first(problem, ranks)
+
+
+def stop_on_error(
+    batches: Iterator[TaskBatch], features: Features, stop: Stop
+) -> Iterator[TaskBatch]:
+    """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
+    asks all ranks to stop before its step; `raise_first_problem` is to follow.
+    """
+    return idle_on_error(batches, batch_without_tasks(features), stop)
+
+
+def idle_on_error(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
+    """Do as `stop_on_error` with batches in any form, of which `idle` is one without tasks."""
+    try:
+        yield from batches
+        return
+    except (GMetaError, MetaIOError, OSError) as error:
+        stop.problem, stop.is_requested = error, True
+    while True:  # a rank without a batch would count as one whose data has run out
+        yield idle
+
+
+def batch_without_tasks(features: Features) -> TaskBatch:
+    """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
+    return empty_batch(
+        len(features.tables),
+        len(features.single),
+        len(features.multi),
+        len(features.dense),
+        features.num_labels,
+    )
+
+
+@contextmanager
+def request_stop_on_error(stop: Stop) -> Iterator[None]:
+    """Turn a failure of this rank inside a step that all take into a request that all ranks stop
+    before one of the next steps; `raise_first_problem` is to follow.
+    """
+    try:
+        yield
+    except (GMetaError, OSError) as error:
+        stop.problem, stop.is_requested = error, True
+
+
+def raise_first_problem(stop: Stop, ranks: Ranks) -> None:
+    """Raise on all ranks what asked the first of them to stop, if it was a problem. Collective.
+
+    Raises:
+        GMetaError, MetaIOError, OSError: see `stop_on_error`.
+    """
+    _raise_first(stop.problem, ranks)
+
+
+def gather_stop_reason(stop: Stop, ranks: Ranks) -> str:
+    """Return on all ranks why a callback of the first of them asked to stop; "" where SIGTERM did.
+    Collective.
+
+    Raises:
+        GMetaError, MetaIOError, OSError: a problem asked; see `stop_on_error`.
+    """
+    raise_first_problem(stop, ranks)
+    reasons = gather_values(stop.reason, ranks) or []
+    return broadcast_value(next(filter(None, reasons), ""), ranks)
+
+
+def _raise_first(problem: Exception | None, ranks: Ranks) -> None:
+    if problem is not None and ranks.world_size > 1:
+        problem.add_note(f"met by rank {ranks.rank}")
+    problems = gather_values(problem, ranks) or []
+    first = broadcast_value(next((one for one in problems if one is not None), None), ranks)
+    if first is not None:
+        raise first

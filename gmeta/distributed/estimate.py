@@ -1,0 +1,240 @@
+"""What a sharding plan asks of each rank: memory, bytes on the wire and time of a step, by
+arithmetic from counts and stated speeds. docs/scaling.md has the formulas.
+
+Ids are taken to spread evenly over a table's rows, as after hashing, and every rank to ask for as
+many. Shape suffixes: W ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+from gmeta.config.sharding import IN_HOST_MEMORY, ShardingConfig
+from gmeta.config.train_config import OuterConfig
+from gmeta.distributed.cluster_spec import Cluster, Speeds
+from gmeta.distributed.tables.plain_tables import STATES
+from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS
+
+Values = npt.NDArray[np.float64]
+FLOAT_BYTES = 4
+# Share of a GPU's memory for activations and what libraries keep: as TorchRec's planner reserves.
+RESERVED = 0.15
+# Of a table in uvm_cached, the share of its rows in the cache, and what the cache keeps of each row
+# and of each of its own: fbgemm's and TorchRec's defaults.
+CACHED_SHARE, CACHE_ROW_BYTES, CACHE_SLOT_BYTES = 0.2, 4, 16
+DENSE_STATES = {"adam": 2, "adamw": 2, "adagrad": 1, "sgd": 0}
+# How often a row's values pass the memory of the GPU that holds them (read and written to give them
+# out, their gradient written and read, the row read and written), and of the one that asked.
+PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one rank has to do in a step: its tasks and rows, the ids asked of each table, the
+    operations of the layers, and how many weights these have.
+    """
+
+    tasks: float
+    rows: float
+    ids: Mapping[str, float]
+    flops: float
+    num_weights: int
+
+
+@dataclass(frozen=True)
+class ShardingEstimate:
+    """Tables, each with its place, bytes and what it sends in a step; memory by rank, in bytes; and
+    the parts of a step as bytes of the busiest rank and seconds.
+    """
+
+    tables: dict[str, dict[str, Any]]
+    device_bytes_W: Values
+    host_bytes_W: Values
+    copied_bytes_W: Values  # that a checkpoint in the background takes of the host's beside them
+    fixed_bytes: float  # of the device's memory, for what is not a table
+    parts: dict[str, tuple[float, float]]
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step: the sum of its parts, as if none ran beside another."""
+        return sum(seconds for _, seconds in self.parts.values())
+
+
+def estimate(
+    plan: Mapping[str, Any],
+    sizes: Mapping[str, tuple[int, int]],
+    sharding: ShardingConfig,
+    outer: OuterConfig,
+    step: StepWork,
+    cluster: Cluster,
+    speeds: Speeds,
+) -> ShardingEstimate:
+    """Return what a plan, as describe_plan gives it, asks of each rank; `sizes` are rows and width
+    of each table.
+    """
+    num_ranks = cluster.world_size
+    wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
+    device_W, host_W, copied_W, asked_W, sent_W, from_host_W = np.zeros((6, num_ranks))
+    tables = {}
+    copied_values = 0
+    held = {
+        name: _held_rows(table, *sizes[name], num_ranks) for name, table in plan["tables"].items()
+    }
+    is_long = any(rows_W.max() >= 2**31 for rows_W, _ in held.values())
+    id_bytes = 8 if is_long or sharding.exchange == "torchrec" else 4
+    for name, table in plan["tables"].items():
+        num_rows, width = sizes[name]
+        rows_W, columns_W = held[name]
+        on_device_W, on_host_W = table_bytes(table["placement"], rows_W, columns_W, outer)
+        device_W += on_device_W
+        host_W += on_host_W
+        of_values, of_rows = _count_states(outer)
+        copied_W += (1 + of_values) * _pinned_bytes(FLOAT_BYTES * rows_W * columns_W)
+        copied_W += of_rows * _pinned_bytes(FLOAT_BYTES * rows_W)
+        ids = step.ids[name]
+        given_W = ids * rows_W / num_rows * columns_W  # values that a rank gives each that asks
+        if table["kind"] == "data_parallel":
+            copied_values += num_rows * width
+            asked_W += ids * width / num_ranks
+            given_W = np.zeros(num_ranks)
+            ids_sent = 0.0
+        else:
+            asked_W += given_W
+            sent_W += given_W
+            ids_sent = ids * float((rows_W / num_rows).sum()) * (num_ranks - 1) / num_ranks
+        if table["placement"] in IN_HOST_MEMORY:
+            from_host_W += given_W * (2 + 2 * _count_states(outer)[0])
+        rows_sent = 2 * float(given_W.mean()) * (num_ranks - 1) * wire_bytes
+        tables[name] = {
+            "rows": num_rows,
+            "width": width,
+            "kind": table["kind"],
+            "placement": table["placement"],
+            # Of a table with fewer rows than ranks, some shards are empty.
+            "ranks": np.flatnonzero(rows_W * columns_W).tolist(),
+            "bytes": round(float((on_device_W + on_host_W).sum())),
+            "ids_per_step": ids,
+            "id_bytes_per_step": ids_sent * id_bytes,
+            "row_bytes_per_step": rows_sent,
+        }
+    moved_W = asked_W * num_ranks * PASSES_OF_HOLDER + asked_W.sum() * PASSES_OF_ASKER
+    hbm_bytes = float(moved_W.max()) * FLOAT_BYTES
+    pcie_bytes = float(from_host_W.max()) * num_ranks * FLOAT_BYTES
+    near, far = _busiest(sent_W * wire_bytes, cluster.ranks_per_host)
+    dense = step.num_weights * (2 if sharding.dense_wire_dtype == "bfloat16" else 4)
+    reduced = 2 * (dense + copied_values * FLOAT_BYTES) * (num_ranks - 1) / num_ranks
+    link = speeds.nvlink if num_ranks <= cluster.ranks_per_host else speeds.network
+    states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
+    layers = step.num_weights * FLOAT_BYTES * (2 + states)
+    # Rows of a step and their gradients: those that came, and those that go out.
+    in_flight = 2 * FLOAT_BYTES * float(asked_W.sum() + asked_W.max() * num_ranks)
+    return ShardingEstimate(
+        tables,
+        device_W + layers + in_flight,
+        host_W,
+        copied_W + layers,
+        layers + in_flight,
+        {
+            "layers, forward and backward": (0.0, step.flops / speeds.flops),
+            "tables, in the GPU's memory": (hbm_bytes, hbm_bytes / speeds.hbm),
+            "tables, in the host's memory": (pcie_bytes, pcie_bytes / speeds.pcie),
+            "rows and gradients, NVLink": (2 * near, 2 * near / speeds.nvlink),
+            "rows and gradients, network": (2 * far, 2 * far / speeds.network),
+            "AllReduce of the layers": (reduced, reduced / link),
+        },
+    )
+
+
+def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> tuple[Any, Any]:
+    """Return the bytes of a table, or of each rank's part of it, with its optimizer's state, in the
+    GPU's memory and in the host's. fbgemm keeps what is one number a row on the GPU in any case.
+    """
+    of_values, of_rows = _count_states(outer)
+    weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
+    whole = weights * (1 + of_values)
+    if placement not in IN_HOST_MEMORY:
+        return whole + row_states, 0.0 * rows
+    cache = 0.0 * rows
+    if placement == "uvm_cached":
+        cache = CACHED_SHARE * weights + rows * (CACHE_ROW_BYTES + CACHED_SHARE * CACHE_SLOT_BYTES)
+    return row_states + cache, whole
+
+
+def _count_states(outer: OuterConfig) -> tuple[int, int]:
+    """Return how many numbers the tables' optimizer keeps of each value, and of each row."""
+    kind = STATES[optimizer_type_to_emb_opt_type(SPARSE_OPTIMIZERS[outer.sparse_optimizer])]
+    return len(kind.names) - len(kind.of_rows), len(kind.of_rows)
+
+
+def _pinned_bytes(num_bytes: Values) -> Values:
+    """Return what `num_bytes` take in pinned memory, which torch gives out in powers of two."""
+    return np.where(num_bytes > 0, 2.0 ** np.ceil(np.log2(np.maximum(num_bytes, 1))), 0.0)
+
+
+def _held_rows(
+    table: Mapping[str, Any], num_rows: int, width: int, num_ranks: int
+) -> tuple[Values, Values]:
+    """Return how many rows and columns of a table each rank holds."""
+    if table["kind"] == "data_parallel":
+        return np.full(num_ranks, float(num_rows)), np.full(num_ranks, float(width))
+    rows_W, columns_W = np.zeros(num_ranks), np.zeros(num_ranks)
+    for shard in table["shards"]:  # of one table a rank has one at most
+        rows_W[shard["rank"]] = shard["rows"][1] - shard["rows"][0]
+        columns_W[shard["rank"]] = shard["columns"][1] - shard["columns"][0]
+    return rows_W, columns_W
+
+
+def _busiest(given_W: Values, ranks_per_host: int) -> tuple[float, float]:
+    """Return the bytes that the busiest rank sends, or takes in, within its host and beyond it,
+    where each rank gives every other one `given_W`.
+    """
+    host_W = np.arange(len(given_W)) // ranks_per_host
+    of_host_W = np.bincount(host_W, given_W)[host_W]
+    peers_W = np.bincount(host_W)[host_W]
+    near_W = np.maximum(given_W * (peers_W - 1), of_host_W - given_W)
+    far_W = np.maximum(given_W * (len(given_W) - peers_W), given_W.sum() - of_host_W)
+    return float(near_W.max()), float(far_W.max())
+
+
+def suggest_fits(
+    estimated: ShardingEstimate,
+    widths: Sequence[int],
+    outer: OuterConfig,
+    sharding: ShardingConfig,
+    cluster: Cluster,
+) -> list[str]:
+    """Return what could be changed so that tables cut by rows fit: each in words."""
+    usable = cluster.device_bytes * (1 - RESERVED) - estimated.fixed_bytes
+    sizes = [(table["rows"], table["width"]) for table in estimated.tables.values()]
+    ways = []
+
+    def on_each(placement: str, widest: int) -> tuple[float, float]:
+        parts = [
+            table_bytes(placement, rows / cluster.world_size, min(width, widest), outer)
+            for rows, width in sizes
+        ]
+        return sum(device for device, _ in parts), sum(host for _, host in parts)
+
+    widest = max(width for _, width in sizes)
+    needed, _ = on_each("device", widest)
+    if needed <= usable:
+        return ['sharding.default = "row_wise"']
+    if usable > 0:
+        hosts = -(-needed * cluster.world_size // (usable * cluster.ranks_per_host))
+        ways.append(f"--gpus {int(hosts) * cluster.ranks_per_host}")
+    narrower = [width for width in widths if on_each("device", width)[0] <= usable]
+    if narrower:
+        ways.append(f"model.embedding_dim = {max(narrower)}")
+    for placement in IN_HOST_MEMORY[::-1]:
+        device, host = on_each(placement, widest)
+        if device <= usable and host <= cluster.host_bytes:
+            other = (
+                "" if sharding.exchange == "torchrec" else ' with sharding.exchange = "torchrec"'
+            )
+            ways.append(f'sharding.placement = "{placement}"{other}')
+            break
+    return ways

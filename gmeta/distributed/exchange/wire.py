@@ -1,0 +1,221 @@
+"""Our exchange, on any device: ids go out to the ranks that hold their rows, the rows come back,
+and their gradients go the same way again.
+
+One AlltoAll each way a step, whatever the kinds of sharding: support and query together, each id
+once for each block of the batch. A rank's own rows enter no collective. An id travels as its row
+number within the shard that holds it, in 4 bytes where that is enough. Who is to get how many ids
+is announced before: the ids of a step can then travel while another step computes.
+
+Ids travel and are sorted on the host, where a batch has them, and rows between the devices: every
+size is known before a kernel is launched, so that the host waits for none.
+
+Shape suffixes: U ids that a rank asks for, N rows that it gives out, W ranks: the others in order,
+then this one; S shards that it holds, G groups of tables that these are in, D embedding width.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+
+from gmeta.config.sharding import WireDtype
+from gmeta.data.episodes import RowFetch, RowPlan
+from gmeta.data.transfer import move_to_device, unpack
+from gmeta.distributed.exchange.exchange import Exchange
+from gmeta.distributed.exchange.planning import KnownCounts, SendPlan, WirePlanner
+from gmeta.distributed.exchange.routes import Routes, Shard
+from gmeta.distributed.exchange.row_swap import RowSwap
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.tables.updates import FastGroup
+from gmeta.distributed.transport.transport import Swap
+from gmeta.platform.internals import TableKernel, table_kernels
+from gmeta_models.table_projections import pad_width_UD
+
+KINDS = ("row_wise", "table_wise", "column_wise")
+WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WireExchange(Exchange):
+    """Fetches rows by one AlltoAll each way; their gradients update the shards that hold them."""
+
+    planner: WirePlanner
+
+    def __init__(
+        self,
+        tables: nn.Module,
+        plan: EmbeddingModuleShardingPlan,
+        wire_dtype: WireDtype,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(ranks.device)
+        shards = [
+            Shard(
+                KINDS.index(sharding.sharding_type),
+                table,
+                shard.shard_offsets[1],
+                shard.shard_sizes[1],
+                shard.shard_offsets[0],
+                shard.shard_sizes[0],
+                shard.placement.rank(),
+            )
+            for table, sharding in enumerate(plan.values())
+            for shard in sharding.sharding_spec.shards
+        ]
+        self.ranks = ranks
+        self.routes = Routes(shards, ranks.rank, ranks.world_size)
+        self.wire_dtype = WIRE_DTYPES.get(wire_dtype)
+        places = _find_shards(list(table_kernels(tables)), list(plan))
+        own = self.routes.of_peer[-1]
+        mine = [places[s.table, s.first_row, s.first_column] for s in own]
+        # Shards of one group stand together, because a group serves one kind of sharding
+        # and one width.
+        self.groups = list(dict.fromkeys(group for group, _ in mine))
+        is_of_group_SG = np.array(
+            [[group is other for other in self.groups] for group, _ in mine], np.int64
+        ).reshape(len(mine), len(self.groups))
+        repeats = [group.repeats for group in self.groups]
+        firsts = [row for _, row in mine]
+        self.planner = WirePlanner(self.routes, firsts, is_of_group_SG, repeats, ranks.world_size)
+
+    def _prefetch(self, plan: RowPlan) -> "_WireFetch":
+        """Tell each rank how many rows it is to send."""
+        return _WireFetch(self, plan)
+
+
+class _WireFetch(RowFetch):
+    """One step's exchange, as one rank sees it."""
+
+    def __init__(self, exchange: WireExchange, plan: RowPlan) -> None:
+        self._exchange = exchange
+        self._known: KnownCounts = plan.known
+        self._swap: Swap | None = None  # what is under way: the counts, then the ids
+        self._rows: RowSwap | None = None
+        # The place of each id's row, on the device.
+        self._place_U, self._id_U, rows_G = unpack(plan.numbers)
+        self._to_send: SendPlan | None = None
+        if self._known.to_send_WG is not None:
+            self._to_send = SendPlan(self._known.to_send_WG, rows_G)
+            return
+        routes = exchange.routes
+        others = len(routes.of_peer) - 1
+        counts_S = self._known.counts_S.numpy()
+        remote_counts_S, own_counts_S = np.split(counts_S, [len(counts_S) - routes.num_local])
+        self._counts_WS = np.zeros((others + 1, routes.num_local), np.int64)
+        self._counts_WS[-1] = own_counts_S
+        self._remote_ids, self._own_ids = self._known.row_of_shard.split_with_sizes(
+            [int(remote_counts_S.sum()), int(own_counts_S.sum())]
+        )
+        self._sent = False
+        # First the numbers of ids: then every later message has a length that both sides know.
+        counts = torch.from_numpy(remote_counts_S).int()
+        of_peer = [len(shards) for shards in routes.of_peer[:-1]]
+        self._swap = exchange.ranks.transport.swap(counts, of_peer, [routes.num_local] * others)
+
+    def send(self) -> None:
+        """Wait for the numbers of ids that the others ask for, and let the ids travel."""
+        if self._swap is None:
+            return  # there is no other rank
+        self._sent = True
+        for counts_S, received in zip(self._counts_WS[:-1], self._swap.parts(), strict=True):
+            counts_S[:] = received.numpy()
+        self._swap = self._exchange.ranks.transport.swap(
+            self._remote_ids,
+            self._known.ids_W[:-1],
+            self._counts_WS[:-1].sum(axis=1).tolist(),
+        )
+
+    def look_up(self) -> None:
+        """Wait for the ids that the others ask for, look their rows up and let them travel."""
+        exchange = self._exchange
+        to_send = self._to_send or self._receive_requests()
+        self._rows = RowSwap(
+            exchange.ranks.transport,
+            exchange.groups,
+            exchange.ranks.device,
+            exchange.wire_dtype,
+            to_send.rows_G,
+            to_send.counts_WG,
+            self._known.values_W,
+            exchange.on_gradient,
+        )
+
+    def _receive_requests(self) -> SendPlan:
+        """Wait for the ids that the others ask for, and return the rows to give, on the device."""
+        if not self._sent:
+            self.send()
+        assert self._swap is not None
+        ids = torch.cat([*self._swap.parts(), self._own_ids])
+        self._swap = None
+        to_send = self._exchange.planner.plan_send(self._counts_WS, ids)
+        return to_send._replace(rows_G=move_to_device(to_send.rows_G, self._exchange.ranks.device))
+
+    def rows_UD(self, gradient_unit: float) -> Tensor:
+        """Wait for the rows, and return them in the order of the ids: [U, D]."""
+        if self._rows is None:
+            self.look_up()
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        # A power of two changes no digit.
+        rows_UD = self._assemble_rows(rows.values(2.0 ** -round(math.log2(gradient_unit))))
+        if self._place_U is None:
+            return rows_UD
+        in_order_UD: Tensor = _PermuteRows.apply(rows_UD, self._place_U, self._id_U)
+        return in_order_UD
+
+    def _assemble_rows(self, flat: Tensor) -> Tensor:
+        """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
+        narrower tables are zeros, which did not travel.
+        """
+        routes = self._exchange.routes
+        # Every shard has whole rows of one width: what arrived is the matrix already.
+        if routes.is_even and not routes.cut_tables:
+            return flat.view(-1, routes.widest)
+        values = flat.split_with_sizes((self._known.counts_S.numpy() * routes.columns_S).tolist())
+        uncut: list[Tensor] = []
+        parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
+        for shard, is_cut, of_shard in zip(routes.shards, routes.is_cut_S, values, strict=True):
+            rows = of_shard.view(-1, shard.num_columns)
+            if is_cut:
+                parts[shard.table].append((shard.first_column, rows))
+            else:
+                uncut.append(rows)
+        joined = [
+            torch.cat([rows for _, rows in sorted(parts[table], key=lambda part: part[0])], dim=1)
+            for table in routes.cut_tables
+        ]
+        return torch.cat([pad_width_UD(rows, routes.widest) for rows in (*uncut, *joined)])
+
+
+class _PermuteRows(torch.autograd.Function):
+    """Rows gathered from `place`; `inverse` tells where each went, so backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor, place_U: Tensor, inverse_U: Tensor) -> Tensor:
+        ctx.inverse_U = inverse_U
+        return rows_UD.index_select(0, place_U)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.inverse_U), None, None
+
+
+def _find_shards(
+    kernels: list[TableKernel], names: list[str]
+) -> dict[tuple[int, int, int], tuple[FastGroup, int]]:
+    """Return, by (table, first row, first column) of this rank's shards, the group of each and its
+    first row there.
+    """
+    places = {}
+    for kernel in kernels:
+        group = FastGroup(kernel.group)
+        starts_B = kernel.group.first_row_of_table
+        for table, first_row_of_table in zip(kernel.tables, starts_B, strict=True):
+            first_row, first_column = table.local_metadata.shard_offsets
+            place = names.index(table.name), first_row, first_column
+            places[place] = group, first_row_of_table
+    return places

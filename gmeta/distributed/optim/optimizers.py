@@ -1,0 +1,122 @@
+"""The outer optimizers: one over the replicated layers, beside those fused into the tables'
+backward.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from gmeta.config.train_config import OuterConfig
+from gmeta.distributed.optim.clipping import GradientClipping
+from gmeta.distributed.tables.table_groups import adam_groups, set_adam_step
+from gmeta.platform.internals import place_row_states
+
+# The share of the rate after a share of the decaying steps (0 at the first, never quite 1).
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),  # arXiv 1608.03983, equation 5
+}
+# Fused: one pass over each layer, where torch's default on a CPU is a dozen calls for each.
+DENSE_OPTIMIZERS: dict[str, Callable[[OuterConfig], Callable[..., torch.optim.Optimizer]]] = {
+    "adam": lambda outer: partial(torch.optim.Adam, fused=True),
+    "adamw": lambda outer: partial(torch.optim.AdamW, fused=True),
+    "adagrad": lambda outer: torch.optim.Adagrad,
+    "sgd": lambda outer: partial(torch.optim.SGD, momentum=outer.momentum, fused=True),
+}
+
+
+class OuterOptimizer(CombinedOptimizer):
+    """Layers and tables: `begin_step`, forward and backward, `step`. One state dict for both."""
+
+    def __init__(self, sharded: DistributedModelParallel, outer: OuterConfig) -> None:
+        # Frozen ones have no state that a checkpoint could hold.
+        named = in_backward_optimizer_filter(sharded.named_parameters())
+        layers = {name: parameter for name, parameter in named if parameter.requires_grad}
+
+        def dense(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+            kind = DENSE_OPTIMIZERS[outer.dense_optimizer](outer)
+            return kind(parameters, lr=outer.dense_lr, weight_decay=outer.weight_decay)
+
+        self._dense = KeyedOptimizerWrapper(layers, dense)
+        self._tables = sharded.fused_optimizer
+        place_row_states(self._tables)
+        super().__init__([self._tables, self._dense])
+        self._layers = list(layers.values())
+        self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
+        self._sharded = sharded
+        self._adam_groups = adam_groups(sharded)
+        self._outer = outer
+        self.steps_before = 0  # the run: those of the runs that it goes on from
+        self._clipping = (
+            GradientClipping(sharded, layers.values(), outer.clip_norm) if outer.clip_norm else None
+        )
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Take the schedule's rates for the step that comes after `step` steps of the run, and
+        forget the gradients of the last. Call it before the rows of the step are looked up.
+        """
+        outer = self._outer
+        scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
+        self._rates = {"dense_lr": outer.dense_lr * scale, "sparse_lr": outer.sparse_lr * scale}
+        for _, part in self.optimizers:
+            is_dense = isinstance(part, KeyedOptimizerWrapper)
+            for group in part.param_groups:
+                group["lr"] = self._rates["dense_lr" if is_dense else "sparse_lr"]
+        # Bias correction goes on with the run before: its moments come along.
+        set_adam_step(self._adam_groups, self.steps_before + step)
+        # As zero_grad does, but for torch's three wrappers around it.
+        for layer in self._layers:
+            layer.grad = None
+        self._tables.zero_grad()  # the tables take their rate here
+
+    def step(self, closure: Any = None) -> None:
+        """Update the layers; backward updated the tables, unless clipping held it back till now."""
+        if self._clipping is not None:
+            self._clipping.apply()
+        # The tables' own part would only take its rate again, in a call for every table.
+        self._dense.step(closure)
+
+    def reading(self) -> dict[str, float | None]:
+        """Return the rates of the last step and the norm of its gradient before clipping: that of
+        the layers, and with outer.clip_norm that of layers and tables together, None where it is
+        not finite. Waits for the device."""
+        if self._clipping is not None:
+            norms = self._clipping.norms()
+        else:
+            grads = [layer.grad for layer in self._layers if layer.grad is not None]
+            norms = {"dense_grad_norm": float(torch.nn.utils.get_total_norm(grads))}
+        finite = {name: norm if math.isfinite(norm) else None for name, norm in norms.items()}
+        return {**self._rates, **finite}
+
+
+def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:
+    """Return the optimizer of a sharded learner; make it before the learner's first step."""
+    return OuterOptimizer(sharded, outer)
+
+
+def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) -> float:
+    """Return the factor of the learning rates in the step that comes after `step` steps: a pure
+    function, so that a resumed run goes on with the rates it would have had.
+
+    The first `warmup_steps` rise evenly to the full rate (arXiv 1706.02677, section 2.2); the
+    schedule takes its course over the steps after them. Steps beyond `total_steps` (leased shards
+    may take a few more) have the scale of the last one.
+
+    >>> [rate_scale("linear", 2, step, 6) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> rate_scale("linear", 2, 9, 6)
+    0.25
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    # The warm-up may be longer than the run; then the schedule stands at its beginning.
+    step = max(min(step, total_steps - 1), warmup_steps)
+    return DECAYS[schedule]((step - warmup_steps) / max(total_steps - warmup_steps, 1))

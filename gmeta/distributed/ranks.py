@@ -1,0 +1,254 @@
+"""Ranks: joining and leaving the process group, small messages between all of them."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from gmeta.distributed.transport.shared_memory import open_shared_memory
+from gmeta.distributed.transport.transport import GlooTransport, SingleRankTransport, Transport
+from gmeta.errors import GMetaError, UserError
+from gmeta.platform.numerics import keep_freed_memory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all; `control` is a gloo group for small messages between hosts, `rows`
+    carries ids, and on the CPU rows and their gradients: beside the AllReduce of the layers, which
+    several ranks may start at different points of backward. `transport` is what carries them.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    rows: dist.ProcessGroup
+    transport: Transport
+
+    def enter_thread(self) -> None:
+        """Have the thread that calls it, a new one, ask CUDA for this rank's GPU: threads begin on
+        the first of the machine, where the rank would take memory of another's.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+
+def start_ranks(
+    device: str, timeout_s: int, store: Store | None = None, *, shared_memory: bool = False
+) -> Ranks:
+    """Join the process group that torchrun describes in the environment (one rank without
+    torchrun).
+
+    A `store` replaces the rendezvous that the environment names; rank and world size still come
+    from there. With `shared_memory` a step's messages go through memory on a CPU where all ranks
+    are on one host (docs/scaling.md says why not always).
+
+    Raises:
+        UserError: cuda is asked for where no GPU is visible, or there are fewer than ranks.
+    """
+    quieten()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            'run.device = "cuda", but torch sees no GPU. '
+            'Set run.device = "cpu" or install the driver'
+        )
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        _check_gpu(local_rank, torch.cuda.device_count())
+        torch.cuda.set_device(where)
+    else:
+        keep_freed_memory()
+    timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if use_cuda else "gloo"
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if store is None and "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        # One rank meets nobody: a store in its own memory needs no port.
+        dist.init_process_group(
+            backend, store=store or HashStore(), rank=rank, world_size=world_size, timeout=timeout
+        )
+    # torch tells groups apart by the order in which they are made: the same on every rank.
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    rows = dist.new_group(backend="gloo", timeout=timeout)
+    transport: Transport = (
+        SingleRankTransport() if world_size == 1 else GlooTransport(rows, control)
+    )
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
+    return with_shared_memory(ranks, timeout_s) if shared_memory else ranks
+
+
+def _check_gpu(local_rank: int, visible: int) -> None:
+    """Raise UserError where the rank has no GPU of its own, which CUDA calls an "invalid device
+    ordinal"."""
+    if local_rank >= visible:
+        raise UserError(
+            f"LOCAL_RANK = {local_rank}, and torch sees {visible} GPUs on this machine: each rank "
+            "needs its own, by that number. Start fewer ranks (--nproc-per-node), let each see all "
+            'GPUs (CUDA_VISIBLE_DEVICES), or set run.device = "cpu"'
+        )
+
+
+def with_shared_memory(ranks: Ranks, timeout_s: int) -> Ranks:
+    """Return the same ranks, whose messages go through memory if all of them compute on the CPU of
+    one host. Collective."""
+    if ranks.world_size == 1 or ranks.device.type != "cpu":
+        return ranks
+    transport = open_shared_memory(ranks.control, timeout_s) or ranks.transport
+    return replace(ranks, transport=transport)
+
+
+def quieten() -> None:
+    """Hide what TorchRec's own calls set off and no user of ours can act on."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec|torch\.distributed")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="fbgemm_gpu")
+    warnings.filterwarnings("ignore", "`_get_pg_default_device`|Multiple backends", UserWarning)
+    for name in ("torch.fx._symbolic_trace", "torchrec.distributed.planner"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def explain_lost_peers() -> Iterator[None]:
+    """Turn a broken collective into one line: the rank that caused it tells its own story.
+
+    Raises:
+        GMetaError: a peer died or did not answer within the timeout.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if lost := lost_contact(error):
+            raise lost from error
+        raise
+
+
+def lost_contact(error: BaseException) -> GMetaError | None:
+    """Return the error to raise in place of a broken collective's; None: it is something else."""
+    # gloo raises plain RuntimeErrors, NCCL and the store raise subclasses of DistError.
+    message = str(error)
+    is_gloos = isinstance(error, RuntimeError) and _is_gloos(message)
+    if not isinstance(error, dist.DistError) and not is_gloos:
+        return None
+    # NCCL says where it stood first, and what was wrong in the end.
+    reason = message.rpartition("Last error:")[2].strip() or message
+    return GMetaError(
+        f"lost contact with the other ranks: {reason.splitlines()[0][:200].rstrip('.')}. "
+        "See what the first rank that failed said; --resume goes on from the newest checkpoint"
+    )
+
+
+def _is_gloos(message: str) -> bool:
+    """Return whether a message comes from gloo: it names one of gloo's files, or says what gloo
+    says after a late message.
+    """
+    return "gloo" in message or "Application timeout caused pair closure" in message
+
+
+def stop_ranks() -> None:
+    """Leave the process group."""
+    dist.destroy_process_group()
+
+
+def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
+    """Return the element-wise sum of every rank's values, added in float64."""
+    # In float32 counts of rows beyond 2**24 would no longer be exact.
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, group=ranks.control)
+    summed: list[float] = total.tolist()
+    return summed
+
+
+def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[np.float64]], ranks: Ranks) -> None:
+    """Replace arrays on the host by their element-wise sums over the ranks."""
+    for array in arrays:
+        dist.all_reduce(torch.from_numpy(array), group=ranks.control)
+
+
+def add_over_ranks(value: Tensor) -> None:
+    """Replace a tensor by its element-wise sum over the ranks, on its device; does not wait for
+    it.
+    """
+    dist.all_reduce(value)
+
+
+def start_any_rank(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
+    """Start to ask whether any rank's flag is set; return a function that waits for the answer."""
+    number = flag.to(torch.int32).view(1)
+    if ranks.device.type == "cpu":
+        work = ranks.transport.add(number)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(number.item())
+
+        return answer
+    # On CUDA among the devices, and to memory of the host that an event guards: to read `number`
+    # itself would be to wait for all kernels that are queued by then, the next step's too.
+    if ranks.world_size > 1:
+        dist.all_reduce(number)
+    # gloo notices a rank that is gone; the device would wait for its answer for ever.
+    hosts = ranks.transport.add(torch.zeros(1))
+    received = torch.empty(1, dtype=number.dtype, pin_memory=True)
+    received.copy_(number, non_blocking=True)
+    is_there = torch.cuda.Event()
+    is_there.record()
+
+    def answer_of_devices() -> bool:
+        hosts.wait()
+        is_there.synchronize()
+        return bool(received.item())
+
+    return answer_of_devices
+
+
+def new_control_group() -> dist.ProcessGroup:
+    """Return another gloo group, for a thread of its own; every rank must make it in the same
+    place.
+
+    With torch's timeout (30 minutes), not that of a step: a disk may be slow.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
+def barrier(ranks: Ranks) -> None:
+    """Wait until every rank is here."""
+    dist.barrier(group=ranks.control)
+
+
+def wait_for_hosts(ranks: Ranks) -> None:
+    """Wait for the hosts of all ranks, before a wait for a GPU: gloo notices a rank that is gone,
+    where a kernel of NCCL would wait for it until somebody ends this rank.
+    """
+    if ranks.device.type == "cuda":
+        barrier(ranks)
+
+
+def broadcast_value(value: T, ranks: Ranks) -> T:
+    """Return rank 0's value on every rank; also a barrier. It travels pickled."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    return box[0]
+
+
+def gather_values(value: T, ranks: Ranks) -> list[T] | None:
+    """Return every rank's value by rank, on rank 0; None elsewhere. Values travel pickled."""
+    received: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(value, received, dst=0, group=ranks.control)
+    return received

@@ -1,0 +1,136 @@
+"""The embedding tables and the layers behind them as one module, as every rank holds it once the
+tables are spread.
+
+Shape suffixes: U fetched rows, D embedding width.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.data.accumulate import Collated, MicroBatches, accumulate_loss
+from gmeta.data.episodes import Episodes
+from gmeta.distributed.exchange.exchange import Exchange
+from gmeta.distributed.ranks import lost_contact
+from gmeta.errors import ConfigError, GMetaError, is_of_memory
+from gmeta.platform.numerics import autocast
+from gmeta.platform.threads import ThreadChoice, work_to_predict
+from gmeta_keys.plugins import is_ours
+from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_models.eval_mode import in_eval_mode
+
+if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
+    from gmeta.learner import MetaLearner, QueryPrediction
+
+# Prefix of the tables' weights in a state dict.
+TABLES_PREFIX = "tables."
+
+
+class ComputeClock(Protocol):
+    """Measures what a rank computes by itself."""
+
+    def start(self, rows_UD: Tensor) -> None:
+        """Start to measure: the rows have arrived."""
+
+
+class ShardedLearner(nn.Module):
+    """The embedding tables in front of a MetaLearner: what DistributedModelParallel shards and
+    replicates.
+    """
+
+    def __init__(
+        self, tables: nn.Module, learner: "MetaLearner", precision: str = "float32"
+    ) -> None:
+        super().__init__()
+        self.tables = tables
+        self.learner = learner
+        self._precision = precision
+        self._threads = ThreadChoice(torch.get_num_threads())
+        self._threads_to_predict = ThreadChoice(torch.get_num_threads())
+        # When it began, its work and its threads; None: something else came since.
+        self._last_step: tuple[float, int, int] | None = None
+        self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
+        self.exchange: Exchange  # set once the tables are sharded
+        self.clock: ComputeClock | None = None  # told when the rows of a step have arrived
+
+    def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
+        """Return the rank's weighted loss, see MetaLearner.forward; `weight` is the same on all
+        ranks.
+        """
+        self._set_threads(episodes.num_rows * self._num_weights)
+        episodes, rows_UD = self.fetch(episodes, weight)
+        if self.clock is not None:
+            self.clock.start(rows_UD)
+        with autocast(self._precision, rows_UD.device):
+            if isinstance(episodes, MicroBatches):
+                return accumulate_loss(self.learner, rows_UD, episodes, weight)
+            loss: Tensor = self.learner(rows_UD, episodes, weight)
+            return loss
+
+    def translate_model_errors(self) -> failing_as:
+        """Return a context that raises ConfigError, in one line, for what a model of somebody's own
+        raises inside.
+        """
+        return failing_as(self._translate_error, GMetaError)
+
+    def _translate_error(self, error: Exception) -> Exception:
+        kind = type(self.learner.model)
+        is_of_device = isinstance(error, torch.AcceleratorError)  # whichever kernel it came from
+        if is_ours(kind) or is_of_device or lost_contact(error) or is_of_memory(error):
+            return error
+        message = (
+            f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "
+            "Mend it, --verbose shows the line"
+        )
+        if isinstance(error, RuntimeError):  # as torch raises
+            message += '; what has no second derivative learns with algorithm.name = "fomaml"'
+        return ConfigError(message)
+
+    def _set_threads(self, work: int) -> None:
+        """Choose the number of threads for the step that begins, from what earlier steps took."""
+        now = time.perf_counter()
+        if self._last_step is not None:
+            began, *last = self._last_step
+            self._threads.record(now - began, *last)
+        threads = self._threads.threads_for(work)
+        torch.set_num_threads(threads)
+        self._last_step = now, work, threads
+
+    def fetch(self, episodes: Collated, gradient_unit: float = 1.0) -> tuple[Collated, Tensor]:
+        """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
+        the episodes as they index them.
+        """
+        if episodes.fetch is None:
+            episodes = self.exchange.enqueue(episodes)
+        assert episodes.fetch is not None
+        return episodes, episodes.fetch.rows_UD(gradient_unit)
+
+    def predict(self, episodes: Episodes) -> "QueryPrediction":
+        """Return the outputs on the query rows, see MetaLearner.predict; every rank must call it
+        for each step, also without episodes.
+        """
+        return self.predict_along(episodes, (self.learner.inner_steps,))[0]
+
+    @torch.no_grad()
+    def predict_along(self, episodes: Episodes, steps: Sequence[int]) -> "list[QueryPrediction]":
+        """Return what `predict` does after each of these numbers of inner steps, see
+        MetaLearner.predict_along.
+        """
+        self._last_step = None
+        episodes, rows_UD = self.fetch(episodes)
+        work = work_to_predict(episodes.num_rows, self._num_weights, steps[-1])
+        chosen = self._threads_to_predict.use_for(work)
+        with in_eval_mode(self.learner), chosen, self.translate_model_errors():
+            return self.learner.predict_along(rows_UD, episodes, steps)
+
+
+def local_learner(sharded: DistributedModelParallel) -> ShardedLearner:
+    """Return the module inside the data-parallel wrapper."""
+    wrapped = sharded.module
+    # DistributedDataParallel is left out where there is nobody to average with.
+    learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped
+    return learner

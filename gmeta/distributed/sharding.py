@@ -1,0 +1,242 @@
+"""Spreads a learner over the ranks: its tables by a plan (AlltoAll of ids and rows), its layers as
+copies (AllReduce): arXiv 2401.04338, section 3.
+"""
+
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.model_parallel import DataParallelWrapper
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from gmeta.config.sharding import WireDtype
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.cuda_graphs import CudaCapture
+from gmeta.distributed.averaging import LayerAverage
+from gmeta.distributed.exchange.torchrec import TorchRecExchange
+from gmeta.distributed.exchange.wire import WireExchange
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import TABLES_PREFIX, ShardedLearner, local_learner
+from gmeta.distributed.sharding_plan import (
+    check_clipping,
+    check_lookups,
+    describe_plan,
+    make_plan,
+    merge_plans,
+)
+from gmeta.distributed.tables.plain_tables import PlainTables
+from gmeta.distributed.tables.table_names import module_name
+from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS, make_unsharded_tables
+from gmeta.errors import ConfigError
+from gmeta.platform.internals import ShardedTensor, keep_tables_in
+from metaio.format.features import Features
+
+if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
+    from gmeta.learner import MetaLearner
+
+_log = logging.getLogger(__name__)
+
+CUDA_SPARSE_OPTIMIZERS = ("adam", "partial_rowwise_adam")
+# Rows of a table that share one random stream: any sharding then starts from the same values.
+INIT_BLOCK_ROWS = 65_536
+_BLOCKS_AT_ONCE = 16
+
+
+class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
+    """In place of DistributedDataParallel where there is no other rank to average with, or
+    LayerAverage does it.
+    """
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Leave the layers as they are."""
+
+
+def shard_learner(
+    learner: "MetaLearner",
+    features: Features,
+    config: TrainConfig,
+    ranks: Ranks,
+) -> DistributedModelParallel:
+    """Spread the tables over the ranks by the config's plan, with their optimizer fused into
+    backward, and replicate the layers.
+
+    The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
+    A row's initial values depend on `run.seed`, its table and its number alone: not on the plan,
+    the number of ranks, or how many rows the table has.
+
+    Raises:
+        ConfigError: fbgemm is to update the tables and has no such optimizer on this device, or a
+            table cannot be sharded, clipped or looked up as the config says.
+    """
+    outer = config.outer
+    is_ours = config.sharding.exchange == "host"
+    if not is_ours:
+        check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
+    tables = make_unsharded_tables(features, config)
+    # In the order of the features: the exchange knows a table by its number.
+    modules = [module_name(table.name) for table in features.tables]
+    plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
+    plan = merge_plans(plans, modules)
+    check_clipping(plan, outer.clip_norm)
+    if not is_ours and ranks.device.type == "cpu":
+        check_lookups(plan)
+    # DistributedDataParallel lays out its messages anew after a process's first step, and with the
+    # place of a gradient changes the order in which gloo adds those of three ranks or more: the
+    # first step after a resume would not be that of an unbroken run.
+    is_average_ours = (
+        is_ours and ranks.device.type == "cpu" and config.sharding.dense_wire_dtype == "float32"
+    )
+    _choose_shapes(learner, config, ranks.device, ranks.rank)
+    with keep_tables_in(PlainTables) if is_ours else nullcontext():
+        sharded = DistributedModelParallel(
+            ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=ranks.device,
+            plan=ShardingPlan(plans),
+            # Ours has codecs of its own, and TorchRec warns of those that gloo does without.
+            sharders=[_sharder("float32" if is_ours else config.sharding.wire_dtype, ranks.device)],
+            data_parallel_wrapper=_NoAveraging()
+            if ranks.world_size == 1 or is_average_ours
+            else None,
+        )
+    if is_average_ours and ranks.world_size > 1:
+        LayerAverage(learner.parameters(), ranks)
+    elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
+        _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
+    inner = local_learner(sharded)
+    if is_ours:
+        inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
+    else:
+        inner.exchange = TorchRecExchange(inner.tables, list(plan), ranks.device)
+    initialise_tables(sharded, outer.embedding_init_std, config.run.seed)
+    return sharded
+
+
+def _choose_shapes(
+    learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
+) -> None:
+    """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
+    if graphs were asked for, tell why there are none.
+    """
+    buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
+    learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
+    if config.run.cuda_graphs == "off":
+        return
+    why_not = learner.use_graphs(CudaCapture()) if on_cuda else "this run computes on the CPU"
+    if why_not and rank == 0:
+        wants_graphs = config.run.cuda_graphs == "on"
+        level = logging.WARNING if wants_graphs else logging.DEBUG
+        _log.log(level, "run.cuda_graphs: steps are taken eagerly, as %s", why_not)
+
+
+def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:
+    """Return the wrapper that averages the layers' gradients."""
+    (wrapper,) = (m for m in sharded.modules() if isinstance(m, DistributedDataParallel))
+    return wrapper
+
+
+def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average gradients in bfloat16. torch's own hook for it is refused without NCCL."""
+    gradient = bucket.buffer()
+    half = gradient.div(dist.get_world_size()).bfloat16()
+    work = dist.all_reduce(half, async_op=True)
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(
+        lambda done: gradient.copy_(done.value()[0])
+    )
+    return averaged
+
+
+def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:
+    """Return a sharder with TorchRec's codecs, which its own exchange uses."""
+    precision = {
+        "float32": CommType.FP32,
+        "bfloat16": CommType.BF16,
+        "float16": CommType.FP16,
+    }[wire_dtype]
+    codecs = QCommsConfig(forward_precision=precision, backward_precision=precision)
+    registry = get_qcomm_codecs_registry(codecs, device=device)
+    return EmbeddingCollectionSharder(qcomm_codecs_registry=registry)
+
+
+def check_sparse_optimizer(name: str, device: torch.device) -> None:
+    """Raise ConfigError for an optimizer for which fbgemm has no kernel on this kind of device: one
+    of Adam's kinds on a CPU."""
+    if device.type == "cpu" and name in CUDA_SPARSE_OPTIMIZERS:
+        others = [known for known in SPARSE_OPTIMIZERS if known not in CUDA_SPARSE_OPTIMIZERS]
+        raise ConfigError(
+            f'outer.sparse_optimizer = {name!r} with sharding.exchange = "torchrec" needs CUDA: '
+            'fbgemm has no such fused update on a CPU. Set sharding.exchange = "host", or choose '
+            f"one of {', '.join(others)}"
+        )
+
+
+def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) -> None:
+    """Fill every table shard of this rank with normal values of this deviation, the same under any
+    plan, at any world size and of a table with any number of rows: one that grows later has the
+    rows that it would have had from the start.
+    """
+    state = sharded.state_dict()
+    tables = [name for name in state if name.startswith(TABLES_PREFIX)]
+    tables.sort(key=lambda name: name.rpartition("embeddings.")[2])  # whatever their widths
+    for table_index, name in enumerate(tables):
+        table = state[name]
+        if isinstance(table, ShardedTensor):
+            for shard in table.local_shards():
+                first_row, first_column = shard.metadata.shard_offsets
+                _fill(shard.tensor, first_row, first_column, table.size(1), std, seed, table_index)
+        else:  # data-parallel
+            _fill(table, 0, 0, table.shape[1], std, seed, table_index)
+
+
+@torch.no_grad()
+def _fill(
+    part: Tensor,
+    first_row: int,
+    first_column: int,
+    width: int,
+    std: float,
+    seed: int,
+    table_index: int,
+) -> None:
+    """Initialise the part of a table that starts at this row and column."""
+    end_row, columns = first_row + len(part), slice(first_column, first_column + part.shape[1])
+    for block in range(first_row // INIT_BLOCK_ROWS, -(-end_row // INIT_BLOCK_ROWS)):
+        start = block * INIT_BLOCK_ROWS
+        begin, end = max(first_row, start), min(end_row, start + INIT_BLOCK_ROWS)
+        # As many rows of the block as are needed, in sixteens: torch draws normal values sixteen at
+        # a time, and only an incomplete sixteen at the end depends on how many are asked for.
+        num_rows = -(-(end - start) // _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE
+        generator = torch.Generator().manual_seed(_mixed_seed(seed, table_index, block))
+        values = torch.randn(num_rows, width, generator=generator) * std
+        part[begin - first_row : end - first_row] = values[begin - start : end - start, columns]
+
+
+def _mixed_seed(seed: int, table: int, block: int) -> int:
+    return ((seed * 1_000_003 + table) * 1_000_003 + block) % 2**63
+
+
+def describe_sharding(sharded: DistributedModelParallel, ranks: Ranks) -> dict[str, Any]:
+    """Return where the rows of every table live, see plan.describe_plan."""
+    plan = merge_plans(sharded.plan.plan)
+    return describe_plan(plan, ranks.world_size)
+
+
+def table_shards(sharded: DistributedModelParallel) -> dict[str, ShardedTensor]:
+    """Return this rank's view of every table, by the name of its weight in the state dict."""
+    return {
+        name: value
+        for name, value in sharded.state_dict().items()
+        if isinstance(value, ShardedTensor)
+    }

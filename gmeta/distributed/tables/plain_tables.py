@@ -1,0 +1,133 @@
+"""The rows of a rank's tables and of their optimizer, as plain torch tensors on any device.
+
+TorchRec shards tables over modules of fbgemm. Here is what it asks of such a module except for the
+lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
+kernel of fbgemm, and every optimizer on a CPU as on CUDA.
+
+Shape suffixes: R rows of all tables of a group, D embedding width.
+"""
+
+from itertools import accumulate
+from typing import Any, NamedTuple, final
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from torch import Tensor, nn
+
+
+class StateNames(NamedTuple):
+    """What torch's optimizers call the state of a weight, and which of it is one number a row."""
+
+    names: tuple[str, ...]
+    of_rows: tuple[str, ...] = ()
+
+
+# As TorchRec's checkpoints know them from fbgemm.
+STATES = {
+    EmbOptimType.EXACT_SGD: StateNames(()),
+    EmbOptimType.EXACT_ADAGRAD: StateNames(("sum",)),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: StateNames(("sum",), of_rows=("sum",)),
+    EmbOptimType.ADAM: StateNames(("exp_avg", "exp_avg_sq")),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: StateNames(
+        ("exp_avg", "exp_avg_sq"), of_rows=("exp_avg_sq",)
+    ),
+}
+
+
+@final
+class PlainTables(nn.Module):
+    """Tables of one width that are looked up and updated together.
+
+    It is made in place of fbgemm's SplitTableBatchedEmbeddingBagsCodegen, with its arguments; those
+    that only its kernels read are left alone.
+
+    Raises:
+        KeyError: the optimizer is not in STATES.
+        ValueError: the tables have several widths.
+    """
+
+    def __init__(
+        self,
+        embedding_specs: list[tuple[int, int, Any, Any]],
+        optimizer: EmbOptimType,
+        device: torch.device,
+        weights_precision: SparseType = SparseType.FP32,
+        learning_rate: float = 0.01,
+        eps: float = 1e-8,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.embedding_specs = embedding_specs  # rows, columns, place and device of each table
+        rows = [spec[0] for spec in embedding_specs]
+        widths = {spec[1] for spec in embedding_specs}
+        if len(widths) != 1:
+            raise ValueError(f"tables of one group have widths {sorted(widths)}: they need one")
+        (self.width,) = widths
+        self.first_row_of_table = list(accumulate(rows, initial=0))[:-1]
+        self.optimizer = optimizer
+        self.learning_rate, self.epsilon, self.betas = learning_rate, eps, (beta1, beta2)
+        self.steps_done = 0  # Adam's bias correction depends on it
+        self.weights_precision = weights_precision
+        dtype, num_rows = weights_precision.as_dtype(), sum(rows)
+        # TorchRec fills what is given out by `split_embedding_weights`: zeros would cost one more
+        # pass.
+        self.values_RD = torch.empty(num_rows, self.width, dtype=dtype, device=device)
+        self.state = {
+            name: torch.zeros(
+                num_rows,
+                1 if name in STATES[optimizer].of_rows else self.width,
+                dtype=dtype,
+                device=device,
+            )
+            for name in STATES[optimizer].names
+        }
+        # The same memory, as TorchRec's parameter of each table wants it.
+        self.weights_host = self.weights_dev = nn.Parameter(self.values_RD.view(-1))
+
+    @property
+    def weights_physical_offsets(self) -> list[int]:
+        """Return where each table begins in the flat weights."""
+        return [first_row * self.width for first_row in self.first_row_of_table]
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """Return views of the tables: [rows, columns] each."""
+        return self._split_tables(self.values_RD)
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """Return views of the optimizer's state of each table by its name: [rows, columns], or
+        [rows] of what is one number a row; empty for SGD, which has none.
+        """
+        if not self.state:
+            return []
+        of_rows = STATES[self.optimizer].of_rows
+        by_table = zip(*map(self._split_tables, self.state.values()), strict=True)
+        return [
+            {
+                name: part.squeeze(1) if name in of_rows else part
+                for name, part in zip(self.state, parts, strict=True)
+            }
+            for parts in by_table
+        ]
+
+    def get_learning_rate(self) -> float:
+        """Return the rate of the next update."""
+        return self.learning_rate
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Take the rate of the next update."""
+        self.learning_rate = rate
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Take the number of steps that were done before the next update."""
+        self.steps_done = step
+
+    def flush(self) -> None:
+        """Do nothing: no cache holds rows back."""
+
+    def reset_cache_states(self) -> None:
+        """Do nothing, as well."""
+
+    def _split_tables(self, values_RX: Tensor) -> list[Tensor]:
+        return list(values_RX.split([spec[0] for spec in self.embedding_specs]))

@@ -1,0 +1,84 @@
+"""Which rows of a group of tables are given out in a step, and which of them stand several times:
+worked out on the host, without the tables.
+
+Shape suffixes: N rows given out (ids may repeat), A rows given out again, U distinct rows, R rows
+of all tables, D embedding width.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+
+
+class _RowMerge(NamedTuple):
+    """How the gradients of rows that are given out several times are summed: `once` are the places
+    of the distinct rows `row`; the gradient at each place in `again` is added to the one in place
+    `into` among them.
+    """
+
+    once_U: Tensor
+    row_U: Tensor
+    again_A: Tensor
+    into_A: Tensor
+
+
+@dataclass(frozen=True)
+class RowsToSend:
+    """The rows that a group gives out in a step, by their numbers among those of all its tables."""
+
+    row_N: Tensor
+    merge: _RowMerge | None  # None: no row stands twice
+
+    def sum_gradients(self, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
+        if self.merge is None:
+            return self.row_N, grad_ND
+        summed_UD = grad_ND.index_select(0, self.merge.once_U)
+        again_AD = grad_ND.index_select(0, self.merge.again_A)
+        # Only the rows that stand again are added: of popular ids few, where all would be a pass
+        # over every gradient.
+        return self.merge.row_U, summed_UD.index_add_(0, self.merge.into_A, again_AD)
+
+
+@final
+class RepeatFinder:
+    """Finds rows that stand several times, in 4 bytes for each row of a group's tables."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        # The last place of each row among those given out: written before it is read.
+        self._last_R: npt.NDArray[np.int32] | None = None
+        self._lock = threading.Lock()  # several threads may make batches ready
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RepeatFinder, (self._num_rows,)  # what it has seen is of no use elsewhere
+
+    def prepare_rows(self, row_N: Ints) -> RowsToSend:
+        """Return these rows as an update takes them, on the host: there it is known without waiting
+        for a device which of them stand several times. Even a single rank may ask for a row several
+        times: the blocks of a batch each bring their ids.
+        """
+        rows = torch.from_numpy(row_N)
+        # In a tenth of the time of `sum_by_row`, which sorts: again a fifth of a step.
+        place_N = np.arange(row_N.size, dtype=np.int32)
+        with self._lock:
+            if self._last_R is None:
+                self._last_R = np.empty(self._num_rows, np.int32)
+            # Of equal indices numpy keeps the last, so a row's last place wins; never cleared,
+            # since only places that were just written are read.
+            self._last_R[row_N] = place_N
+            last_N = self._last_R.take(row_N)
+        again_A = np.flatnonzero(last_N != place_N)
+        if not again_A.size:
+            return RowsToSend(rows, None)
+        once_U = np.flatnonzero(last_N == place_N)
+        into_A = np.searchsorted(once_U, last_N.take(again_A))
+        numbers = once_U, row_N.take(once_U), again_A, into_A
+        return RowsToSend(rows, _RowMerge(*map(torch.from_numpy, numbers)))

@@ -1,0 +1,1 @@
+"""Evaluation: predictions of splits, the baselines beside them, and the report."""

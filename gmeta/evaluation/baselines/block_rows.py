@@ -1,0 +1,90 @@
+"""Plain rows of stored blocks, and blocks of them again.
+
+Shape suffixes: as in rows.py.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gmeta.evaluation.baselines.episode_rows import (
+    EpisodeRows,
+    IdLists,
+    concatenate_episodes,
+    sample_share,
+    sample_until_some,
+)
+from metaio.format.block import Block, Rows, find_features_of_values
+from metaio.format.dataset import Dataset
+from metaio.ragged import Int64, offsets
+
+
+def read_rows(dataset: Dataset, split: str) -> Iterator[EpisodeRows]:
+    """Yield the rows of a split, a stored block at a time.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    for block in range(dataset.split(split).num_blocks):
+        yield unpack_block(dataset.read_block(split, block))
+
+
+def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> EpisodeRows:
+    """Return whole episodes of a split: all if they have no more than `max_rows` rows, else about
+    as many as that; the seed and a task's id decide which.
+
+    Raises:
+        FormatError: a file is missing or damaged.
+    """
+    share = max_rows / max(dataset.split(split).num_rows, 1)
+
+    def read_share(share: float) -> EpisodeRows:
+        return concatenate_episodes(
+            sample_share(rows, share, seed) for rows in read_rows(dataset, split)
+        )
+
+    return sample_until_some(read_share, share)
+
+
+def unpack_block(block: Block) -> EpisodeRows:
+    """Return a decoded block's rows, with the ids themselves in place of positions."""
+    num_multi = block.multi_lengths_NM.shape[1]
+    feature_V = find_features_of_values(block.multi_lengths_NM)
+    ids_V = block.unique_ids_U[block.multi_positions_V]
+    return EpisodeRows(
+        task_T=block.task_T,
+        row_offsets_T1=block.row_offsets_T1,
+        support_lengths_T=block.support_lengths_T,
+        label_N=block.label_N.astype(np.float64),
+        ids_NF=block.unique_ids_U[block.positions_NF],
+        multi=tuple(
+            IdLists(ids_V[feature_V == index], offsets(block.multi_lengths_NM[:, index]))
+            for index in range(num_multi)
+        ),
+        dense_NK=block.dense_NK,
+    )
+
+
+def pack_rows(rows: EpisodeRows, row_id_N: Int64) -> Rows:
+    """Return rows as a block is built of them, with these row ids, or none."""
+    lengths_NM = np.zeros((rows.num_rows, len(rows.multi)), np.int32)
+    row_V, feature_V, ids_V = [], [], []
+    for feature, lists in enumerate(rows.multi):
+        lengths_NM[:, feature] = np.diff(lists.offsets_N1)
+        row_V.append(lists.row_V)
+        feature_V.append(np.full(len(lists.ids_V), feature))
+        ids_V.append(lists.ids_V)
+    none = np.zeros(0, np.int64)
+    # Row by row, feature by feature; lists keep their order, as the sort is stable.
+    order_V = np.lexsort((np.concatenate([none, *feature_V]), np.concatenate([none, *row_V])))
+    return Rows(
+        task_T=rows.task_T,
+        row_lengths_T=np.diff(rows.row_offsets_T1),
+        support_lengths_T=rows.support_lengths_T,
+        label_N=rows.label_N.astype(np.float32),
+        dense_NK=rows.dense_NK,
+        ids_NF=rows.ids_NF,
+        multi_ids_V=np.concatenate([none, *ids_V])[order_V],
+        multi_lengths_NM=lengths_NM,
+        row_id_N=row_id_N,
+    )

@@ -1,0 +1,273 @@
+"""Gradient-boosted trees on statistics of support and item (features.py), with LightGBM.
+
+They start from the bias model's output and learn what is left, with the loss of the run that they
+stand beside. Training rows are the query rows of training tasks, whose support is drawn several
+times by the stored rule. Leaves, least rows of a leaf, rate and number of trees are chosen on
+validation tasks, or on a fifth of the training tasks where there are none.
+
+Shape suffixes: N rows, T episodes, X statistics.
+"""
+
+import importlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gmeta.config.labels import Loss
+from gmeta.evaluation.baselines.bias_model import to_predictions
+from gmeta.evaluation.baselines.episode_rows import (
+    DRAW_STREAM,
+    MASK_STREAM,
+    Bools,
+    EpisodeRows,
+    Floats,
+    hash_uniform,
+)
+from gmeta.evaluation.baselines.training_sums import NO_FOLD, NUM_FOLDS, assign_folds
+from gmeta.evaluation.baselines.tree_features import Statistics, StatisticsMaker
+from gmeta.metrics.catalogue import LIST_LOSSES
+from metaio.hashing import splitmix64
+from metaio.ragged import Int64, places
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "bce": {"objective": "binary", "metric": "binary_logloss"},
+    "mse": {"objective": "regression", "metric": "l2"},
+    "huber": {"objective": "huber", "metric": "huber"},
+    "mae": {"objective": "regression_l1", "metric": "l1"},
+}
+# Predictions of the label rank as scores do.
+OBJECTIVES |= dict.fromkeys(LIST_LOSSES, OBJECTIVES["mse"])
+# Of clicks with fractions among them, which "binary" would take for 1.
+FRACTIONS = {"objective": "cross_entropy", "metric": "cross_entropy"}
+# One after the other, each with the best of those before; the first of each stands until it is its
+# turn.
+LEAVES = (7, 15, 31, 63)
+LEAF_ROWS = (50, 20, 200)
+RATES = (0.1, 0.03)
+MAX_TREES = 1_000
+PATIENCE_TREES = 30
+TRIED_TREES = 5  # to choose the number of threads
+# The query rows that trees are grown on: draws of each task until there are so many.
+WANTED_ROWS, MAX_DRAWS = 100_000, 10
+# Training rows whose item is taken for a new one, as cold items will be.
+UNSEEN_SHARE = 0.2
+FIXED = {
+    "verbosity": -1,
+    "deterministic": True,
+    "force_row_wise": True,
+    "seed": 0,
+    "feature_fraction": 0.8,
+    "bagging_fraction": 0.8,
+    "bagging_freq": 1,
+    "boost_from_average": False,
+    "feature_pre_filter": False,
+}
+MISSING = "boosted trees: they need the extra, pip install 'gmeta[lightgbm]'"
+
+
+@dataclass(frozen=True)
+class TreeSetting:
+    """What trees are grown with."""
+
+    leaves: int = LEAVES[0]
+    leaf_rows: int = LEAF_ROWS[0]
+    rate: float = RATES[0]
+
+
+@dataclass(frozen=True)
+class BoostedTrees:
+    """A grown model and the setting chosen for it, out of `num_tried`."""
+
+    loss: Loss
+    booster: Any
+    setting: TreeSetting
+    num_tried: int
+    num_trees: int
+    num_rows: int
+    num_statistics: int
+
+    def predict(self, known: StatisticsMaker, rows: EpisodeRows) -> Floats:
+        """Return what the query rows of unseen tasks are predicted as: probabilities for bce."""
+        given = known.make_statistics(rows, np.full(rows.num_rows, NO_FOLD))
+        raw_N = self.booster.predict(given.values_NX, raw_score=True) if self.num_trees else 0.0
+        return to_predictions(self.loss, given.start_N + raw_N)
+
+
+def is_available() -> bool:
+    """Return whether LightGBM can be imported."""
+    try:
+        importlib.import_module("lightgbm")
+    except (ImportError, OSError):  # OSError: its library finds no OpenMP
+        return False
+    return True
+
+
+def grow_trees(
+    loss: Loss,
+    known: StatisticsMaker,
+    train: EpisodeRows,
+    valid: Sequence[EpisodeRows],
+    support_is_past: bool,
+    seed: int,
+    huber_delta: float = 1.0,
+) -> BoostedTrees | None:
+    """Return trees grown on the training tasks `train`, chosen by the mean loss of the groups of
+    tasks `valid`, or, where there are none, on the tasks of one fold of `train`; None where one of
+    both has no query row. Needs LightGBM, see available.
+    """
+    library = importlib.import_module("lightgbm")
+    training_set, is_held_back_N = make_training_statistics(known, train, support_is_past, seed)
+    if not valid:
+        fitted, judges = (
+            _filter_statistics(training_set, ~is_held_back_N),
+            [_filter_statistics(training_set, is_held_back_N)],
+        )
+    else:
+        folds = [assign_folds(rows.task_T, seed)[rows.episode_N] for rows in valid]
+        fitted = training_set
+        judges = [known.make_statistics(*one) for one in zip(valid, folds, strict=True)]
+    if not all(len(rows.label_N) for rows in (fitted, *judges)):
+        return None
+    data = _make_dataset(library, fitted)
+    # Every group weighs alike, however many rows it has.
+    sizes = np.array([len(rows.label_N) for rows in judges])
+    validation_set = _make_dataset(
+        library, _concatenate_statistics(judges), data, np.repeat(1.0 / sizes, sizes)
+    )
+    is_fraction = loss == "bce" and bool((training_set.label_N % 1 != 0).any())
+    objective = FRACTIONS if is_fraction else OBJECTIVES[loss]
+    objective = objective | {"alpha": huber_delta}  # read by "huber" alone
+    objective = objective | {"num_threads": _choose_threads(library, objective, data)}
+    found: dict[TreeSetting, tuple[float, int]] = {}
+    best = TreeSetting()
+    # One axis after the other: seven settings in place of twenty-four, each a training of its own.
+    for key, values in (("leaves", LEAVES), ("leaf_rows", LEAF_ROWS), ("rate", RATES)):
+        for value in values:
+            changed: dict[str, Any] = {key: value}
+            setting = replace(best, **changed)
+            if setting not in found:
+                found[setting] = _grow_once(library, objective, data, validation_set, setting)
+        best = min(found, key=lambda one: found[one][0])
+    num_trees = found[best][1]
+    # With all training tasks, those that judged among them.
+    booster = library.train(
+        _make_parameters(objective, best),
+        _make_dataset(library, training_set),
+        num_boost_round=num_trees,
+    )
+    num_statistics = training_set.values_NX.shape[1]
+    return BoostedTrees(
+        loss, booster, best, len(found), num_trees, len(training_set.label_N), num_statistics
+    )
+
+
+def make_training_statistics(
+    known: StatisticsMaker, train: EpisodeRows, support_is_past: bool, seed: int
+) -> tuple[Statistics, Bools]:
+    """Return the statistics of all draws' query rows, and which of them are of held-back tasks."""
+    num_query = int((~train.is_support_N).sum())
+    num_draws = min(max(WANTED_ROWS // max(num_query, 1), 1), MAX_DRAWS)
+    parts, held_back = [], []
+    for draw in range(num_draws):
+        rows = redraw_support(train, draw, support_is_past, seed)
+        fold_N = assign_folds(rows.task_T, seed)[rows.episode_N]
+        unseen_N = hash_uniform(_hash_places_N(rows), MASK_STREAM, seed + draw) < UNSEEN_SHARE
+        parts.append(known.make_statistics(rows, fold_N, unseen_N))
+        held_back.append((fold_N == NUM_FOLDS - 1)[~rows.is_support_N])
+    return _concatenate_statistics(parts), np.concatenate(held_back)
+
+
+def _concatenate_statistics(parts: Sequence[Statistics]) -> Statistics:
+    return Statistics(
+        np.concatenate([part.values_NX for part in parts]),
+        np.concatenate([part.start_N for part in parts]),
+        np.concatenate([part.label_N for part in parts]),
+        parts[0].names,
+    )
+
+
+def redraw_support(rows: EpisodeRows, draw: int, support_is_past: bool, seed: int) -> EpisodeRows:
+    """Return the episodes with other support and query rows; draw 0 has the stored ones.
+
+    Rows in no order are shuffled and as many of them support as before. Where the support is the
+    past, it ends earlier, after a row that is drawn, and as many rows follow as before.
+    """
+    if draw == 0:
+        return rows
+    if not support_is_past:
+        draw_N = hash_uniform(_hash_places_N(rows), DRAW_STREAM, seed + draw)
+        return rows.reorder(np.lexsort((draw_N, rows.episode_N)), rows.support_lengths_T)
+    share_T = hash_uniform(rows.task_T, DRAW_STREAM, seed + draw)
+    # Where time decides, a redraw may not look ahead: the border moves back, and what is behind it
+    # is left out.
+    support_T = (share_T * rows.support_lengths_T).astype(np.int64)
+    support_T += rows.support_lengths_T > 0  # at least 1 where there is one
+    query_T = np.diff(rows.row_offsets_T1) - rows.support_lengths_T
+    return rows.select_first_rows(support_T + query_T, support_T)
+
+
+def _hash_places_N(rows: EpisodeRows) -> Int64:
+    """Return a name for each row that depends on its task and its place there alone."""
+    within_N = places(np.diff(rows.row_offsets_T1))
+    mixed_N: Int64 = splitmix64(rows.task_T.astype(np.uint64)).view(np.int64)[rows.episode_N]
+    return mixed_N + within_N
+
+
+def _filter_statistics(given: Statistics, keep_N: Bools) -> Statistics:
+    return replace(
+        given,
+        values_NX=given.values_NX[keep_N],
+        start_N=given.start_N[keep_N],
+        label_N=given.label_N[keep_N],
+    )
+
+
+def _make_dataset(
+    library: Any, given: Statistics, like: Any = None, weight_N: Floats | None = None
+) -> Any:
+    """Return LightGBM's own form of statistics; that of `like` has the same bins."""
+    return library.Dataset(
+        given.values_NX, given.label_N, init_score=given.start_N, reference=like,
+        weight=weight_N, free_raw_data=False, params=FIXED,
+    )  # fmt: skip
+
+
+def _make_parameters(objective: dict[str, Any], setting: TreeSetting) -> dict[str, Any]:
+    chosen = {
+        "num_leaves": setting.leaves,
+        "min_data_in_leaf": setting.leaf_rows,
+        "learning_rate": setting.rate,
+    }
+    return {**FIXED, **objective, **chosen}
+
+
+def _choose_threads(library: Any, objective: dict[str, Any], data: Any) -> int:
+    """Return 1, or 0 for all cores: whichever grows some trees sooner here and now. Beside other
+    work threads wait for each other, and took twenty times as long. The trees are the same.
+    """
+    data.construct()
+    seconds = dict.fromkeys((1, 0), 0.0)
+    for threads in seconds:
+        parameters = _make_parameters(objective | {"num_threads": threads}, TreeSetting())
+        began_s = time.perf_counter()
+        library.train(parameters, data, num_boost_round=TRIED_TREES)
+        seconds[threads] = time.perf_counter() - began_s
+    return min(seconds, key=lambda threads: seconds[threads])
+
+
+def _grow_once(
+    library: Any, objective: dict[str, Any], data: Any, against: Any, setting: TreeSetting
+) -> tuple[float, int]:
+    """Return the smallest loss on the tasks that judge, and after how many trees."""
+    booster = library.train(
+        _make_parameters(objective, setting),
+        data,
+        num_boost_round=MAX_TREES,
+        valid_sets=[against],
+        callbacks=[library.early_stopping(PATIENCE_TREES, verbose=False)],
+    )
+    ((_, value),) = booster.best_score["valid_0"].items()
+    return float(value), int(booster.best_iteration)

@@ -1,0 +1,227 @@
+"""Each positive query row among items that its task has no row of: what rank metrics over sampled
+candidates are measured on, alike for every model and baseline.
+
+A sampled row is its positive row with the columns of another item. Items are drawn evenly from all
+that the dataset has rows of, without those of the task; task and draw decide which.
+
+Shape suffixes: N rows, T episodes, M rows with the sampled ones, J sampled rows, P positive rows, I
+items.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gmeta.data.support_views import SupportView
+from gmeta.errors import UserError
+from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
+from gmeta.evaluation.baselines.episode_rows import (
+    Bools,
+    EpisodeRows,
+    IdLists,
+    concatenate_episodes,
+    find_item_columns,
+)
+from gmeta.metrics.scored_label import ONE_LABEL, ScoredLabel
+from metaio.format.dataset import Dataset
+from metaio.format.features import find_vector_column
+from metaio.prepare.schema.schema_file import read_item_rule
+from metaio.ragged import Int64, offsets
+
+# Rows that are predicted at once, sampled ones among them: a longer task stays whole.
+MOST_ROWS = 100_000
+# Rows by which columns are found that follow from the item.
+SAMPLE_ROWS = 200_000
+
+
+@dataclass(frozen=True)
+class RowsWithCandidates:
+    """Episodes whose positive query rows are each followed by sampled ones. `source_M` is the row
+    that each was made of."""
+
+    rows: EpisodeRows
+    is_sampled_M: Bools
+    source_M: Int64
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """How many items stand beside each positive row, and which there are.
+
+    `items` has a row an item, by its id; `of_task` the places there of each task's items.
+    """
+
+    per_positive: int
+    label: ScoredLabel
+    threshold: float  # the least label of a positive row
+    item: int
+    sparse: tuple[bool, ...]  # which sparse columns change with the item
+    dense: tuple[int, ...]  # and which dense ones
+    items: EpisodeRows
+    of_task: dict[int, Int64]
+
+    def add_candidates(self, rows: EpisodeRows, view: SupportView) -> Iterator[RowsWithCandidates]:
+        """Yield the episodes with sampled rows, as many at a time as fit."""
+        is_positive_N = self._find_positives_N(rows)
+        size_N = 1 + self.per_positive * is_positive_N.astype(np.int64)
+        size_T = np.bincount(rows.episode_N, size_N, len(rows.task_T))
+        # Whole episodes, as a task adapts once for all of its rows.
+        chunk_T = (np.cumsum(size_T) - 1) // MOST_ROWS
+        for chunk in np.unique(chunk_T).tolist():
+            chosen = np.flatnonzero(chunk_T == chunk)
+            listed = self._add_to_rows(rows.select_episodes(chosen), view.draw)
+            yield replace(listed, source_M=listed.source_M + rows.row_offsets_T1[chosen[0]])
+
+    def _find_positives_N(self, rows: EpisodeRows) -> Bools:
+        # A label that is not known is NaN, which is no positive one: NaN >= x is false.
+        return (self.label.label_N(rows.label_N) >= self.threshold) & ~rows.is_support_N
+
+    def _add_to_rows(self, rows: EpisodeRows, draw: int) -> RowsWithCandidates:
+        is_positive_N = self._find_positives_N(rows)
+        repeats_N = 1 + self.per_positive * is_positive_N.astype(np.int64)
+        source_M = np.repeat(np.arange(rows.num_rows), repeats_N)
+        is_sampled_M = np.ones(len(source_M), np.bool_)
+        is_sampled_M[offsets(repeats_N)[:-1]] = False
+        listed = rows.reorder(source_M, rows.support_lengths_T)
+        place_J = self._draw_items(rows, is_positive_N, draw)
+        # Behind the rows themselves stand the items: each row is taken from its place there.
+        source_place_M = np.arange(len(source_M))
+        source_place_M[is_sampled_M] = len(source_M) + place_J
+        num_single = rows.ids_NF.shape[1]
+        for column in np.flatnonzero(self.sparse[:num_single]).tolist():
+            listed.ids_NF[is_sampled_M, column] = self.items.ids_NF[place_J, column]
+        for column in self.dense:
+            listed.dense_NK[is_sampled_M, column] = self.items.dense_NK[place_J, column]
+        pairs = zip(listed.multi, self.items.multi, self.sparse[num_single:], strict=True)
+        multi = tuple(
+            _concatenate_lists(own, items).select(source_place_M) if changes else own
+            for own, items, changes in pairs
+        )
+        return RowsWithCandidates(replace(listed, multi=multi), is_sampled_M, source_M)
+
+    def _draw_items(self, rows: EpisodeRows, is_positive_N: Bools, draw: int) -> Int64:
+        """Return the items of the sampled rows, as places in `items`, row by row."""
+        found = [np.zeros(0, np.int64)]
+        count_T = np.bincount(rows.episode_N[is_positive_N], minlength=len(rows.task_T))
+        num_items = self.items.num_rows
+        for task, positives in zip(rows.task_T.tolist(), count_T.tolist(), strict=True):
+            if not positives:
+                continue
+            others = np.delete(np.arange(num_items), self.of_task[task])
+            # Of draw and task alone: models and baselines meet the same candidates, in whatever
+            # order tasks come.
+            random = np.random.default_rng([draw, task % 2**64])
+            item_draws = (
+                random.choice(others, self.per_positive, replace=False) for _ in range(positives)
+            )
+            found.extend(item_draws)
+        return np.concatenate(found)
+
+
+def make_candidates(
+    dataset: Dataset,
+    splits: Sequence[str],
+    per_positive: int,
+    threshold: float,
+    item_column: str = "",
+    label: ScoredLabel = ONE_LABEL,
+) -> Candidates:
+    """Return what is sampled for the tasks of `splits`, from the rows of the whole dataset: each is
+    read once.
+
+    The item is that of the schema, or `item_column`. Its attributes are those that [item] or
+    [negatives] lists, else the sparse columns that follow from it.
+
+    Raises:
+        UserError: nothing names an item, or a task lacks fewer items than are asked for.
+        FormatError: a file is missing or damaged.
+    """
+    rule, features = read_item_rule(dataset.manifest), dataset.features
+    names = [feature.name for feature in features.single]
+    name = item_column or (rule.column if rule is not None else "")
+    if name not in names:
+        raise UserError(
+            f"evaluation.candidates = {per_positive}, but nothing says which column of "
+            f"{dataset.url} is the item. Name it under [item] in its schema and prepare it again, "
+            "or with --item-column"
+        )
+    item = names.index(name)
+    listed = rule.features if rule is not None and rule.column == name else (name,)
+    sparse = tuple(feature.name in listed for feature in features.sparse)
+    if len(listed) == 1:
+        store_items = sample_rows(dataset, next(iter(dataset.splits)), SAMPLE_ROWS, 0)
+        sparse = find_item_columns(store_items, features, item)
+    dense = tuple(
+        at for at, name in enumerate(features.dense) if find_vector_column(name) in listed
+    )
+    # Those of the scored splits first: nobody asks what other tasks have.
+    order = [*splits, *(split for split in dataset.splits if split not in splits)]
+    scored: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    parts: list[EpisodeRows] = []
+    known: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    pairs: list[npt.NDArray[np.int64]] = [np.zeros((0, 2), np.int64)]
+    for split in order:
+        for rows in read_rows(dataset, split):
+            if split in splits:
+                scored = np.union1d(scored, rows.task_T)
+            id_N, task_N = rows.ids_of(item).astype(np.int64), rows.task_T[rows.episode_N]
+            ids, first = np.unique(id_N, return_index=True)
+            # Row 0 is no item: it stands for all that the vocabulary lacks.
+            is_new = ~np.isin(ids, known) & (ids != 0)
+            parts.append(_select_rows(rows, first[is_new]))
+            known = np.union1d(known, ids[is_new])
+            kept_N = np.isin(task_N, scored) & (id_N != 0)
+            pairs.append(np.unique(np.stack([task_N[kept_N], id_N[kept_N]], axis=1), axis=0))
+    items = concatenate_episodes(parts)
+    by_id = np.argsort(items.ids_of(item), kind="stable")
+    items = items.select_episodes(by_id)
+    pair = np.unique(np.concatenate(pairs), axis=0)
+    place = np.searchsorted(items.ids_of(item), pair[:, 1])
+    tasks, begins = np.unique(pair[:, 0], return_index=True)
+    of_task = dict.fromkeys(scored.tolist(), np.zeros(0, np.int64))
+    of_task |= dict(zip(tasks.tolist(), np.split(place, begins)[1:], strict=True))
+    for task, own in of_task.items():
+        if items.num_rows - len(own) < per_positive:
+            raise UserError(
+                f"evaluation.candidates = {per_positive}, but task {task} has no row of "
+                f"{items.num_rows - len(own):,} of the {items.num_rows:,} items alone. Lower it"
+            )
+    return Candidates(per_positive, label, threshold, item, sparse, dense, items, of_task)
+
+
+def rank_among_candidates_N2(
+    score_M: npt.NDArray[np.floating], is_sampled_M: Bools
+) -> npt.NDArray[np.int32]:
+    """Return how many sampled rows score above each row that was not sampled, and how many the
+    same; -1 for rows that have none. What is no number counts as above.
+    """
+    first_N = np.flatnonzero(~is_sampled_M)
+    owner_M = np.cumsum(~is_sampled_M) - 1
+    own_J = score_M[first_N][owner_M[is_sampled_M]]
+    score_J, owner_J = score_M[is_sampled_M], owner_M[is_sampled_M]
+    tied_N = np.bincount(owner_J, score_J == own_J, len(first_N))
+    # Those below are counted, so that NaN, which is neither, falls to those above.
+    below_N = np.bincount(owner_J, score_J < own_J, len(first_N))
+    count_N = np.bincount(owner_J, minlength=len(first_N))
+    found = np.stack([count_N - tied_N - below_N, tied_N], axis=1)
+    found[count_N == 0] = -1
+    return found.astype(np.int32)
+
+
+def _select_rows(rows: EpisodeRows, chosen: Int64) -> EpisodeRows:
+    """Return these rows, each as an episode of its own without support."""
+    single = replace(
+        rows,
+        task_T=rows.task_T[rows.episode_N],
+        row_offsets_T1=np.arange(rows.num_rows + 1),
+        support_lengths_T=np.zeros(rows.num_rows, np.int64),
+    )
+    return single.select_episodes(chosen)
+
+
+def _concatenate_lists(own: IdLists, other: IdLists) -> IdLists:
+    """Return the lists of both, those of `other` behind."""
+    ends = own.offsets_N1[-1] + other.offsets_N1[1:]
+    return IdLists(np.concatenate([own.ids_V, other.ids_V]), np.concatenate([own.offsets_N1, ends]))

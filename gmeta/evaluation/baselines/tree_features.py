@@ -1,0 +1,155 @@
+"""What the trees are told of a query row: statistics of its task's support rows and of the values
+in its columns, never a label of its own side.
+
+- the task: its support rows, their mean label and deviation, the task's bias (bias.py)
+- each sparse column: mean label of the training rows with that value; how many support rows of the
+  task share the value, and how far these lie above what their items alone foretell; for the item's
+  column also the number of training rows
+- each dense column as it is
+
+Values of training rows come from the folds that their task is not in. Leaving out the row alone
+would give its label away: of two values of a column, what is missing from the mean is the label.
+
+Shape suffixes: N rows, V ids of a column, X statistics.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gmeta.evaluation.baselines.bias_model import BiasModel, base_output, to_predictions
+from gmeta.evaluation.baselines.episode_rows import (
+    NO_ITEM,
+    Bools,
+    EpisodeRows,
+    Floats,
+    IdLists,
+    make_lists,
+)
+from gmeta.evaluation.baselines.training_sums import TrainingSums
+from metaio.format.features import Features
+from metaio.ragged import Int64
+
+# So many rows of the overall mean count towards a value's mean, and of 0 towards what a task's
+# support says of a value: what a single row says is mostly noise.
+VALUE_PRIOR = 5.0
+SHARED_PRIOR = 2.0
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The statistics of query rows, the bias model's outputs (log-odds for bce), and the labels."""
+
+    values_NX: Floats
+    start_N: Floats
+    label_N: Floats
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StatisticsMaker:
+    """What is known from the training split; `describing` columns follow from a row's item."""
+
+    sums: TrainingSums
+    features: Features
+    bias: BiasModel
+    follows_item: tuple[bool, ...]
+
+    def make_statistics(
+        self, rows: EpisodeRows, fold_N: Int64, unseen_N: Bools | None = None
+    ) -> Statistics:
+        """Return the statistics of the query rows of `rows`, in their order.
+
+        `fold_N` is the fold of each row's task, NO_FOLD outside the training split. A query row in
+        `unseen_N` is told what a new item would be told: nothing of the item itself, and of what
+        describes it only what the other items say.
+        """
+        bias, mean = self.bias, self.sums.mean
+        query_N = ~rows.is_support_N
+        hidden_N = np.zeros(rows.num_rows, np.bool_) if unseen_N is None else unseen_N & query_N
+        level_N = bias.without_task(self.sums, rows.ids_of(bias.item), fold_N)
+        level_N = np.where(hidden_N, base_output(bias.loss, mean), level_N)
+        effect_N = bias.fit_task_effects(level_N, rows)[rows.episode_N]
+        # Query rows count nothing here, whatever their label is.
+        above_N = np.where(query_N, 0.0, rows.label_N - to_predictions(bias.loss, level_N))
+        columns = _make_task_columns(rows) | {"task bias": effect_N}
+        item_counts_N, item_label_sums_N = self._find_item_sums(rows, fold_N, hidden_N)
+        for index, (feature, column) in enumerate(
+            zip(self.features.sparse, self.sums.columns, strict=True)
+        ):
+            lists = make_lists(rows, index)
+            # A genre of a new item has the mean of the other items of that genre; its own rows,
+            # which a cold item has not, are taken out.
+            counts_V, sums_V = column.leave_fold_out(lists.ids_V, fold_N[lists.row_V])
+            if self.follows_item[index]:
+                counts_V = counts_V - item_counts_N[lists.row_V]
+                sums_V = sums_V - item_label_sums_N[lists.row_V]
+            columns[f"{feature.name}: mean"] = _average_lists(lists, counts_V, sums_V, mean)
+            if index == bias.item:
+                columns[f"{feature.name}: rows"] = counts_V
+            columns |= _count_shared_values(feature.name, lists, rows, above_N)
+        for name, dense_N in zip(self.features.dense, rows.dense_NK.T, strict=True):
+            columns[f"{name} (dense)"] = dense_N.astype(np.float64)
+        values_NX = np.stack([column_N[query_N] for column_N in columns.values()], axis=1)
+        start_N = (level_N + effect_N)[query_N]
+        return Statistics(values_NX, start_N, rows.label_N[query_N], tuple(columns))
+
+    def _find_item_sums(
+        self, rows: EpisodeRows, fold_N: Int64, hidden_N: Bools
+    ) -> tuple[Floats, Floats]:
+        """Return rows and label sum of the item of each hidden row, 0 of the others."""
+        if self.bias.item == NO_ITEM:
+            return np.zeros(rows.num_rows), np.zeros(rows.num_rows)
+        column = self.sums.columns[self.bias.item]
+        counts_N, sums_N = column.leave_fold_out(rows.ids_of(self.bias.item), fold_N)
+        return np.where(hidden_N, counts_N, 0.0), np.where(hidden_N, sums_N, 0.0)
+
+
+def _make_task_columns(rows: EpisodeRows) -> dict[str, Floats]:
+    """Return count, mean and deviation of each task's support labels; NaN where there are none."""
+    support_N, episode_N = rows.is_support_N, rows.episode_N
+    num_episodes = len(rows.task_T)
+
+    def total(values_N: Floats) -> Floats:
+        sums_T = np.bincount(episode_N[support_N], values_N[support_N], minlength=num_episodes)
+        return sums_T.astype(np.float64)
+
+    count_T = total(np.ones(rows.num_rows))
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN: nothing is known
+        mean_T = total(rows.label_N) / count_T
+        variance_T = total(np.square(rows.label_N - mean_T[episode_N])) / count_T
+    return {
+        "support rows": count_T[episode_N],
+        "support mean": mean_T[episode_N],
+        "support deviation": np.sqrt(variance_T)[episode_N],
+    }
+
+
+def _average_lists(lists: IdLists, counts_V: Floats, sums_V: Floats, mean: float) -> Floats:
+    """Return the mean over each row's ids of their shrunk mean labels; NaN for an empty list."""
+    mean_V = (sums_V + VALUE_PRIOR * mean) / (np.maximum(counts_V, 0.0) + VALUE_PRIOR)
+    lengths_N = np.diff(lists.offsets_N1)
+    with np.errstate(invalid="ignore"):
+        means: Floats = np.bincount(lists.row_V, mean_V, minlength=len(lengths_N)) / lengths_N
+    return means
+
+
+def _count_shared_values(
+    name: str, lists: IdLists, rows: EpisodeRows, above_N: Floats
+) -> dict[str, Floats]:
+    """Return how many support rows of its task share a row's value (of a list: any, each counted),
+    and how far their labels lie above expectation, shrunk towards 0."""
+    if not len(lists.ids_V):
+        zeros_N = np.zeros(rows.num_rows)
+        return {f"{name}: shared": zeros_N, f"{name}: shared mean": zeros_N}
+    row_V = lists.row_V
+    id_V = np.unique(lists.ids_V, return_inverse=True)[1]
+    # (episode, value) as one integer, made dense twice, so that counts fit an array.
+    key_V = rows.episode_N[row_V] * (int(id_V.max()) + 1) + id_V
+    pair_V = np.unique(key_V, return_inverse=True)[1]
+    support_V = rows.is_support_N[row_V].astype(np.float64)
+    counts = np.bincount(pair_V, support_V)[pair_V]
+    sums = np.bincount(pair_V, above_N[row_V] * support_V)[pair_V]
+    count_N = np.bincount(row_V, counts, minlength=rows.num_rows)
+    sum_N = np.bincount(row_V, sums, minlength=rows.num_rows)
+    return {f"{name}: shared": count_N, f"{name}: shared mean": sum_N / (count_N + SHARED_PRIOR)}

@@ -1,0 +1,290 @@
+"""Evaluation: adapt on each unseen task's support set, score its query set, per cold-start split.
+
+A task of a cold split was never trained on; its query rows are predicted with the meta-parameters
+("before") and after the inner loop on its support rows ("after").
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+
+from gmeta.config.algorithm import PLAIN, AlgorithmConfig
+from gmeta.config.evaluation import EvaluationConfig
+from gmeta.config.sharding import ShardingConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.label_checks import scored_labels
+from gmeta.data.opening import data_config_for, open_by_name
+from gmeta.data.support_views import EvalProtocol, SupportView
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharding import shard_learner
+from gmeta.errors import UserError
+from gmeta.evaluation.baselines.candidates import Candidates
+from gmeta.evaluation.fine_tuning import (
+    choose_fine_tuning,
+    choose_judging_splits,
+    describe_adaptation,
+    has_too_few_tasks,
+    has_tunable_rates,
+    predict_tuned,
+)
+from gmeta.evaluation.predictions import EvalContext, predict_split
+from gmeta.evaluation.report.evaluated_runs import EvaluatedRun
+from gmeta.evaluation.report.evaluation_schema import FineTuning
+from gmeta.runs.build import build, check_registered
+from gmeta.runs.checkpoints.choice import check_config, checkpoint_to_use
+from gmeta.runs.checkpoints.lineage import read_lineage
+from gmeta.runs.checkpoints.loader import broadcast_checkpoint, load_checkpoint
+from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.chosen_adaptation import read_chosen_adaptation
+from gmeta.runs.run_folder import RunFolder, parse_checkpoint_step
+from metaio.format.dataset import Dataset
+from metaio.format.translation import translate_dataset
+from metaio.prepare.episodes.raw_ids import with_raw_ids
+from metaio.recipes.validation_splits import find_overlapping_splits
+
+
+def evaluate_run(
+    root: Path,
+    name: str,
+    splits: Sequence[str],
+    ranks: Ranks,
+    adapting: AlgorithmConfig | None = None,
+    protocol: EvalProtocol = EvalProtocol(),  # noqa: B008 - frozen
+    on: str = "",
+    candidates: Candidates | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+    label: str = "",
+    evaluation: EvaluationConfig | None = None,
+) -> EvaluatedRun | None:
+    """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
+    None elsewhere; without `splits` those that its config names. `on` names another dataset (see
+    open_by_name), all of whose splits are then predicted: values that the run's vocabularies do not
+    hold are unknown to it.
+
+    `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without
+    the former the run adapts at the rate and steps that are best on its validation splits; a plain
+    run that has none, on the other half of the tasks of the split that is predicted: by its
+    predictions of the config's judged label. If `label` is not "", a plain run goes by that.
+    Beside positive rows stand `candidates`, if any. `advance` hears how many of this rank's tasks
+    are read, of how many about; every view and fine-tuning of one counts as a task.
+
+    Raises:
+        UserError: no run folder, no checkpoint yet, an unknown split or label.
+        GMetaError: the dataset is not the one that was trained on.
+        DataError: the one that `on` names has other columns.
+    """
+    folder = RunFolder(root)
+    config = folder.read_config()
+    config = own_config = replace(config, evaluation=evaluation or config.evaluation)
+    checkpoint = broadcast_checkpoint(checkpoint_of(folder), ranks)
+    check_config(checkpoint, config)
+    check_registered(root, config.model, config.algorithm, folder.read_environment())
+    run_algorithm, step = config.algorithm, parse_checkpoint_step(checkpoint)
+    # What was chosen for it on its validation splits, where these are not at hand.
+    saved_adaptation = (
+        read_chosen_adaptation(folder, run_algorithm, step) if on and adapting is None else None
+    )
+    is_as_trained, adapting = adapting is None, adapting or saved_adaptation or run_algorithm
+    dataset, learner = build(replace(config, algorithm=adapting))
+    config = with_judged_label(label, config, dataset)
+    folder.check_dataset(dataset.url, dataset.fingerprint)
+    # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
+    # ranks that trained, which may have had GPUs.
+    outer = replace(config.outer, sparse_optimizer="sgd")
+    sharding_config = replace(config, outer=outer, sharding=ShardingConfig())
+    sharded = shard_learner(learner, dataset.features, sharding_config, ranks)
+    progress = load_checkpoint(checkpoint, sharded, None, ranks)
+    trained_on = dataset
+    if on:
+        dataset = translate_dataset(open_by_name(on), trained_on)
+        config = replace(config, data=data_config_for(config.data, dataset))
+    protocol, _ = limit_to_one_draw(protocol, dataset)
+    chosen = choose_splits(config, dataset, splits)
+    judging_splits = choose_judging_splits(config, dataset, chosen) if is_as_trained else []
+    is_few = is_as_trained and has_tunable_rates(config) and has_too_few_tasks(config, dataset)
+    # A meta-learned run adapts the same way whichever label is asked about.
+    tuning_context = EvalContext(
+        config if run_algorithm.name == PLAIN else own_config, dataset, sharded, ranks
+    )
+    tunings = [choose_fine_tuning(tuning_context, each) for each in judging_splits]
+
+    context = replace(tuning_context, config=config)
+    tables, limited = predict_views(context, chosen, tunings, protocol, candidates, advance)
+    if ranks.rank != 0:
+        return None
+    labels = scored_labels(config, dataset)
+    return EvaluatedRun(
+        name=name,
+        algorithm=config.algorithm.name,
+        model=config.model.name,
+        loss=config.loss_of(),
+        evaluation=config.evaluation,
+        step=progress.step,
+        predictions=with_raw_ids(
+            pa.concat_tables(
+                table.append_column("draw", pa.array([draw] * table.num_rows, pa.int32()))
+                for draw, table in enumerate(tables)
+            ),
+            dataset,
+            trained_on,
+        ),
+        limited=limited,
+        history=folder.read_metrics(),
+        config=own_config.to_json(),
+        environment=folder.read_environment(),
+        dataset=f"{dataset.url} ({dataset.fingerprint[:12]})",
+        evaluated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        adapts_with=describe_adaptation(
+            run_algorithm, adapting, tunings, ", ".join(config.data.valid_splits) if is_few else ""
+        ),
+        fine_tuning=tuple(tunings),
+        label=next(one.name for one in labels if one.is_judged),
+        other_losses={one.name: config.loss_of(one.name) for one in labels if not one.is_judged},
+    )
+
+
+def predict_views(
+    context: EvalContext,
+    splits: Sequence[str],
+    tunings: Sequence[FineTuning],
+    protocol: EvalProtocol,
+    candidates: Candidates | None,
+    advance: Callable[[int, int], None],
+) -> tuple[list[pa.Table], dict[int, pa.Table]]:
+    """Return the rows of all splits, predicted with every draw of support and query rows, and by
+    support size; none on the ranks but the first. Collective."""
+    passes = (protocol.draws + len(protocol.support_sizes)) * max(
+        [len(tuning.chosen) for tuning in tunings], default=1
+    )
+    num_tasks = sum(context.dataset.splits[split].num_episodes for split in splits) * passes
+    total, done = -(-num_tasks // context.ranks.world_size), 0
+
+    def count_tasks(num_tasks: int) -> None:
+        nonlocal done
+        done += num_tasks
+        advance(min(done, total), total)
+
+    def predict_view(view: SupportView) -> pa.Table:
+        """Return the rows of all splits; none on the ranks but the first."""
+        tables: list[pa.Table | None] = []
+        for index, split in enumerate(splits):
+            if tunings:
+                tuning = tunings[index % len(tunings)]
+                of_split = predict_tuned(context, split, tuning, view, candidates, count_tasks)
+            else:
+                of_split = predict_split(context, split, view, candidates, count_tasks)
+            tables.append(of_split)
+        found = [table for table in tables if table is not None]
+        return pa.concat_tables(found) if found else pa.table({})
+
+    tables_by_draw = [predict_view(SupportView(draw)) for draw in range(protocol.draws)]
+    limited = {most: predict_view(SupportView(max_support=most)) for most in protocol.support_sizes}
+    return tables_by_draw, limited
+
+
+def with_judged_label(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
+    """Return the config with `label` as the judged one, if that is not "" and the dataset's labels
+    have names.
+
+    Raises:
+        UserError: there is no such label.
+    """
+    names = dataset.features.labels
+    if not label or not names:
+        return config
+    if label not in names:
+        raise UserError(
+            f"label {label!r} is not in {dataset.url}: it has {', '.join(names)}. Name one of them "
+            "with --label"
+        )
+    return replace(config, labels=replace(config.labels, judged=label))
+
+
+def checkpoint_of(run: RunFolder) -> Path:
+    """Return the checkpoint that stands for a run.
+
+    Raises:
+        UserError: it has none yet.
+    """
+    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
+    if checkpoint is None:
+        raise UserError(
+            f"run {run.root} has 0 checkpoints: there is nothing to evaluate yet. "
+            "Let it reach its first one"
+        )
+    return checkpoint
+
+
+def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalProtocol, str]:
+    """Return what is shown of a dataset whose protocol says which rows are support: one draw,
+    whatever was asked for, and a line that tells so; "" where nothing had to change.
+    """
+    if protocol.draws == 1 or not dataset.manifest.support_is_fixed:
+        return protocol, ""
+    return replace(protocol, draws=1), (
+        f"--draws = {protocol.draws}, but the protocol of {dataset.url} says which rows of a "
+        "task are "
+        "support, and which of them its query: one draw, intervals over tasks alone"
+    )
+
+
+def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str]) -> list[str]:
+    """Return the splits asked for, else those of the config, else all but those that training and
+    validation used, what these were carved out of, and what else was carved out of that.
+
+    Raises:
+        UserError: a split is unknown or has no episodes, or none is left.
+    """
+    chosen = list(requested or config.data.eval_splits)
+    for split in chosen:
+        if split not in dataset.splits:
+            raise UserError(
+                f"split {split!r} is not in {config.data.path}: "
+                f"it has {', '.join(dataset.splits)}. Name one of them"
+            )
+    # A split that decided when to stop is no measure of what came out.
+    used = {config.data.train_split, *config.data.valid_splits}
+    for _ in range(2):  # of `fit`: `train`, then all that was carved out of it
+        used = {shared for split in used for shared in find_overlapping_splits(split, dataset)}
+    chosen = chosen or [split for split in dataset.splits if split not in used]
+    if not chosen:
+        raise UserError(
+            f"{config.data.path} has no split but {' and '.join(dataset.splits)}, which the run "
+            "was trained or chosen by: there is nothing to score. Name one with --split, or train "
+            "on data with one split more"
+        )
+    # Before anything is predicted: it may take minutes to get to an empty split.
+    for split in chosen:
+        if not dataset.splits[split].num_episodes:
+            raise UserError(
+                f"split {split!r} of {config.data.path} has 0 episodes: there is nothing to score. "
+                "Name other splits with --split"
+            )
+    return chosen
+
+
+def describe_trained_splits(
+    name: str,
+    folder: RunFolder,
+    trained_dataset: Dataset,
+    scored_dataset: Dataset,
+    splits: Sequence[str],
+) -> list[str]:
+    """Return a line for each of these splits of `scored` that the run, on the dataset `own`, was
+    trained or chosen on: what it reaches there is no measure of unseen tasks."""
+    data, lineage = folder.read_config().data, read_lineage(read_about(checkpoint_of(folder)))
+    if scored_dataset.fingerprint not in {
+        trained_dataset.fingerprint,
+        *(one.fingerprint for one in lineage),
+    }:
+        return []
+    trained = find_overlapping_splits(data.train_split, scored_dataset)
+    return [
+        f"{split}: {name} was {'trained' if split in trained else 'chosen'} on rows of it, so its "
+        "figures there flatter and say little of unseen tasks"
+        for split in splits
+        if split in trained or split in data.valid_splits
+    ]

@@ -1,0 +1,228 @@
+"""What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.episodes import Episodes, with_query_items, with_sampled
+from gmeta.data.label_checks import check_labels, kinds_of, scored_labels
+from gmeta.data.reader import open_reader
+from gmeta.data.support_views import STORED, SupportView
+from gmeta.distributed.collective_errors import (
+    batch_without_tasks,
+    raise_first_problem,
+    stop_on_error,
+)
+from gmeta.distributed.ranks import Ranks, gather_values, wait_for_hosts
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.stopping import Stop
+from gmeta.errors import UserError
+from gmeta.evaluation.baselines.block_rows import pack_rows, unpack_block
+from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
+from gmeta.evaluation.report.evaluated_runs import PLACES
+from gmeta.learner import QueryPrediction
+from gmeta.metrics.scored_label import ScoredLabel
+from metaio.format.block import build_block
+from metaio.format.dataset import Dataset
+from metaio.prepare.episodes.raw_ids import find_item_feature
+from metaio.ragged import owners
+from metaio.read.batch import TaskBatch
+from metaio.read.compose import compose
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+# A batch, and which of its rows are sampled candidates: empty where there are none.
+BatchWithCandidates: TypeAlias = tuple[TaskBatch, npt.NDArray[np.bool_]]
+
+
+@dataclass(frozen=True)
+class EvalContext:
+    """A model as the ranks hold it, and the data that it is scored on."""
+
+    config: TrainConfig
+    dataset: Dataset
+    sharded: DistributedModelParallel
+    ranks: Ranks
+
+
+def predict_split(
+    context: EvalContext,
+    split: str,
+    view: SupportView = STORED,
+    candidates: Candidates | None = None,
+    advance: Callable[[int], None] = lambda num_tasks: None,
+) -> pa.Table | None:
+    """Return a row for each query row of the split as the view shows it on rank 0, None elsewhere.
+
+    Its columns are split, task, support_rows, task_rows (shown rows of the task), label, before and
+    after, row_id where the dataset stores it, and item (the row of its table) where its schema
+    names one; before and after are probabilities for BCE, ratings for other losses. Where there are
+    several labels, these are of the judged one, and `label:NAME`, ... of each other one of
+    scored_labels; a label that is not known is NaN. `advance` is called with the tasks of each
+    batch that is read.
+    """
+    config, dataset, ranks = context.config, context.dataset, context.ranks
+    with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
+        stop = Stop()
+        stored = check_labels(reader.batches(0), kinds_of(config, dataset), dataset, split)
+        batches = map(view.of, _count_tasks(stop_on_error(stored, dataset.features, stop), advance))
+        if candidates is None:
+            none = np.zeros(0, np.bool_)
+            with_candidates: Iterator[BatchWithCandidates] = ((batch, none) for batch in batches)
+        else:
+            with_candidates = _with_candidates(candidates, dataset, batches, view)
+        columns = _predict_batches(with_candidates, context, stop)
+        if stop.is_agreed:
+            raise_first_problem(stop, ranks)
+    table = gather_columns(columns, ranks)
+    if table is None:
+        return None
+    if not len(table["task"]):
+        raise UserError(
+            f"split {split!r} of {config.data.path} has 0 query rows: there is nothing to score. "
+            "Name other splits with --split"
+        )
+    return pa.table({"split": pa.array([split] * len(table["task"])), **table})
+
+
+def _count_tasks(
+    batches: Iterator[TaskBatch], advance: Callable[[int], None]
+) -> Iterator[TaskBatch]:
+    for batch in batches:
+        advance(batch.num_tasks)
+        yield batch
+
+
+def predict_at_steps(
+    batches: Iterable[TaskBatch], steps: Sequence[int], context: EvalContext
+) -> list[list[Columns]]:
+    """Return, for each of these ascending numbers of inner steps, the columns of each of this
+    rank's batches. Collective."""
+    learner, labels = local_learner(context.sharded), scored_labels(context.config, context.dataset)
+    collate = learner.learner.collate_to_predict
+    idle = collate(batch_without_tasks(context.dataset.features))
+    prepared_steps = iterate_steps(
+        map(collate, batches), idle, context.ranks, Stop(), context.sharded
+    )
+    by_batch = [
+        [_make_columns(one, context, each, labels) for one in learner.predict_along(each, steps)]
+        for each, _ in prepared_steps
+    ]
+    return [[of_steps[place] for of_steps in by_batch] for place in range(len(steps))]
+
+
+def _predict_batches(
+    batches: Iterator[BatchWithCandidates], context: EvalContext, stop: Stop
+) -> list[Columns]:
+    """Return the columns of each of this rank's batches, for their query rows alone; where
+    candidates are sampled, for the rows beside which they stand. Collective."""
+    learner, dataset = local_learner(context.sharded), context.dataset
+    item = find_item_feature(dataset)
+
+    def collate(listed: BatchWithCandidates) -> Episodes:
+        batch, is_sampled_N = listed
+        episodes = learner.learner.collate_to_predict(batch)
+        if len(is_sampled_N):
+            episodes = with_sampled(episodes, batch, torch.from_numpy(is_sampled_N))
+        return episodes if item is None else with_query_items(episodes, batch, item)
+
+    idle = collate((batch_without_tasks(dataset.features), np.zeros(0, np.bool_)))
+    steps = iterate_steps(map(collate, batches), idle, context.ranks, stop, context.sharded)
+    labels = scored_labels(context.config, dataset)
+    return [
+        _make_columns(learner.predict(episodes), context, episodes, labels) for episodes, _ in steps
+    ]
+
+
+def _with_candidates(
+    candidates: Candidates, dataset: Dataset, batches: Iterable[TaskBatch], view: SupportView
+) -> Iterator[BatchWithCandidates]:
+    """Yield batches with sampled rows, and which rows these are; one batch may become several.
+
+    A batch without episodes stays: a rank whose data failed takes part with such.
+    """
+    for batch in batches:
+        rows = unpack_block(batch.map(torch.Tensor.numpy))  # type: ignore[arg-type]
+        if not batch.num_tasks:
+            yield batch, np.zeros(0, np.bool_)
+        for listed in candidates.add_candidates(rows, view):
+            row_id_N, weight_N = (
+                of_row_N[listed.source_M] if len(of_row_N) else of_row_N
+                for of_row_N in (batch.row_id_N.numpy(), batch.weight_N.numpy())
+            )
+            rows_M = replace(pack_rows(listed.rows, row_id_N), weight_N=weight_N)
+            block = build_block(dataset.features, rows_M)
+            yield (
+                compose(dataset.features, [(block, np.arange(block.num_episodes))]),
+                listed.is_sampled_M,
+            )
+
+
+def gather_columns(columns: list[Columns], ranks: Ranks) -> Columns | None:
+    """Return the columns of all ranks' batches as one on rank 0, None elsewhere."""
+    gathered = gather_values(columns, ranks)
+    if gathered is None:
+        return None
+    # Empty batches keep the collectives of a rank's peers whole, and hold no row.
+    parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
+    if not parts:
+        return {"task": np.zeros(0, np.int64)}
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    tasks, code_N = np.unique(table["task"], return_inverse=True)
+    rows_T = np.bincount(code_N, table["task_rows"], minlength=tasks.size)
+    table["task_rows"] = np.rint(rows_T)[code_N].astype(np.int32)
+    return table
+
+
+def _make_columns(
+    prediction: QueryPrediction,
+    context: EvalContext,
+    episodes: Episodes,
+    labels: Sequence[ScoredLabel],
+) -> Columns:
+    """Return a batch's columns. Collective."""
+    wait_for_hosts(context.ranks)
+    objectives = local_learner(context.sharded).learner.objectives
+    sampled_N = episodes.query_sampled_N.numpy()
+    query_T = prediction.layout.lengths_T.cpu().numpy()
+    task_N = owners(query_T)
+    stored_N = ~sampled_N if sampled_N.size else np.ones(len(task_N), np.bool_)
+    query_T = np.bincount(task_N[stored_N], minlength=len(query_T))
+    support_T = prediction.support_lengths_T.cpu().numpy().astype(np.int32)
+    # The loss works on logits, a reader on probabilities.
+    to_predictions = objectives.outer.predictions
+    outputs = (
+        to_predictions(prediction.before_N).float(),
+        to_predictions(prediction.after_N).float(),
+    )
+    label_NL, before_NL, after_NL = (
+        values.cpu().numpy().reshape(len(task_N), objectives.num_labels)
+        for values in (prediction.label_N, *outputs)
+    )
+    # Adds up to the rows of the task, also where several episodes are of one.
+    share_T = (support_T + query_T) / np.maximum(query_T, 1).astype(np.float64)
+    columns = {
+        "task": np.repeat(episodes.task_T.numpy(), query_T),
+        "task_rows": np.repeat(share_T, query_T),
+        "support_rows": np.repeat(support_T, query_T),
+    }
+    for label in labels:
+        columns[f"label{label.suffix}"] = label.label_N(label_NL[stored_N])
+        columns[f"before{label.suffix}"] = label.prediction_N(before_NL[stored_N])
+        columns[f"after{label.suffix}"] = label.prediction_N(after_NL[stored_N])
+    for name, of_row_N in (("row_id", episodes.query_row_id_N), ("item", episodes.query_item_N)):
+        if of_row_N.numel():
+            columns[name] = of_row_N.numpy()[stored_N]
+    if sampled_N.size:
+        (judged,) = (label for label in labels if label.is_judged)
+        scores = judged.prediction_N(before_NL), judged.prediction_N(after_NL)
+        places = [rank_among_candidates_N2(score_N, sampled_N) for score_N in scores]
+        columns |= dict(zip(PLACES, np.concatenate(places, axis=1).T, strict=True))
+    return columns

@@ -1,0 +1,185 @@
+"""How a picture becomes a file: PNG sheets for a README, small SVG panels for the page.
+
+A panel is as wide as a phone; the page lays panels side by side where there is room. In the SVG
+every colour of the palette becomes a CSS variable and text takes the page's font: one drawing
+serves light and dark.
+"""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, TypeAlias
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+from gmeta.evaluation.report.evaluation_schema import Stage
+
+Axes: TypeAlias = Any  # of matplotlib, which is read without types
+
+# name -> (light, dark). Series colours: Okabe & Ito's palette for the colour-blind, darkened or
+# lightened to reach a contrast of 3:1 on the page (WCAG 2.1, 1.4.11).
+PALETTE = {
+    "ink": ("#1f2328", "#e6edf3"),
+    "muted": ("#59636e", "#9198a1"),
+    "line": ("#d1d9e0", "#3d444d"),
+    "page": ("#ffffff", "#0d1117"),
+    "series-0": ("#0072b2", "#56b4e9"),
+    "series-1": ("#c75300", "#f0964b"),
+    "series-2": ("#00875f", "#3fc99a"),
+    "series-3": ("#a8508a", "#dd8fbf"),
+}
+NUM_SERIES_COLORS = 4
+PANEL_WIDTH_INCHES = 4.8
+PNG_DPI = 150
+
+
+@dataclass(frozen=True)
+class PlotSeries:
+    """How a (run, stage) is drawn: colour and marker tell the run, filled or hollow the stage."""
+
+    run: str
+    stage: Stage
+    label: str
+    color_name: str
+    marker: str
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Return keyword arguments of Axes.errorbar and Line2D."""
+        return {
+            "color": light_color(self.color_name),
+            "marker": self.marker,
+            "markerfacecolor": light_color(self.color_name if self.stage == "after" else "page"),
+            "markersize": 6,
+            "markeredgewidth": 1.5,
+        }
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: a title, what it shows in words (for screen readers), how to draw it."""
+
+    title: str
+    description: str
+    draw: Callable[[Axes], None]
+    height_inches: float = 3.2
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels that belong together under one heading, and the series that they share."""
+
+    name: str
+    title: str
+    caption: str
+    panels: Sequence[Panel]
+    series: Sequence[PlotSeries] = ()
+
+
+def light_color(name: str) -> str:
+    """Return a colour of the palette as it stands on white."""
+    return PALETTE[name][0]
+
+
+def render_png(chart: Chart) -> bytes:
+    """Return all panels in one PNG on white, at most three a row, with a title and a legend."""
+    columns = 2 if len(chart.panels) == 4 else min(3, len(chart.panels))
+    rows = math.ceil(len(chart.panels) / columns)
+    legend_columns = 2 * columns
+    legend_inches = 0.25 * math.ceil(len(chart.series) / legend_columns)
+    height_inches = rows * max(panel.height_inches for panel in chart.panels) + 0.5 + legend_inches
+    with matplotlib.rc_context(_make_plot_settings(chart.name)):
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
+        size = PANEL_WIDTH_INCHES * columns, height_inches
+        figure = Figure(size, PNG_DPI, facecolor=light_color("page"), layout=layout)
+        figure.suptitle(chart.title, x=0.01, ha="left", fontweight="bold", fontsize=12)
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes, panel in zip(grid, chart.panels, strict=False):
+            panel.draw(axes)
+            axes.set_title(panel.title, loc="left", fontsize=10)
+        for axes in grid[len(chart.panels) :]:
+            axes.set_axis_off()
+        if chart.series:
+            handles = [
+                Line2D([], [], label=one.label, linestyle="none", **one.style)
+                for one in chart.series
+            ]
+            figure.legend(
+                handles=handles, loc="outside lower left", ncols=legend_columns, frameon=False
+            )
+        return _write_canvas(FigureCanvasAgg(figure).print_png, {"Software": None})
+
+
+def render_svg(chart: Chart, index: int) -> str:
+    """Return one panel as an <svg> element: no title, legend, fixed size or colours of its own."""
+    panel = chart.panels[index]
+    prefix = f"{chart.name}-{index}"
+    with matplotlib.rc_context(_make_plot_settings(prefix) | {"axes.facecolor": "none"}):
+        # Made without pyplot, which keeps every figure and may look for a display.
+        size = PANEL_WIDTH_INCHES, panel.height_inches
+        figure = Figure(size, facecolor="none", layout="constrained")
+        panel.draw(figure.subplots())
+        text = _write_canvas(
+            FigureCanvasSVG(figure).print_svg, {"Date": None, "Creator": None}
+        ).decode()
+    return _apply_theme(text[text.index("<svg") :].strip(), prefix, panel.description)
+
+
+def _make_plot_settings(salt: str) -> dict[str, Any]:
+    return {
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture everywhere
+        "font.size": 10.5,
+        "text.parse_math": False,  # names of runs and columns may have dollar signs
+        "text.color": light_color("ink"),
+        "axes.labelcolor": light_color("muted"),
+        "axes.edgecolor": light_color("line"),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "xtick.color": light_color("muted"),
+        "ytick.color": light_color("muted"),
+        "grid.color": light_color("line"),
+        "grid.linewidth": 0.6,
+    }
+
+
+def _write_canvas(print_to: Callable[..., None], metadata: dict[str, None]) -> bytes:
+    """Return what a canvas writes, without the metadata that would make two reports of one
+    evaluation differ. Figure.savefig would draw it all twice, the first time for the layout alone.
+    """
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # A sheet has boxes for what its font lacks; the page, in the browser's fonts, has not.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        print_to(buffer, metadata=metadata)
+    return buffer.getvalue()
+
+
+def _apply_theme(svg: str, prefix: str, description: str) -> str:
+    """Replace colours by CSS variables and the font by the page's, make ids unique, leave the size
+    open."""
+    # Drawings have no colour but these, each in its light form.
+    for name, (color, _) in PALETTE.items():
+        svg = svg.replace(color, f"var(--{name})")
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL
+    )
+    svg = svg.replace("font-family: 'DejaVu Sans'; ", "")
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
+    svg = re.sub(r'xlink:href="#', f'href="#{prefix}-', svg)
+    svg = re.sub(r"\s*\n\s*", "\n", svg)
+    box = re.search(r'viewBox="[^"]*"', svg)
+    head = f'<svg role="img" aria-label="{escape(description)}" {box[0] if box else ""}>'
+    return head + svg[svg.index(">") + 1 :]

@@ -1,0 +1,323 @@
+"""The schema of evaluation.json, which is all that the page, the charts and the console table know.
+
+Version gmeta.evaluation/1 is these dataclasses as JSON objects, field by field. An undefined number
+is null and stands beside its `reason`. A version may gain fields; renaming or dropping one makes a
+new version.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from gmeta.config.algorithm import PLAIN
+from gmeta.config.labels import Loss
+from gmeta.metrics.metric_info import MetricInfo
+
+SCHEMA = "gmeta.evaluation/1"
+Stage: TypeAlias = Literal["before", "after"]
+STAGES: tuple[Stage, Stage] = ("before", "after")
+Verdict: TypeAlias = Literal["better", "worse", "noise", "same", "unknown"]
+# Beyond these the last bits depend on the order in which the linear algebra library adds.
+SIGNIFICANT_DIGITS = 9
+SECRET_WORDS = ("secret", "password", "token", "credential", "api_key", "access_key", "private_key")
+
+
+@dataclass(frozen=True)
+class MetricEstimate:
+    """A metric with its 95 % interval over tasks; `num_tasks` count (GAUC: with both classes; AUC
+    and PR-AUC: with the rarer class)."""
+
+    value: float
+    low: float
+    high: float
+    num_tasks: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference of two metrics.
+
+    Its verdict: `better` or `worse` where the interval excludes 0, `noise` where it does not,
+    `same` for equal models, `unknown` where there is no interval, see `reason`.
+    """
+
+    value: float
+    low: float
+    high: float
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The metrics of a run at a stage: before or after adapting on the support set."""
+
+    run: str
+    stage: Stage
+    metrics: dict[str, MetricEstimate]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The metrics of (run, stage) minus those of (minus_run, minus_stage), on the same rows."""
+
+    run: str
+    stage: Stage
+    minus_run: str
+    minus_stage: Stage
+    metrics: dict[str, Difference]
+
+
+@dataclass(frozen=True)
+class RowsBin:
+    """Tasks with min_rows to max_rows rows, of the support or all that are stored; `results` holds
+    the headline metric."""
+
+    min_rows: int
+    max_rows: int
+    num_tasks: int
+    num_rows: int
+    results: tuple[StageResult, ...]
+
+    @property
+    def label(self) -> str:
+        """Return `13`, or `13 to 20` with a dash."""
+        low, high = self.min_rows, self.max_rows
+        return str(low) if low == high else f"{low}\N{EN DASH}{high}"
+
+
+@dataclass(frozen=True)
+class SupportLimit:
+    """All tasks of a group on the same query rows, adapted on no more than `max_support_rows` of
+    their support rows; `num_tasks_full` tasks have that many. `results` are at the stage after.
+    """
+
+    max_support_rows: int
+    num_tasks_full: int
+    results: tuple[StageResult, ...]
+
+
+@dataclass(frozen=True)
+class DrawValues:
+    """The metrics of a run at a stage, draw by draw; the first one is the data as stored."""
+
+    run: str
+    stage: Stage
+    metrics: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Rows of similar predicted probability: their mean against their share of positives."""
+
+    mean_probability: float
+    positive_share: MetricEstimate
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Bins of about equally many rows; `predicted_over_observed` of the means is 1 if unbiased."""
+
+    run: str
+    stage: Stage
+    predicted_over_observed: float
+    bins: tuple[CalibrationBin, ...]
+
+
+@dataclass(frozen=True)
+class GroupEvaluation:
+    """One split (a cold-start group); support sizes are over distinct pairs of task and size."""
+
+    name: str
+    num_tasks: int
+    num_rows: int
+    min_support_rows: int
+    median_support_rows: float
+    max_support_rows: int
+    results: tuple[StageResult, ...]
+    comparisons: tuple[Comparison, ...]
+    by_support_rows: tuple[RowsBin, ...]
+    calibration: tuple[Calibration, ...]
+    by_activity: tuple[RowsBin, ...] = ()
+    by_support_limit: tuple[SupportLimit, ...] = ()
+    by_draw: tuple[DrawValues, ...] = ()
+
+    def result(self, run: str, stage: Stage) -> StageResult | None:
+        """Return a run's result at a stage; None where the run predicted nothing for this group."""
+        return next((one for one in self.results if (one.run, one.stage) == (run, stage)), None)
+
+    def comparison(
+        self, run: str, stage: Stage, minus_run: str, minus_stage: Stage
+    ) -> Comparison | None:
+        """Return (run, stage) minus (minus_run, minus_stage); None where that was not compared."""
+        wanted = (run, stage, minus_run, minus_stage)
+        return next(
+            (
+                one
+                for one in self.comparisons
+                if (one.run, one.stage, one.minus_run, one.minus_stage) == wanted
+            ),
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class TriedSetting:
+    """A setting of the inner loop, and the metric that it reached."""
+
+    inner_lr: float
+    inner_steps: int
+    value: float
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """How a plain run's inner loop was chosen: the best of `tried` by a metric (the smallest), on
+    tasks of a split.
+
+    `chosen` is one setting, chosen on the validation split, or two: of a split that is reported on,
+    the first half of the tasks adapts as the second half chose, and the other way round.
+    """
+
+    split: str
+    num_tasks: int
+    metric: str
+    chosen: tuple[TriedSetting, ...]
+    tried: tuple[TriedSetting, ...]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run was. Speed and data wait are medians of the log, NaN where it is empty.
+
+    `adapts_with` is a line on an inner loop that is not the one of the config, "" where it is.
+    """
+
+    name: str
+    algorithm: str
+    model: str
+    step: int
+    dataset: str
+    evaluated_at: str
+    samples_per_s: float
+    data_wait_share: float
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    adapts_with: str = ""
+    fine_tuning: tuple[FineTuning, ...] = ()
+
+    def stage_label(self, stage: Stage) -> str:
+        """Return the stage in words."""
+        if self.algorithm == PLAIN:
+            return "as trained" if stage == "before" else "fine-tuned"
+        return "before adaptation" if stage == "before" else "adapted"
+
+
+@dataclass(frozen=True)
+class BaselineFacts:
+    """A model that a run must be better than; its results are those of the stage "after".
+
+    `told` is a line on what it is and how it was chosen, `chosen` the same for machines.
+    """
+
+    name: str
+    short_name: str
+    told: str
+    chosen: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Caution:
+    """What a reader must not miss: the first run, adapted, is worse by these metrics of a group
+    than itself before adapting (`minus_run` is the run), than the bias model, or than a plain run,
+    fine-tuned."""
+
+    group: str
+    minus_run: str
+    metrics: tuple[str, ...]
+    text: str
+    label: str = ""  # as Evaluation.label
+
+
+@dataclass(frozen=True)
+class IntervalMethod:
+    """How the intervals were made."""
+
+    method: str
+    level_percent: float
+    resamples: int
+    seed: int
+    draws: int = 1  # of support and query rows; every metric is its mean over them
+
+
+@dataclass(frozen=True)
+class LabelEvaluation:
+    """What an Evaluation says of another label, over those of the same rows where it is known.
+
+    `label` may be conditional on another, `buy|click`: its rows are those where the other is 1.
+    """
+
+    label: str
+    loss: Loss
+    headline: str
+    metrics: dict[str, MetricInfo]
+    groups: tuple[GroupEvaluation, ...]
+    yardsticks: tuple[BaselineFacts, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A run, the first of `runs`, and its baselines, the others; `headline` names a metric.
+
+    `notes` are lines about a yardstick that is not there. Where there are several labels all is
+    said of `label` ("": it has no name); `labels` are the others.
+    """
+
+    schema: str
+    loss: Loss
+    headline: str
+    metrics: dict[str, MetricInfo]
+    interval: IntervalMethod
+    runs: tuple[RunFacts, ...]
+    groups: tuple[GroupEvaluation, ...]
+    yardsticks: tuple[BaselineFacts, ...] = ()
+    cautions: tuple[Caution, ...] = ()
+    notes: tuple[str, ...] = ()
+    label: str = ""
+    labels: tuple[LabelEvaluation, ...] = ()
+
+    def select_label(self, other: LabelEvaluation) -> "Evaluation":
+        """Return the evaluation of another label, as if it were the only one."""
+        return dataclasses.replace(self, **vars(other), cautions=(), notes=(), labels=())
+
+
+def evaluation_to_json(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the evaluation as plain JSON values: no NaN, no digits that machines differ in."""
+    plain: dict[str, Any] = _to_plain_json(dataclasses.asdict(evaluation))
+    return plain
+
+
+def hide_secrets(value: Any) -> Any:
+    """Return the nested config without the values of secrets: reports are passed around."""
+    if isinstance(value, dict):
+        return {
+            key: "(hidden)"
+            # By the key alone: nobody can tell a secret by its value.
+            if any(word in str(key).lower() for word in SECRET_WORDS)
+            else hide_secrets(item)
+            for key, item in value.items()
+        }
+    return [hide_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _to_plain_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _to_plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain_json(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
+    return value

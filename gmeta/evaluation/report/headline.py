@@ -1,0 +1,201 @@
+"""How numbers are written and what stands at the top, alike on the page and on the console."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gmeta.evaluation.report.evaluation_schema import (
+    STAGES,
+    BaselineFacts,
+    Difference,
+    Evaluation,
+    GroupEvaluation,
+    MetricEstimate,
+    RunFacts,
+    Stage,
+)
+from metaio.quantities import format_count
+
+DASH = "\N{EM DASH}"
+MINUS = "\N{MINUS SIGN}"
+NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A baseline at its better stage, or a yardstick, and how far the adapted run is from it."""
+
+    run: str
+    short_name: str
+    stage_label: str  # "" of a yardstick
+    estimate: MetricEstimate
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class HeadlineRow:
+    """One metric of one group: the run before and after, each baseline at its better stage, and
+    the yardsticks."""
+
+    before: MetricEstimate
+    after: MetricEstimate
+    change: Difference
+    rivals: tuple[Rival, ...]
+
+
+def make_headline(evaluation: Evaluation, group: GroupEvaluation, metric: str) -> HeadlineRow:
+    """Return what stands at the top of a report for a group and a metric."""
+    run = evaluation.runs[0].name
+    return HeadlineRow(
+        find_estimate(group, run, "before", metric),
+        find_estimate(group, run, "after", metric),
+        _find_difference(group, (run, "after", run, "before"), metric),
+        (
+            *(
+                _make_run_rival(evaluation, group, metric, baseline)
+                for baseline in evaluation.runs[1:]
+            ),
+            *(_make_baseline_rival(group, run, metric, one) for one in evaluation.yardsticks),
+        ),
+    )
+
+
+def _make_run_rival(
+    evaluation: Evaluation, group: GroupEvaluation, metric: str, other_run: RunFacts
+) -> Rival:
+    """Return the baseline at its better stage, chosen on the same rows: a win over it counts."""
+    sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
+    stage = max(
+        STAGES,
+        key=lambda one: _rank_value(sign * find_estimate(group, other_run.name, one, metric).value),
+    )
+    return Rival(
+        other_run.name,
+        other_run.name,
+        other_run.stage_label(stage),
+        find_estimate(group, other_run.name, stage, metric),
+        _find_difference(group, (evaluation.runs[0].name, "after", other_run.name, stage), metric),
+    )
+
+
+def _make_baseline_rival(
+    group: GroupEvaluation, run: str, metric: str, baseline: BaselineFacts
+) -> Rival:
+    return Rival(
+        baseline.name,
+        baseline.short_name,
+        "",
+        find_estimate(group, baseline.name, "after", metric),
+        _find_difference(group, (run, "after", baseline.name, "after"), metric),
+    )
+
+
+def list_columns(evaluation: Evaluation) -> list[tuple[str, str, Stage]]:
+    """Return (heading, name, stage) of every model whose values a table shows, the run first."""
+    run, *other_runs = evaluation.runs
+    columns: list[tuple[str, str, Stage]] = [
+        ("before", run.name, "before"),
+        ("adapted", run.name, "after"),
+    ]
+    for one in other_runs:
+        columns += [(f"{one.name}\n{one.stage_label(stage)}", one.name, stage) for stage in STAGES]
+    columns += [(one.short_name, one.name, "after") for one in evaluation.yardsticks]
+    return columns
+
+
+def list_notes(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Return (name, line) for all that the evaluation chose, and for what is missing."""
+    lines = [(run.name, run.adapts_with) for run in evaluation.runs if run.adapts_with]
+    lines += [(one.name, one.told) for one in evaluation.yardsticks]
+    # A note begins with what it is about.
+    return lines + [(head, rest) for head, _, rest in (n.partition(": ") for n in evaluation.notes)]
+
+
+def _rank_value(value: float) -> float:
+    # NaN compares false with everything: max would keep whichever stage comes first.
+    return value if math.isfinite(value) else -math.inf
+
+
+def find_estimate(group: GroupEvaluation, run: str, stage: Stage, metric: str) -> MetricEstimate:
+    """Return a metric of a model at a stage; without numbers where it predicted nothing."""
+    result = group.result(run, stage)
+    return (
+        result.metrics[metric]
+        if result
+        else MetricEstimate(*_NO_NUMBERS, 0, _explain_absence(group, run))
+    )
+
+
+def _find_difference(
+    group: GroupEvaluation, pair: tuple[str, Stage, str, Stage], metric: str
+) -> Difference:
+    comparison = group.comparison(*pair)
+    return (
+        comparison.metrics[metric]
+        if comparison
+        else Difference(*_NO_NUMBERS, "unknown", _explain_absence(group, pair[2]))
+    )
+
+
+_NO_NUMBERS = (math.nan, math.nan, math.nan)
+
+
+def _explain_absence(group: GroupEvaluation, run: str) -> str:
+    return f"'{run}' was not evaluated on {group.name}"
+
+
+def format_number(value: float) -> str:
+    """Return four decimals: a thousandth of AUC is news, a tenth of it is not."""
+    return f"{value:.4f}".replace("-", MINUS) if math.isfinite(value) else DASH
+
+
+def format_signed(value: float) -> str:
+    """Return four decimals with a sign, none on what rounds to zero."""
+    if not math.isfinite(value):
+        return DASH
+    text = f"{value:+.4f}".replace("-", MINUS)
+    return "0.0000" if float(f"{value:.4f}") == 0 else text
+
+
+def format_interval(low: float, high: float, is_difference: bool = False) -> str:
+    """Return an interval in brackets, empty where there is none."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return ""
+    ends = (
+        (format_signed(low), format_signed(high))
+        if is_difference
+        else (format_number(low), format_number(high))
+    )
+    return f"[{ends[0]}, {ends[1]}]"
+
+
+def describe_size(group: GroupEvaluation) -> str:
+    """Return a group's tasks, query rows and support rows in words."""
+    support = format_count(group.min_support_rows, "support row")
+    if group.min_support_rows < group.max_support_rows:
+        low, high, median = (
+            group.min_support_rows,
+            group.max_support_rows,
+            group.median_support_rows,
+        )
+        support = f"{low}\N{EN DASH}{high} support rows (median {median:g})"
+    tasks, rows = format_count(group.num_tasks, "task"), format_count(group.num_rows, "query row")
+    return f"{tasks}, {rows}, {support}"
+
+
+def flatten_settings(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Return `section.key` and value of a nested config, as they are given on the command line."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flatten_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def find_differing_settings(evaluation: Evaluation) -> list[tuple[str, list[str]]]:
+    """Return the settings that are not the same in all runs, with their value in each."""
+    configs = [dict(flatten_settings(run.config)) for run in evaluation.runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    rows = [(key, [config.get(key, DASH) for config in configs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]

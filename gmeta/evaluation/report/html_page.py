@@ -1,0 +1,179 @@
+"""The report as one HTML page that asks nothing of the network, made from page.html."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from gmeta.evaluation.report.chart_files import PALETTE, Chart, Panel, render_svg
+from gmeta.evaluation.report.charts import make_label_charts
+from gmeta.evaluation.report.evaluation_schema import (
+    STAGES,
+    Comparison,
+    Difference,
+    Evaluation,
+    GroupEvaluation,
+    MetricEstimate,
+    RunFacts,
+)
+from gmeta.evaluation.report.headline import (
+    NOT_RECORDED,
+    HeadlineRow,
+    describe_size,
+    find_differing_settings,
+    flatten_settings,
+    format_interval,
+    format_number,
+    format_signed,
+    list_notes,
+    make_headline,
+)
+from gmeta.metrics.metric_info import MetricInfo
+
+# The markers as SVG paths in a box of 12 by 12, for the legend; keys are matplotlib's names.
+MARKS = {
+    "o": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z",
+    "s": "M-4 -4H4V4H-4Z",
+    "^": "M0 -4L4.5 4H-4.5Z",
+    "D": "M0 -5L5 0L0 5L-5 0Z",
+}
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a group's table: the estimates of a run at a stage, or differences of two."""
+
+    label: str
+    estimates: dict[str, MetricEstimate] = field(default_factory=dict)
+    differences: dict[str, Difference] = field(default_factory=dict)
+
+
+def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
+    """Return the whole page as HTML."""
+    # Names are the user's words, so escaped; a name that the template misspells fails.
+    environment = Environment(
+        loader=PackageLoader("gmeta.evaluation.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters.update(number=format_number, signed=format_signed)
+    return environment.get_template("page.html").render(
+        evaluation=evaluation,
+        run=evaluation.runs[0],
+        rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
+        told=list_notes(evaluation),
+        facts=_list_facts(evaluation),
+        headline=evaluation.metrics[evaluation.headline],
+        charts=list(map(_draw_panels, charts)),
+        notes=_list_notes(evaluation, charts),
+        labels=[
+            (one, list(map(_draw_panels, make_label_charts(one))))
+            for one in map(evaluation.select_label, evaluation.labels)
+        ],
+        infos=_collect_infos(evaluation),
+        headlines_of=_list_headlines,
+        table_of=_make_rows,
+        settings=find_differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
+        palette=PALETTE,
+        marks=MARKS,
+        between=format_interval,
+        size_of=describe_size,
+        flattened=flatten_settings,
+    )
+
+
+def _draw_panels(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
+    # Drawn here: not to be escaped.
+    pictures = [Markup(render_svg(chart, index)) for index in range(len(chart.panels))]
+    return chart, list(zip(chart.panels, pictures, strict=True))
+
+
+def _collect_infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
+    """Return what is said of the metrics: each once, as it reads for the first label that has
+    it."""
+    infos: dict[str, MetricInfo] = {}
+    for one in (evaluation, *map(evaluation.select_label, evaluation.labels)):
+        infos |= {name: info for name, info in one.metrics.items() if name not in infos}
+    return infos
+
+
+def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, HeadlineRow]]:
+    """Return the headline metric of every group."""
+    return [
+        (group, make_headline(evaluation, group, evaluation.headline))
+        for group in evaluation.groups
+    ]
+
+
+def _list_facts(evaluation: Evaluation) -> list[tuple[str, str]]:
+    run = evaluation.runs[0]
+    facts = [
+        ("dataset", run.dataset or NOT_RECORDED),
+        ("algorithm", run.algorithm),
+        ("model", run.model),
+        *([("label", evaluation.label)] if evaluation.label else []),
+        ("loss", evaluation.loss),
+        ("checkpoint step", f"{run.step:,}"),
+        ("evaluated", run.evaluated_at or NOT_RECORDED),
+    ]
+    if run.samples_per_s > 0:
+        facts.append(("training speed, median", f"{run.samples_per_s:,.0f} samples/s"))
+    if run.data_wait_share >= 0:
+        facts.append(("waiting for data, median", f"{run.data_wait_share:.1%} of the time"))
+    rivals = [one.name for one in evaluation.runs[1:]]
+    rivals += [one.name for one in evaluation.yardsticks]
+    return [*facts, ("compared with", ", ".join(rivals) or "no baseline")]
+
+
+def _list_notes(evaluation: Evaluation, charts: Sequence[Chart]) -> list[str]:
+    """Return a line for each picture that a reader may look for and that is not there."""
+    chart_names = {chart.name for chart in charts}
+    notes = []
+    if "learning_curve" not in chart_names:
+        notes.append("No learning curve: the run logged no steps.")
+    if "support_size" not in chart_names:
+        notes.append(
+            "No picture against support size: the tasks of a group have equally large support sets."
+        )
+    return notes
+
+
+def _make_rows(evaluation: Evaluation, group: GroupEvaluation) -> list[TableRow]:
+    run = evaluation.runs[0]
+    rows: list[TableRow] = []
+    for one in evaluation.runs:
+        results = [result for result in group.results if result.run == one.name]
+        rows += [
+            TableRow(f"{one.name}, {one.stage_label(item.stage)}", item.metrics) for item in results
+        ]
+        rows += _make_difference_rows(group, run, one)
+    for baseline in evaluation.yardsticks:
+        rows += _make_baseline_rows(group, run, baseline.name)
+    return rows
+
+
+def _make_difference_rows(group: GroupEvaluation, run: RunFacts, one: RunFacts) -> list[TableRow]:
+    adapted = f"{run.name}, {run.stage_label('after')}"
+    own = group.comparison(one.name, "after", one.name, "before")
+    rows = [(f"{one.stage_label('after')} minus {one.stage_label('before')}", own)]
+    if one is not run:
+        for stage in STAGES:
+            label = f"{adapted}, minus {one.name}, {one.stage_label(stage)}"
+            rows.append((label, group.comparison(run.name, "after", one.name, stage)))
+    return _collect_differences(rows)
+
+
+def _make_baseline_rows(group: GroupEvaluation, run: RunFacts, name: str) -> list[TableRow]:
+    result = group.result(name, "after")
+    label = f"{run.name}, {run.stage_label('after')}, minus {name}"
+    rows = [TableRow(name, result.metrics)] if result else []
+    return rows + _collect_differences(
+        [(label, group.comparison(run.name, "after", name, "after"))]
+    )
+
+
+def _collect_differences(rows: Sequence[tuple[str, Comparison | None]]) -> list[TableRow]:
+    return [
+        TableRow(label, differences=comparison.metrics) for label, comparison in rows if comparison
+    ]

@@ -1,0 +1,121 @@
+"""The learning curve: which lines of metrics.jsonl are drawn, thinned and smoothed how."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gmeta.metrics.catalogue import Scoring, is_metric
+from gmeta.metrics.terms import Floats
+
+# P points
+
+MAX_POINTS = 400  # about one a pixel of a panel
+SMOOTH_SHARE = 0.05  # the running mean spans this share of the curve
+MIN_POINTS_TO_SMOOTH = 40  # below that it would span less than two neighbours
+LOSS_NAMES = {
+    "bce": "cross-entropy, nats",
+    "mse": "squared error",
+    "huber": "Huber's loss",
+    "mae": "absolute error",
+    "softmax": "softmax of a task's rows, nats",
+    "pairwise": "pairs of a task's rows, nats",
+}
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """One panel of the learning curve; `smooth` is empty where there are few values."""
+
+    title: str
+    axis_label: str
+    color_name: str
+    steps: Floats
+    values: Floats
+    smooth: Floats
+
+
+def make_learning_curves(
+    history: Sequence[dict[str, Any]], scoring: Scoring, label: str = "", num_labels: int = 1
+) -> list[LearningCurve]:
+    """Return the curves of the training loss and of the headline metric on the validation split,
+    for `label` unless it is ""; of the first metric logged where there is none of that."""
+    curves = []
+    if points := _drop_short_end(_read_points(history, "loss")):
+        steps, values = _thin(points)
+        curves.append(
+            LearningCurve(
+                "Training loss",
+                f"loss ({LOSS_NAMES[scoring.loss] if num_labels == 1 else 'of all labels'})",
+                "series-0",
+                steps,
+                values,
+                _smooth(values),
+            )
+        )
+    valid = [
+        {"step": line.get("step"), **line["valid"]}
+        for line in history
+        if isinstance(line.get("valid"), dict)
+    ]
+    headline = scoring.names[0]
+    name = _choose_validation_metric(valid, f"{headline}:{label}" if label else headline)
+    if points := _read_points(valid, name):
+        label = scoring.info(name).label if is_metric(name) else name
+        steps, values = _thin(points)
+        curves.append(
+            LearningCurve(f"Validation {label}", label, "series-2", steps, values, np.zeros(0))
+        )
+    return curves
+
+
+def _choose_validation_metric(lines: Sequence[dict[str, Any]], headline: str) -> str:
+    names = list(dict.fromkeys(name for line in lines for name in line if name != "step"))
+    return headline if headline in names or not names else names[0]
+
+
+def _read_points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [
+        (float(line["step"]), float(line[name]))
+        for line in lines
+        if _is_number(line.get("step")) and _is_number(line.get(name))
+    ]
+
+
+def _drop_short_end(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points without the last one if it stands for few steps: a logged loss is the mean
+    since the one before, and that of a few steps is mostly noise.
+    """
+    if len(points) < 3:
+        return points
+    before, last = np.diff([step for step, _ in points[-3:]])
+    return points[:-1] if last < before / 2 else points
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
+    """Return means of neighbouring points, so that no more than MAX_POINTS remain."""
+    steps_P, values_P = np.array(points, np.float64).T
+    parts = min(MAX_POINTS, len(points))
+    steps = [part.mean() for part in np.array_split(steps_P, parts)]
+    values = [part.mean() for part in np.array_split(values_P, parts)]
+    return np.array(steps), np.array(values)
+
+
+def _smooth(values_P: Floats) -> Floats:
+    """Return the centred running mean over SMOOTH_SHARE of the curve, at the ends over what there
+    is."""
+    if values_P.size < MIN_POINTS_TO_SMOOTH:
+        return np.zeros(0)
+    half = max(1, round(SMOOTH_SHARE * values_P.size / 2))
+    # Sums up to each point: the mean over any stretch is then one difference.
+    sums = np.concatenate(([0.0], np.cumsum(values_P)))
+    places_P = np.arange(values_P.size)
+    first_P = np.maximum(places_P - half, 0)
+    end_P = np.minimum(places_P + half + 1, values_P.size)
+    return np.asarray((sums[end_P] - sums[first_P]) / (end_P - first_P))

@@ -1,0 +1,130 @@
+"""Metrics and how noisy they are: estimates, and differences with their verdicts.
+
+Over several draws of support and query rows a metric is the mean of its values, and an interval
+resamples whole tasks, each with all its draws. Draws of a task are made apart from those of the
+others, so this covers both: what tasks differ by, and what a task's draws do (Davison & Hinkley
+1997, Bootstrap Methods and their Application, section 3.8, the first of two ways for data of two
+levels; resampling draws within tasks as well would count their spread twice).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gmeta.evaluation.report.evaluated_runs import SplitRows
+from gmeta.evaluation.report.evaluation_schema import Difference, MetricEstimate, Stage, Verdict
+from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
+from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.metric_info import MetricInfo
+from gmeta.metrics.scores import split_terms
+from gmeta.metrics.terms import Floats, Terms
+
+# T tasks, B resamples, D draws
+
+# The ends of an interval then vary by 2 % of its width: sqrt(p (1 - p) / B) / density at p = 2.5 %.
+RESAMPLES = 1000
+SEED = 0
+
+UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "unknown")
+
+
+@dataclass(frozen=True)
+class MeasuredMetric:
+    """A metric over draws: the mean of `value_D`, and `values_B`, the same on resampled tasks; NaN
+    with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
+    """
+
+    value_D: Floats
+    num_tasks: int
+    reason: str
+    values_B: Floats
+    no_interval: str = ""  # why there is none
+
+    @property
+    def value(self) -> float:
+        """Return the mean over draws."""
+        return float(self.value_D.mean())
+
+    def estimate(self) -> MetricEstimate:
+        """Return the metric with its interval."""
+        if self.reason:
+            return MetricEstimate(math.nan, math.nan, math.nan, 0, self.reason)
+        interval = percentile_interval(self.values_B, self.num_tasks)
+        if self.no_interval:
+            interval = Interval(math.nan, math.nan, self.no_interval)
+        return MetricEstimate(
+            self.value, interval.low, interval.high, self.num_tasks, interval.reason
+        )
+
+
+def measure_metrics(
+    draws: Sequence[SplitRows], stage: Stage, scoring: Scoring, names: Sequence[str] = ()
+) -> dict[str, MeasuredMetric]:
+    """Return the metrics of a model at a stage: those of the scoring, or `names`.
+
+    Equal seeds and task counts give equal resamples, so what two calls return pairs up.
+    """
+    made: list[dict[str, Terms]] = []
+    values_MB = np.zeros(0)
+    # Where a label is not always known, a task may have rows in only some of the draws.
+    tasks_T = np.unique(np.concatenate([rows.task_N for rows in draws]))
+    # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
+    for rows in draws:
+        places_N2 = rows.places_N2(stage)
+        terms = split_terms(
+            rows.label_N,
+            rows.prediction_N(stage),
+            rows.task_N,
+            scoring,
+            names,
+            places_N2,
+            tasks=tasks_T,
+        )
+        draw_values_MB = bootstrap(list(terms.values()), RESAMPLES, SEED) / len(draws)
+        values_MB = values_MB + draw_values_MB if made else draw_values_MB
+        made.append(terms)
+    return {
+        name: combine_draws([terms[name] for terms in made], values_MB[index])
+        for index, name in enumerate(made[0])
+    }
+
+
+def combine_draws(terms: Sequence[Terms], values_B: Floats) -> MeasuredMetric:
+    """Return a metric from its terms in each draw, and from the means of its resampled values."""
+    reasons = [
+        (f"draw {draw}: " if len(terms) > 1 else "") + one.reason
+        for draw, one in enumerate(terms)
+        if one.reason
+    ]
+    return MeasuredMetric(
+        value_D=np.array([one.value for one in terms]),
+        num_tasks=min(one.num_tasks for one in terms),
+        reason=reasons[0] if reasons else "",
+        values_B=values_B,
+        no_interval=terms[0].no_interval,
+    )
+
+
+def compare(one: MeasuredMetric, other: MeasuredMetric, info: MetricInfo) -> Difference:
+    """Return one minus the other with its interval and verdict."""
+    # Equal models whose rows stand in another order differ in the last bits of their sums: no
+    # difference.
+    difference_B = np.round(one.values_B - other.values_B, 12)
+    interval = percentile_interval(difference_B, min(one.num_tasks, other.num_tasks))
+    value = one.value - other.value
+    return Difference(
+        value, interval.low, interval.high, _decide_verdict(interval, info), interval.reason
+    )
+
+
+def _decide_verdict(interval: Interval, info: MetricInfo) -> Verdict:
+    if interval.reason:
+        return "unknown"
+    # No resample differs: the two are one model, or one copied onto the other.
+    if interval.low == interval.high == 0:
+        return "same"
+    if interval.low <= 0 <= interval.high:
+        return "noise"
+    return "better" if (interval.low > 0) == info.higher_is_better else "worse"

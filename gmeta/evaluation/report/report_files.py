@@ -1,0 +1,106 @@
+"""Writing a report: every file whole or not at all, the same bytes for the same runs."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gmeta.evaluation.report.chart_files import render_png
+from gmeta.evaluation.report.charts import make_charts
+from gmeta.evaluation.report.evaluated_runs import EvaluatedBaseline, EvaluatedRun
+from gmeta.evaluation.report.evaluation_schema import Evaluation, evaluation_to_json
+from gmeta.evaluation.report.html_page import render_page
+from gmeta.evaluation.report.learning_curves import make_learning_curves
+from gmeta.evaluation.report.summarise import summarise_evaluation
+from gmeta.platform.files.atomic_write import write_atomically
+
+CHART_NAMES = (
+    "groups",
+    "support_size",
+    "few_support_rows",
+    "activity",
+    "calibration",
+    "learning_curve",
+)
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """The files of a report, and the evaluation that they show."""
+
+    evaluation_json: Path
+    html: Path
+    charts: tuple[Path, ...]
+    evaluation: Evaluation
+
+
+def write_report(
+    folder: Path,
+    runs: Sequence[EvaluatedRun],
+    baselines: Sequence[EvaluatedBaseline] = (),
+    notes: Sequence[str] = (),
+    show_progress: Callable[[Evaluation], None] = lambda evaluation: None,
+) -> ReportPaths:
+    """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
+    the one reported, `notes` say which yardsticks are missing. `tell` shows the result before
+    anything is written: a full disk must not cost an hour of scoring.
+
+    Raises:
+        UserError: the runs cannot be reported or compared; see check_runs. Nothing is written then.
+        OSError: the folder cannot be written; a file that stood there before is left as it was.
+    """
+    evaluation = summarise_evaluation(runs, baselines, notes)
+    show_progress(evaluation)
+    charts = make_charts(
+        evaluation,
+        make_learning_curves(
+            runs[0].history, runs[0].scoring, runs[0].label_logged, len(runs[0].labels)
+        ),
+    )
+    chart_folder = folder / "charts"
+    pictures = {chart_folder / f"{chart.name}.png": render_png(chart) for chart in charts}
+    json_path, html_path = folder / "evaluation.json", folder / "report.html"
+    text = json.dumps(
+        evaluation_to_json(evaluation), indent=1, ensure_ascii=False, allow_nan=False, default=str
+    )
+    html = render_page(evaluation, charts)
+    rows = _serialise_predictions(runs, baselines)
+    # Everything is rendered before anything is written: a failure in between leaves the old report.
+    chart_folder.mkdir(parents=True, exist_ok=True)
+    for path, content in pictures.items():
+        write_atomically(path, content)
+    write_atomically(folder / "predictions.parquet", rows)
+    write_atomically(html_path, html.encode())
+    write_atomically(json_path, f"{text}\n".encode())
+    for name in CHART_NAMES:  # a picture of an earlier evaluation must not pass for one of this
+        if (path := chart_folder / f"{name}.png") not in pictures:
+            path.unlink(missing_ok=True)
+    return ReportPaths(json_path, html_path, tuple(pictures), evaluation)
+
+
+def _serialise_predictions(
+    runs: Sequence[EvaluatedRun], baselines: Sequence[EvaluatedBaseline]
+) -> bytes:
+    """Return what every model predicted of every query row, as the bytes of a Parquet file; in
+    `before` a yardstick has nulls."""
+    found = {run.name: run.predictions for run in runs}
+    for one in baselines:
+        suffix = "" if one.label == runs[0].label else f":{one.label}"
+        own = {"label": f"label{suffix}", "prediction": f"after{suffix}"}
+        table = one.predictions
+        table = table.rename_columns([own.get(name, name) for name in table.column_names])
+        for name in own.values() if one.name in found else ():
+            # A yardstick of another label predicts the same rows in the same order.
+            found[one.name] = found[one.name].append_column(name, table[name])
+        found.setdefault(one.name, table)
+    tables = [
+        table.add_column(0, "run", pa.array([name] * table.num_rows))
+        for name, table in found.items()
+    ]
+    out = pa.BufferOutputStream()
+    # A column that a table lacks is null in its rows.
+    pq.write_table(pa.concat_tables(tables, promote_options="permissive"), out)
+    return out.getvalue().to_pybytes()  # type: ignore[no-any-return]

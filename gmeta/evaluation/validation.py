@@ -1,0 +1,133 @@
+"""The scores of whole splits while a run trains: what early stopping and tuning go by; and
+prequential scores, of what a model predicts of an increment before it is trained on it.
+
+The support rows of a returning task are older than the increment's window and its query rows are
+in it, so these are the scores of a true forecast (Dawid 1984: "predict, then learn").
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.label_checks import scored_labels
+from gmeta.data.opening import data_config_for
+from gmeta.evaluation.predictions import EvalContext, predict_split
+from gmeta.evaluation.report.evaluated_runs import drop_unknown_rows
+from gmeta.metrics.catalogue import label_of
+from gmeta.metrics.scores import evaluate_split
+from gmeta.runs.checkpoints.lineage import Lineage
+from gmeta.runs.early_stop import make_early_stop, make_scoring
+from gmeta.runs.run_folder import PREQUENTIAL_FILE, write_json
+from metaio.format.dataset import Dataset
+
+
+class SplitScores(NamedTuple):
+    """The metrics of a split by name, and why those that are None are undefined, in a line each."""
+
+    scores: dict[str, float | None]
+    num_tasks: int
+    notes: list[str]
+
+
+def score_split(context: EvalContext, split: str) -> SplitScores:
+    """Return the metrics of a split after adaptation on rank 0, none elsewhere."""
+    table = predict_split(context, split)
+    if table is None:
+        return SplitScores({}, 0, [])
+    return score_predictions(table, split, context.config, context.dataset)
+
+
+def score_predictions(
+    table: pa.Table, split: str, config: TrainConfig, dataset: Dataset
+) -> SplitScores:
+    """Return the metrics after adaptation of a split's predicted rows."""
+    found = SplitScores({}, len(table["task"].unique()), [])
+    stops_by, label_of_stop = label_of(make_early_stop(config).metric)
+    for label in scored_labels(config, dataset):
+        rows, name_of_label = drop_unknown_rows(table, label.suffix), label.suffix[1:]
+        scoring = make_scoring(config, name_of_label)
+        # What decides when to stop need not be what is reported.
+        metric_names = [*scoring.names, *[stops_by][: label_of_stop == name_of_label]]
+        # Candidates are sampled by gmeta evaluate alone.
+        names = dict.fromkeys(name for name in metric_names if not scoring.is_over_candidates(name))
+        known_N, after_N, task_N = (rows[name].to_numpy() for name in ("label", "after", "task"))
+        for name, value in evaluate_split(known_N, after_N, task_N, scoring, list(names)).items():
+            # JSON has no NaN.
+            is_known = not np.isnan(value.value)
+            found.scores[f"{name}{label.suffix}"] = value.value if is_known else None
+            if not is_known:
+                has_threshold = scoring.threshold_of(name) is not None and scoring.loss != "bce"
+                least = f", of labels from {scoring.threshold:g} on (evaluation.positive_rating)"
+                message = f"{name}{label.suffix} of {split} is undefined: {value.reason}"
+                found.notes.append(message + least * has_threshold)
+    return found
+
+
+def score_validation(
+    context: EvalContext, show_lines: Callable[[Sequence[str]], None]
+) -> dict[str, float | None]:
+    """Return the metrics of the validation splits on rank 0 as average_scores does, an empty dict
+    elsewhere, and tell why one is undefined.
+    """
+    found = {split: score_split(context, split) for split in context.config.data.valid_splits}
+    show_lines([line for one in found.values() for line in one.notes])
+    scores = {split: one.scores for split, one in found.items()}
+    return average_scores(scores) if context.ranks.rank == 0 else {}
+
+
+def average_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, float | None]:
+    """Return the metrics of a split; of several splits the means, undefined where one is, and
+    behind them those of each, as METRIC/SPLIT.
+    """
+    first = next(iter(scores.values()))
+    if len(scores) == 1:
+        return first
+    means: dict[str, float | None] = {}
+    for metric in first:
+        of_splits = [of_split[metric] for of_split in scores.values()]
+        known = [value for value in of_splits if value is not None]
+        # Not over those that have one: scores of other splits would not compare with it.
+        means[metric] = sum(known) / len(known) if len(known) == len(scores) else None
+    each = {f"{name}/{split}": of[name] for split, of in scores.items() for name in of}
+    return means | each
+
+
+def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
+    """Score every split of the increment that is trained next, the last of `lineage`, keep the
+    scores in the run folder (prequential.json) and return a line on each. Collective.
+    """
+    config, dataset = context.config, context.dataset
+    # No split was trained on: each is read as it is stored. Which one is validated on stays, as the
+    # keys of early stopping, whose metric is among the scores, ask for one.
+    data = replace(data_config_for(config.data, dataset), valid_split=config.data.valid_split)
+    context = replace(context, config=replace(config, data=data))
+    splits = [name for name, split in dataset.splits.items() if split.num_episodes]
+    found = {name: score_split(context, name) for name in splits}
+    if context.ranks.rank != 0:
+        return []
+    report: dict[str, Any] = {
+        "increment": lineage[-1].increment,
+        "fingerprint": lineage[-1].fingerprint,
+        "trained_on": [one.increment for one in lineage[:-1]],
+        "splits": {
+            name: {"num_tasks": one.num_tasks, "scores": one.scores} for name, one in found.items()
+        },
+    }
+    write_json(Path(config.run.dir) / PREQUENTIAL_FILE, report)
+    return [
+        line
+        for name, one in found.items()
+        for line in (f"before training, {name}: {_format_scores(one.scores)}", *one.notes)
+    ]
+
+
+def _format_scores(scores: dict[str, float | None]) -> str:
+    return ", ".join(
+        f"{name} {'undefined' if value is None else f'{value:.4f}'}"
+        for name, value in scores.items()
+    )

@@ -1,0 +1,262 @@
+"""How a rank's batches are arranged, and in how many parts: as the config says, or as a controller
+does; what the controller is told about the steps, and how its change of batches reaches all ranks
+in the same step (docs/stragglers.md).
+
+Ranks ask each other behind a step what is new and take the answer once the rows of the next one
+travel, so that they wait for both at once.
+
+A change of batches is no change of the gradient: terms are weighted by their global number.
+"""
+
+import abc
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import final
+
+import torch
+from torch import Tensor
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.antdt.client.agent import BatchPlan, WorkerAgent
+from gmeta.config.train_config import TrainConfig
+from gmeta.data.accumulate import MicroBatches, collate_in_parts
+from gmeta.data.augment import augment_batches
+from gmeta.data.episodes import Episodes
+from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.data.map_ahead import map_ahead
+from gmeta.distributed.collective_errors import (
+    batch_without_tasks,
+    idle_on_error,
+    request_stop_on_error,
+    stop_on_error,
+)
+from gmeta.distributed.launch import restarts
+from gmeta.distributed.link_probe import LinkProbe
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.stopping import Stop
+from gmeta.distributed.transport.transport import Swap
+from gmeta.feeds.batch_source import BatchSource
+from gmeta.feeds.leased import LeasedBatchSource
+from gmeta.feeds.local_time import LocalClock, ReadOverlap, ReadTime
+from gmeta.runs.run_progress import RunProgress
+from metaio.format.dataset import Dataset
+from metaio.read.batch import TaskBatch
+
+PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
+# The fastest of this many probes counts: a rank that once was not scheduled has no slow link.
+PROBES_KEPT = 4
+# A step's collectives one after the other: numbers of ids, totals, ids, rows, gradients of rows and
+# of layers. Each takes a slow link at least as long as a swap.
+MEETINGS_PER_STEP = 6
+
+CollateFunction = Callable[[TaskBatch], Episodes]  # of one epoch
+
+
+class StepAgent(abc.ABC):
+    """Called once a step, and for every batch."""
+
+    wait_s = 0.0  # that steps have waited for batches to be arranged, beside what the feed counts
+
+    @abc.abstractmethod
+    def collate_batches(
+        self, batches: Iterator[TaskBatch], collate: CollateFunction
+    ) -> Iterator[Episodes | MicroBatches]:
+        """Yield each batch as the learner takes it, in parts where a step is worked through in
+        several.
+        """
+
+    @abc.abstractmethod
+    def finish_step(self, num_tasks: int) -> None:
+        """Take note that the optimizer's step is done. Collective: every rank calls it for every
+        step.
+        """
+
+    def adopt_new_plan(self) -> bool:
+        """Say whether the shares changed behind the last step, so that the batch that was asked for
+        last is planned anew. Called before each step; the same on all ranks.
+        """
+        return False
+
+
+@final
+class StaticStepAgent(StepAgent):
+    """Shares are fixed and nobody watches."""
+
+    def __init__(
+        self,
+        sharded: DistributedModelParallel,
+        micro_batches: int,
+        threads: int,
+        on_thread_start: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Arrange in `threads` threads for a GPU, each of which calls `enter` as it begins; 0: in
+        the thread that asks for batches.
+        """
+        self._exchange = local_learner(sharded).exchange
+        self._micro_batches = micro_batches
+        self._threads = threads
+        self._enter = on_thread_start
+
+    def collate_batches(
+        self, batches: Iterator[TaskBatch], collate: CollateFunction
+    ) -> Iterator[Episodes | MicroBatches]:
+        """Yield each batch arranged, always in as many parts as the config says."""
+        collate_parts = collate_in_parts(collate, self._micro_batches)
+        if not self._threads:
+            return map(collate_parts, batches)
+
+        def prepare(batch: TaskBatch) -> Episodes | MicroBatches:
+            return self._exchange.prepare(collate_parts(batch))
+
+        return map_ahead(prepare, batches, self._threads, self._add_wait, self._enter)
+
+    def _add_wait(self, seconds: float) -> None:
+        self.wait_s += seconds
+
+    def finish_step(self, num_tasks: int) -> None:
+        """Do nothing: nobody asks."""
+
+
+def open_agent(
+    config: TrainConfig,
+    feed: BatchSource,
+    sharded: DistributedModelParallel,
+    ranks: Ranks,
+    stop: Stop,
+) -> StepAgent:
+    """Return an agent that watches where ranks lease shards, and may therefore take unequal shares
+    of a step.
+    """
+    if not isinstance(feed, LeasedBatchSource):
+        # Cores that compute have no time to arrange beside it.
+        threads = config.data.threads if ranks.device.type == "cuda" else 0
+        return StaticStepAgent(sharded, config.outer.accumulate_steps, threads, ranks.enter_thread)
+    return LeasedStepAgent(config, feed, sharded, ranks, stop)
+
+
+def iterate_batches(
+    config: TrainConfig,
+    dataset: Dataset,
+    feed: BatchSource,
+    agent: StepAgent,
+    local: ShardedLearner,
+    progress: RunProgress,
+    stop: Stop,
+) -> Iterator[Episodes | MicroBatches]:
+    """Yield this rank's batches from where `progress` stands in its epoch: checked, augmented and
+    arranged. One that is wrong asks all ranks to stop before its step.
+    """
+    epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
+    collate = local.learner.collate_options().collator_of(epoch)
+    worker_batches = feed.episodes(local, epoch, step)
+    if worker_batches is not None:
+        return idle_on_error(worker_batches, collate(batch_without_tasks(features)), stop)
+    split = config.data.train_split
+    checked = check_labels(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)
+    batches = augment_batches(checked, config.augment, features, config.run.seed, epoch, step)
+    return agent.collate_batches(stop_on_error(batches, features, stop), collate)
+
+
+@final
+class LeasedStepAgent(StepAgent):
+    """Measures, reports, and moves to a new share when every rank holds the same plan."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        feed: LeasedBatchSource,
+        sharded: DistributedModelParallel,
+        ranks: Ranks,
+        stop: Stop,
+    ) -> None:
+        self._feed = feed
+        self._ranks = ranks
+        self._stop = stop
+        # A rank whose service refuses every lease would answer SIGTERM only when its patience ends.
+        feed.client.stop_when(lambda: stop.is_requested)
+        self._worker = WorkerAgent(
+            feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
+        )
+        self._clock = LocalClock()
+        local_learner(sharded).clock = self._clock
+        self._probe = LinkProbe(ranks)
+        self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
+        self._asked: tuple[BatchPlan, Tensor, Swap] | None = None
+        self._arranged_s = 0.0  # since the last step
+        self._hiding = ReadOverlap(feed.batches_ahead)
+        self._read_time = ReadTime()
+        self._wait_s = feed.wait_s
+        self._ended_s = time.perf_counter()
+
+    def collate_batches(
+        self, batches: Iterator[TaskBatch], collate: CollateFunction
+    ) -> Iterator[Episodes | MicroBatches]:
+        """Yield each batch arranged, in as many parts as the plan says by then; the time counts as
+        this rank's own. Where processes arrange, nobody asks for this.
+        """
+        for batch in batches:
+            began_s = time.perf_counter()
+            episodes = collate_in_parts(collate, self._worker.plan.micro_batches)(batch)
+            self._arranged_s += time.perf_counter() - began_s
+            yield episodes
+
+    def finish_step(self, num_tasks: int) -> None:
+        """Report the step's times, and ask all ranks which plan is the newest."""
+        now_s, wait_s = time.perf_counter(), self._feed.wait_s
+        compute_s = self._clock.take_s() + self._arranged_s
+        task_s = self._read_time.task_s(self._feed.read_s, self._feed.tasks_read)
+        exposed_s = self._hiding.exposed_s(task_s * num_tasks, compute_s)
+        data_s = max(wait_s - self._wait_s, exposed_s)
+        own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
+        peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
+        times_s = (compute_s, data_s, own_transfers_s, peers_s)
+        changed = self._worker.count_step(num_tasks, *(1000 * seconds for seconds in times_s))
+        self._wait_s, self._ended_s, self._arranged_s = wait_s, now_s, 0.0
+        with request_stop_on_error(self._stop):
+            self._worker.take_actions()
+        self._ask(changed)
+        if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
+            self._swaps_s.append(self._probe.swap_s())
+
+    def adopt_new_plan(self) -> bool:
+        """Adopt the plan that was asked about if it is the newest of all ranks: they all hear so
+        behind the same step, so it is in force for the same batch everywhere. If the speed of any
+        rank changed, all report at once, and the controller sees the same step of everybody.
+        """
+        if self._asked is None:
+            return False
+        (plan, mine, swap), self._asked = self._asked, None
+        answers = torch.stack([mine, *swap.parts()])
+        versions, any_changed = answers[:, 0], bool(answers[:, 1].any())
+        if any_changed:
+            self._feed.client.hurry()
+        if plan.version == self._worker.plan.version or bool((versions != plan.version).any()):
+            return False
+        read_ahead = (self._feed.batches_ahead + 1) * self._feed.share
+        with request_stop_on_error(self._stop):
+            self._worker.adopt(plan)
+        self._feed.change_share(plan.tasks, plan.micro_batches)
+        self._read_time.skip(-(-read_ahead // max(1, self._feed.share)))
+        return True
+
+    def _ask(self, changed: bool) -> None:
+        """Ask all ranks which plan is their newest, and whether the speed of any changed."""
+        plan = self._worker.newest
+        mine = torch.tensor([plan.version, int(changed)])
+        # From each to each: an all-reduce of gloo goes round all of them, twice, and at every stop
+        # may wait for a rank that is not scheduled.
+        others = self._ranks.world_size - 1
+        counts = [mine.numel()] * others
+        self._asked = plan, mine, self._ranks.transport.swap(mine.repeat(others), counts, counts)
+
+    def _end_for_restart(self) -> str:
+        """Ask all ranks to keep the steps so far and end; torchrun starts them again. Return why
+        that cannot be, or "".
+        """
+        used, allowed = restarts()
+        if used >= allowed:
+            return f"torchrun has used {used} of {allowed} restarts; raise --max-restarts"
+        self._stop.is_requested = True
+        return ""

@@ -1,0 +1,48 @@
+"""One increment of a stream and its outcome, as the page shows it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gmeta.serving.channel.model_version import Version
+from metaio.stream.chain import IncrementRecord
+
+
+@dataclass(frozen=True)
+class Day:
+    """One increment and its outcome.
+
+    `forecast` holds its scores by the model that goes on, before it is trained on them, `frozen` by
+    the first version; `took_s` seconds by stage.
+    """
+
+    record: IncrementRecord
+    window_s: tuple[float, float]  # since 1970
+    verdict: Mapping[str, Any] = field(default_factory=dict)
+    version: Version | None = None
+    forecast: Mapping[str, float] = field(default_factory=dict)
+    frozen: Mapping[str, float] = field(default_factory=dict)
+    best_auc: float | None = None
+    took_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def new(self) -> int:
+        """Count the ids that got a row."""
+        return sum(table["new"] for table in self.record.report["tables"].values())
+
+    @property
+    def freed(self) -> int:
+        """Count the ids that lost theirs."""
+        return sum(table["freed"] for table in self.record.report["tables"].values())
+
+    @property
+    def refused(self) -> bool:
+        """Return whether its candidate was refused."""
+        return self.verdict.get("verdict") == "refuse"
+
+    @property
+    def told(self) -> str:
+        """Return what was decided, and why if it was refused."""
+        if not self.verdict:
+            return "not judged yet"
+        return f"refused: {'; '.join(self.verdict['reasons'])}" if self.refused else "promoted"

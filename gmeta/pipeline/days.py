@@ -1,0 +1,95 @@
+"""The outcome of each increment of a stream, read from the files that its stages left: for the page
+alone, so what cannot be read is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from gmeta.errors import UserError
+from gmeta.pipeline.day import Day
+from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE
+from gmeta.platform.files.checked_json import json_object, read_json
+from gmeta.runs.run_folder import PREQUENTIAL_FILE
+from metaio.stream.chain import IncrementRecord, list_increment_numbers, open_stream
+
+if TYPE_CHECKING:
+    from gmeta.pipeline.pipeline import Loop
+
+_SHOWN = 200  # of the newest increments: more are no picture
+TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast
+
+
+def days_of(loop: Loop) -> list[Day]:
+    """Return the newest increments of a loop's stream, oldest first.
+
+    Raises:
+        UserError: follow.best names no such file.
+        MetaIOError: the stream is damaged.
+    """
+    url = loop.config.follow.stream
+    numbers = list_increment_numbers(url)
+    if not numbers:
+        return []
+    stream, best, found = open_stream(url), _best_by_partition(loop.config.follow.best), []
+    ticks_per_s = stream.ticks_per_s
+    for number in numbers[-_SHOWN:]:
+        record, promoted, root = stream.record(number), loop.promoted(number), loop.folder(number)
+        is_kept = promoted is not None and loop.channel.folder_of(promoted).is_dir()
+        found.append(
+            Day(
+                record=record,
+                window_s=(record.window[0] / ticks_per_s, record.window[1] / ticks_per_s),
+                verdict=loop.verdict(number) or {},
+                version=loop.channel.version(promoted or 0) if is_kept else None,
+                forecast=_scores(root / "run" / PREQUENTIAL_FILE),
+                frozen=_scores(root / FROZEN_FILE),
+                best_auc=_best_of(record, best),
+                took_s=_took_s(root / ENDED_FILE),
+            )
+        )
+    return found
+
+
+def _scores(path: Path) -> dict[str, float]:
+    """Return the metrics of the rows that are trained on next."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        scores = read_json(path)["splits"][TRAINED_ON]["scores"]
+        return {name: float(value) for name, value in scores.items() if value is not None}
+    return {}
+
+
+def _took_s(path: Path) -> dict[str, float]:
+    """Return the seconds of each stage, the last time that it ended."""
+    found: dict[str, float] = {}
+    with suppress(OSError):
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, LookupError, TypeError):  # a kill may cut a line short
+                entry = json_object(line)
+                found[str(entry["stage"])] = float(entry["took_s"])
+    return found
+
+
+def _best_by_partition(path: str) -> dict[str, float]:
+    """Return the best possible AUC by the name of a partition; none without a file."""
+    if not path:
+        return {}
+    try:
+        listed = json.loads(Path(path).read_text())
+        return {str(one["day"]): float(one["auc_of_p_click"]) for one in listed}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"follow.best = {path!r} is no list of {{day, auc_of_p_click}}: {error}. Give the "
+            "days.json of the recipe synthetic-days, or leave it empty"
+        ) from error
+
+
+def _best_of(record: IncrementRecord, best: Mapping[str, float]) -> float | None:
+    """Return the best possible AUC of an increment that is of one partition, if it is known."""
+    names = [PurePosixPath(one["name"]).parts for one in record.report.get("inputs", ())]
+    known = {part for parts in names for part in parts if part in best}
+    return best[known.pop()] if len(known) == 1 else None

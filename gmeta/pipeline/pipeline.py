@@ -1,0 +1,422 @@
+"""The loop: closed partitions become increments, each trained on, judged and promoted in its turn.
+
+What is done is read from what is there, so that a loop killed anywhere goes on where it was: files
+that an increment took are taken, and of RUNS/000007/ `trained.json`, `model/`, `verdict.json`, the
+channel's log and `frozen.json` each end a stage. When nothing else is to be done, the first version
+that was promoted is scored on what has come since: what a model that does not go on is worth today.
+What is remembered beside that never changes on the disk.
+"""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.pipeline.follow_config import FollowConfig
+from gmeta.pipeline.log_partitions import (
+    SUCCESS,
+    NotedFiles,
+    Partition,
+    Standing,
+    TakenFiles,
+    closed_partitions,
+    standing,
+)
+from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, Done, UnderWay
+from gmeta.platform.files.checked_json import read_json
+from gmeta.runs.run_folder import CONFIG_FILE as RUN_CONFIG_FILE
+from gmeta.runs.run_folder import RunFolder, write_json
+from gmeta.serving.channel.channel import PROMOTED, PROMOTIONS, Channel, Current
+from gmeta.serving.channel.model_version import Version
+from gmeta.serving.channel.version_retention import prune
+from gmeta.serving.exported_folder import CONFIG_FILE
+from metaio.errors import MetaIOError
+from metaio.prepare.schema.schema_file import fingerprint_schema, load_schema
+from metaio.quantities import format_count
+from metaio.stream.chain import list_increment_numbers, name_increment_folder, open_stream
+from metaio.stream.quarantine import list_quarantine
+
+SET_ASIDE = 3  # exit code of a verdict, and of `gmeta prepare` for rows that are quarantined
+RunStage = Callable[[list[str], Path], int]
+
+
+@final
+class Loop:
+    """Takes one stage at a time; `run_stage` runs a command of gmeta and returns its exit code, and
+    `last_line` what it said at last."""
+
+    def __init__(
+        self, config: FollowConfig, run_stage: RunStage, last_line: Callable[[Path], str]
+    ) -> None:
+        self.config = config
+        self.channel = Channel(config.follow.channel)
+        self._runs = Path(config.follow.runs)
+        self._stream = config.follow.stream
+        self._run_stage, self._last_line = run_stage, last_line
+        self.under_way: UnderWay | None = None
+        self._files, self._noted = TakenFiles(self._stream), NotedFiles()
+        self._verdicts: dict[int, dict[str, Any]] = {}
+        self._promoted: tuple[object, dict[str, int]] = (None, {})
+        # As the last step found it, if it left nothing to do.
+        self.idle: Standing | None = None
+        self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
+        self.unpublished = ""  # why the mirror lacks what serves, once a try has failed
+        self._is_put_off = False  # its next try: the mirror may be away for hours
+
+    def step(self) -> Done | None:
+        """Take the next stage and return its outcome; None where no stage is due.
+
+        Raises:
+            GMetaError: the stage failed, or too many candidates were refused in a row.
+        """
+        done = self._step()
+        if done is not None and done.increment:
+            # For the page alone: what is done is never read from it.
+            line = {"stage": done.stage, "took_s": round(done.took_s, 3), "at_s": time.time()}
+            root = self.folder(done.increment)
+            root.mkdir(parents=True, exist_ok=True)
+            with (root / ENDED_FILE).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        return done
+
+    def _step(self) -> Done | None:
+        self.idle = None
+        current = self.channel.current()
+        if current is None or not self.config.follow.mirror or current.at == self._published:
+            return self._next(current)
+        # What a person promoted or rolled back, too.
+        is_put_off, self._is_put_off = self._is_put_off, False
+        done = self._next(current) if is_put_off else None
+        return done or self._publish(current)
+
+    def _next(self, current: Current | None) -> Done | None:
+        """Take the next stage, apart from publishing."""
+        # What comes next is read from what is there, never remembered: a kill between two stages
+        # costs nothing.
+        number = self.unfinished()
+        if number is None:
+            log = self.standing()
+            if log.waiting:
+                return self._prepare(log.waiting[0], log.held)
+            unscored = self._unscored()
+            if unscored is not None:
+                return self._score(*unscored)
+            self.idle = log
+            return None
+        refused = self.refused_before(number)
+        if len(refused) >= self.config.judge.max_refused:
+            raise self._too_many(refused)
+        root = self.folder(number)
+        if not (root / "trained.json").exists():
+            return self._train(number)
+        # An export appears whole or not at all: one that was killed is made anew.
+        if not (root / "verdict.json").exists() or self._is_outdated(number, current):
+            if not (root / "model" / CONFIG_FILE).exists():
+                return self._export(number)
+            return self._judge(number, root / "model")
+        return self._promote(number)
+
+    def standing(self) -> Standing:
+        """Return the state of the log's partitions.
+
+        Raises:
+            GMetaError, MetaIOError: the log, or a note of the quarantine, cannot be read.
+        """
+        follow, taken = self.config.follow, self._files.files()
+        partitions = closed_partitions(follow.inputs, follow.closed_after_s)
+        notes = list_quarantine(Path(self._stream))
+        if any("schema" in note for note in notes):  # not those by a schema mended since
+            own = fingerprint_schema(load_schema(follow.schema))
+            notes = [note for note in notes if note.get("schema", own) == own]
+        # An empty file may have just been opened by its writer: no row of it was trained.
+        old = {name: taken[name] for name in self._noted.rewritten(partitions, taken)}
+        new = {name for name, file in old.items() if not file["num_bytes"]}
+        rewritten = {
+            name: f"it was rewritten since increment {file['increment']} took it, and increments "
+            "do not change. Give new rows in a file of a new name"
+            for name, file in old.items()
+            if name not in new
+        }
+        noted = self._noted.holding(notes, taken.keys() - new)
+        return standing(partitions, taken.keys() - new, noted, rewritten)
+
+    def without_input(self) -> str:
+        """Return what is lacking where no increment was ever made; "" where one was, or can be."""
+        if list_increment_numbers(self._stream):
+            return ""
+        log, follow = self.standing(), self.config.follow
+        if log.waiting:
+            return ""
+        if log.refused:
+            name, why = next(iter(log.refused.items()))
+            return f"no increment yet: {name} is refused: {why}"
+        if log.held:
+            return (
+                f"no increment yet: too few rows for one in {format_count(len(log.held), 'file')}"
+            )
+        return (
+            f"no closed partition matches follow.inputs = {follow.inputs!r}. A folder is closed by "
+            f"a file {SUCCESS}, or by its age with follow.closed_after_s; else correct the pattern"
+        )
+
+    def unfinished(self) -> int | None:
+        """Return the first increment that was neither promoted nor refused yet."""
+        for number in list_increment_numbers(self._stream):
+            verdict = self.verdict(number)
+            if verdict is None or (verdict["verdict"] == "promote" and not self.promoted(number)):
+                return number
+        return None
+
+    def verdict(self, number: int) -> dict[str, Any] | None:
+        """Return the verdict on an increment's candidate; None where there is none yet."""
+        path, found = self.folder(number) / "verdict.json", self._verdicts.get(number)
+        try:
+            # Remembered: a step must not read all of them.
+            found = self._verdicts[number] = found or read_json(path)
+            return found
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise GMetaError(
+                f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
+            ) from error
+
+    def _is_outdated(self, number: int, current: Current | None) -> bool:
+        """Return whether a person has promoted or rolled back since a candidate was judged, so that
+        its champion is not the one that serves now."""
+        verdict, serves = self.verdict(number) or {}, current.number if current else None
+        if serves is not None and self.channel.model_of(serves) == verdict.get("model"):
+            return False  # the candidate serves: its promotion was killed
+        return bool(verdict.get("champion_version", serves) != serves)
+
+    def promoted(self, number: int) -> int | None:
+        """Return the version of the channel that an increment's candidate became."""
+        verdict = self.verdict(number)
+        return self._promotions().get((verdict or {}).get("model", ""))
+
+    def continued_from(self, number: int) -> int | None:
+        """Return the increment from whose run that of this one goes on: the newest whose model is
+        served or, if a model of no increment is, served before it; None where there is none.
+
+        No run goes on from an increment that was refused or rolled back.
+        """
+        by_version = {
+            self.promoted(earlier): earlier
+            for earlier in list_increment_numbers(self._stream)
+            if earlier < number
+        }
+        current, served = self.channel.current(), self.channel.history()
+        if current is not None:  # a rollback that was killed behind it is not in the log yet
+            served = [*(one for one in served if one < current.number), current.number]
+        return next((by_version[one] for one in reversed(served) if one in by_version), None)
+
+    def refused_before(self, number: int) -> list[int]:
+        """Return the increments before this one that were refused since the last promotion."""
+        found: list[int] = []
+        for earlier in list_increment_numbers(self._stream):
+            if earlier >= number:
+                break
+            # A promotion ends the row.
+            found = [] if self.promoted(earlier) is not None else [*found, earlier]
+        return found
+
+    def frozen(self) -> tuple[int, Version] | None:
+        """Return the first increment whose candidate was promoted, and its version, with which
+        later ones are compared; None where there is none, it was removed, or is a delta."""
+        for number in list_increment_numbers(self._stream):
+            promoted = self.promoted(number)
+            if promoted is not None:
+                is_there = self.channel.folder_of(promoted).is_dir()
+                version = self.channel.version(promoted) if is_there else None
+                return (number, version) if version and version.delta is None else None
+        return None
+
+    def _unscored(self) -> tuple[int, Version] | None:
+        """Return the first increment on which the frozen model was not scored yet, and that
+        model."""
+        if self.config.follow.frozen and (frozen := self.frozen()):
+            for number in list_increment_numbers(self._stream):
+                if number > frozen[0] and not (self.folder(number) / FROZEN_FILE).exists():
+                    return number, frozen[1]
+        return None
+
+    def _prepare(self, partition: Partition, held: Sequence[str]) -> Done:
+        arguments = ["prepare", "--extend", self._stream, *partition.files]
+        # A partition's late files are judged alone: with more of their kind they pass for new.
+        along = [] if partition.is_begun else [one for one in held if one not in partition.files]
+        arguments += [one for name in along for one in ("--along", name)]
+        if not list_increment_numbers(self._stream):
+            arguments += ["--schema", self.config.follow.schema]
+        log = self._runs / "logs" / f"prepare-{Path(partition.name).name}.log"
+        code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
+        if code == SET_ASIDE:
+            why = self._last_line(log).removeprefix("error: ")
+            return Done("prepare", 0, took_s, f"{partition.name}: {why}")
+        newest = open_stream(self._stream).newest
+        told = f"{partition.name}: {newest.num_rows:,} training rows"
+        return Done("prepare", newest.number, took_s, told)
+
+    def _train(self, number: int) -> Done:
+        follow, root = self.config.follow, self.folder(number)
+        place = [f'data.path="{self._stream}"', f'data.increment="{number}"']
+        arguments = ["train", follow.train, *place, f'run.dir="{root / "run"}"']
+        begun = RunFolder(root / "run")
+        if (begun.root / RUN_CONFIG_FILE).exists():
+            # It goes on as it began, whatever was promoted or rolled back meanwhile.
+            run = begun.read_config().run
+            before, skipped = run.continue_from, list(run.skip_increments)
+        else:
+            last = self.continued_from(number)
+            before = "" if last is None else str(self.folder(last) / "run")
+            skipped = [] if last is None else list(range(last + 1, number))
+        arguments += [f'run.continue_from="{before}"'] if before else []
+        arguments += [f"run.skip_increments={skipped}"] if skipped else []
+        # A stage that was killed goes on from its newest checkpoint, or begins anew where there is
+        # none.
+        arguments += ["--resume"] if begun.root.exists() else []
+        if follow.nproc_per_node > 1:
+            arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
+        _, took_s = self._run(number, arguments)
+        write_json(root / "trained.json", {"increment": number, "at_s": time.time()})
+        told = f", without increment {', '.join(map(str, skipped))}" if skipped else ""
+        return Done("train", number, took_s, f"{root / 'run'}{told}")
+
+    def _export(self, number: int) -> Done:
+        root = self.folder(number)
+        tables = self.config.export.tables
+        arguments = ["export", str(root / "run"), str(root / "model"), "--tables", tables]
+        allowed = (0, NotFiniteError.exit_code)
+        code, took_s = self._run(number, [*arguments, "--overwrite"], allowed=allowed)
+        if code:
+            return self._judge(number, root / "run")  # it refuses, and says why
+        return Done("export", number, took_s, f"{tables} tables")
+
+    def _judge(self, number: int, candidate: Path) -> Done:
+        judge, root = self.config.judge, self.folder(number)
+        dataset = f"{self._stream}:{number}"
+        arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
+        arguments += ["--on", dataset, "--split", judge.split, "--pool", str(judge.pool)]
+        arguments += ["--margin", str(judge.margin)] if judge.margin else []
+        arguments += ["--out", str(root / "verdict.json")]
+        _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
+        self._verdicts.pop(number, None)
+        verdict = self.verdict(number) or {}
+        return Done("judge", number, took_s, _told_verdict(verdict))
+
+    def _promote(self, number: int) -> Done:
+        root = self.folder(number)
+        arguments = ["promote", str(root / "model"), str(self.channel.root)]
+        _, took_s = self._run(number, [*arguments, "--verdict", str(root / "verdict.json")])
+        version = self.channel.version(self.channel.served().number)
+        told = f"version {version.name}, {version.kind}{self._removed()}"
+        return Done("promote", number, took_s, told)
+
+    def _publish(self, current: Current) -> Done:
+        mirror, name = self.config.follow.mirror, current.parent.name
+        log = self._runs / "logs" / "publish.log"
+        arguments = ["publish", str(self.channel.root), mirror]
+        try:
+            _, took_s = self._run(0, arguments, f"version {name}", log)
+        except GMetaError as error:
+            self.unpublished, self._is_put_off = str(error), True
+            raise
+        self._published, self.unpublished = current.at, ""
+        return Done("publish", 0, took_s, f"version {name} is at {mirror}")
+
+    def _removed(self) -> str:
+        """Remove the versions and checkpoints that nobody needs, and return what to say of it."""
+        keep = self.config.follow.keep
+        if not keep:
+            return ""
+        try:
+            gone = prune(self.channel, keep)
+            # Each of them may be rolled back to, and gone on from.
+            versions = set(self.channel.numbers())
+            numbers = list_increment_numbers(self._stream)
+            stay = [one for one in numbers if self.promoted(one) in versions]
+            for number in numbers:
+                if number < max(stay, default=0) and number not in stay:
+                    for name in ("run/checkpoints", "model"):
+                        shutil.rmtree(self.folder(number) / name, ignore_errors=True)
+        except (GMetaError, MetaIOError, OSError) as error:
+            return f"; old versions stay: {error}"  # the next promotion tries again
+        return f"; removed {format_count(len(gone), 'version')}" if gone else ""
+
+    def _promotions(self) -> dict[str, int]:
+        """Return the version that each model became, by the model's checksum."""
+        path = self.channel.root / PROMOTIONS
+        # A person may promote at any moment; the log is read again only where it has changed.
+        stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+        if stamp != self._promoted[0]:
+            found = {}
+            for entry in self.channel.promotions():
+                if entry.get("action") == PROMOTED:
+                    # A person may promote without the verdict.
+                    model = (entry.get("verdict") or {}).get("model") or entry.get("model")
+                    found[str(model)] = int(entry["number"])
+            self._promoted = stamp, found
+        return self._promoted[1]
+
+    def _score(self, number: int, version: Version) -> Done:
+        arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]
+        arguments += ["--out", str(self.folder(number) / FROZEN_FILE)]
+        _, took_s = self._run(number, arguments)
+        return Done("score", number, took_s, f"version {version.name}, the frozen one")
+
+    def _run(
+        self,
+        number: int,
+        arguments: list[str],
+        what: str = "",
+        log: Path | None = None,
+        allowed: tuple[int, ...] = (0,),
+    ) -> tuple[int, float]:
+        """Run a stage, named by its command of gmeta, on `what` (default: increment `number`);
+        return its exit code and its seconds. Raise GMetaError for a code that is not allowed."""
+        stage = arguments[0]
+        log = log or self.folder(number) / f"{stage}.log"
+        began_s = time.monotonic()
+        self.under_way = UnderWay(stage, number, began_s)
+        try:
+            code = self._run_stage(arguments, log)
+        finally:
+            self.under_way = None
+        if code not in allowed:
+            kind = UserError if code == UserError.exit_code else GMetaError
+            why = self._last_line(log).removeprefix("error: ")
+            if code < 0:  # the last line of its log may be of an earlier try
+                why = signal.Signals(-code).name
+                why += ", as where memory runs out" if code == -signal.SIGKILL else ""
+            what = what or f"increment {number}"
+            raise kind(f"{stage} of {what} ended with {code}: {why} (see {log})")
+        return code, time.monotonic() - began_s
+
+    def _too_many(self, refused: list[int]) -> GMetaError:
+        last = refused[-1]
+        reasons = "; ".join((self.verdict(last) or {}).get("reasons", []))
+        root, channel = self.folder(last), self.channel.root
+        serves = (
+            "The version before them serves on" if self.channel.current() else "None serves yet"
+        )
+        return GMetaError(
+            f"increments {', '.join(map(str, refused))} are set aside: {len(refused)} candidates "
+            f"were refused in a row, the last because {reasons}. {serves}. Raise "
+            f"judge.max_refused, or promote by hand: gmeta promote {root / 'model'} {channel} "
+            f"--verdict {root / 'verdict.json'} --force"
+        )
+
+    def folder(self, number: int) -> Path:
+        """Return the folder with the outcome of an increment."""
+        return self._runs / name_increment_folder(number)
+
+
+def _told_verdict(verdict: dict[str, Any]) -> str:
+    if verdict.get("verdict") != "promote":
+        return f"refused: {'; '.join(verdict.get('reasons', []))}"
+    scores = verdict["candidate"]
+    told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    return f"promote: {told}, over {verdict['num_tasks']:,} tasks"

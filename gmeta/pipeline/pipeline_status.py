@@ -1,0 +1,98 @@
+"""The state of a loop now: how fresh the served model is, what waits, what alarms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gmeta.serving.channel.channel import Current
+from metaio.quantities import format_count, format_duration
+from metaio.stream.chain import list_increment_numbers, open_stream
+
+if TYPE_CHECKING:
+    from gmeta.pipeline.pipeline import Loop
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a loop knows between two stages; times are seconds since 1970.
+
+    `served_increment` is the newest increment that the served model was trained on, and
+    `event_end_s` the end of its window; None where nothing of the stream is served.
+    """
+
+    prepared: int | None = None
+    served_increment: int | None = None
+    event_end_s: float | None = None
+    current: Current | None = None
+    waiting: int = 0
+    held: int = 0
+    refused: int = 0
+    refused_files: Mapping[str, str] = field(default_factory=dict)  # the quarantined, and why
+    failure: str = ""
+    newest_alarms: tuple[str, ...] = ()
+    fresh_s: float = 0.0
+
+    @property
+    def quarantined(self) -> int:
+        """Return how many files were refused for what they hold."""
+        return len(self.refused_files)
+
+    def event_age_s(self) -> float | None:
+        """Return now minus the event time that the served model knows: its freshness."""
+        return None if self.event_end_s is None else max(0.0, time.time() - self.event_end_s)
+
+    def served_age_s(self) -> float | None:
+        """Return the seconds since the served version was promoted."""
+        return None if self.current is None else max(0.0, time.time() - self.current.since_s)
+
+    def alarms(self) -> list[str]:
+        """Return what somebody should look at, a line each."""
+        told = [f"the next stage fails: {self.failure}"] if self.failure else []
+        age_s = self.event_age_s()
+        if self.fresh_s and age_s is not None and age_s > self.fresh_s:
+            told.append(
+                f"the served model knows nothing of the last {format_duration(age_s)}; "
+                "follow.fresh_s "
+                f"allows {format_duration(self.fresh_s)}"
+            )
+        if self.refused:
+            is_served = self.event_end_s is not None
+            serves = "an earlier model serves on" if is_served else "nothing of it is served"
+            told.append(f"{format_count(self.refused, 'candidate')} in a row refused: {serves}")
+        if self.quarantined:
+            told.append(
+                f"{format_count(self.quarantined, 'file')} quarantined, and in no increment"
+            )
+        return told + [f"increment {self.prepared}: {alarm}" for alarm in self.newest_alarms]
+
+
+def status_of(loop: Loop) -> Status:
+    """Return the status of a loop, but for a failure of its last stage."""
+    follow = loop.config.follow
+    numbers = list_increment_numbers(follow.stream)
+    current = loop.channel.current()
+    log = loop.idle or loop.standing()
+    shared: dict[str, Any] = {
+        "current": current,
+        "waiting": len(log.waiting),
+        "held": len(log.held),
+        "refused_files": log.refused,
+        "fresh_s": follow.fresh_s,
+        "failure": loop.unpublished,
+    }
+    if not numbers:
+        return Status(**shared)
+    stream = open_stream(follow.stream)
+    served = [n for n in numbers if current is not None and loop.promoted(n) == current.number]
+    end_s = stream.record(served[-1]).window[1] / stream.ticks_per_s if served else None
+    return Status(
+        prepared=numbers[-1],
+        served_increment=served[-1] if served else None,
+        event_end_s=end_s,
+        refused=len(loop.refused_before(numbers[-1] + 1)),
+        newest_alarms=tuple(stream.newest.report.get("alarms", ())),
+        **shared,
+    )

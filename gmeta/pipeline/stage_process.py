@@ -1,0 +1,161 @@
+"""A stage: one command of gmeta in a process of its own, forked from one that has imported torch.
+
+It ends with the process that asked for it, however that dies.
+"""
+
+import atexit
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from gmeta.platform.forking import forking_context, start
+from gmeta_keys.stop_flag import Asked
+
+# Imported once, not by every stage: seconds of the commands, and tenths of a second of what they
+# import only once they need it. A name that a later release of a package lacks is passed over.
+_PRELOADED = [
+    "gmeta.cli.main",
+    "gmeta.cli.commands.delivery",
+    "gmeta.cli.commands.export",
+    "gmeta.cli.commands.prepare",
+    "gmeta.cli.commands.score",
+    "gmeta.cli.commands.train",
+    "gmeta.cli.commands.work.channel_changes",
+    "gmeta.cli.commands.work.model_export",
+    "gmeta.cli.commands.work.export_scores",
+    "gmeta.cli.commands.work.training_rank",
+    "dateutil.relativedelta",
+    "fsspec.implementations.chained",
+    "fsspec.implementations.local",
+    "numpy.ctypeslib",
+    "numpy.ma",
+    "pyarrow.dataset",
+    "pydantic.fields",
+    "pydantic.plugin._loader",
+    "pydantic.type_adapter",
+    "rich._emoji_codes",
+    "torch.profiler",
+    "torch.utils.serialization",
+    "torch.utils.tensorboard",
+    "typer._adapters",
+    "typer._click.decorators",
+    "zoneinfo",
+    "gmeta.pipeline.preload_last",
+]
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process that waits for one command; `orders` brings it, and ends when the process that
+    started this one has died."""
+
+    process: BaseProcess
+    orders: Connection
+
+    @staticmethod
+    def started() -> "_Process":
+        # Stages share the host with what serves. Threads that spin until they meet keep cores from
+        # those that they wait for: here they sleep after 0.2 ms, by default after 17.
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+        context = forking_context(_PRELOADED)
+        stages_side, own_side = context.Pipe(duplex=False)
+        process = context.Process(target=_wait, args=(stages_side,))
+        start(process)
+        stages_side.close()
+        return _Process(process, own_side)
+
+
+_waiting: list[_Process] = []  # at most one, for the next stage
+_under_way: list[BaseProcess] = []  # at most one
+_ending = Asked()  # no stage is begun any more
+
+
+def run_stage(arguments: Sequence[str], log: Path) -> int:
+    """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.open("ab").close()  # fails here: the stage could not say why
+    stage = _told((tuple(arguments), str(log)))
+    process = stage.process
+    _under_way.append(process)
+    try:
+        if _ending:  # a signal came before there was a stage to end
+            process.terminate()
+        # The next stage's process starts while this one works: 25 ms that nobody waits for.
+        _waiting.append(_Process.started())
+        process.join()
+    finally:
+        _under_way.clear()
+        if process.is_alive():  # Ctrl-C
+            process.terminate()
+            process.join()
+        stage.orders.close()
+    return process.exitcode or 0
+
+
+def end_stage() -> None:
+    """Send SIGTERM to the stage under way, or else to the next as it begins: training writes a
+    checkpoint, from which it goes on the next time."""
+    _ending.ask()
+    for process in _under_way:
+        process.terminate()
+
+
+def _told(order: tuple[tuple[str, ...], str]) -> _Process:
+    """Return the process that was given a command: the one that waits, or a new one where it has
+    died since."""
+    while True:
+        stage = _waiting.pop() if _waiting else _Process.started()
+        try:
+            stage.orders.send(order)
+        except BrokenPipeError:
+            stage.orders.close()
+            continue
+        return stage
+
+
+@atexit.register
+def _dismiss() -> None:
+    """End the process that waits: multiprocessing would wait for it, too."""
+    while _waiting:
+        _waiting.pop().orders.close()
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a stage's output: of one that failed, why."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    told = [line.strip() for line in lines if line.strip()]
+    return told[-1] if told else "it said nothing"
+
+
+def _wait(orders: Connection) -> None:
+    try:
+        arguments, log = orders.recv()
+    except (EOFError, OSError):
+        os._exit(0)  # nothing is to be done any more
+    _become(arguments, log, orders)
+
+
+def _become(arguments: tuple[str, ...], log: str, parent: Connection) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    with Path(log).open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = ["gmeta", *arguments]
+    # As `python -m gmeta` does: the command line ends the process with its exit code.
+    runpy.run_module("gmeta", run_name="__main__", alter_sys=True)
+
+
+def _end_with(parent: Connection) -> None:
+    """End this process, and the ranks that it started, when the one that asked for it dies."""
+    with suppress(EOFError, OSError):
+        parent.recv()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,205 @@
+"""What the page of a stream draws of its increments, one panel a question."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from gmeta.evaluation.report.chart_files import Axes, Chart, Panel, light_color
+from gmeta.evaluation.report.metric_lines import format_axis_label
+from gmeta.metrics.catalogue import Scoring, label_of
+from gmeta.metrics.metric_info import MetricInfo
+from gmeta.pipeline.day import Day
+
+# How a line is drawn: colour of the palette, marker, dashes.
+Style = tuple[str, str, str]
+_GOES_ON, _FROZEN, _BEST = ("series-0", "o", "-"), ("series-1", "s", "-"), ("muted", "", "--")
+_BEFORE = ("series-2", "s", "-")
+# Stages that are drawn as one: each alone is too thin to be seen.
+_STAGES = {"prepare": ("prepare",), "train": ("train",), "deliver": ("export", "judge", "promote")}
+
+Values = Sequence[float | None]  # of each increment
+Line = tuple[str, Values, Style]
+
+
+def stream_chart(days: Sequence[Day]) -> Chart:
+    """Return the panels of a stream; none without an increment."""
+    if not days:
+        return Chart("stream", "Stream", "", [])
+    panels = [
+        _of_bars(days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]),
+        _of_bars(
+            days,
+            "Ids that came (up) and went (down)",
+            "ids",
+            [("new", [day.new for day in days]), ("freed", [-day.freed for day in days])],
+        ),
+        *_forecasts(days),
+        *_gates(days),
+        _shipped(days),
+        _of_bars(
+            days,
+            "Where the time goes",
+            "seconds",
+            [
+                (name, [sum(day.took_s.get(stage, 0.0) for stage in own) for day in days])
+                for name, own in _STAGES.items()
+            ],
+        ),
+    ]
+    return Chart("stream", "Stream", "", [panel for panel in panels if panel is not None])
+
+
+def _forecasts(days: Sequence[Day]) -> list[Panel | None]:
+    """Return the panels of forecasts of rows that no model has seen: by the model that goes on, by
+    the one that stays as it was, and the best possible."""
+    panels = []
+    for info, name in _infos(name for day in days for name in day.forecast):
+        lines: list[Line] = [
+            ("continued", [day.forecast.get(name) for day in days], _GOES_ON),
+            ("frozen", [day.frozen.get(name) for day in days], _FROZEN),
+        ]
+        if name == "auc":
+            lines.append(("best possible", [day.best_auc for day in days], _BEST))
+        panels.append(
+            _of_lines(days, f"{info.label} before training on it (prequential)", info, lines)
+        )
+    return panels
+
+
+def _gates(days: Sequence[Day]) -> list[Panel | None]:
+    """Return what the judge compared; a candidate that was refused is crossed."""
+    panels = []
+    for info, name in _infos(name for day in days for name in day.verdict.get("candidate", {})):
+        candidates = _judged("candidate", name, days)
+        pairs = zip(candidates, days, strict=True)
+        refused = [value if day.refused else None for value, day in pairs]
+        lines: list[Line] = [
+            ("candidate", candidates, _GOES_ON),
+            ("champion", _judged("champion", name, days), _BEFORE),
+            ("refused", refused, ("series-3", "X", "")),
+        ]
+        panels.append(_of_lines(days, f"{info.label} of gate tasks", info, lines))
+    return panels
+
+
+def _shipped(days: Sequence[Day]) -> Panel | None:
+    known = [day for day in days if day.version is not None]
+    if not known:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for kind, color in (("delta", "series-0"), ("full", "series-1")):
+            shown = [
+                (day.record.number, day.version.num_bytes)
+                for day in known
+                if day.version is not None and day.version.kind == kind
+            ]
+            if shown:
+                axes.bar(*zip(*shown, strict=True), color=light_color(color), width=0.7, label=kind)
+        whole = [day.version.full_bytes for day in known if day.version is not None]
+        numbers = [day.record.number for day in known]
+        style = {"color": light_color("muted"), "linestyle": "--", "label": "whole model"}
+        axes.plot(numbers, whole, linewidth=1.5, **style)
+        _framed(axes, days, "bytes", has_legend=True)
+        axes.set_ylim(bottom=0)
+
+    newest = known[-1].version
+    told = f"{newest.num_bytes:,} of {newest.full_bytes:,} at the newest" if newest else ""
+    return Panel("Bytes shipped", f"Bytes shipped by increment: {told}", draw)
+
+
+def _of_bars(
+    days: Sequence[Day], title: str, unit: str, parts: Sequence[tuple[str, Values]]
+) -> Panel | None:
+    """Return a panel of stacked bars; negative values are stacked downwards."""
+    numbers = [day.record.number for day in days]
+    values = [(label, [value or 0 for value in own]) for label, own in parts]
+    if not any(any(heights) for _, heights in values):
+        return None
+
+    def draw(axes: Axes) -> None:
+        base = [0.0] * len(days)
+        for index, (label, heights) in enumerate(values):
+            if any(heights):
+                bottom = [
+                    at if height > 0 else 0.0 for at, height in zip(base, heights, strict=True)
+                ]
+                color = light_color(f"series-{index}")
+                axes.bar(numbers, heights, bottom=bottom, color=color, width=0.7, label=label)
+                base = [at + max(0.0, one) for at, one in zip(base, heights, strict=True)]
+        axes.axhline(0, color=light_color("line"), linewidth=0.8)
+        _framed(axes, days, unit, has_legend=len(values) > 1)
+
+    told = ", ".join(f"{label} {heights[-1]:,.4g}" for label, heights in values)
+    return Panel(title, f"{title} by increment; at the newest: {told}", draw)
+
+
+def _of_lines(
+    days: Sequence[Day], title: str, info: MetricInfo, lines: Sequence[Line]
+) -> Panel | None:
+    found = []
+    numbers = [day.record.number for day in days]
+    for label, values, style in lines:
+        pairs = zip(numbers, values, strict=True)
+        known = [(number, value) for number, value in pairs if value is not None]
+        if known:
+            found.append((label, known, style))
+    if not found:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for label, known, (color, marker, dashes) in found:
+            shape = {"marker": marker, "markersize": 5, "linestyle": dashes or "none"}
+            axes.plot(
+                *zip(*known, strict=True),
+                color=light_color(color),
+                linewidth=1.6,
+                label=label,
+                **shape,
+            )
+        _framed(axes, days, format_axis_label(info), has_legend=True, counts=False)
+
+    told = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in found)
+    return Panel(title, f"{title}, by increment; at the newest: {told}", draw)
+
+
+def _framed(
+    axes: Axes, days: Sequence[Day], label: str, has_legend: bool, counts: bool = True
+) -> None:
+    """Name the axes, all increments on each; a legend stands above the data, never upon it."""
+    axes.set_xlim(days[0].record.number - 0.6, days[-1].record.number + 0.6)
+    axes.set_xlabel("increment")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    if counts:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    else:  # an offset would stand where the legend does
+        axes.ticklabel_format(axis="y", useOffset=False)
+    axes.grid(axis="y")
+    axes.margins(y=0.1)
+    if has_legend:
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
+        axes.legend(
+            frameon=False, fontsize=9, ncols=4, columnspacing=1.2, handlelength=1.5, **place
+        )
+
+
+def _infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
+    """Return the metrics that get a picture, each once; one of a label says which."""
+    known = {name: label_of(name) for name in names}
+    rated = {label for own, label in known.values() if own == "rmse"}
+    found = []
+    for name, (own, label) in known.items():
+        if own != "gauc":
+            info = Scoring("mse" if label in rated else "bce").info(own)
+            if label:
+                info = replace(info, label=f"{info.label} of {label}")
+            found.append((info, name))
+    return found
+
+
+def _judged(who: str, name: str, days: Sequence[Day]) -> list[float | None]:
+    found = ((day.verdict.get(who) or {}).get(name) for day in days)
+    return [None if value is None else float(value) for value in found]

@@ -1,0 +1,121 @@
+"""The picture of a stream: its state, what each increment brought, what was served when, as one
+HTML page that asks nothing of the network."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from gmeta.evaluation.report.chart_files import PALETTE, render_svg
+from gmeta.pipeline.day import Day
+from gmeta.pipeline.days import days_of
+from gmeta.pipeline.pipeline import Loop
+from gmeta.pipeline.pipeline_status import Status
+from gmeta.pipeline.stage_outcome import UnderWay
+from gmeta.pipeline.stream_charts import stream_chart
+from metaio.quantities import format_duration
+
+_DRAWING = threading.Lock()  # matplotlib's settings are those of the whole process
+_SHOWN = 100  # of the newest moves of the pointer
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What only a stage changes, and takes a second to draw."""
+
+    stream: str
+    channel: str
+    days: Sequence[Day]
+    panels: Sequence[tuple[str, Markup]]  # title and drawing
+    moves: Sequence[Mapping[str, Any]]  # of the channel's pointer, and refusals; newest first
+
+
+def draw_stream(loop: Loop) -> Picture:
+    """Draw a loop's stream.
+
+    Raises:
+        UserError: follow.best names no such file.
+        MetaIOError: the stream is damaged.
+    """
+    days = days_of(loop)
+    chart = stream_chart(days)
+    with _DRAWING:
+        # Drawn here: not to be escaped.
+        panels = [
+            (panel.title, Markup(render_svg(chart, index)))
+            for index, panel in enumerate(chart.panels)
+        ]
+    return Picture(
+        stream=loop.config.follow.stream,
+        channel=str(loop.channel.root),
+        days=days,
+        panels=panels,
+        moves=loop.channel.promotions()[: -_SHOWN - 1 : -1],
+    )
+
+
+def page_of(
+    picture: Picture, status: Status, under_way: UnderWay | None = None, refresh_s: int = 0
+) -> str:
+    """Return the page of the stream's state now; it reloads itself every `refresh_s` seconds (0: it
+    is a file)."""
+    return _template().render(
+        picture=picture,
+        facts=_facts(status, under_way),
+        alarms=status.alarms(),
+        quarantined=status.refused_files,
+        written=_told_time(datetime.now(UTC).timestamp()),
+        refresh_s=refresh_s,
+        palette=PALETTE,
+        told_time=_told_time,
+        duration=format_duration,
+    )
+
+
+def stream_page(loop: Loop, status: Status) -> str:
+    """Return the page of a loop's stream; of one without increments it says so."""
+    return page_of(draw_stream(loop), status)
+
+
+def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
+    """Return the facts at the top of the page, each with its name."""
+    event_age_s, served_age_s = status.event_age_s(), status.served_age_s()
+    facts = [
+        ("served version", "none yet" if status.current is None else str(status.current.number)),
+        (
+            "knows events up to",
+            "-" if event_age_s is None else f"{format_duration(event_age_s)} ago",
+        ),
+        ("promoted", "-" if served_age_s is None else f"{format_duration(served_age_s)} ago"),
+        ("served increment", f"{status.served_increment or '-'} of {status.prepared or '-'}"),
+        ("partitions waiting", f"{status.waiting:,}"),
+    ]
+    if status.held:
+        facts.append(("files held for the next increment", f"{status.held:,}"))
+    if under_way is not None:
+        since_s = time.monotonic() - under_way.since_s
+        what = f" of increment {under_way.increment}" if under_way.increment else ""
+        facts.append(("under way", f"{under_way.stage}{what}, {format_duration(since_s)}"))
+    return facts
+
+
+def _told_time(seconds: float) -> str:
+    """Return seconds since 1970 as a time that sorts; a number that is no date as it is."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, OSError, ValueError):
+        return f"{seconds:,.0f} s"
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("gmeta.pipeline", "."), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("stream.html")

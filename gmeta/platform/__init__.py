@@ -1,0 +1,1 @@
+"""This machine: threads, forks, numerics, files, and what private parts of torch we use."""

@@ -1,0 +1,19 @@
+"""Places that are not this process's own: a disk, a mount, an object store."""
+
+import re
+
+from gmeta.errors import GMetaError
+from gmeta_keys.translate_errors import failing_as
+from metaio.errors import MetaIOError
+
+
+def translate_storage_errors(what: str, remedy: str) -> failing_as:
+    """Return a block in which any error that is not one of ours becomes a GMetaError of one line:
+    `what` cannot be done, why, and the remedy."""
+
+    # Each client of an object store has errors of its own.
+    def make_error(error: Exception) -> GMetaError:
+        reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
+        return GMetaError(f"{what}: {reason}. {remedy}")
+
+    return failing_as(make_error, GMetaError, MetaIOError)

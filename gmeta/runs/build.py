@@ -1,0 +1,380 @@
+"""From a config to its dataset and model.
+
+Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
+import torch
+from torch import nn
+
+from gmeta.adaptation.algorithms.algorithm import TableSizes
+from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
+from gmeta.config.algorithm import PLAIN, AlgorithmConfig
+from gmeta.config.inputs import NO_PRIOR, ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.labels import LabelsConfig
+from gmeta.config.sharding import check_sharding
+from gmeta.config.train_config import DataConfig, TrainConfig
+from gmeta.data.augment import check_augment
+from gmeta.data.features.item_statistics import ItemStatistics
+from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics, log_odds
+from gmeta.data.label_checks import check_first_labels, scored_labels
+from gmeta.data.opening import open_data
+from gmeta.distributed.tables.table_names import module_name
+from gmeta.distributed.tables.widths import widths_of_tables
+from gmeta.errors import ConfigError, GMetaError
+from gmeta.learner import MetaLearner
+from gmeta.losses.objectives import make_objectives
+from gmeta.losses.row_losses import defined_labels_N
+from gmeta.metrics.catalogue import custom_names, label_of, predicted_by
+from gmeta.metrics.own import NAMED_METRICS, try_out
+from gmeta.runs.early_stop import make_early_stop
+from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
+from gmeta_keys.plugins import Registry, package_told
+from gmeta_models.gated import head_layers
+from gmeta_models.initial_sum import start_as_sum
+from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
+from gmeta_models.registry import NAMED_MODELS, build_model, check_outputs
+from gmeta_models.table_projections import TableProjections
+from metaio.format.dataset import Dataset
+from metaio.format.features import Features
+from metaio.quantities import format_count
+
+
+def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
+    """Open the dataset and build the part of the model that every rank replicates.
+
+    Raises:
+        ConfigError: the config does not fit the dataset, or the model does not fit the algorithm.
+    """
+    dataset = open_data(config.data)
+    for key, split in (
+        ("train_split", config.data.train_split),
+        *(("valid_split", split) for split in config.data.valid_splits),
+    ):
+        if split and split not in dataset.splits:
+            raise ConfigError(
+                f"data.{key} = {split!r} is not in {config.data.path}: "
+                f"it has {', '.join(dataset.splits)}. Name one of them"
+                f"{', or leave it out' * (key == 'valid_split')}"
+            )
+        if split and not dataset.splits[split].num_episodes:
+            raise ConfigError(
+                f"data.{key} = {split!r} has 0 episodes in {config.data.path}: at least one is "
+                "needed. Name another split, or prepare data with tasks in this one"
+            )
+    for split in config.data.valid_splits:
+        if config.data.valid_splits.count(split) > 1:
+            raise ConfigError(
+                f"data.valid_split names {split!r} twice: the mean would count it twice. Name each "
+                "split once"
+            )
+    check_source(config.data)
+    _check_early_stop_label(config, dataset)
+    if config.augment.resplit_support and dataset.manifest.support_is_past:
+        raise ConfigError(
+            f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
+            "past of its query rows, which drawing them anew would mix. Set it to false"
+        )
+    if config.run.start_from and config.run.continue_from:
+        raise ConfigError(
+            f"run.start_from = {config.run.start_from!r} and run.continue_from = "
+            f"{config.run.continue_from!r}: a run begins with one of them. Leave one empty"
+        )
+    if not (config.algorithm.train_base or config.run.start_from or config.run.continue_from):
+        raise ConfigError(
+            "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
+            "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
+        )
+    _check_plain_epochs(config)
+    tables = [table.name for table in dataset.features.tables]
+    check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
+    # Right before the model is built: all ranks must begin with equal layers.
+    torch.manual_seed(config.run.seed)
+    try:
+        check_augment(config.augment, dataset.features)
+        learner = build_learner(
+            dataset.features,
+            config.model,
+            config.algorithm,
+            config.outer.loss,
+            config.outer.huber_delta,
+            _resolve_statistics(config, dataset),
+            config.item_features,
+            config.labels,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return dataset, learner
+
+
+def _check_plain_epochs(config: TrainConfig) -> None:
+    """Raise ConfigError where plain epochs leave the algorithm none, or would teach nothing."""
+    algorithm, epochs = config.algorithm, config.run.epochs
+    if algorithm.name == PLAIN or not algorithm.plain_epochs:
+        return
+    if algorithm.plain_epochs >= epochs:
+        raise ConfigError(
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} of run.epochs = {epochs}: none is "
+            f"left for {algorithm.name}. Choose fewer, or set algorithm.name = {PLAIN!r}"
+        )
+    if not algorithm.train_base:
+        raise ConfigError(
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} with algorithm.train_base = false: "
+            "plain training teaches model and tables, which are to stay. Set one of them back"
+        )
+
+
+def _check_early_stop_label(config: TrainConfig, dataset: Dataset) -> None:
+    """Raise ConfigError where the metric that decides is of a label that the dataset lacks."""
+    _, label = label_of(config.run.early_stop_metric)
+    if label and label not in [one.name for one in scored_labels(config, dataset)]:
+        raise ConfigError(
+            f"run.early_stop_metric is of {label!r}, which is no label of {config.data.path}: it "
+            f"has {', '.join(dataset.features.labels) or 'one without a name'}. Name one of them"
+        )
+
+
+def check_on_data(config: TrainConfig) -> None:
+    """Check all that can be checked of a config and its dataset without a rank: the launcher must
+    report it before any rank starts.
+
+    Raises:
+        ConfigError: see build and check_first_labels.
+        FormatError: the first block is damaged.
+    """
+    check_hooks(config)
+    dataset, _ = build(config)
+    check_first_labels(config, dataset)
+
+
+def check_hooks(config: TrainConfig) -> None:
+    """Check that the metrics, loggers and callbacks of a run are available.
+
+    Raises:
+        ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
+        GMetaError: a metric fails, which would otherwise show at the first validation.
+    """
+    make_early_stop(config)
+    for name in _list_custom_metrics(config):
+        try_out(name)
+    find_hooks(config.run)
+
+
+def _list_custom_metrics(config: TrainConfig) -> list[str]:
+    metrics = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
+    return custom_names(metrics)
+
+
+def check_registered(
+    path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
+) -> None:
+    """Check that the model and the algorithm of a run or an export at `path` are available here;
+    `made_on` is what it says of where it was made: see find_plugins.
+
+    Raises:
+        GMetaError: it was made with another release, or with a package that is not here, or not
+            trusted.
+    """
+    for registry, name in _list_registered_names(model, algorithm):
+        try:
+            registry.check_trusted(name)
+        except ValueError as error:
+            needed = package_told(made_on, registry.key)
+            raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
+
+
+def find_plugins(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
+    """Return package and version of what comes from a package of somebody's own, by config key."""
+    found = {
+        registry.key: registry.package_of(name)
+        for registry, name in _list_registered_names(model, algorithm)
+    }
+    return {key: package for key, package in found.items() if package}
+
+
+def find_all_plugins(config: TrainConfig) -> dict[str, dict[str, str]]:
+    """Return these of all that a run needs, its metrics, loggers and callbacks included."""
+    run = config.run
+    names_by_registry: list[tuple[Registry[Any], str]] = [
+        *((NAMED_METRICS, name) for name in _list_custom_metrics(config)),
+        *((NAMED_LOGGERS, name) for name in run.loggers),
+        *((NAMED_CALLBACKS, name) for name in run.callbacks),
+    ]
+    found = {f"{part.key}: {name}": part.package_of(name) for part, name in names_by_registry}
+    model_plugins = find_plugins(config.model, config.algorithm)
+    return model_plugins | {key: package for key, package in found.items() if package}
+
+
+def _list_registered_names(
+    model: ModelConfig, algorithm: AlgorithmConfig
+) -> tuple[tuple[Registry[Any], str], ...]:
+    return (NAMED_MODELS, model.name), (NAMED_ALGORITHMS, algorithm.name)
+
+
+def check_source(data: DataConfig) -> None:
+    """Raise ConfigError for a key that has no meaning for the data source."""
+    if data.source == "static":
+        for key in ("service", "tasks_per_shard"):
+            if getattr(data, key):
+                raise ConfigError(
+                    f'data.{key} = {getattr(data, key)!r}, but data.source = "static" leases no '
+                    'shards. Set data.source = "service", or remove the key'
+                )
+        return
+    host, _, port = data.service.rpartition(":")
+    if data.service and not (host and port.isdecimal()):
+        raise ConfigError(
+            f"data.service = {data.service!r} is no address: HOST:PORT of a running `gmeta "
+            "shard-service` is allowed. Correct it, or remove the key: the job starts its own"
+        )
+    defaults = {"lanes": 1, "window_blocks": 0, "blocks_per_step": 0, "drop_last": False}
+    for key, default in defaults.items():
+        if getattr(data, key) != default:
+            raise ConfigError(
+                f'data.{key} = {getattr(data, key)}, but data.source = "service" hands out whole '
+                "shards, every episode once. Remove the key"
+            )
+
+
+def _resolve_statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
+    """Return the statistics that the config asks for, with the prior of its training labels."""
+    settings = config.support_features
+    if settings.is_used and LabelPrior.from_config(settings) is None:
+        settings = replace(settings, label_prior=estimate_label_prior(config, dataset))
+    return build_statistics(settings, dataset.features, config.item_features)
+
+
+def estimate_label_prior(config: TrainConfig, dataset: Dataset) -> LabelPrior:
+    """Return mean and deviation of the labels of the training split's first block."""
+    label_N = dataset.read_block(config.data.train_split, 0).label_N
+    label_N = label_N.reshape(len(label_N), -1)[:, 0]
+    # What the loss does not take is refused elsewhere, with its row.
+    return LabelPrior.of(label_N[defined_labels_N(config.outer.loss, label_N)])
+
+
+def build_statistics(
+    config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
+) -> SupportStatistics:
+    """Return the statistics of a config that states their prior; those of `items` are inputs before
+    them.
+
+    Raises:
+        ValueError: it names a column that is not there, or its prior is not valid.
+    """
+    prior = LabelPrior.from_config(config) or NO_PRIOR
+    return SupportStatistics.of(config, features, prior, items)
+
+
+def build_learner(
+    features: Features,
+    model: ModelConfig,
+    algorithm: AlgorithmConfig,
+    loss: str,
+    huber_delta: float = 1.0,
+    statistics: SupportStatistics = NO_STATISTICS,
+    item_features: ItemFeaturesConfig | None = None,
+    labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
+) -> MetaLearner:
+    """Return a freshly initialised model and the way it adapts: its inputs are these columns, what
+    training rows say of their values, and the statistics of support rows.
+
+    Raises:
+        ValueError: the model or the algorithm is unknown, or they do not fit each other or the
+            columns.
+    """
+    sizes = measure_inputs(features)
+    objectives = make_objectives(loss, huber_delta, labels, features.labels)
+    items = None
+    if item_features is not None and item_features.columns:
+        items = ItemStatistics(item_features, features)
+    width = statistics.width + (items.width if items is not None else 0)
+    sizes = replace(sizes, num_dense=sizes.num_dense + width)
+    names = tuple(table.name for table in features.tables)
+    tables = TableSizes(len(names), model.embedding_dim, names, sizes)
+    built = build_model(model, sizes)
+    num_outputs = sum(head.out_features for head in head_layers(built).values())
+    if num_outputs != sizes.outputs:
+        raise ValueError(
+            f"model.name = {model.name!r}: the linear layer that it defines last, its head, has "
+            f"{format_count(num_outputs, 'output')} and the dataset "
+            f"{format_count(sizes.outputs, 'label')}: "
+            "one each is needed. Define the head last, with sizes.outputs outputs"
+        )
+    check_outputs(built, model, sizes)
+    width_of = {
+        module_name(name): width for name, width in widths_of_tables(features, model).items()
+    }
+    projections = TableProjections(width_of, model.embedding_dim)
+    learner = MetaLearner(
+        built,
+        algorithm,
+        objectives,
+        tables,
+        statistics=statistics,
+        items=items,
+        projections=projections,
+    )
+    if features.labels:
+        _check_one_label(features.labels, algorithm.name, learner)
+    if statistics.bias_start:
+        _start_as_bias_model(built, sizes.num_dense, loss, statistics)
+    return learner
+
+
+def _start_as_bias_model(
+    model: nn.Module,
+    num_dense: int,
+    loss: str,
+    statistics: SupportStatistics,
+) -> None:
+    """Let a fresh model's output be mean + item + task: support_features.bias_start. Raise
+    ValueError where the inputs that say so are not there, or the model does not take them."""
+    item, kind, prior = statistics.expected_place, predicted_by(loss), statistics.prior
+    is_of_clicks = kind == "probability"
+    if item is None or not statistics.of_task or kind == "score":
+        raise ValueError(
+            "support_features.bias_start adds up the mean, an item's and a task's: it needs "
+            "support_features.task = true, support_features.residual_of and a loss of each row "
+            "alone. Set them, or leave it out"
+        )
+    if statistics.log_odds != is_of_clicks:
+        raise ValueError(
+            f"support_features.bias_start with outer.loss = {loss!r} needs item_features.log_odds "
+            f"= {str(is_of_clicks).lower()}. Set it so"
+        )
+    weight = 1.0 if is_of_clicks else prior.deviation
+    base_output = float(log_odds(prior.mean)) if is_of_clicks else prior.mean
+    # Counted from the last dense column: the statistics of the task stand behind all others.
+    start_as_sum(model, {item - num_dense: weight, -statistics.width: weight}, base_output)
+
+
+def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:
+    """Raise ValueError for what needs one label that every row has: named ones may be unknown."""
+    requirements = {
+        f"algorithm.name = {algorithm!r}": learner.encoder is not None,
+        "support_features": learner.statistics.width > 0,
+        "item_features": learner.items is not None,
+    }
+    for what, is_required in requirements.items():
+        if is_required:
+            raise ValueError(
+                f"{what} reads one label that every row has, and the dataset's are "
+                f"{', '.join(names)}. Leave it out, or prepare the data with one [label]"
+            )
+
+
+def measure_inputs(features: Features) -> InputSizes:
+    """Return what a model needs to know of a dataset's columns."""
+    return InputSizes(
+        len(features.single),
+        len(features.multi),
+        len(features.dense),
+        tuple(SparseColumn(feature.name, feature.table) for feature in features.single),
+        tuple(SparseColumn(feature.name, feature.table) for feature in features.multi),
+        features.num_labels,
+    )

@@ -1,0 +1,113 @@
+"""What a run begins with: its own newest checkpoint, the weights of another run, the run on the
+increment before, or nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.optim.optimizers import OuterOptimizer
+from gmeta.distributed.ranks import Ranks
+from gmeta.runs.checkpoints.continuation import extend_lineage, find_continued_checkpoint
+from gmeta.runs.checkpoints.growth import load_into_grown_tables
+from gmeta.runs.checkpoints.lineage import Lineage, count_earlier_steps, read_lineage
+from gmeta.runs.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint
+from gmeta.runs.checkpoints.progress_file import read_about
+from gmeta.runs.checkpoints.resume import check_resumable, find_start_checkpoint
+from gmeta.runs.run_folder import RunFolder
+from gmeta.runs.run_progress import RunProgress
+from metaio.format.dataset import Dataset
+from metaio.ragged import Int64
+from metaio.stream.chain import read_reset_rows
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The checkpoint that a run begins with, if any, how, and the increments that its model is
+    trained on, that of the run included.
+    """
+
+    how: Literal["fresh", "resumed", "weights", "continued"]
+    checkpoint: Path | None
+    lineage: Lineage
+    reset_rows: dict[str, Int64]
+
+    @property
+    def told(self) -> list[str]:
+        """Return what is said of it on the screen."""
+        if self.how == "weights":
+            return [f"begins with the weights of {self.checkpoint}"]
+        if self.how == "resumed":
+            return [f"goes on from {self.checkpoint}"]
+        if self.how == "continued":
+            num_reset = sum(rows.size for rows in self.reset_rows.values())
+            reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""
+            before, own = (one.increment for one in self.lineage[-2:])
+            numbers = ", ".join(map(str, range(before + 1, own)))
+            skipped = f", without increment {numbers}" if numbers else ""
+            return [f"goes on from {self.checkpoint}{skipped}{reset}"]
+        return []
+
+    def load(
+        self,
+        config: TrainConfig,
+        sharded: DistributedModelParallel,
+        optimizer: OuterOptimizer,
+        ranks: Ranks,
+    ) -> RunProgress:
+        """Fill a fresh model and its optimizer; return where the run stands.
+
+        Raises:
+            GMetaError: the checkpoint is damaged; on every rank alike.
+            UserError: it is of another model.
+        """
+        optimizer.steps_before = count_earlier_steps(self.lineage)
+        if self.checkpoint is None:
+            return RunProgress()
+        if self.how == "resumed":
+            return load_checkpoint(self.checkpoint, sharded, optimizer, ranks)
+        if self.how == "weights":
+            load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
+        else:
+            rows = self.reset_rows
+            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
+        return RunProgress()
+
+
+def beginning_of(
+    folder: RunFolder, newest: Path | None, config: TrainConfig, dataset: Dataset
+) -> Beginning:
+    """Return what the run in `folder` begins with, whose newest checkpoint is `newest`.
+
+    Raises:
+        UserError, GMetaError: the config or the dataset does not fit it, see check_resumable,
+            find_start_checkpoint, find_continued_checkpoint.
+    """
+    if newest is not None:
+        check_resumable(folder, newest, config, dataset)
+        return Beginning("resumed", newest, read_lineage(read_about(newest)), {})
+    if start := find_start_checkpoint(config, dataset):
+        # The same data, so its increment is the last one of theirs; its steps were taken by
+        # optimizers that begin anew.
+        seen = tuple(replace(one, steps=0) for one in read_lineage(read_about(start)))
+        return Beginning("weights", start, seen or extend_lineage((), dataset), {})
+    checkpoint, before, skipped = find_continued_checkpoint(config, dataset)
+    lineage = extend_lineage(before, dataset)
+    if checkpoint is None:
+        return Beginning("fresh", None, lineage, {})
+    return Beginning("continued", checkpoint, lineage, _reset_since([*skipped, dataset]))
+
+
+def _reset_since(datasets: Sequence[Dataset]) -> dict[str, Int64]:
+    """Return the rows that mean another value since the checkpoint: also what was reused in an
+    increment that the model is not trained on."""
+    found: dict[str, Int64] = {}
+    for dataset in datasets:
+        for table, rows in read_reset_rows(dataset).items():
+            found[table] = np.union1d(found.get(table, rows), rows)
+    return found

@@ -1,0 +1,290 @@
+"""Writing checkpoints beside training: the step waits for a copy of the state in host memory, a
+thread writes it.
+
+A checkpoint appears whole or not at all: the rename of its temporary folder, after everything in
+it is on disk, is the one commit point. At most one is being written; the next waits for it.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
+
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.ranks import Ranks, gather_values, lost_contact, new_control_group
+from gmeta.errors import GMetaError, NotWrittenError
+from gmeta.platform.files.checksums import FileChecksum, describe_file
+from gmeta.platform.internals import ShardedTensor, empty_like_sharded
+from gmeta.runs.checkpoints.choice import tied_config
+from gmeta.runs.checkpoints.integrity import describe_failure
+from gmeta.runs.checkpoints.lineage import Lineage, lineage_to_json
+from gmeta.runs.checkpoints.loader import collect_state
+from gmeta.runs.checkpoints.progress_file import (
+    PROGRESS_FILE,
+    REPLACED_PREFIX,
+    TEMPORARY_PREFIX,
+    format_progress,
+)
+from gmeta.runs.checkpoints.run_mirror import RunMirror
+from gmeta.runs.run_folder import checkpoint_name, list_checkpoints
+from gmeta.runs.run_progress import RunProgress
+from metaio.format.atomic_folder import flush_to_disk
+
+
+def _do_nothing(checkpoint: Path) -> None:
+    """Do nothing after a commit, where the caller has nothing to tell."""
+
+
+class CheckpointWriter:
+    """Writes a run's checkpoints to `folder`/step-N and keeps the `run.keep_last` newest and the
+    best. All ranks make one, and call it in the same places.
+
+    `committed` is called on every rank with a checkpoint's path, by the training thread, once it
+    has that name.
+    `lineage` are the increments that the model is trained on, of which the last one is not over.
+    Without `run.checkpoint_in_background` a step waits until its checkpoint is written, and no copy
+    is made. Where the config names a mirror, that gets what is committed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sharded: DistributedModelParallel,
+        optimizer: CombinedOptimizer,
+        config: TrainConfig,
+        ranks: Ranks,
+        on_commit: Callable[[Path], None] = _do_nothing,
+        lineage: Lineage = (),
+    ) -> None:
+        self._folder = folder
+        self._mirror: RunMirror | None = None
+        self._has_mirror = bool(config.run.mirror)
+        if self._has_mirror and ranks.rank == 0:
+            self._mirror = RunMirror(config.run.mirror, Path(config.run.dir))
+        self._sharded = sharded
+        self._optimizer = optimizer
+        # Its own group: the thread's messages must not meet those of the steps.
+        self._ranks = replace(ranks, control=new_control_group())
+        self._writer = {
+            "world_size": ranks.world_size,
+            "config_digest": config.digest,
+            "config": tied_config(config),
+        }
+        self._lineage = lineage
+        self._keep_last = config.run.keep_last
+        self._keep_best = config.run.keep_best
+        self._committed = on_commit
+        self._in_background = config.run.checkpoint_in_background
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self._thread: threading.Thread | None = None
+        self._error: GMetaError | None = None
+        if ranks.rank == 0:
+            for left_over in folder.glob(f"{TEMPORARY_PREFIX}*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+
+    def save(self, progress: RunProgress, files: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it.
+
+        Waits for the checkpoint before, if that is still being written; call `finish` first to
+        know that it was committed.
+
+        Raises:
+            GMetaError: the checkpoint before could not be written.
+        """
+        self.finish()
+        self._final = self._folder / checkpoint_name(progress.step)
+        state = collect_state(self._sharded, self._optimizer)
+        if not self._in_background:
+            self._write(state, progress, files)
+            self._raise_or_commit()
+            return
+        staged = self._stage(state)
+        # A daemon: after an error the process ends, and does not wait for ranks that are gone.
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, progress, files), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def poll(self) -> None:
+        """Report on the checkpoint being written if that has ended: call `committed`, or raise.
+
+        Raises:
+            GMetaError: it could not be written; nothing of it is kept.
+        """
+        if self._thread is not None and not self.is_writing:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the one being written, if any.
+
+        Raises:
+            GMetaError: it could not be written; nothing of it is kept.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._raise_or_commit()
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error a rank may be gone, and the thread would wait for it.
+        if kind is None:
+            self.finish()
+            if self._has_mirror:
+                run_on_first(self._finish_mirror, self._ranks)
+
+    def _finish_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.finish()
+
+    def _raise_or_commit(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        self._committed(self._final)
+
+    def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the state in host memory, always in the same place: pinned for CUDA."""
+        if self._ranks.device.type == "cpu" and self._stager.state_dict_cache is None:
+            self._stager.state_dict_cache = _allocate_buffers(state)
+        return self._stager.stage(state)
+
+    def _write(
+        self, state: dict[str, Any], progress: RunProgress, files: Mapping[str, str]
+    ) -> None:
+        """Write, and leave what went wrong in `_error`, on every rank alike."""
+        final = self._final
+        temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
+        # Stays if the thread dies of something unforeseen: silence must not pass for a commit.
+        self._error = GMetaError(
+            f"checkpoint {final} cannot be written: what the traceback above says ended the "
+            "writing. Go on from the checkpoint before with --resume"
+        )
+        try:
+            run_on_first(lambda: _make_empty(temporary), self._ranks)
+            # Nothing is copied ahead: for that torch would take memory of the first GPU that it
+            # sees, which is another rank's, also where the run is on the CPU.
+            writer = FileSystemWriter(temporary, per_thread_copy_ahead=0)
+            save_shards(state, storage_writer=writer, process_group=self._ranks.control)
+            file_entries = (
+                gather_values(_describe_files(temporary, self._ranks.rank), self._ranks) or []
+            )
+            run_on_first(
+                lambda: self._commit(temporary, final, progress, files, file_entries), self._ranks
+            )
+        except (OSError, RuntimeError, CheckpointException) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._error = lost_contact(error) or NotWrittenError(
+                f"checkpoint {final} cannot be written: {describe_failure(error)}; "
+                f"{_format_free_space(self._folder)} "
+                "were free there",
+                "Free some, then go on from the checkpoint before with --resume",
+            )
+        else:
+            self._error = None
+            if self._mirror is not None:
+                self._mirror.upload(final)
+
+    def _commit(
+        self,
+        temporary: Path,
+        final: Path,
+        progress: RunProgress,
+        files: Mapping[str, str],
+        file_entries: list[dict[str, FileChecksum] | OSError],
+    ) -> None:
+        entries: dict[str, FileChecksum] = {}
+        for of_rank in file_entries:
+            if isinstance(of_rank, OSError):
+                raise of_rank
+            entries.update(of_rank)
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        # These files, and the index, were written by no rank.
+        for path in temporary.iterdir():
+            if path.name not in entries:
+                entries[path.name] = describe_file(path)
+        writer = {**self._writer, **lineage_to_json(self._lineage, progress.step)}
+        (temporary / PROGRESS_FILE).write_text(format_progress(progress, writer, entries))
+        # Files before the rename and the folder behind it: a power cut leaves all of it or nothing.
+        flush_to_disk((*temporary.iterdir(), temporary))
+        # There already where a step that was saved ends its epoch too. Put aside, not removed:
+        # until the new one has its name it may be the only checkpoint.
+        replaced = self._folder / f"{REPLACED_PREFIX}{final.name}"
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        flush_to_disk([self._folder])
+        shutil.rmtree(replaced, ignore_errors=True)
+        best = checkpoint_name(progress.best_step) if self._keep_best else ""
+        for old in list_checkpoints(self._folder)[: -self._keep_last]:
+            if old.name != best:
+                _discard(old)
+
+
+def _describe_files(folder: Path, rank: int) -> dict[str, FileChecksum] | OSError:
+    """Return the checksums of what this rank wrote, while its machine still has it in memory; or
+    the error, for rank 0 to raise: raised here, it would leave the others in a collective."""
+    try:
+        return {path.name: describe_file(path) for path in folder.glob(f"__{rank}_*")}
+    except OSError as error:
+        return error
+
+
+def _allocate_buffers(value: Any) -> Any:
+    """Return uninitialised tensors of the shapes and types in a state on the CPU.
+
+    torch's stager would make them by a deep copy: at the first checkpoint the tables would be in
+    memory three times.
+    """
+    if isinstance(value, dict):
+        return {key: _allocate_buffers(one) for key, one in value.items()}
+    if isinstance(value, ShardedTensor):
+        if not value.local_shards():
+            return value
+        return empty_like_sharded(value)
+    return torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove a checkpoint, renamed first: half of one must not pass for a checkpoint. One that
+    cannot be removed, as while another host reads it over NFS, goes at the next start."""
+    doomed = checkpoint.with_name(TEMPORARY_PREFIX + checkpoint.name)
+    with suppress(OSError):
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _format_free_space(folder: Path) -> str:
+    """Return the free space in coarse units: ranks look at different moments, and must say the
+    same."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"
+    except OSError:
+        return "an unknown number of bytes"

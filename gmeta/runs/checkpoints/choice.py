@@ -1,0 +1,111 @@
+"""Which checkpoint stands for a run, and with which config it can be used.
+
+Needs no TorchRec: a launcher checks a config in less time than importing it takes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.errors import ConfigError, GMetaError, UserError
+from gmeta.platform.files.local_paths import check_local
+from gmeta.runs.checkpoints.progress_file import read_about, read_progress
+from gmeta.runs.run_folder import (
+    STEP_FOLDER,
+    RunFolder,
+    checkpoint_name,
+    list_checkpoints,
+    parse_checkpoint_step,
+)
+
+
+def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
+    """Return the checkpoint that stands for a run: of its best validation if it stops early, else
+    the newest; None if there is none.
+    """
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return None
+    if config.run.early_stop_patience:
+        best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
+        if best in checkpoints:
+            return best
+    return checkpoints[-1]
+
+
+def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
+    """Return the run and the checkpoint that the config's `key` names: for a run folder, the one
+    that stands for it.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    check_local(key, named)
+    path = Path(named)
+    if STEP_FOLDER.fullmatch(path.name):
+        # runs/demo/checkpoints/step-00000400
+        folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
+    else:
+        folder = RunFolder(path)
+        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
+    if found is None:
+        raise UserError(
+            f"{key} = {named!r} has no checkpoint: a run folder that has one, or one of "
+            "its checkpoints is needed. Correct it, or leave it empty"
+        )
+    return folder, found
+
+
+def best_not_kept(run: RunFolder) -> str:
+    """Return the line that says that the newest checkpoint stands for a run that stops early,
+    because the best was not kept; "" where it was, or there is none.
+    """
+    config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
+    if not (config.run.early_stop_patience and checkpoints):
+        return ""
+    best_step = read_progress(checkpoints[-1]).best_step
+    if not best_step or run.checkpoints / checkpoint_name(best_step) in checkpoints:
+        return ""
+    why = "" if config.run.keep_best else " (run.keep_best = false)"
+    return (
+        f"run {run.root}: the checkpoint of the best validation, at step {best_step}, is not kept"
+        f"{why}; the newest, of step {parse_checkpoint_step(checkpoints[-1])}, stands for the run"
+    )
+
+
+def check_config(path: Path, config: TrainConfig) -> None:
+    """Compare the config's inputs, model, algorithm and loss with those that a checkpoint was
+    trained with. One of an older release does not say them, and passes unchecked.
+
+    Raises:
+        UserError: one differs.
+        GMetaError: the checkpoint was trained with something that this release does not have.
+    """
+    told = read_about(path).get("config")
+    if told is None:
+        return
+    try:
+        # Through the settings: a later release may have keys beyond, with defaults.
+        before = tied_config(config_from_dict(told))
+    except ConfigError as error:
+        raise GMetaError(
+            f"checkpoint {path} was trained with what this release does not have ({error}). "
+            "Use the release that wrote it"
+        ) from error
+    for section, now in tied_config(config).items():
+        for key, value in now.items():
+            if value != before[section][key]:
+                raise UserError(
+                    f"{section}.{key} = {value!r}, but checkpoint {path} was trained with "
+                    f"{before[section][key]!r}, and its weights mean nothing with another. Set it "
+                    "as it was, or train a new run, which may begin with run.start_from"
+                )
+
+
+def tied_config(config: TrainConfig) -> dict[str, Any]:
+    """Return what a checkpoint's weights mean nothing without: inputs, model, inner loop, loss."""
+    saved = config.to_json()
+    sections = ("support_features", "item_features", "model", "algorithm")
+    tied = {section: saved[section] for section in sections}
+    tied["labels"] = {key: saved["labels"][key] for key in ("loss", "adapt", "entire_space")}
+    return {**tied, "outer": {key: saved["outer"][key] for key in ("loss", "huber_delta")}}

@@ -1,0 +1,189 @@
+"""What a run on the next increment of a stream goes on from, and what it must have in common with
+the run before it.
+
+It goes on only where the increment names the last one of the checkpoint's lineage as its parent, or
+leads to it over increments that are skipped on purpose: then none was left out by chance, none is
+trained twice, and ids mean what they meant.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from gmeta.config.train_config import ADAGRADS, OuterConfig, TrainConfig
+from gmeta.errors import ConfigError, UserError
+from gmeta.runs.checkpoints.choice import check_config, named_checkpoint
+from gmeta.runs.checkpoints.lineage import (
+    Lineage,
+    TrainedIncrement,
+    describe_increments,
+    read_lineage,
+)
+from gmeta.runs.checkpoints.progress_file import read_about, read_progress
+from gmeta.runs.checkpoints.resume import find_changed_optimizer_keys
+from gmeta.runs.early_stop import make_early_stop
+from gmeta.runs.run_folder import RunFolder, list_checkpoints
+from metaio.format.dataset import Dataset
+from metaio.stream.chain import find_earlier_increment
+
+
+def find_continued_checkpoint(
+    config: TrainConfig, dataset: Dataset
+) -> tuple[Path | None, Lineage, list[Dataset]]:
+    """Return the checkpoint that a new run goes on from, None if `run.continue_from` is empty, the
+    increments that it was trained on, and those that are skipped on the way to `dataset`.
+
+    Raises:
+        UserError: there is no checkpoint, its run is not over, `dataset` is not the increment after
+            its last, apart from those skipped, or the config is of another model or optimizer.
+        ConfigError: a discount of sums that do not exist; increments to skip, and no run to go on
+            from.
+        GMetaError: the checkpoint is damaged.
+        FormatError: a skipped increment is damaged.
+    """
+    named, skip = config.run.continue_from, config.run.skip_increments
+    if not named:
+        if skip:
+            raise ConfigError(
+                f"run.skip_increments = {list(skip)} has no effect without run.continue_from: a "
+                "model that begins anew is trained on data.increment alone. Leave it out"
+            )
+        return None, (), []
+    _check_discount(config.outer)
+    folder, checkpoint = named_checkpoint("run.continue_from", named)
+    lineage = read_lineage(read_about(checkpoint))
+    skipped = find_skipped_increments(lineage, dataset, skip, checkpoint)
+    check_config(checkpoint, config)
+    before = folder.read_config()
+    if folder.root == Path(named):
+        _check_finished(folder, before)
+    _check_same_training(folder, before, config)
+    return checkpoint, lineage, skipped
+
+
+def extend_lineage(before: Lineage, dataset: Dataset) -> Lineage:
+    """Return the lineage of a model that is trained on `dataset` next; empty where that stands
+    alone."""
+    place = dataset.manifest.stream
+    if place is None:
+        return ()
+    position = TrainedIncrement(place.stream, place.increment, dataset.fingerprint, 0)
+    return (*before, position)
+
+
+def find_skipped_increments(
+    lineage: Lineage, dataset: Dataset, skip: Collection[int], checkpoint: Path
+) -> list[Dataset]:
+    """Return the increments between the last of a checkpoint's lineage and `dataset`, newest first:
+    exactly those of the numbers `skip`, as the model is trained on none of them.
+
+    Raises:
+        UserError: the checkpoint or the dataset is of no stream, or an increment was skipped that
+            is not in `skip`, is there already, comes out of order, or is of another stream; or
+            `skip` names one that does not stand between.
+        FormatError: one of them is damaged.
+    """
+    place = dataset.manifest.stream
+    if place is None:
+        raise UserError(
+            f"dataset {dataset.url} is no increment of a stream, and run.continue_from goes on to "
+            "the next increment alone. Make one with gmeta prepare --extend, or begin with the "
+            "weights on the same data: run.start_from"
+        )
+    if not lineage:
+        raise UserError(
+            f"checkpoint {checkpoint} was trained on no increment of a stream: increment "
+            f"{place.increment} of {dataset.url} cannot follow it. Name a run that was"
+        )
+    last, number, parent = lineage[-1], place.increment, place.parent
+    skipped: list[Dataset] = []
+    while parent != last.fingerprint and number - 1 in skip and number - 1 > last.increment:
+        before = find_earlier_increment(dataset, len(skipped) + 1)
+        if before is None or before.manifest.stream is None or before.fingerprint != parent:
+            break
+        skipped.append(before)
+        number, parent = number - 1, before.manifest.stream.parent
+    if parent != last.fingerprint:
+        raise UserError(
+            f"increment {place.increment} of {dataset.url} "
+            f"{_explain_gap(lineage, dataset, number, parent)}; checkpoint {checkpoint} was "
+            "trained on "
+            f"{describe_increments(lineage)}. Set data.increment to {last.increment + 1} of that "
+            "stream"
+        )
+    unused = sorted(set(skip) - set(range(number, place.increment)))
+    if unused:
+        raise UserError(
+            f"run.skip_increments = {sorted(skip)} names increment "
+            f"{', '.join(map(str, unused))}, which does not stand between increment "
+            f"{last.increment}, the last of {checkpoint}, and {place.increment} of {dataset.url}. "
+            "Leave it out"
+        )
+    return skipped
+
+
+def _explain_gap(lineage: Lineage, dataset: Dataset, number: int, parent: str) -> str:
+    """Return what is wrong with an increment that does not lead back to the last of a lineage:
+    going back from it over those that are skipped ends at increment `number`, whose `parent` is
+    another."""
+    place, last = dataset.manifest.stream, lineage[-1]
+    assert place is not None
+    if place.stream != last.stream:
+        return f"is of another stream, {place.stream}"
+    if any(one.fingerprint == dataset.fingerprint for one in lineage):
+        return "was trained on already"
+    if place.increment <= last.increment:
+        return "comes out of order"
+    if number > last.increment + 1:
+        skipped = ", ".join(map(str, range(last.increment + 1, number)))
+        return f"skips increment {skipped}, which run.skip_increments does not name"
+    return (
+        f"follows another increment {last.increment} (fingerprint {parent[:12]}, the "
+        f"checkpoint's is {last.fingerprint[:12]})"
+    )
+
+
+def _check_discount(outer: OuterConfig) -> None:
+    """Refuse a discount that would change nothing: neither optimizer keeps Adagrad's sums."""
+    kinds = (outer.dense_optimizer, outer.sparse_optimizer)
+    if outer.adagrad_decay < 1.0 and not set(kinds) & set(ADAGRADS):
+        raise ConfigError(
+            f"outer.adagrad_decay = {outer.adagrad_decay:g}, but neither outer.dense_optimizer = "
+            f"{kinds[0]!r} nor outer.sparse_optimizer = {kinds[1]!r} keeps sums of squares. Leave "
+            "it 1, or choose one of Adagrad's kinds"
+        )
+
+
+def _check_finished(folder: RunFolder, config: TrainConfig) -> None:
+    """Refuse a run that has not seen all of its increment: the next one would leave out the rest.
+    Whoever names one of its checkpoints instead has chosen so."""
+    progress = read_progress(list_checkpoints(folder.checkpoints)[-1])
+    run = config.run
+    if not (
+        progress.epoch >= run.epochs
+        or 0 < run.max_steps <= progress.step
+        or make_early_stop(config).is_over(progress)
+    ):
+        raise UserError(
+            f"run.continue_from = {str(folder.root)!r} is not over: it stands at step "
+            f"{progress.step}, in epoch {progress.epoch + 1} of {run.epochs}. Let it end, with "
+            "--resume if it was stopped, or name one of its checkpoints"
+        )
+
+
+def _check_same_training(folder: RunFolder, before: TrainConfig, now: TrainConfig) -> None:
+    """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
+    new rows other values than the old ones began with."""
+    previous, requested = before.by_key(), now.by_key()
+    optimizers = find_changed_optimizer_keys(before.outer, now.outer)
+    for key in (
+        "outer.loss",
+        *(f"outer.{name}" for name in optimizers),
+        "outer.embedding_init_std",
+        "run.seed",
+    ):
+        if previous[key] != requested[key]:
+            raise UserError(
+                f"{key} = {requested[key]!r}, but run {folder.root}, which run.continue_from "
+                f"goes on from, was trained with {previous[key]!r}: weights, optimizer state "
+                "and new rows would not belong together. Set it as it was"
+            )

@@ -1,0 +1,115 @@
+"""A checkpoint in tables that have grown since: old rows and their optimizer state as they were,
+new rows as if they had always been there.
+
+A row that means another value from now on begins anew: its initial value, no momentum.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
+
+from gmeta.config.train_config import ADAGRADS, OuterConfig
+from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import TABLES_PREFIX, local_learner
+from gmeta.distributed.tables.table_names import table_of_weight
+from gmeta.platform.internals import ShardedTensor
+from gmeta.runs.checkpoints.loader import collect_state, load_checkpoint
+from metaio.ragged import Int64
+
+_ROWS_AT_ONCE = 65_536
+
+
+def load_into_grown_tables(
+    path: Path,
+    sharded: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    ranks: Ranks,
+    outer: OuterConfig,
+    reset_rows: Mapping[str, Int64],
+) -> None:
+    """Fill a fresh model and its optimizer from a checkpoint whose tables may have fewer rows; any
+    number of ranks may have written it. Rows in `reset_rows` (by table), and those beyond the
+    checkpoint's, stay as they are. Adagrad's sums are discounted as `outer` says.
+
+    Raises:
+        GMetaError: the checkpoint is incomplete or damaged; on every rank alike.
+        UserError: it is whole, and of another model, or of larger tables.
+    """
+    fresh = [
+        (part, rows, part[rows].clone())
+        for table, first_row, part in _iterate_table_parts(sharded, optimizer)
+        if (rows := _select_rows(reset_rows.get(table), first_row, len(part))).numel()
+    ]
+    load_checkpoint(path, sharded, optimizer, ranks, tables_may_grow=True)
+    with torch.no_grad():
+        for values in _iterate_adagrad_sums(sharded, optimizer, outer):
+            decay_sums(values, outer.adagrad_decay, outer.adagrad_floor)
+        # Loading wrote the old values there: back to what the fresh model and its optimizer had.
+        for part, rows, values in fresh:
+            part[rows] = values
+
+
+def decay_sums(sums: Tensor, decay: float, floor: float) -> None:
+    """Multiply Adagrad's sums of squares by `decay`, in place; none falls below `floor` that was
+    not below it already: max(decay s, min(s, floor)).
+
+    Without it the rates of rows that are seen every day fall for ever (DeepRec's AdagradDecay does
+    the same by steps, from a first value above 0).
+    """
+    if decay == 1.0:
+        return
+    # Some rows at a time: a second table's worth of memory may not be there.
+    for part in sums.split(_ROWS_AT_ONCE) if sums.dim() else [sums]:
+        torch.maximum(part * decay, part.clamp(max=floor), out=part)
+
+
+def _iterate_table_parts(
+    sharded: DistributedModelParallel, optimizer: CombinedOptimizer
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (table, first row, values) of each part of a table, and of what its optimizer and the
+    statistics of items keep of its rows, that this rank holds: the live tensors."""
+    state = collect_state(sharded, optimizer)
+    kept = state.get("optimizer", {}).get("state", {})
+    for name, weight in state["model"].items():
+        if not name.startswith(TABLES_PREFIX):
+            continue
+        table = table_of_weight(name)
+        for value in (weight, *kept.get(name, {}).values()):
+            for first_row, part in _list_local_parts(value):
+                yield table, first_row, part
+    if (items := local_learner(sharded).learner.items) is not None:
+        yield from ((table, 0, values) for table, values in items.table_buffers())
+
+
+def _iterate_adagrad_sums(
+    sharded: DistributedModelParallel, optimizer: CombinedOptimizer, outer: OuterConfig
+) -> Iterator[Tensor]:
+    """Yield the sums of squares that this rank holds, of tables and layers."""
+    for name, kept in (
+        collect_state(sharded, optimizer).get("optimizer", {}).get("state", {}).items()
+    ):
+        is_table = name.startswith(TABLES_PREFIX)
+        kind = outer.sparse_optimizer if is_table else outer.dense_optimizer
+        for key, value in kept.items() if kind in ADAGRADS else ():
+            if is_table or key == "sum":  # beside it torch counts its steps
+                yield from (part for _, part in _list_local_parts(value))
+
+
+def _list_local_parts(value: Tensor | ShardedTensor) -> list[tuple[int, Tensor]]:
+    """Return (first row, values) of what this rank holds of a tensor over rows."""
+    if isinstance(value, ShardedTensor):
+        return [(one.metadata.shard_offsets[0], one.tensor) for one in value.local_shards()]
+    return [(0, value)]
+
+
+def _select_rows(rows: Int64 | None, first_row: int, num_rows: int) -> Tensor:
+    """Return which of `rows` fall into a part of `num_rows` from `first_row` on, counted from
+    there."""
+    # This rank holds a range of the table's rows, or a part of its columns.
+    own = np.zeros(0, np.int64) if rows is None else rows - first_row
+    return torch.from_numpy(own[(own >= 0) & (own < num_rows)])

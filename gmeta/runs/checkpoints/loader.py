@@ -1,0 +1,129 @@
+"""How a checkpoint of a sharded run is loaded, and what one holds.
+
+Any world size reads what any other wrote.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from gmeta.distributed.collective_errors import run_on_all
+from gmeta.distributed.ranks import Ranks, broadcast_value, lost_contact
+from gmeta.distributed.sharded_learner import TABLES_PREFIX
+from gmeta.errors import GMetaError, UserError
+from gmeta.runs.checkpoints.index import IndexedReader, fit_grown_index
+from gmeta.runs.checkpoints.integrity import DAMAGE, check_files, describe_failure, first_failure
+from gmeta.runs.checkpoints.progress_file import (
+    FALL_BACK,
+    read_about,
+    read_file_entries,
+    read_progress,
+)
+from gmeta.runs.run_progress import RunProgress
+
+# What algorithms learn beside the model: weights to begin with may be of a run without.
+PARTS_OF_ALGORITHMS = ("learner.encoder.", "learner.generator.", "learner.rates.")
+# What has a row for each id: weights, what an optimizer keeps of them, statistics of items.
+_TABLE_KEYS = (
+    f"model.{TABLES_PREFIX}",
+    f"optimizer.state.{TABLES_PREFIX}",
+    "model.learner.items.",
+)
+
+
+def load_checkpoint(
+    path: Path,
+    sharded: DistributedModelParallel,
+    optimizer: CombinedOptimizer | None,
+    ranks: Ranks,
+    may_lack: tuple[str, ...] = (),
+    tables_may_grow: bool = False,
+) -> RunProgress:
+    """Fill the model, and the optimizer if given, from a checkpoint; any number of ranks may have
+    written it. Tensors of the model whose names begin with one of `may_lack` stay as they are where
+    it has none of their name; with `tables_may_grow` so do rows of tables beyond those it has.
+
+    Raises:
+        GMetaError: the folder is incomplete or damaged; on every rank alike.
+        UserError: it is whole, and of another model.
+    """
+    if optimizer is not None:
+        # torch makes it at the first step, and only what is there can be filled.
+        _initialise_optimizer_state(optimizer)
+    state = collect_state(sharded, optimizer)
+    path = broadcast_checkpoint(path, ranks)
+    # Each rank its share: all of it is read once, whatever their number.
+    run_on_all(lambda: check_files(path, ranks.rank, ranks.world_size), ranks)
+    progress = read_progress(path)
+    try:
+        reader = IndexedReader(path)
+        there = reader.index.state_dict_metadata
+        model = {
+            name: value
+            for name, value in state["model"].items()
+            if f"model.{name}" in there or not name.startswith(may_lack)
+        }
+        wanted = {**state, "model": model}
+        if tables_may_grow:
+            reader.index = fit_grown_index(reader.index, wanted, _TABLE_KEYS)
+        load_shards(wanted, storage_reader=reader, process_group=ranks.control)
+    except DAMAGE as error:
+        if lost := lost_contact(error):
+            raise lost from error
+        reason = describe_failure(error).rstrip(".")
+        # The checksums held a moment ago, so what does not fit is the config.
+        if read_file_entries(read_about(path)) and not isinstance(first_failure(error), OSError):
+            # It is what was written: to remove it would lose a good checkpoint.
+            remedy = (
+                "Set model and algorithm as they were in the run that wrote it"
+                if optimizer is None
+                else "Set model, algorithm and outer as they were in the run that wrote it, or "
+                "choose another run.dir"
+            )
+            raise UserError(
+                f"checkpoint {path} does not fit the config: {reason}. {remedy}"
+            ) from error
+        raise GMetaError(
+            f"checkpoint {path} cannot be loaded: {reason}. It must come from a run of the same "
+            f"model on the same dataset. {FALL_BACK}"
+        ) from error
+    # The live tensors were filled in place; this has the modules hear of it.
+    sharded.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(optimizer.state_dict())  # filled in place
+    return progress
+
+
+def broadcast_checkpoint(path: Path, ranks: Ranks) -> Path:
+    """Return the checkpoint that rank 0 chose: if the run trains meanwhile, another rank may have
+    found a newer one, and the model would be half of each. Collective.
+    """
+    return path.with_name(broadcast_value(path.name, ranks))
+
+
+def collect_state(
+    sharded: DistributedModelParallel, optimizer: CombinedOptimizer | None
+) -> dict[str, Any]:
+    """Return what a checkpoint saves: the live tensors, not copies."""
+    state: dict[str, Any] = {"model": sharded.state_dict()}
+    kept = optimizer.state_dict()["state"] if optimizer is not None else {}
+    # What has no state, as a table under SGD, has an empty entry on some ranks: it would be one
+    # more key, which the other ranks did not write.
+    if filled := {name: own for name, own in kept.items() if own}:
+        state["optimizer"] = {"state": filled}
+    return state
+
+
+def _initialise_optimizer_state(optimizer: CombinedOptimizer) -> None:
+    """Make the layers' optimizer hold all the state it will have, so that a checkpoint can fill it.
+
+    torch's optimizers create state at their first step: this takes one with zero gradients. It may
+    move the layers (weight decay), so load them afterwards.
+    """
+    for _, part in optimizer.optimizers:
+        if isinstance(part, KeyedOptimizerWrapper):
+            part.init_state()
+            part.zero_grad()

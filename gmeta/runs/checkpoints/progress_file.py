@@ -1,0 +1,104 @@
+"""progress.json of a checkpoint: how far the run was, with which model, algorithm and loss, and the
+checksums of all other files and its own.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from gmeta.errors import GMetaError
+from gmeta.platform.files.checked_json import read_json
+from gmeta.platform.files.checksums import FileChecksum, parse_entries
+from gmeta.runs.checkpoints.lineage import read_lineage
+from gmeta.runs.run_progress import RunProgress
+from metaio.format.manifest import add_checksum, compute_checksum
+
+PROGRESS_FILE = "progress.json"
+TEMPORARY_PREFIX = "tmp-"  # of a folder that is being written
+REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of one that a new one of its step replaces
+FALL_BACK = "Remove it to fall back to the one before"
+
+
+def read_progress(path: Path) -> RunProgress:
+    """Return where in its run a checkpoint stands.
+
+    Raises:
+        GMetaError: its progress.json is missing or broken.
+    """
+    about = read_about(path)
+    return RunProgress(**{item.name: about[item.name] for item in fields(RunProgress)})
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's progress.json: where it stands, who wrote it, what its files are.
+
+    Raises:
+        GMetaError: the file is missing or broken.
+    """
+    try:
+        about = read_json(path / PROGRESS_FILE)
+        checksum = about.pop("checksum", None)
+        # Older releases wrote neither.
+        if (checksum or "files" in about) and checksum != compute_checksum(about):
+            raise ValueError("it does not match its own checksum")
+        # None has a default: a step that is missing would be taken for the first.
+        for item in fields(RunProgress):
+            _check_number(item.name, about[item.name])
+        _check_number("world_size", about.get("world_size", 1))
+        if not isinstance(about.get("config", {}), dict):
+            raise ValueError("its config is not an object")
+        parse_entries(about.get("files", {}))
+        read_lineage(about)
+    except (OSError, ValueError, LookupError) as error:
+        check_exists(path)
+        raise GMetaError(
+            f"checkpoint {path} cannot be loaded: its {PROGRESS_FILE} is missing or broken "
+            f"({error!r}). {FALL_BACK}"
+        ) from error
+    return about
+
+
+def check_exists(path: Path) -> None:
+    """Raise GMetaError where a checkpoint is gone: a run that trains removes its older ones."""
+    if not path.exists():
+        raise GMetaError(
+            f"checkpoint {path} is gone: a run that trains keeps the newest alone, as many as "
+            "run.keep_last says. Give the command again, which takes a newer one"
+        )
+
+
+def _check_number(name: str, value: Any) -> None:
+    if name == "best_score":
+        if value is not None and type(value) not in (int, float):
+            raise ValueError(f"{name} is {value!r:.60}, not a number")
+    elif type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} is {value!r:.60}, not a count")
+
+
+def format_progress(
+    progress: RunProgress, writer: Mapping[str, Any], files: Mapping[str, FileChecksum]
+) -> str:
+    """Return the text of progress.json: where the checkpoint stands, who the `writer` was, and the
+    checkpoint's other files."""
+    listed = {name: asdict(entry) for name, entry in files.items()}
+    return json.dumps(add_checksum({**asdict(progress), **writer, "files": listed}))
+
+
+def read_file_entries(about: Mapping[str, Any]) -> dict[str, FileChecksum]:
+    """Return sizes and checksums of a checkpoint's files but progress.json; none for what an older
+    release wrote."""
+    return parse_entries(about.get("files", {}))
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give a checkpoint its name back, if its writer was killed while putting another in its place.
+
+    One process calls it, before any lists the checkpoints.
+    """
+    for put_aside in folder.glob(f"{REPLACED_PREFIX}*"):
+        final = folder / put_aside.name.removeprefix(REPLACED_PREFIX)
+        # Else the new one has its name, and this one goes with all that was left over.
+        if not final.exists():
+            put_aside.rename(final)

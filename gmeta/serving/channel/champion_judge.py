@@ -1,0 +1,261 @@
+"""Whether a candidate may take the champion's place: scored on the same rows of tasks that neither
+was trained on, the difference paired task by task.
+
+A candidate is promoted where its predictions are finite, their mean (for clicks only) is the
+labels' within 10 %, or nearer to it than the champion's, and its loss is at most a margin worse at
+95 %: a test of non-inferiority (Walker & Nowacki 2011, Understanding Equivalence and Noninferiority
+Testing). Of equal models 5 % are refused at most where the interval
+is 0.54 of the margin to either side: P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05; so earlier windows are
+added until it is.
+
+Shape suffixes: N rows, T tasks, B resamples.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
+from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
+from gmeta.metrics.scores import split_terms
+from gmeta.metrics.terms import Terms, sum_T
+from gmeta.serving.channel.gate_predictions import Predicted, predict_gate
+from gmeta.serving.model_loader import load
+from metaio.format.dataset import Dataset
+from metaio.quantities import format_count
+from metaio.stream.chain import find_earlier_increment
+
+CALIBRATION = (0.9, 1.1)
+MARGIN_SHARE = 0.01  # of the champion's loss
+NARROW = 0.54
+TINY = 1e-12  # of a calibration, whose logarithm tells how far it is from 1
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number with its 95 % interval over tasks; None where there is none."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided, and by what. `difference` is the champion's loss minus the candidate's:
+    positive where the candidate is better."""
+
+    promote: bool
+    reasons: Sequence[str]
+    metric: str
+    num_tasks: int
+    num_rows: int
+    windows: int
+    margin: float | None
+    difference: Measure | None
+    calibration: Measure | None
+    candidate: dict[str, float | None]
+    champion: dict[str, float | None] = field(default_factory=dict)
+    champion_version: int | None = None
+    model: str = ""  # the checksum of the candidate
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; a number that is not finite is None."""
+        return {"verdict": "promote" if self.promote else "refuse", **asdict(self)}
+
+
+def judge(
+    candidate: Path,
+    champion: Path | None,
+    datasets: Callable[[int], Dataset | None],
+    split: str,
+    margin: float | None = None,
+    pool: int = 0,
+) -> Verdict:
+    """Return the verdict on an exported model against another, on the query rows of the split of
+    `datasets(0)`; where they are too few to tell a margin, also of `datasets(1)` and so on, at most
+    `pool`, until there is none. Without a champion there is nothing to compare with. A window that
+    has no task in the split says nothing; if none has, the model is refused.
+
+    Raises:
+        UserError: a dataset has no such split, or other columns.
+        GMetaError: a model is damaged.
+    """
+    served = load(candidate)
+    # Its checksums were checked by whoever found it: it serves.
+    against = None if champion is None else load(champion, verify=False)
+    scoring = served.config.judged_scoring
+    metric = loss_metric(scoring.loss)
+    ours: list[Predicted] = []
+    theirs: list[Predicted] = []
+    compared = _Compared(scoring, metric, margin)
+    for window in range(pool + 1):
+        dataset = datasets(window)
+        if dataset is None:
+            break
+        if split in dataset.splits and not dataset.splits[split].num_episodes:
+            continue
+        ours.append(predict_gate(served, candidate, dataset, split))
+        if against is None or champion is None:
+            break
+        theirs.append(predict_gate(against, champion, dataset, split))
+        # Windows are added by the width of the interval, never by where it lies: looking at the
+        # difference and going on would promote by chance.
+        if not _finite(ours) or not _finite(theirs) or compared.is_narrow(ours, theirs):
+            break
+    if not ours:
+        return refused(
+            f"there is no task in split {split!r}, nor in that of earlier windows (pool {pool}): "
+            "nothing to judge by"
+        )
+    return compared.verdict(ours, theirs)
+
+
+def refused(why: str) -> Verdict:
+    """Return the verdict on a model of which nothing was predicted: one that cannot even be
+    exported, as its weights ran away, or for which there is no task."""
+    return Verdict(False, [why], "", 0, 0, 0, None, None, None, {})
+
+
+def windows_before(newest: Dataset) -> Callable[[int], Dataset | None]:
+    """Return a function to get datasets: for 0 `newest`, for 1 the increment before it in its
+    stream, and so on; None where there is no more."""
+    return lambda back: find_earlier_increment(newest, back) if back else newest
+
+
+@dataclass(frozen=True)
+class _Compared:
+    scoring: Scoring
+    metric: str
+    margin: float | None
+
+    def is_narrow(self, ours: list[Predicted], theirs: list[Predicted]) -> bool:
+        """Return whether the rows can tell a difference of the margin's size from none."""
+        interval, champion = self._difference(ours, theirs)
+        widest = NARROW * self._margin(champion)
+        return not interval.reason and (interval.high - interval.low) / 2 <= widest
+
+    def _margin(self, champion: Terms) -> float:
+        # Of the champion's loss: a share means the same for clicks as for ratings.
+        return MARGIN_SHARE * champion.value if self.margin is None else self.margin
+
+    def _difference(self, ours: list[Predicted], theirs: list[Predicted]) -> tuple[Interval, Terms]:
+        candidate, champion = self._terms(ours)[self.metric], self._terms(theirs)[self.metric]
+        values_MB = bootstrap([champion, candidate])
+        # Both by the same resamples, so the tasks' own difficulty cancels out; rounded, so that
+        # equal models differ by 0.
+        difference_B = np.round(values_MB[0] - values_MB[1], 12)
+        return percentile_interval(difference_B, champion.num_tasks), champion
+
+    def _terms(self, predicted: list[Predicted]) -> dict[str, Terms]:
+        names = {
+            "probability": ["auc", "logloss"],
+            "rating": ["mae", "rmse"],
+            "score": ["ndcg@10", "gauc", self.metric],
+        }[predicted_by(self.scoring.loss)]
+        return split_terms(*_joined(predicted), self.scoring, names)
+
+    def verdict(self, ours: list[Predicted], theirs: list[Predicted]) -> Verdict:
+        """Return what follows from the predictions of both."""
+        reasons: list[str] = []
+        candidate = self._terms(ours)
+        label_N, prediction_N, task_N = _joined(ours)
+        is_finite = _finite(ours)
+        if not is_finite:
+            count = int(np.count_nonzero(~np.isfinite(prediction_N)))
+            reasons.append(f"{count:,} of {prediction_N.size:,} predictions are not finite")
+        calibration = None
+        if is_finite and self.scoring.loss == "bce":
+            calibration, why = _calibration(label_N, prediction_N, task_N)
+            # One that is nearer to 1 than the champion's is no reason to keep the champion.
+            reasons += [] if theirs and _is_nearer(calibration, *_joined(theirs)) else why
+        difference, margin, champion = None, None, {}
+        if theirs and is_finite and _finite(theirs):
+            interval, terms = self._difference(ours, theirs)
+            margin = self._margin(terms)
+            value = terms.value - candidate[self.metric].value
+            difference = _measure(value, interval)
+            champion = _values(self._terms(theirs))
+            if interval.reason:
+                reasons.append(f"{self.metric} cannot be compared: {interval.reason}")
+            elif interval.low < -margin:
+                reasons.append(
+                    f"{self.metric} may be worse by {-interval.low:.4g}, the margin is {margin:.4g}"
+                    f" ({'worse' if interval.high < 0 else 'noise'}: better by {value:.4g}, 95 % "
+                    f"{interval.low:.4g} to {interval.high:.4g}, over "
+                    f"{format_count(terms.num_tasks, 'task')} of "
+                    f"{format_count(len(ours), 'window')})"
+                )
+        return Verdict(
+            promote=not reasons,
+            reasons=reasons,
+            metric=self.metric,
+            num_tasks=len(np.unique(task_N)),
+            num_rows=task_N.size,
+            windows=len(ours),
+            margin=margin,
+            difference=difference,
+            calibration=calibration,
+            candidate=_values(candidate),
+            champion=champion,
+        )
+
+
+def _calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure, list[str]]:
+    """Return the mean prediction over the mean label, and why it is refused, if it is: the whole
+    interval, or the value where there is none, lies outside the bounds."""
+    _, code_N = np.unique(task_N, return_inverse=True)
+    num_tasks = int(code_N.max()) + 1
+    label_T, prediction_T = (sum_T(one, code_N, num_tasks) for one in (label_N, prediction_N))
+    if not label_T.sum():
+        return Measure(None, None, None), ["no gate row has a positive label: nothing to judge by"]
+    value = float(prediction_T.sum() / label_T.sum())
+    # Every task is drawn, also one without a positive label.
+    (values_B,) = bootstrap([Terms(value, prediction_T, label_T)])
+    interval = percentile_interval(values_B, num_tasks)
+    low, high = (value, value) if interval.reason else (interval.low, interval.high)
+    ends = f"it {interval.reason}" if interval.reason else f"95 % {low:.3g} to {high:.3g}"
+    told = []
+    if high < CALIBRATION[0] or low > CALIBRATION[1]:
+        told = [
+            f"predictions are {value:.3g} of the labels on average ({ends}), allowed are "
+            f"{CALIBRATION[0]} to {CALIBRATION[1]}"
+        ]
+    return _measure(value, interval), told
+
+
+def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: Any) -> bool:
+    """Return whether a calibration is nearer to 1 than that of these predictions."""
+    champion = _calibration(label_N, prediction_N, task_N)[0].value
+    if calibration.value is None or champion is None:
+        return False
+    return abs(math.log(max(calibration.value, TINY))) < abs(math.log(max(champion, TINY)))
+
+
+def _joined(predicted: list[Predicted]) -> tuple[Any, Any, Any]:
+    """Return label_N, prediction_N and task_N of all windows; a task in several of them is one."""
+    names = ("label_N", "prediction_N", "task_N")
+    label_N, prediction_N, task_N = (
+        np.concatenate([getattr(one, name) for one in predicted]) for name in names
+    )
+    return label_N, prediction_N, task_N
+
+
+def _finite(predicted: list[Predicted]) -> bool:
+    return all(np.isfinite(one.prediction_N).all() for one in predicted)
+
+
+def _values(terms: dict[str, Terms]) -> dict[str, float | None]:
+    return {name: _number(one.value) for name, one in terms.items()}
+
+
+def _measure(value: float, interval: Interval) -> Measure:
+    return Measure(_number(value), _number(interval.low), _number(interval.high))
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

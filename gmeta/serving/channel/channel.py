@@ -1,0 +1,403 @@
+"""A channel: the versions of one model in a folder, which of them is served, and every verdict.
+
+versions/00000013/ is a full export or a delta, and never changes; current.json names the one that
+is served, and is replaced whole once what it names is on the disk; promotions.jsonl says what
+happened.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.atomic_write import write_atomically
+from gmeta.platform.files.checked_json import json_object
+from gmeta.platform.files.local_paths import link_or_copy
+from gmeta.serving.channel.model_version import (
+    Chain,
+    Parent,
+    Version,
+    check_version,
+    checked_content,
+    copy_version,
+    description_of,
+    model_checksum,
+    model_config,
+    read_version,
+)
+from gmeta.serving.exported_folder import ExportedConfig, new_folder
+from metaio.format.atomic_folder import lock_writer
+from metaio.format.checked_json import write_checked_json
+
+POINTER = "current.json"
+POINTER_FORMAT = "gmeta-channel"
+VERSIONS = "versions"
+PROMOTIONS = "promotions.jsonl"
+PROMOTED, ROLLED_BACK, REFUSED = "promoted", "rolled back", "refused"
+
+
+@dataclass(frozen=True)
+class Current:
+    """What current.json says: the version that is served, since when, and by what verdict."""
+
+    number: int
+    checksum: str
+    action: str
+    at: str
+    verdict: Mapping[str, Any] | None
+
+    @property
+    def parent(self) -> Parent:
+        """Return the version as the parent of the next one."""
+        return Parent(self.number, self.checksum)
+
+    @property
+    def since_s(self) -> float:
+        """Return when it was promoted, in seconds since 1970."""
+        return datetime.fromisoformat(self.at).timestamp()
+
+
+def current_of(content: bytes, name: str, channel: str) -> Current:
+    """Return what a pointer's content says; `name` and `channel` are for messages.
+
+    Raises:
+        GMetaError: it was altered.
+    """
+    remedy = f"Run: gmeta rollback {channel} --to N"
+    body = checked_content(content, name, POINTER_FORMAT, remedy)
+    try:
+        at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
+        found = Current(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
+        datetime.fromisoformat(at)
+    except (LookupError, TypeError, ValueError) as error:
+        raise GMetaError(f"{name} names no version ({error!r:.100}). {remedy}") from error
+    return found
+
+
+def is_channel(path: Path) -> bool:
+    """Return whether a folder is a channel, be it one whose pointer is damaged."""
+    return (path / POINTER).is_file() or (path / VERSIONS).is_dir()
+
+
+class Channel:
+    """A channel on this machine, or in a folder that all machines mount."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def current(self) -> Current | None:
+        """Return what is served; None where nothing was promoted yet.
+
+        Raises:
+            GMetaError: current.json was altered.
+            UserError: a file is in the place of the channel.
+        """
+        path = self.root / POINTER
+        try:
+            return current_of(path.read_bytes(), str(path), str(self.root))
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError as error:
+            raise UserError(
+                f"{self.root} is a file: the folder of a channel is needed. Choose another"
+            ) from error
+
+    def served(self) -> Current:
+        """Return what is served. Raise UserError where there is nothing."""
+        current = self.current()
+        if current is None:
+            raise UserError(
+                f"{self.root} is a channel without a version, or none at all. "
+                f"Run: gmeta promote RUN {self.root}"
+            )
+        return current
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all versions, promoted or not, ascending."""
+        folder = self.root / VERSIONS
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def version(self, number: int) -> Version:
+        """Return a version.
+
+        Raises:
+            GMetaError: it is missing or damaged.
+        """
+        folder = self.folder_of(number)
+        lacking = folder if not folder.is_dir() else folder / description_of(folder)
+        if not lacking.exists():
+            raise GMetaError(
+                f"version {number} of {self.root} is missing: there is no {lacking}. "
+                "Bring it back from a copy, or promote a full export"
+            )
+        return read_version(folder, number)
+
+    def folder_of(self, number: int) -> Path:
+        """Return the folder of a version."""
+        return self.root / VERSIONS / f"{number:08d}"
+
+    def chain(self, number: int) -> Chain:
+        """Return a version with all that it builds on.
+
+        Raises:
+            GMetaError: one is missing or damaged, or is not the one that its delta was made for.
+        """
+        version = self.version(number)
+        deltas: list[Version] = []
+        while version.delta is not None:
+            deltas.insert(0, version)
+            parent = version.delta.parent
+            if parent.number >= version.number:
+                raise GMetaError(
+                    f"version {version.name} of {self.root} is a delta over version "
+                    f"{parent.number}, which comes after it: they are out of order. Promote a full "
+                    "export"
+                )
+            below = self.version(parent.number)
+            if below.checksum != parent.checksum:
+                raise GMetaError(
+                    f"version {version.name} of {self.root} is a delta over "
+                    f"{parent.name}, but {below.name} stands there. "
+                    "Promote a full export"
+                )
+            version = below
+        return Chain(version, tuple(deltas))
+
+    def promotions(self) -> list[dict[str, Any]]:
+        """Return every verdict and every move of the pointer, oldest first."""
+        path = self.root / PROMOTIONS
+        return entries_of(path.read_bytes() if path.exists() else b"")
+
+    def promote(
+        self,
+        candidate: Path,
+        verdict: Mapping[str, Any] | None = None,
+        *,
+        is_own: bool = False,
+        named: Path | None = None,
+    ) -> Current:
+        """Make the model in a folder that `gmeta export` wrote the one that is served, and return
+        what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
+        files never change, is linked. Where the model serves already, only the verdict is kept.
+        Errors call it `named`, as the caller was given it.
+
+        Raises:
+            UserError: the folder holds no model, a delta over another version than is served, or a
+                model that does not take the same requests.
+            GMetaError: a file is damaged, or the version that a delta is over is missing.
+        """
+        offered = read_version(candidate)
+        with self.changing() as current:
+            if current is not None and self.serves(offered):
+                if verdict is None or verdict == current.verdict:
+                    return current
+                return self._point(self.version(current.number), PROMOTED, verdict)
+            number = self._place_of(offered, current, named or candidate)
+            if offered.delta is not None:
+                self.chain(offered.delta.parent.number)
+            before = self._known_config(current)
+            if before is not None:
+                _check_requests(before, model_config(offered), self.root)
+            check_version(offered)
+            if not self.folder_of(number).exists():
+                with new_folder(self.folder_of(number), overwrite=False) as partial:
+                    copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
+            return self._point(self.version(number), PROMOTED, verdict)
+
+    def serves(self, offered: Version) -> bool:
+        """Return whether the channel serves the model of this version now, whenever that was
+        exported; False where what it serves is missing or damaged."""
+        current = self.current()
+        if current is None:
+            return False
+        try:
+            configs = [model_config(version) for version in (self.version(current.number), offered)]
+        except GMetaError:
+            return False
+        sources = [{**config.source, "exported_at": None} for config in configs]
+        first, second = (
+            replace(config, source=source) for config, source in zip(configs, sources, strict=True)
+        )
+        return first == second
+
+    def rollback(self, to: int | None = None) -> Current:
+        """Serve an earlier version again, or version `to`; return what the pointer says.
+
+        Raises:
+            UserError: there is no such version.
+            GMetaError: its chain is damaged.
+        """
+        # A pointer that is damaged is what `to` puts right.
+        with self.changing(pointer_needed=to is None) as current:
+            numbers = self.numbers()
+            if to is None:
+                to = self.before(current)
+                if to is None:
+                    told = "the first" if current is None else current.number
+                    raise UserError(
+                        f"{self.root} has no version before {told}: there is nothing to roll back "
+                        "to. Promote another model"
+                    )
+            elif to not in numbers:
+                raise UserError(
+                    f"{self.root} has no version {to}: it has "
+                    f"{', '.join(map(str, numbers)) or 'none'}. Choose one of them"
+                )
+            chain = self.chain(to)
+            for version in (chain.base, *chain.deltas):
+                check_version(version)
+            return self._point(chain.newest, ROLLED_BACK, None)
+
+    def before(self, current: Current | None) -> int | None:
+        """Return the version that served before the present one, to which a rollback goes; None
+        where there is none. Versions that were rolled back from do not count."""
+        last, kept = current.number if current is not None else 0, set(self.numbers())
+        return next((one for one in reversed(self.history()) if one in kept and one < last), None)
+
+    def history(self) -> list[int]:
+        """Return the versions that served, ascending, up to the last that the log names; those that
+        were rolled back from do not count, and some may have been removed."""
+        found: list[int] = []
+        for number in (entry.get("number") for entry in self.promotions()):
+            if isinstance(number, int):  # a refusal has none
+                while found and found[-1] >= number:
+                    found.pop()
+                found.append(number)
+        return found
+
+    def record(self, verdict: Mapping[str, Any]) -> None:
+        """Keep a verdict that refuses a candidate."""
+        with self.changing():
+            self._log({"action": REFUSED, "at": _now(), "number": None, "verdict": dict(verdict)})
+
+    @contextmanager
+    def changing(self, pointer_needed: bool = True) -> Iterator[Current | None]:
+        """Keep other processes out, and yield what is served now; None where the pointer is damaged
+        and not needed.
+
+        Raises:
+            DataError: another process changes the channel.
+            GMetaError: the pointer is damaged.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / VERSIONS).mkdir(exist_ok=True)
+        with lock_writer(self.root / ".lock", str(self.root), remedy="Wait for it"):
+            try:
+                current = self.current()
+            except GMetaError:
+                if pointer_needed:
+                    raise
+                current = None
+            # A promotion that was killed after it wrote the pointer is not in the log yet.
+            if current is not None and current.at not in [e.get("at") for e in self.promotions()]:
+                self._log(asdict(current))
+            yield current
+
+    def _place_of(self, offered: Version, current: Current | None, named: Path) -> int:
+        """Return the number that a candidate gets. Raise UserError for one that does not follow."""
+        numbers = self.numbers()
+        told = {entry.get("number") for entry in self.promotions()}
+        offered_checksum = model_checksum(offered.folder)
+        for number in numbers:
+            if self.model_of(number) == offered_checksum:
+                # A promotion that was killed before it wrote the pointer is taken up where it was.
+                if number == numbers[-1] and number not in told:
+                    return number
+                raise UserError(
+                    f"{named} is version {number} of {self.root} already, and a version "
+                    f"is promoted once. To serve it again: gmeta rollback {self.root} --to {number}"
+                )
+        if offered.delta is not None:
+            parent = offered.delta.parent
+            if current is None:
+                raise UserError(
+                    f"{named} is a delta over version {parent.name}, but {self.root} serves "
+                    "none yet. Promote a full export first"
+                )
+            if parent != current.parent:
+                is_known = parent.number in numbers and (
+                    self.version(parent.number).checksum == parent.checksum
+                )
+                why = "it is out of order" if is_known else f"{self.root} never had that version"
+                raise UserError(
+                    f"{named} is a delta over version {parent.name}, but {self.root} serves "
+                    f"{current.parent.name}: {why}. Export it again with --since"
+                )
+        # A version that was lost leaves its number: copies of the channel may have it.
+        return max((*numbers, *(one for one in told if isinstance(one, int))), default=0) + 1
+
+    def model_of(self, number: int) -> str:
+        """Return the checksum of the model that a version leads to; "" of one that is missing."""
+        try:
+            return model_checksum(self.folder_of(number))
+        except FileNotFoundError:
+            return ""
+
+    def _known_config(self, current: Current | None) -> ExportedConfig | None:
+        """Return the config of the model that is served or, where it is missing or damaged, of the
+        newest one that is not: all models of a channel take the same requests."""
+        if current is None:
+            return None
+        for number in (current.number, *reversed(self.numbers())):
+            with suppress(GMetaError):
+                return model_config(self.version(number))
+        return None
+
+    def _point(self, version: Version, action: str, verdict: Mapping[str, Any] | None) -> Current:
+        # By now the version's files are on the disk: a pointer never names what is not.
+        kept = None if verdict is None else dict(verdict)
+        current = Current(version.number, version.checksum, action, _now(), kept)
+        body = {"number": version.number, "checksum_of": version.checksum, "action": action}
+        body |= {"at": current.at, "verdict": kept}
+        write_checked_json(self.root / POINTER, POINTER_FORMAT, body)
+        self._log(asdict(current))
+        return current
+
+    def _log(self, entry: Mapping[str, Any]) -> None:
+        # With the model's checksum, which a delta's own is not: the version may be gone by then.
+        model = {} if entry["number"] is None else {"model": self.model_of(entry["number"])}
+        lines = [json.dumps(one) + "\n" for one in [*self.promotions(), {**entry, **model}]]
+        write_atomically(self.root / PROMOTIONS, "".join(lines).encode())
+
+
+def entries_of(content: bytes) -> list[dict[str, Any]]:
+    """Return the entries of a log of promotions, oldest first, without a line that was cut off."""
+    lines = content.decode(errors="replace").splitlines()
+    return [entry for entry in map(_entry, lines) if entry]
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """Return one line of the log; None for one that was cut short or edited."""
+    try:
+        return json_object(line)
+    except ValueError:
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _check_requests(before: ExportedConfig, after: ExportedConfig, root: Path) -> None:
+    """Raise UserError for a model to which the requests of the one that is served would mean
+    something else."""
+    old, new = before.columns, after.columns
+    names = [[feature.name for feature in one.features.sparse] for one in (before, after)]
+    changed = {
+        "another loss": before.losses != after.losses,
+        "another task or label column": (old.task, old.label) != (new.task, new.label),
+        "another schema": old.schema != new.schema,
+        "other columns": names[0] != names[1] or before.features.dense != after.features.dense,
+    }
+    for what, is_changed in changed.items():
+        if is_changed:
+            raise UserError(
+                f"the candidate has {what} than the model that {root} serves: requests of "
+                "its callers would fail or mean something else. Promote it to a channel of its own"
+            )

@@ -1,0 +1,146 @@
+"""What a served model predicts of a prepared split, whatever increment of its stream the model is
+of: table rows are matched by the values that they stand for; an unknown value is the model's row 0.
+
+Shape suffixes: N rows, F single-id features, V ids of all multi-id features, R rows of a table, U
+unique ids of all tables.
+"""
+
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from gmeta.data.label_checks import check_labels
+from gmeta.errors import UserError
+from gmeta.metrics.terms import Array
+from gmeta.serving.exported_folder import ExportedConfig, read_vocabulary, vocabulary_file
+from gmeta.serving.served_model import ServedModel
+from metaio.format.dataset import Dataset, read_verified_file
+from metaio.prepare.schema.schema_file import parse_schema
+from metaio.read.batch import TaskBatch
+from metaio.read.reader import EpisodeRange, read_ranges
+
+_TASKS_PER_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One entry for each query row of a split whose label (of several, the judged one) is known."""
+
+    task_N: Array
+    label_N: Array
+    prediction_N: Array  # after adaptation: probabilities (bce) or ratings
+
+
+def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> Predicted:
+    """Return what the model in the folder `model`, which is loaded, predicts of the split's query
+    rows after it adapted to each task's support rows, as it would when served.
+
+    Raises:
+        UserError: the dataset has no such split, or holds other columns than the model takes.
+        GMetaError: the model is damaged.
+    """
+    if split not in dataset.splits or not dataset.splits[split].num_episodes:
+        raise UserError(
+            f"{dataset.url} has no tasks in split {split!r}: it has "
+            f"{', '.join(dataset.splits)}. Name one that is not trained on with --split"
+        )
+    served.choose_threads()
+    known = _rows_known(model, served.config, dataset)
+    whole = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
+    batches = read_ranges(dataset, whole, tasks_per_batch=_TASKS_PER_BATCH)
+    tasks, labels, predictions, judged = [], [], [], served.config.judged
+    for batch in check_labels(batches, served.config.losses, dataset, split):
+        found = served.predict_batch(_as_known(batch, known))
+        after = served.learner.objectives.outer.predictions(found.after_N)
+        label_N, after_N = (
+            values.reshape(len(found.label_N), -1)[:, judged] for values in (found.label_N, after)
+        )
+        is_known_N = ~label_N.isnan()
+        task_N = torch.repeat_interleave(batch.task_T, found.layout.lengths_T)
+        tasks.append(task_N[is_known_N])
+        labels.append(label_N[is_known_N])
+        predictions.append(after_N[is_known_N])
+    joined = [torch.cat(parts).numpy() for parts in (tasks, labels, predictions)]
+    return Predicted(*joined)
+
+
+def _rows_known(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
+    """Return, for each table, the model's row [R] of each row of the dataset; None: the same one.
+    Raise UserError where schema, columns or names of tables are others."""
+    schema = dataset.manifest.recipe.get("schema")
+    theirs = parse_schema(schema) if schema is not None else None
+    moments = {name: tuple(own) for name, own in dataset.manifest.recipe.get("moments", {}).items()}
+    ours = {table.name: table.num_rows for table in config.features.tables}
+    fits = (
+        config.columns.schema == theirs
+        and dict(config.columns.moments) == moments
+        and replace(config.features, tables=()) == replace(dataset.features, tables=())
+        and list(ours) == [table.name for table in dataset.features.tables]
+    )
+    is_own = config.source.get("dataset_fingerprint") == dataset.fingerprint
+    place = dataset.manifest.stream
+    is_of_stream = place is not None and config.source.get("stream") == place.stream
+    if not is_own and not (fits and (theirs is not None or is_of_stream)):
+        raise UserError(
+            f"{dataset.url} was not prepared as the data of the model in {folder} was: its columns "
+            "or ids mean something else. Judge on data of the same stream or schema"
+        )
+    return [
+        None if is_own else _rows_of_table(folder, dataset, table.name, ours[table.name])
+        for table in dataset.features.tables
+    ]
+
+
+def _rows_of_table(folder: Path, dataset: Dataset, name: str, num_rows: int) -> Tensor | None:
+    entry = dataset.manifest.vocabularies.get(name)
+    size = next(table.num_rows for table in dataset.features.tables if table.name == name)
+    row_R = np.arange(size)
+    if entry is None:
+        # A hashed table keeps its size in a stream; plain ids are known up to the model's size.
+        row_R[num_rows:] = 0
+        return None if size <= num_rows else torch.from_numpy(row_R)
+    file = vocabulary_file(name)
+    values = pq.read_table(BytesIO(read_verified_file(dataset, file, entry)))[
+        "value"
+    ].combine_chunks()
+    known = read_vocabulary(folder / file)
+    if known.equals(values):
+        return None
+    row_R[:] = 0
+    present = values.is_valid().to_numpy(zero_copy_only=False)
+    if known.type == values.type:
+        found = pc.index_in(values, value_set=known.drop_null() if known.null_count else known)
+        places = np.flatnonzero(known.is_valid().to_numpy(zero_copy_only=False))
+        place = pc.fill_null(found, -1).to_numpy(zero_copy_only=False)
+        hit = present & (place >= 0)
+        row_R[1:][: len(values)][hit] = places[place[hit]] + 1
+    return torch.from_numpy(row_R)
+
+
+def _as_known(batch: TaskBatch, known: list[Tensor | None]) -> TaskBatch:
+    """Return the batch with the rows of the model in place of the dataset's, each once."""
+    if all(rows is None for rows in known):
+        return batch
+    ids, place, lengths, before = [], [], [], 0
+    parts = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
+    for rows_R, own in zip(known, parts, strict=True):
+        mapped = own if rows_R is None else rows_R[own]
+        unique, inverse = torch.unique(mapped, return_inverse=True)
+        ids.append(unique)
+        place.append(inverse + before)
+        lengths.append(len(unique))
+        before += len(unique)
+    place_U = torch.cat(place).to(batch.positions_NF.dtype)
+    return replace(
+        batch,
+        unique_ids_U=torch.cat(ids),
+        unique_lengths_B=torch.tensor(lengths),
+        positions_NF=place_U[batch.positions_NF],
+        multi_positions_V=place_U[batch.multi_positions_V],
+    )

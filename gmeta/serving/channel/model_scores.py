@@ -1,0 +1,53 @@
+"""What an exported model is worth on a prepared dataset that it may never have seen."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gmeta.errors import UserError
+from gmeta.metrics.scores import evaluate_split
+from gmeta.serving.channel.gate_predictions import predict_gate
+from gmeta.serving.channel.model_version import is_delta, read_version
+from gmeta.serving.model_loader import load
+from metaio.format.dataset import Dataset
+
+
+def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the scores of an exported model on `splits` of a dataset (none: all that hold tasks),
+    as `gmeta train` writes them of the increment that it is to train: `increment` (None of a
+    dataset that is of no stream), `fingerprint`, `model` (the checksum of the folder), and of each
+    split `num_tasks` and `scores`, in which an undefined metric is None.
+
+    Raises:
+        UserError: a delta, an unknown split, or a dataset of another stream or schema.
+        GMetaError: the model is damaged.
+    """
+    if is_delta(model):
+        raise UserError(
+            f"{model} is a delta, which predicts nothing alone. Score a version that is full, or "
+            "an export"
+        )
+    served = load(model)
+    scoring = served.config.judged_scoring
+    names = [name for name in scoring.names if not scoring.is_over_candidates(name)]
+    chosen = splits or [name for name, split in dataset.splits.items() if split.num_episodes]
+    found = {}
+    for split in chosen:
+        rows = predict_gate(served, model, dataset, split)
+        values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
+        found[split] = {
+            "num_tasks": len(np.unique(rows.task_N)),
+            "scores": {
+                name: float(one.value) if np.isfinite(one.value) else None
+                for name, one in values.items()
+            },
+        }
+    place = dataset.manifest.stream
+    return {
+        "increment": None if place is None else place.increment,
+        "fingerprint": dataset.fingerprint,
+        "model": read_version(model).checksum,
+        "splits": found,
+    }

@@ -1,0 +1,209 @@
+"""A channel at a URL: published there as it stands here, and brought from there to where it serves.
+
+A version's description goes up last and the pointer behind all versions, so that a reader who
+verifies what it brought has the version before or the new one, wherever a writer was stopped.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.atomic_write import write_atomically
+from gmeta.platform.files.local_paths import is_url
+from gmeta.serving.channel.channel import POINTER, PROMOTIONS, VERSIONS, Channel, Current
+from gmeta.serving.channel.current_version import pointer_at, reached
+from gmeta.serving.channel.model_version import (
+    DELTA_FORMAT,
+    Parent,
+    check_version,
+    checked_content,
+    description_of,
+    files_of,
+    read_version,
+)
+from gmeta.serving.channel.version_cache import alone, cache_folder
+from gmeta.serving.channel.version_retention import remove_others
+from gmeta.serving.exported_folder import CONFIG_FILE, DELTA_FILE
+from metaio.errors import MetaIOError
+from metaio.format.atomic_folder import (
+    open_atomic_folder,
+    remove_folder,
+    upload_file,
+    upload_folder,
+)
+from metaio.format.manifest import xxh3_hex
+from metaio.format.storage import find_file_system, is_local
+
+
+def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
+    """Return the channel at a path; of one at a URL a copy in `cache` (default: cache_folder()),
+    with the version that it serves now and what that builds on, every file checked.
+
+    Raises:
+        UserError: there is no channel, or the cache cannot be written.
+        GMetaError: it cannot be reached, or a file of it is missing or damaged.
+    """
+    if not is_url(place):
+        return Channel(place)
+    url = str(place).rstrip("/")
+    with alone((cache or cache_folder()) / "channels" / xxh3_hex(url.encode())) as root:
+        copy = Channel(root)
+        content, current = pointer_at(url)
+        with reached(url):
+            chain = _chain(url, current)
+            for parent, name, described in reversed(chain):
+                _bring(url, copy, parent, name, described)
+        write_atomically(copy.root / POINTER, content)
+        remove_others(copy, [parent.number for parent, _, _ in chain])
+    return copy
+
+
+def publish(channel: Channel, url: str) -> list[int]:
+    """Copy what a channel holds to a URL: versions that are not there yet, then the pointer; remove
+    there what the channel has no longer. Return the numbers of the versions that were copied.
+
+    Raises:
+        UserError: the channel has no version, or another one is at that URL.
+        GMetaError: the place cannot be reached.
+        DataError: another process changes the channel.
+    """
+    url = url.rstrip("/")
+    fs, root = find_file_system(url)
+    with channel.changing() as current, reached(url):
+        if current is None:
+            raise UserError(
+                f"{channel.root} has no version yet: there is nothing to publish. "
+                f"Run: gmeta promote RUN {channel.root}"
+            )
+
+        def remove(name: str) -> None:
+            last = DELTA_FILE if DELTA_FILE in there[name] else CONFIG_FILE
+            remove_folder(fs, f"{root}/{VERSIONS}/{name}", last)
+
+        fs.invalidate_cache()
+        # Versions without a pointer to them may be anybody's: they are replaced.
+        is_own, there = _is_own(channel, url), _sizes(fs, f"{root}/{VERSIONS}")
+        copied = []
+        for number in channel.numbers():
+            folder = channel.folder_of(number)
+            sizes, found = _sizes_here(folder), there.get(folder.name, {})
+            if not is_own or found != sizes:
+                # Old files must not stay beside the new ones: a delta.json would be read in place
+                # of config.json. On a disk the whole folder is swapped.
+                if not is_local(fs) and not found.keys() <= sizes.keys():
+                    remove(folder.name)
+                upload_folder(
+                    fs, folder, f"{root}/{VERSIONS}/{folder.name}", description_of(folder)
+                )
+                copied.append(number)
+        upload_file(fs, channel.root / PROMOTIONS, f"{root}/{PROMOTIONS}")
+        if is_local(fs):  # elsewhere an object appears whole
+            write_atomically(Path(root) / POINTER, (channel.root / POINTER).read_bytes())
+        else:
+            fs.put_file(str(channel.root / POINTER), f"{root}/{POINTER}")
+        if is_own:
+            kept = {channel.folder_of(number).name for number in channel.numbers()}
+            for name in set(there) - kept:
+                remove(name)
+    return copied
+
+
+def _chain(url: str, current: Current) -> list[tuple[Parent, str, bytes]]:
+    """Return the version that is served and those that it builds on, newest first, each with the
+    name and the content of its description."""
+    found, wanted = [], current.parent
+    while True:
+        name, content = _description(url, wanted.number)
+        found.append((wanted, name, content))
+        where = f"{url}/{VERSIONS}/{wanted.number:08d}/{name}"
+        if name == CONFIG_FILE:
+            checksum, parent = xxh3_hex(content), None
+        else:
+            body = checked_content(content, where, DELTA_FORMAT)
+            checksum, parent = body["checksum"], Parent(**body["parent"])
+        if checksum != wanted.checksum:
+            raise GMetaError(
+                f"{where} is of version {Parent(wanted.number, checksum).name}, but "
+                f"{wanted.name} is served or built on: it was replaced. "
+                f"Run: gmeta publish CHANNEL {url}"
+            )
+        if parent is None:
+            return found
+        if parent.number >= wanted.number:
+            raise GMetaError(f"{where} builds on version {parent.number}, which comes after it")
+        wanted = parent
+
+
+def _description(url: str, number: int) -> tuple[str, bytes]:
+    fs, root = find_file_system(f"{url}/{VERSIONS}/{number:08d}")
+    try:
+        return DELTA_FILE, fs.cat_file(f"{root}/{DELTA_FILE}")
+    except (FileNotFoundError, PermissionError):  # S3 says so to who may not list
+        return CONFIG_FILE, fs.cat_file(f"{root}/{CONFIG_FILE}")
+
+
+def _bring(url: str, copy: Channel, wanted: Parent, name: str, description: bytes) -> None:
+    """Bring a version to a copy of the channel, unless it is there and undamaged."""
+    target = copy.folder_of(wanted.number)
+    try:
+        held = read_version(target, wanted.number)
+        check_version(held)
+        if held.checksum == wanted.checksum:
+            return
+    except GMetaError:
+        pass  # it is brought anew
+    fs, there = find_file_system(f"{url}/{VERSIONS}/{target.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    with open_atomic_folder(target) as partial:
+        (partial / name).write_bytes(description)
+        version = read_version(partial, wanted.number)
+        for file in files_of(version):
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(f"{there}/{file}", str(partial / file))
+        try:
+            check_version(version)
+        except GMetaError as error:
+            raise GMetaError(
+                f"version {version.name} did not come whole from {url}: {error}. If it is damaged "
+                f"there, remove {VERSIONS}/{target.name} there and run: gmeta publish CHANNEL {url}"
+            ) from error
+
+
+def _is_own(channel: Channel, url: str) -> bool:
+    """Return whether the pointer at a URL names a version of this channel; False where there is no
+    pointer, or a torn one. Raise UserError where it names a version of another."""
+    try:
+        _, there = pointer_at(url)
+    except UserError:
+        return False
+    except GMetaError as error:
+        if isinstance(error.__cause__, MetaIOError):
+            return False
+        raise
+    if (there.number, there.checksum) in [
+        (entry.get("number"), entry.get("checksum")) for entry in channel.promotions()
+    ]:
+        return True
+    raise UserError(
+        f"{url} holds another channel, which serves version {there.parent.name}: "
+        f"no version of {channel.root} is that. Choose another URL, or empty that one"
+    )
+
+
+def _sizes(fs: Any, versions: str) -> dict[str, dict[str, int]]:
+    """Return the bytes of each file of each version at a URL."""
+    try:
+        listed = fs.find(versions, detail=True)
+    except FileNotFoundError:
+        return {}
+    found: dict[str, dict[str, int]] = {}
+    for path, entry in listed.items():
+        folder, _, file = str(path).rpartition(f"{versions.rsplit('/', 1)[-1]}/")[2].partition("/")
+        found.setdefault(folder, {})[file] = int(entry["size"])
+    return found
+
+
+def _sizes_here(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}

@@ -1,0 +1,115 @@
+"""Which rows of a table's file differ between two versions, and those rows put over the old ones.
+
+Rows are compared as they are stored, byte by byte: what a server fetches is what is compared.
+
+Shape suffixes: R rows of a table, C changed rows, D embedding width.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gmeta.errors import GMetaError
+from gmeta.platform.files.tensor_files import read_tensors, translate_write_errors
+from gmeta.serving.exported_folder import REMEDY
+from metaio.ragged import Int64
+
+_BLOCK_ROWS = 1 << 18  # compared at a time: tens of megabytes, whatever the table's size
+_GAPS = "gaps"
+# The narrowest that holds the largest gap: a byte or two a row, where ids would take eight.
+_GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+
+
+def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
+    """Write the rows of the table file `new` that differ from those of `old`, and return their
+    number; no file where none differ. Without `old`, or where it holds other tensors, all rows.
+    """
+    after = read_tensors(new)
+    before = {} if old is None else read_tensors(old)
+    if not _alike(before, after):
+        before = {name: tensor[:0] for name, tensor in after.items()}
+    ids_C = _changed_C(before, after)
+    num_rows = len(next(iter(after.values())))
+    if not len(ids_C) and len(next(iter(before.values()))) == num_rows:
+        return 0
+    taken = torch.from_numpy(ids_C)
+    rows = {name: tensor.index_select(0, taken).numpy() for name, tensor in after.items()}
+    with translate_write_errors(out):
+        save_arrays({_GAPS: _gaps_C(ids_C), **rows}, out)
+    return len(ids_C)
+
+
+def write_whole_table(
+    base: Path, changes: Sequence[Path], out: Path, table: str, num_rows: int
+) -> None:
+    """Write the table file of the last version: the rows of the full one with those of each delta
+    over them, in their order.
+
+    Raises:
+        GMetaError: the files do not fit each other. OSError: the disk does not take it.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, stored in read_tensors(base).items():
+        whole[name] = stored.new_empty((num_rows, *stored.shape[1:]))
+        whole[name][: len(stored)] = stored[:num_rows]
+    for change in changes:
+        try:
+            rows = load_arrays(change)
+            ids = torch.from_numpy(np.cumsum(rows.pop(_GAPS).astype(np.int64)))
+            if rows.keys() != whole.keys():
+                raise KeyError(", ".join(rows))
+            is_kept = ids < num_rows  # a version between may have had more rows than the last
+            for name, values in rows.items():
+                whole[name].index_copy_(0, ids[is_kept], torch.from_numpy(values)[is_kept])
+        except (SafetensorError, OSError, KeyError, IndexError, RuntimeError) as error:
+            raise GMetaError(
+                f"{change} does not fit table {table} of {base.parent} "
+                f"({str(error).splitlines()[0]:.200}). {REMEDY}"
+            ) from error
+    with translate_write_errors(out):
+        save_file(whole, out, {"table": table})
+
+
+def _changed_C(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:
+    """Return the ids of rows that differ in a byte, or are new; ascending."""
+    num_rows = len(next(iter(after.values())))
+    kept = min(num_rows, len(next(iter(before.values()))))
+    found = [np.arange(kept, num_rows, dtype=np.int64)]
+    for first in range(0, kept, _BLOCK_ROWS):
+        stop = min(kept, first + _BLOCK_ROWS)
+        differs_R = np.zeros(stop - first, np.bool_)
+        for name, tensor in after.items():
+            was, now = (_bytes(each[first:stop]) for each in (before[name], tensor))
+            differs_R |= (was != now).any(axis=1)
+        found.append(first + np.flatnonzero(differs_R))
+    return np.sort(np.concatenate(found))
+
+
+def _bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
+    """Return the bytes of each row, as a row. NaN differs from itself, its bytes do not."""
+    return rows.numpy().reshape(len(rows), -1).view(np.uint8)
+
+
+def _gaps_C(ids_C: Int64) -> npt.NDArray[np.unsignedinteger]:
+    gaps_C = np.diff(ids_C, prepend=0)
+    largest = int(gaps_C.max(initial=0))
+    kind = next(kind for kind in _GAP_TYPES if largest <= np.iinfo(kind).max)
+    return gaps_C.astype(kind)
+
+
+def _alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Return whether rows of both are stored the same way."""
+
+    was, now = (
+        {name: (each.dtype, each.shape[1:]) for name, each in one.items()}
+        for one in (before, after)
+    )
+    return was == now

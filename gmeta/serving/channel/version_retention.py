@@ -1,0 +1,50 @@
+"""Which versions of a channel stay: the newest few, and what somebody may still need."""
+
+import shutil
+from collections.abc import Collection
+
+from gmeta.serving.channel.channel import VERSIONS, Channel
+from metaio.format.atomic_folder import flush_to_disk
+
+_GOING = ".{}.removed"
+
+
+def kept_versions(channel: Channel, keep: int) -> set[int]:
+    """Return the versions that stay when `keep` are kept: the newest ones, the one that is served,
+    and the one that a rollback goes back to."""
+    current = channel.current()
+    wanted = {*channel.numbers()[-keep:], channel.before(current)}
+    wanted |= {current.number} if current is not None else set()
+    return {number for number in wanted if number is not None}
+
+
+def prune(channel: Channel, keep: int) -> list[int]:
+    """Remove all versions of a channel but `kept_versions` and those that they build on; return
+    what was removed, newest first.
+
+    Raises:
+        GMetaError: a version that stays is damaged: what it builds on is not known.
+        DataError: another process changes the channel.
+    """
+    with channel.changing():
+        stay: set[int] = set()
+        for number in kept_versions(channel, keep):
+            chain = channel.chain(number)
+            stay |= {version.number for version in (chain.base, *chain.deltas)}
+        return remove_others(channel, stay)
+
+
+def remove_others(channel: Channel, stay: Collection[int]) -> list[int]:
+    """Remove all versions but these; return what was removed, newest first."""
+    # From the newest: killed half-way, no version is left without what it builds on.
+    gone = [number for number in reversed(channel.numbers()) if number not in stay]
+    folder = channel.root / VERSIONS
+    for number in gone:
+        # Under another name first: what is half removed must not look like a version.
+        path = channel.folder_of(number)
+        path.rename(path.with_name(_GOING.format(path.name)))
+    if gone:
+        flush_to_disk([folder])
+    for path in folder.glob(_GOING.format("*")):  # also what a killed process left
+        shutil.rmtree(path, ignore_errors=True)
+    return gone

@@ -1,0 +1,89 @@
+"""Encoded rows, taken apart and joined.
+
+Shape suffixes: N rows, F single-id features, M multi-id
+features, K dense columns, V ids of all multi-id features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metaio.format.features import Features
+from metaio.ragged import Float32, Int64, index_entries, offsets, sum_rows
+
+
+@dataclass(frozen=True)
+class EncodedColumns:
+    """Rows as ids and numbers; `values_V` row by row and, within a row, feature by feature. Labels
+    are [N, labels] of several, NaN where one is not known; W is 1 where rows have weights, else 0.
+    """
+
+    task_N: Int64
+    label_N: Float32
+    ids_NF: npt.NDArray[np.integer[Any]]
+    dense_NK: Float32
+    lengths_NM: npt.NDArray[np.int32]
+    values_V: npt.NDArray[np.integer[Any]]
+    weight_NW: Float32
+
+    @property
+    def num_rows(self) -> int:
+        """Return N."""
+        return len(self.label_N)
+
+
+def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColumns]:
+    """Return consecutive stretches of `lengths` rows, as views."""
+    value_ends = offsets(sum_rows(rows.lengths_NM))
+    ends = np.cumsum([0, *lengths])
+    return [
+        EncodedColumns(
+            rows.task_N[first:stop],
+            rows.label_N[first:stop],
+            rows.ids_NF[first:stop],
+            rows.dense_NK[first:stop],
+            rows.lengths_NM[first:stop],
+            rows.values_V[value_ends[first] : value_ends[stop]],
+            rows.weight_NW[first:stop],
+        )
+        for first, stop in pairwise(ends.tolist())
+    ]
+
+
+def take_rows(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:
+    """Return the chosen rows, in the order chosen."""
+    values = index_entries(offsets(sum_rows(rows.lengths_NM)), chosen)
+    arrays = vars(rows).items()
+    return EncodedColumns(
+        *(array[values if name == "values_V" else chosen] for name, array in arrays)
+    )
+
+
+def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:
+    """Return the rows one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = (np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0]))
+    return EncodedColumns(*arrays)
+
+
+def empty_rows(features: Features) -> EncodedColumns:
+    """Return 0 rows of these features."""
+    return EncodedColumns(
+        np.zeros(0, np.int64),
+        np.zeros(labels_shape(features, 0), np.float32),
+        np.zeros((0, len(features.single)), np.int64),
+        np.zeros((0, len(features.dense)), np.float32),
+        np.zeros((0, len(features.multi)), np.int32),
+        np.zeros(0, np.int64),
+        np.zeros((0, int(bool(features.weight))), np.float32),
+    )
+
+
+def labels_shape(features: Features, num_rows: int) -> tuple[int, ...]:
+    """Return the shape of the labels of `num_rows` rows."""
+    return (num_rows, features.num_labels) if features.num_labels > 1 else (num_rows,)

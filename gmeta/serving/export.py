@@ -1,0 +1,264 @@
+"""Export: a run's checkpoint as a folder that serves alone, without ranks, TorchRec or the dataset.
+
+Reads what any number of ranks wrote, one table at a time, in one process.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.tables.table_names import weight_name
+from gmeta.distributed.tables.widths import widths_of_tables
+from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.platform.files.checksums import describe_file
+from gmeta.platform.files.tensor_files import translate_write_errors
+from gmeta.runs.build import build, check_registered, find_plugins
+from gmeta.runs.checkpoints.choice import check_config, checkpoint_to_use
+from gmeta.runs.checkpoints.index import IndexedReader
+from gmeta.runs.checkpoints.integrity import check_files, translate_damage
+from gmeta.runs.chosen_adaptation import read_chosen_adaptation
+from gmeta.runs.environment import package_versions
+from gmeta.runs.run_folder import RunFolder, list_checkpoints, parse_checkpoint_step
+from gmeta.serving.exported_folder import (
+    LAYERS_FILE,
+    ExportedColumns,
+    ExportedConfig,
+    check_free,
+    new_folder,
+    table_file,
+    vocabulary_file,
+    write_config,
+)
+from gmeta.serving.stored_tables import store_table
+from gmeta.serving.table_format import TableFormat
+from metaio.errors import NoDatasetError
+from metaio.format.dataset import Dataset, read_verified_file
+from metaio.prepare.schema.schema_file import parse_schema
+
+# How ShardedLearner names its parts in the state dict of a checkpoint.
+_LAYER_KEY = "model.learner.{}"
+_TABLE_KEY = "model.{}"
+_REMEDY = "Export an earlier one with --step, or remove it and train on from the one before"
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export wrote, in bytes; `float32_table_bytes` is what the tables were trained in.
+    `chosen` is how it adapts where that is not as the run's config says.
+    """
+
+    step: int
+    num_bytes: int
+    table_bytes: int
+    float32_table_bytes: int
+    adaptation: AlgorithmConfig | None = None
+
+
+class CheckpointReader:
+    """Reads whole tensors of a checkpoint, however many ranks they were sharded over, after its
+    files were checked against their checksums.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_files(path, remedy=_REMEDY)
+        self._path = path
+        with translate_damage(path, _REMEDY):
+            self._reader = IndexedReader(path)
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Return these tensors by name, in the type that they were trained in.
+
+        Raises:
+            GMetaError: the checkpoint lacks one of them, or is damaged.
+        """
+        with translate_damage(self._path, _REMEDY):
+            found = {name: self._empty(name) for name in names}
+        # torch warns that it loads in a single process, which is what was asked for.
+        with translate_damage(self._path, _REMEDY), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_shards(found, storage_reader=self._reader, no_dist=True)
+        return found
+
+    def _empty(self, name: str) -> Tensor:
+        """Return an empty tensor of the whole size: the reader fills in what each rank wrote."""
+        entry = self._reader.index.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise GMetaError(
+                f"checkpoint {self._path} has no tensor {name}: it is of another model than "
+                "the run's config. Export a step of the same run"
+            )
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def export_run(
+    root: Path,
+    out: Path,
+    table_format: TableFormat = "float32",
+    step: int | None = None,
+    overwrite: bool = False,
+) -> ExportResult:
+    """Write the model of a run's checkpoint to use, or that of `step`, to the folder `out`, which
+    appears whole or not at all.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or `out` is taken.
+        GMetaError: the checkpoint is damaged, or the dataset is not the one that was trained on.
+    """
+    run = RunFolder(root)
+    config = run.read_config()
+    checkpoint = _choose_checkpoint(run, step)
+    check_free(out, overwrite)  # told before the checkpoint is read, which may take minutes
+    check_config(checkpoint, config)
+    check_registered(root, config.model, config.algorithm, run.read_environment())
+    try:
+        dataset, learner = build(config)
+    except NoDatasetError as error:
+        raise GMetaError(f"run {root} cannot be exported without its data: {error}") from error
+    # Vocabularies are copied from the dataset: of another one they would name other rows.
+    run.check_dataset(dataset.url, dataset.fingerprint)
+    found_step = parse_checkpoint_step(checkpoint)
+    chosen = read_chosen_adaptation(run, config.algorithm, found_step)
+    if chosen is not None:
+        config = replace(config, algorithm=chosen)
+    description = _make_description(config, dataset, table_format, root, found_step)
+    if learner.statistics.width:
+        # The prior comes from the dataset's labels, which the exported model does not have.
+        inputs = replace(config.support_features, label_prior=learner.statistics.prior)
+        description = replace(description, support_features=inputs)
+    reader = CheckpointReader(checkpoint)
+    untrained = learner.state_dict()
+    names = {key: _LAYER_KEY.format(key) for key in untrained}
+    read = reader.read(list(names.values()))
+    layers = {key: read[name] for key, name in names.items()}
+    _check_finite(layers, untrained)
+
+    # Asked for one by one: the largest table, not the model, must fit into memory.
+    widths = widths_of_tables(dataset.features, config.model)
+
+    def table(name: str) -> Tensor:
+        key = _TABLE_KEY.format(weight_name(widths, name))
+        return reader.read([key])[key]
+
+    with new_folder(out, overwrite) as partial:
+        _copy_vocabularies(dataset, partial)
+        write_model(partial, description, layers, table)
+        sizes = {path: path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+    table_bytes = sum(size for path, size in sizes.items() if path.name.startswith("table-"))
+    num_values = sum(table.num_rows * widths[table.name] for table in dataset.features.tables)
+    trained_bytes = num_values * torch.float32.itemsize
+    return ExportResult(found_step, sum(sizes.values()), table_bytes, trained_bytes, chosen)
+
+
+def _check_finite(layers: Mapping[str, Tensor], untrained: Mapping[str, Tensor]) -> None:
+    """Raise NotFiniteError for a value that is not finite, unless a model of somebody's own starts
+    with it, as with a mask of -inf.
+    """
+    for name, values in layers.items():
+        is_wrong = ~values.isfinite()
+        if values.shape == untrained[name].shape:  # else its loading says more
+            is_wrong &= values != untrained[name]
+        if is_wrong.any():
+            raise NotFiniteError(
+                f"layer {name} holds values that are not finite: the run diverged. "
+                "Export an earlier checkpoint with --step, or train with lower rates"
+            )
+
+
+def write_model(
+    folder: Path,
+    description: ExportedConfig,
+    layers: Mapping[str, Tensor],
+    table: Callable[[str], Tensor],
+) -> None:
+    """Write layers, tables (asked for by name, one at a time) and config.json into `folder`.
+
+    Files that stand in it already, such as vocabularies, become part of the model.
+
+    Raises:
+        NotFiniteError: a value of a table is not finite.
+        GMetaError: a value cannot be held in the format asked for.
+    """
+    _save_tensors({key: value.contiguous() for key, value in layers.items()}, folder / LAYERS_FILE)
+    for index, spec in enumerate(description.features.tables):
+        stored = store_table(spec.name, table(spec.name), description.table_format)
+        _save_tensors(stored.to_tensors(), folder / table_file(index), {"table": spec.name})
+    # Last, so that it lists every file there is, with its checksum.
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): describe_file(path) for path in paths}
+    write_config(folder, replace(description, files=files))
+
+
+def _save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    with translate_write_errors(path):
+        save_file(tensors, path, metadata)
+
+
+def _choose_checkpoint(run: RunFolder, step: int | None) -> Path:
+    checkpoints = list_checkpoints(run.checkpoints)
+    if not checkpoints:
+        raise UserError(
+            f"run {run.root} has 0 checkpoints: there is nothing to export yet. "
+            "Let it reach its first one"
+        )
+    if step is None:
+        return checkpoint_to_use(run.checkpoints, run.read_config()) or checkpoints[-1]
+    steps = {parse_checkpoint_step(path): path for path in checkpoints}
+    if step not in steps:
+        raise UserError(
+            f"run {run.root} has no checkpoint of step {step}: it has "
+            f"{', '.join(map(str, steps))}. Choose one of them, or leave out --step"
+        )
+    return steps[step]
+
+
+def _make_description(
+    config: TrainConfig, dataset: Dataset, table_format: TableFormat, root: Path, step: int
+) -> ExportedConfig:
+    recipe, place = dataset.manifest.recipe, dataset.manifest.stream
+    schema = parse_schema(recipe["schema"]) if "schema" in recipe else None
+    moments = {name: (mean, std) for name, (mean, std) in recipe.get("moments", {}).items()}
+    return ExportedConfig(
+        model=config.model,
+        algorithm=config.algorithm,
+        loss=config.outer.loss,
+        huber_delta=config.outer.huber_delta,
+        features=dataset.features,
+        columns=ExportedColumns(
+            dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})
+        ),
+        table_format=table_format,
+        item_features=config.item_features,
+        labels=config.labels,
+        positive_rating=config.evaluation.positive_rating,
+        source={
+            "run": str(root),
+            "step": step,
+            "dataset": dataset.url if place else config.data.path,
+            "dataset_fingerprint": dataset.fingerprint,
+            **({"stream": place.stream, "increment": place.increment} if place else {}),
+            "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gmeta": package_versions()["gmeta"],
+            "torch": torch.__version__,
+            "plugins": find_plugins(config.model, config.algorithm),
+        },
+        files={},
+    )
+
+
+def _copy_vocabularies(dataset: Dataset, folder: Path) -> None:
+    for table, entry in dataset.manifest.vocabularies.items():
+        name = vocabulary_file(table)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(read_verified_file(dataset, name, entry))

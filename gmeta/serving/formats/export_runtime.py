@@ -1,0 +1,125 @@
+"""`gmeta export --format`: a run, or a model that was exported before, for another runtime."""
+
+import io
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gmeta.errors import GMetaError, UserError
+from gmeta.serving.export import export_run
+from gmeta.serving.exported_folder import (
+    CONFIG_FILE,
+    FolderKind,
+    is_export,
+    new_folder,
+    read_config,
+)
+from gmeta.serving.formats.program_export import (
+    ADAPTED_FILE,
+    FORWARD_FILE,
+    ONNX_FILE,
+    adapted_program,
+    adapted_shapes,
+    check_onnx,
+    forward_program,
+    forward_shapes,
+    write_onnx,
+)
+from gmeta.serving.formats.program_inputs import is_program, write_inputs
+from gmeta.serving.formats.triton_repository import MODEL_FOLDER, is_repository, write_repository
+from gmeta.serving.model_loader import load
+from gmeta.serving.served_model import ServedModel
+from gmeta.serving.table_format import TableFormat
+from metaio.format.atomic_folder import copy_folder
+
+Runtime = Literal["torch", "onnx", "triton"]
+_PROGRAM = FolderKind("exported program", is_program)
+_REPOSITORY = FolderKind("exported Triton model", is_repository)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: the bytes of all files, and a line for what could not be."""
+
+    num_bytes: int
+    left_out: str = ""
+
+
+def export_for(
+    source: Path,
+    out: Path,
+    runtime: Runtime,
+    table_format: TableFormat | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+) -> Written:
+    """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`,
+    which appears whole or not at all.
+
+    Raises:
+        UserError: there is no run or model, `out` is taken, or an option belongs to the other kind
+            of source.
+        GMetaError: the source is damaged, or the model cannot become such a program.
+    """
+    was_exported = is_export(source)
+    if was_exported and (table_format, step) != (None, None):
+        raise UserError(
+            f"{source} is an exported model, whose step and tables are chosen: --step and --tables "
+            "are for runs. Leave them out, or name the run"
+        )
+    if runtime == "onnx":
+        check_onnx()
+    is_triton = runtime == "triton"
+    with new_folder(out, overwrite, _REPOSITORY if is_triton else _PROGRAM) as partial:
+        model = partial / MODEL_FOLDER if is_triton else partial / ".model"
+        if not was_exported:
+            export_run(source, model, table_format or "float32", step)
+        elif is_triton:
+            _copy(source, model)
+        else:
+            model = source
+        served = load(model, verify=was_exported)
+        left_out = ""
+        if is_triton:
+            write_repository(partial, out.absolute().name, served.config)
+        else:
+            left_out = _write_program(served, model, partial, runtime)
+            if not was_exported:
+                shutil.rmtree(model)
+        num_bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    return Written(num_bytes, left_out)
+
+
+def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runtime) -> str:
+    left_out, programs = "", {}
+    if runtime == "onnx":
+        write_onnx(served, folder / ONNX_FILE)
+        programs[ONNX_FILE] = forward_shapes(served)
+    else:
+        _save(forward_program(served), folder / FORWARD_FILE)
+        programs[FORWARD_FILE] = forward_shapes(served)
+        try:
+            _save(adapted_program(served), folder / ADAPTED_FILE)
+            programs[ADAPTED_FILE] = adapted_shapes(served)
+        except GMetaError as error:  # said, not silent: the other program is whole
+            left_out = f"without {ADAPTED_FILE}: {error}"
+    write_inputs(folder, served.config, programs)
+    copy_folder(model / "vocabulary", folder / "vocabulary")
+    return left_out
+
+
+def _save(program: torch.export.ExportedProgram, path: Path) -> None:
+    # Not by torch's own writer of files, which aborts the process on a full disk.
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    path.write_bytes(content.getbuffer())
+
+
+def _copy(model: Path, folder: Path) -> None:
+    """Copy the files that the model's config lists, and no others."""
+    for name in (CONFIG_FILE, *read_config(model).files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(model / name, folder / name)

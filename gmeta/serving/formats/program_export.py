@@ -1,0 +1,294 @@
+"""Programs of torch.export and ONNX: made from an exported model, and held against it before
+anybody gets them.
+
+Shape suffixes: N rows, F single-id features, M multi-id features, L longest list, K dense columns.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from gmeta.errors import GMetaError, UserError
+from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.formats.program_modules import (
+    DENSE,
+    IDS,
+    LABEL,
+    LENGTHS,
+    LISTS,
+    OUTPUT,
+    QUERY,
+    SUPPORT,
+    WEIGHT,
+    AdaptAndPredict,
+    UnadaptedForward,
+    recorded,
+)
+from gmeta.serving.served_model import ServedModel
+from metaio.format.features import Features
+
+FORWARD_FILE, ADAPTED_FILE, ONNX_FILE = "predict.pt2", "adapt_predict.pt2", "predict.onnx"
+# Twice what float32 leaves between two orders of summation in models of this size.
+TOLERANCE = 1e-5
+_OPSET = 18
+# Rows and longest list of examples.
+_ALONE, _FEWEST = (6, 2), (1, 1)
+_UNKNOWN = 0.2  # of the labels of datasets that may lack some
+
+Example = dict[str, Tensor]
+Shapes = dict[str, list[int | str]]
+
+
+def forward_program(served: ServedModel) -> ExportedProgram:
+    """Return the predictions without adaptation as a program of one dict: `ids`, `dense`, `lists`
+    and `list_lengths` as UnadaptedForward says, of any number of rows.
+
+    Raises:
+        GMetaError: torch cannot export the model, or what it made predicts something else.
+    """
+    what = "predictions without adaptation"
+    example, _ = draw_rows(served, *_ALONE)
+    with _told(what):
+        program = _exported(UnadaptedForward(served).eval(), example)
+    compute = program.module()
+    for num_rows, longest in (_ALONE, _FEWEST):
+        example, rows = draw_rows(served, num_rows, longest)
+        expected = served.predict_encoded([served.unadapted], rows, [num_rows])
+        _check(compute(example), expected, what)
+    return program
+
+
+def adapted_program(served: ServedModel) -> ExportedProgram:
+    """Return adaptation to one task and the predictions of its query rows as a program of one dict:
+    the same names behind `support.` and `query.`, and `support.label` [S].
+
+    Raises:
+        UserError: the model sees statistics of support rows, which are not made of tensors.
+        GMetaError: torch cannot export the model, or what it made predicts something else.
+    """
+    if served.learner.statistics.width:
+        raise UserError(
+            "adaptation cannot become a program of torch: support_features are counted from the "
+            "rows outside the model. Train without them, or adapt by gmeta.load or gmeta serve"
+        )
+    what = "predictions after adaptation"
+    checks = []
+    # Before recording: a constant that the model keeps must not be first made as one recorded.
+    for support, query in (adapting_sizes(served.config.features), (_FEWEST, _FEWEST)):
+        example, support_rows, query_rows = _adapting(served, support, query)
+        task = served.adapt_encoded(support_rows, [support_rows.num_rows])
+        expected = served.predict_encoded(task, query_rows, [query_rows.num_rows])
+        checks.append((example, expected))
+    example, _ = checks[0]
+    with _told(what):
+        program = _exported(recorded(AdaptAndPredict(served).eval(), example), example)
+    compute = program.module()
+    for example, expected in checks:
+        _check(compute(example), expected, what)
+    return program
+
+
+def write_onnx(served: ServedModel, path: Path) -> None:
+    """Write the predictions without adaptation as an ONNX model, with the tables inside; from 2 GiB
+    on, the most that such a file holds, its weights go to a file `PATH.data` beside it.
+
+    Raises:
+        GMetaError: the model cannot be exported.
+    """
+    program = forward_program(served)
+    example, _ = draw_rows(served, *_ALONE)
+    with _told("an ONNX model"):
+        made = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=_OPSET,
+            input_names=list(example),
+            output_names=[OUTPUT],
+            dynamic_shapes=(_dynamic(example),),  # the names of the dimensions
+            verbose=False,
+            optimize=True,
+        )
+        assert made is not None  # it is for dynamo=True
+        for node in made.model.graph:
+            node.metadata_props.clear()  # where in which file of this machine each comes from
+        made.save(path)
+
+
+def check_onnx() -> None:
+    """Raise UserError where the packages of the extra are missing."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"--format onnx needs the extra, as {missing[0]} is not installed: "
+            "pip install 'gmeta[onnx]'"
+        )
+
+
+def forward_shapes(served: ServedModel) -> Shapes:
+    """Return the shape of each input of the predictions without adaptation, with a name for each
+    dimension that may be of any size from 1 on.
+    """
+    return shapes_of(draw_rows(served, *_ALONE)[0])
+
+
+def adapted_shapes(served: ServedModel) -> Shapes:
+    """Return the shapes of the inputs of adaptation and predictions."""
+    return shapes_of(_adapting(served, *adapting_sizes(served.config.features))[0])
+
+
+def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return rows and longest list of both sides of an example: no two are equal, and none is a
+    number of columns, as recording takes all sizes that are equal for one and the same.
+    """
+    columns = len(features.single), len(features.multi), len(features.dense), features.num_labels
+    free = (size for size in count(3) if size not in columns)
+    query_longest, support_longest, support_rows, query_rows = islice(free, 4)
+    return (support_rows, support_longest), (query_rows, query_longest)
+
+
+def _adapting(
+    served: ServedModel, support_size: tuple[int, int], query_size: tuple[int, int]
+) -> tuple[Example, EncodedColumns, EncodedColumns]:
+    """Return inputs of both sides, and the rows of each."""
+    support, support_rows = draw_rows(served, *support_size, side=SUPPORT)
+    query, query_rows = draw_rows(served, *query_size, side=QUERY)
+    return {**support, **labels_of(support_rows), **query}, support_rows, query_rows
+
+
+def labels_of(support: EncodedColumns) -> Example:
+    """Return the labels of support rows, and their weights if they have some, as a program takes
+    them."""
+    given = {SUPPORT + LABEL: torch.from_numpy(support.label_N)}
+    if support.weight_NW.shape[1]:
+        given[SUPPORT + WEIGHT] = torch.from_numpy(support.weight_NW[:, 0])
+    return given
+
+
+def draw_rows(
+    served: ServedModel, num_rows: int, longest: int, side: str = "", seed: int = 0
+) -> tuple[Example, EncodedColumns]:
+    """Return drawn rows of one task as a program takes them, and as the model does. The first row's
+    lists are the longest; padding holds ids that count for nothing.
+    """
+    features, rng = served.config.features, np.random.default_rng(seed + len(side))
+    sizes = {table.name: table.num_rows for table in features.tables}
+    shape = num_rows, len(features.multi), longest
+    ids_NF = rng.integers(
+        0, [sizes[c.table] for c in features.single], (num_rows, len(features.single))
+    )
+    rows_M1 = np.array([[sizes[c.table]] for c in features.multi], np.int64).reshape(-1, 1)
+    ids_NML = rng.integers(0, np.broadcast_to(rows_M1, shape))
+    lengths_NM = rng.integers(0, longest + 1, shape[:2])
+    lengths_NM[0] = longest
+    dense_NK = rng.standard_normal((num_rows, len(features.dense))).astype(np.float32)
+    label_N = rng.integers(0, 2, labels_shape(features, num_rows)).astype(np.float32)
+    if features.labels:
+        label_N[rng.random(label_N.shape) < _UNKNOWN] = np.nan
+    is_there_NML = np.arange(longest) < lengths_NM[:, :, None]
+    rows = EncodedColumns(
+        np.zeros(num_rows, np.int64),
+        label_N,
+        ids_NF,
+        dense_NK,
+        lengths_NM.astype(np.int32),
+        ids_NML[is_there_NML],
+        rng.random((num_rows, int(bool(features.weight))), np.float32),
+    )
+    groups: dict[str, npt.NDArray[Any]] = {
+        IDS: ids_NF,
+        DENSE: dense_NK,
+        LISTS: ids_NML,
+        LENGTHS: lengths_NM,
+    }
+    # A group without a column is no input.
+    example = {side + n: torch.from_numpy(a) for n, a in groups.items() if a.shape[1]}
+    return example, rows
+
+
+def shapes_of(example: Mapping[str, Tensor]) -> Shapes:
+    """Return the shape of each input, with a name for each dimension that may be of any size."""
+    return {name: list(_dims(name, value)) for name, value in example.items()}
+
+
+def _dims(name: str, value: Tensor) -> list[int | str]:
+    side = name.rpartition(".")[0]
+    prefix = f"{side}_" if side else ""
+    dims: list[int | str] = [f"{prefix}rows", *value.shape[1:]]
+    if name.endswith(LISTS):
+        dims[2] = f"{prefix}longest"
+    return dims
+
+
+def _dynamic(example: Example) -> dict[str, dict[int, str]]:
+    """Return the names of the dimensions that may be of any size, for each input, by their
+    place."""
+    return {
+        name: {place: dim for place, dim in enumerate(shape) if isinstance(dim, str)}
+        for name, shape in shapes_of(example).items()
+    }
+
+
+def _exported(module: nn.Module, example: Example) -> ExportedProgram:
+    dims = {
+        name: {place: Dim(dim, min=1) for place, dim in named.items()}
+        for name, named in _dynamic(example).items()
+    }
+    with torch.no_grad():
+        program = torch.export.export(module, (example,), dynamic_shapes=(dims,))
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # files of this machine, and most of a program's bytes
+    return program
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raise what torch cannot export as one line; its own warnings are for those who write it."""
+    try:
+        with warnings.catch_warnings(), _quiet():
+            warnings.simplefilter("ignore")
+            yield
+    except (UserError, GMetaError, OSError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as raised:
+        error: BaseException = raised
+        while error.__cause__ is not None:  # torch.onnx says what it does, and why as the cause
+            error = error.__cause__
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise GMetaError(
+            f"{what} cannot be exported from this model: {type(error).__name__}: {reason:.200}. "
+            "Serve it by gmeta serve or --format triton, which run the model itself"
+        ) from raised
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _check(found_N: Tensor, expected_N: Tensor, what: str) -> None:
+    """Raise GMetaError unless a program predicts what the model does."""
+    difference = float((found_N - expected_N).abs().max())
+    scale = max(1.0, float(expected_N.abs().max()))
+    if not difference <= TOLERANCE * scale:
+        raise GMetaError(
+            f"the program's {what} differ from the model's by {difference:g}; at most "
+            f"{TOLERANCE:g} is allowed. The model reads its lists other than by pooled_NMD and "
+            "bags_NHD, or does not treat each row on its own: serve it by gmeta serve"
+        )

@@ -1,0 +1,328 @@
+"""The model of an export as modules of padded tensors, which other runtimes can take over: one
+without adaptation, and one that adapts to a task and predicts its query rows: the engine's inner
+loop, recorded with its gradients, so that what runs it needs no autograd.
+
+Shape suffixes: N rows, query rows where a task's are apart, S support rows, P rows that adapt, Q
+embeddings of the query rows, F single-id features, M multi-id features, L longest list, K dense
+columns, D embedding width, R rows of all tables, B tables.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.adaptation.layout.sides import Side, WorkingRows
+from gmeta.losses.objectives import known_weights
+from gmeta.serving.served_model import EXPECTED_QUERY_ROWS, ServedModel
+from gmeta.serving.stored_tables import StoredTable
+from gmeta_models.gated import row_layers
+from gmeta_models.inputs import History, RowInputs
+from gmeta_models.model_config import Pooling
+from gmeta_models.table_projections import pad_width_UD
+
+IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
+OUTPUT = "prediction"
+SUPPORT, QUERY, LABEL, WEIGHT = "support.", "query.", "label", "weight"
+
+
+@dataclass(frozen=True)
+class PaddedInputs(RowInputs):
+    """Rows whose lists are padded to one length. A model that asks for the bags by `bags_NHD` and
+    the methods that pool them computes the same as from ragged ones; the ragged fields are empty.
+    """
+
+    values_NMLD: Tensor
+    lengths_NM: Tensor
+
+    @classmethod
+    def of(
+        cls, single_NFD: Tensor, dense_NK: Tensor, values_NMLD: Tensor, lengths_NM: Tensor
+    ) -> "PaddedInputs":
+        """Return the rows of these values."""
+        none_VD = single_NFD.new_zeros(0, single_NFD.shape[2])
+        none_V, num_multi = lengths_NM.new_zeros(0), values_NMLD.shape[1]
+        return cls(single_NFD, none_VD, none_V, num_multi, dense_NK, values_NMLD, lengths_NM)
+
+    def no_rows(self) -> "PaddedInputs":
+        """Return the same columns without a row."""
+        return self.of(
+            self.single_NFD[:0], self.dense_NK[:0], self.values_NMLD[:0], self.lengths_NM[:0]
+        )
+
+    def bags_NHD(self, feature: int) -> History:
+        """Return one multi-id feature, unpooled."""
+        values_NMLD, there_NML = self._there()
+        return History(values_NMLD[:, feature], there_NML[:, feature])
+
+    def pooled_NMD(self, mode: Pooling) -> Tensor:
+        """Return a vector for each list; an empty one is zero."""
+        sums_NMD = self._there()[0].sum(dim=2)
+        if mode == "sum":
+            return sums_NMD
+        return sums_NMD / self.lengths_NM.clamp(min=1).to(sums_NMD.dtype).unsqueeze(2)
+
+    def _there(self) -> tuple[Tensor, Tensor]:
+        """Return the values with zeros in place of padding, and which of them are there."""
+        places_L = torch.arange(self.values_NMLD.shape[2], device=self.lengths_NM.device)
+        there_NML = places_L < self.lengths_NM.unsqueeze(2)
+        return self.values_NMLD * there_NML.to(self.values_NMLD.dtype).unsqueeze(3), there_NML
+
+
+class KeyedTables(nn.Module):
+    """All tables as one, whose rows are found by key: the place of a row among those of all."""
+
+    values_RD: Tensor
+    scale_R: Tensor | None
+    first_B: Tensor
+
+    def __init__(self, served: ServedModel) -> None:
+        """Join the tables in the format they are stored in, zeros behind the rows of narrower ones.
+        Where an IdGenerator adds to the rows of a table, they are 0.
+        """
+        super().__init__()
+        tables, generated = served.tables, served.learner.generated_table
+        self.projections = served.learner.projections
+        width = served.config.model.embedding_dim
+        values = [pad_width_UD(table.values_RD, width) for table in tables]
+        if generated >= 0:
+            values[generated] = torch.zeros_like(values[generated])
+        scales = [table.scale_R for table in tables if table.scale_R is not None]
+        rows_B = torch.tensor([len(table) for table in values])
+        self.register_buffer("values_RD", torch.cat(values))
+        self.register_buffer("scale_R", torch.cat(scales) if scales else None)
+        self.register_buffer("first_B", rows_B.cumsum(0) - rows_B)
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """Return the rows of keys of any shape [...] as float32: [..., D]."""
+        keys_U = keys.flatten()
+        fetched_UD = StoredTable(self.values_RD, self.scale_R).rows_UD(keys_U)
+        rows_UD, table_U1 = fetched_UD, self.table_of(keys_U).unsqueeze(1)
+        for place in self.projections.narrow:
+            # By a choice for each row: how many there are of each table is not known here.
+            projected_UD = self.projections.of_table(place, fetched_UD)
+            rows_UD = torch.where(table_U1 == place, projected_UD, rows_UD)
+        return rows_UD.view(*keys.shape, rows_UD.shape[1])
+
+    def table_of(self, keys_U: Tensor) -> Tensor:
+        """Return the place of each key's table: [U]."""
+        return torch.searchsorted(self.first_B, keys_U, right=True) - 1
+
+
+class Columns(nn.Module):
+    """From the ids of each column to keys, and what training rows say of them to dense columns.
+
+    A program cannot raise: where an id is of no row of its table, or a length of no list, the key
+    is the one behind all rows, at which every runtime fails when it looks the row up on a CPU.
+    """
+
+    first_F: Tensor
+    first_M: Tensor
+    size_F: Tensor
+    size_M: Tensor
+
+    def __init__(self, served: ServedModel) -> None:
+        super().__init__()
+        features = served.config.features
+        sizes = torch.tensor([table.num_rows for table in features.tables])
+        place = {table.name: index for index, table in enumerate(features.tables)}
+        first_B = sizes.cumsum(0) - sizes
+        self.register_buffer("first_F", first_B[[place[c.table] for c in features.single]])
+        self.register_buffer("first_M", first_B[[place[c.table] for c in features.multi]])
+        self.register_buffer("size_F", sizes[[place[c.table] for c in features.single]])
+        self.register_buffer("size_M", sizes[[place[c.table] for c in features.multi]])
+        self._no_key = int(sizes.sum())
+        self.items = served.learner.items
+
+    def forward(
+        self, inputs: Mapping[str, Tensor], side: str = ""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the keys of both kinds, the dense columns and the lengths of the lists; groups of
+        columns that the model does not have are of width 0.
+        """
+        ids_NF, dense_NK = inputs.get(side + IDS), inputs.get(side + DENSE)
+        ids_NML, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
+        given = next(each for each in (ids_NF, ids_NML) if each is not None)
+        rows = given.shape[0]
+        if ids_NF is None:
+            ids_NF = given.new_zeros(rows, 0)
+        if dense_NK is None:
+            dense_NK = given.new_zeros(rows, 0, dtype=torch.float32)
+        if ids_NML is None or lengths_NM is None:
+            ids_NML, lengths_NM = given.new_zeros(rows, 0, 1), given.new_zeros(rows, 0)
+        if self.items is not None:
+            said = self.items.features_of_ids(ids_NF, ids_NML, lengths_NM)
+            dense_NK = torch.cat([dense_NK, said], dim=1)
+        are_rows_NF = (ids_NF >= 0) & (ids_NF < self.size_F)
+        are_rows_NML = (ids_NML >= 0) & (ids_NML < self.size_M.unsqueeze(1))
+        are_lists_NM = (lengths_NM >= 0) & (lengths_NM <= ids_NML.shape[2])
+        key_NF = torch.where(are_rows_NF, ids_NF + self.first_F, self._no_key)
+        key_NML = torch.where(
+            are_rows_NML & are_lists_NM.unsqueeze(2),
+            ids_NML + self.first_M.unsqueeze(1),
+            self._no_key,
+        )
+        return key_NF, dense_NK, key_NML, lengths_NM
+
+
+class UnadaptedForward(nn.Module):
+    """The model's predictions for rows of tasks of which nothing is known: those of
+    `ServedModel.predict`.
+
+    Gates that the model or an encoder makes of no support rows are the same for every task, so
+    they are multiplied into the layers; statistics of no support rows are 0.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        super().__init__()
+        learner = served.learner
+        self.columns = Columns(served)
+        self.tables = KeyedTables(served)
+        self.model = _gated(deepcopy(learner.model), served.unadapted.gates_1MO)
+        self.generator = learner.generator
+        self._num_statistics = learner.statistics.width
+        self._losses = learner.objectives.outer
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return probabilities (bce) or ratings [N] of `ids` [N, F], `dense` columns [N, K], and
+        `lists` [N, M, L] of which the first `list_lengths` [N, M] ids count.
+        """
+        key_NF, dense_NK, key_NML, lengths_NM = self.columns(inputs)
+        unknown_NG = dense_NK.new_zeros(dense_NK.shape[0], self._num_statistics)
+        rows: RowInputs = PaddedInputs.of(
+            self.tables(key_NF),
+            torch.cat([dense_NK, unknown_NG], dim=1) if self._num_statistics else dense_NK,
+            self.tables(key_NML),
+            lengths_NM,
+        )
+        if self.generator is not None:
+            rows = self.generator(rows)
+        return self._losses.predictions(self._losses.logits(self.model(rows)))
+
+
+@torch.no_grad()
+def _gated(model: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
+    """Return the model with each gate's scale and shift in its layer: s (W x + b) + t."""
+    layers = row_layers(model)
+    for name, gate_1MO in gates.items():
+        scale_O, *shifts = gate_1MO[0].unbind(0)
+        layer = layers[name]
+        bias_O = scale_O.new_zeros(len(scale_O)) if layer.bias is None else layer.bias * scale_O
+        layer.weight.mul_(scale_O.unsqueeze(1))
+        layer.bias = nn.Parameter(sum(shifts, bias_O), requires_grad=False)
+    return model
+
+
+@dataclass(frozen=True)
+class KeyedSide:
+    """The rows of one task by key, as far as the inner loop asks for a Side."""
+
+    layout: RowLayout
+    label_N: Tensor
+    place_NF: Tensor  # where the embedding of each key stands among rows_PD
+    place_NML: Tensor
+    dense_NK: Tensor
+    lengths_NM: Tensor
+    weight: Tensor | None = None
+
+    def inputs(self, rows_PD: Tensor) -> PaddedInputs:
+        """Return what the model sees when the embedding rows have these values."""
+        single_NFD, values_NMLD = (
+            rows_PD.index_select(0, place.flatten()).view(*place.shape, rows_PD.shape[1])
+            for place in (self.place_NF, self.place_NML)
+        )
+        return PaddedInputs.of(single_NFD, self.dense_NK, values_NMLD, self.lengths_NM)
+
+
+class AdaptAndPredict(nn.Module):
+    """Adapts to the support rows of one task and predicts its query rows, as `ServedModel.adapt`
+    and `AdaptedTask.predict` do.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        super().__init__()
+        learner = served.learner
+        self.columns = Columns(served)
+        self.tables = KeyedTables(served)
+        self.learner = learner
+        self._losses = learner.objectives.outer
+        # A rate for each table, or one for all.
+        places_B = torch.arange(len(served.tables))
+        self._rate = learner.rates.of_rows(torch.ones_like(places_B), places_B)
+        features = served.config.features
+        self._may_lack_labels = bool(features.labels or features.weight)
+        self._adapts_rows = learner.general_loop.plan.adapts_rows
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return probabilities (bce) or ratings [N] of the query rows; `inputs` are those of
+        UnadaptedForward, of both sides, the labels [S], or [S, L] of several, and the weights [S]
+        of rows that have some.
+        """
+        key_SF, dense_SK, key_SML, lengths_SM = self.columns(inputs, SUPPORT)
+        # A key that stands there several times has its one row where it stands first.
+        key_P = torch.cat([key_SF.flatten(), key_SML.flatten()]).sort()[0]
+        place_SF, place_SML = torch.searchsorted(key_P, key_SF), torch.searchsorted(key_P, key_SML)
+        label_S, weight = inputs[SUPPORT + LABEL], None
+        if self._may_lack_labels:
+            weight = known_weights(label_S, inputs.get(SUPPORT + WEIGHT))
+        layout = _one_task(key_SF)
+        support = KeyedSide(layout, label_S, place_SF, place_SML, dense_SK, lengths_SM, weight)
+        rows_PD, inner = self.tables(key_P), self.learner.general_loop
+        working = WorkingRows(rows_PD, self._rate_of(key_P))
+        with torch.enable_grad():
+            # The inner loop asks for nothing else of a Side.
+            adapted = inner.take_steps(working, cast(Side, support), EXPECTED_QUERY_ROWS, False)
+        key_NF, dense_NK, key_NML, lengths_NM = self.columns(inputs, QUERY)
+        keys_Q = torch.cat([key_NF.flatten(), key_NML.flatten()])
+        fetched_QD = self.tables(keys_Q)
+        if self._adapts_rows:
+            place_Q = torch.searchsorted(key_P, keys_Q).clamp(max=key_P.shape[0] - 1)
+            is_known_Q1 = (key_P[place_Q] == keys_Q).unsqueeze(1)
+            # Both are computed and one is chosen, as a graph has no branches.
+            fetched_QD = torch.where(is_known_Q1, adapted.rows_PD[place_Q], fetched_QD)
+        # Each key of the query has a row of its own, in their order.
+        place_Q = torch.arange(keys_Q.shape[0], device=keys_Q.device)
+        place_NF, place_NML = place_Q.split([key_NF.numel(), key_NML.numel()])
+        label_N = dense_NK.new_zeros(dense_NK.shape[0])
+        query = KeyedSide(
+            _one_task(key_NF),
+            label_N,
+            place_NF.view(key_NF.shape),
+            place_NML.view(key_NML.shape),
+            dense_NK,
+            lengths_NM,
+        )
+        layers = adapted.layers
+        asked = inner.restore_adapted(layers.changes, layers.gates_TMO, fetched_QD)
+        logits = inner.output_N(asked, cast(Side, query)).detach()
+        return self._losses.predictions(logits)
+
+    def _rate_of(self, key_P: Tensor) -> float | Tensor:
+        if not isinstance(self._rate, Tensor):
+            return self._rate
+        return self._rate.index_select(0, self.tables.table_of(key_P))
+
+
+def recorded(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:
+    """Return the operations that the module does for inputs like these, of any number of rows, as a
+    module that takes them by name ("." as "_").
+    """
+    # Parameters and tables are no inputs: they become constants of the graph.
+    graph: GraphModule = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+        example
+    )
+    return graph
+
+
+def _one_task(key_NF: Tensor) -> RowLayout:
+    """Return the layout of the rows of one task, however many a trace is run with."""
+    num_rows = key_NF.shape[0]
+    # Counted by an operation: an int of Python would stand in the recorded graph as a constant.
+    lengths_1 = key_NF.new_ones(num_rows).sum().view(1)
+    return RowLayout(lengths_1, num_rows, num_rows, None)

@@ -1,0 +1,70 @@
+"""The model of a Triton repository, for its Python backend: `gmeta export --format triton` copies
+this file to NAME/1/model.py, beside the exported model.
+
+The backend's Python needs gmeta installed. A request is of one task: inputs named like the model's
+columns are the rows to predict, the same with `support.` in front the rows to adapt by.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import triton_python_backend_utils as pb_utils
+
+from gmeta.errors import GMetaError
+from gmeta.serving.model_loader import load
+from gmeta.serving.outputs import BEFORE, PREDICTION
+from gmeta.serving.server.input_columns import describe_columns, to_tables
+from gmeta.serving.server.request_errors import RequestError, bad_request
+from gmeta.serving.server.tensors import Tensor
+from metaio.errors import MetaIOError
+
+
+class TritonPythonModel:
+    """Answers requests with `gmeta.load` of the folder beside this file."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model; Triton calls this once an instance."""
+        self.model = load(Path(__file__).parent / "model")
+        self.columns = describe_columns(self.model.config)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Return a response for each request, in order; one that is wrong gets its own error."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            found = self._predict([_tensor(each) for each in request.inputs()])
+        except (GMetaError, MetaIOError, RequestError) as error:
+            return pb_utils.InferenceResponse(
+                output_tensors=[], error=pb_utils.TritonError(str(error))
+            )
+        asked = request.requested_output_names()
+        outputs = [pb_utils.Tensor(name, found[name]) for name in found if name in asked]
+        return pb_utils.InferenceResponse(output_tensors=outputs)
+
+    def _predict(self, inputs: list[Tensor]) -> dict[str, Any]:
+        support, query = to_tables(self.columns, inputs)
+        if query is None:
+            raise bad_request(
+                "the request has no rows to predict. Send inputs named like the columns"
+            )
+        before_N = self.model.predict(query).numpy()
+        after_N = before_N
+        if support is not None:
+            after_N = self.model.adapt(support).predict(query).numpy()
+        found = {PREDICTION: after_N, BEFORE: before_N}
+        return {one.name: one.values_N(found[one.kind]) for one in self.columns.outputs}
+
+
+def _tensor(given: Any) -> Tensor:
+    values = given.as_numpy()
+    flat = pa.array(values.ravel().tolist(), pa.binary()) if values.dtype == np.object_ else None
+    try:
+        array = pa.array(values.ravel()) if flat is None else flat.cast(pa.string())
+    except pa.ArrowException as error:
+        raise bad_request(
+            f"input {given.name()} has an element of BYTES that is no UTF-8"
+        ) from error
+    return Tensor(given.name(), values.shape, array)

@@ -1,0 +1,123 @@
+"""Reads an exported folder into a ServedModel; every way it can be damaged ends in one line."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
+import torch
+
+from gmeta.distributed.tables.widths import widths_of_tables
+from gmeta.errors import GMetaError
+from gmeta.learner import MetaLearner
+from gmeta.platform.files.tensor_files import read_tensors
+from gmeta.runs.build import build_learner, build_statistics, check_registered
+from gmeta.serving.device import on_the_cpu, parse_device
+from gmeta.serving.exported_folder import (
+    LAYERS_FILE,
+    ExportedConfig,
+    check_files,
+    checksum_in,
+    read_config,
+    read_vocabulary,
+    table_file,
+    vocabulary_file,
+)
+from gmeta.serving.row_encoders import ColumnEncoder, IdColumnEncoder, RawColumnEncoder
+from gmeta.serving.served_model import ServedModel
+from gmeta.serving.stored_tables import check_table
+from metaio.prepare.schema.schema import make_features
+
+
+@torch.inference_mode(False)  # leaves the caller's, in which no layer could adapt
+@on_the_cpu
+def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedModel:
+    """Return the model in a folder that `gmeta export` wrote; its layers compute on `device` (cpu,
+    cuda or cuda:N), its tables stay on the host.
+
+    Tables are mapped into memory, not read: without `verify`, which reads every file once to hold
+    it against its checksum, loading takes no longer for large tables.
+
+    Raises:
+        UserError: there is no exported model, or no such device.
+        GMetaError: it is damaged, or another release wrote it.
+    """
+    folder, computes_on = Path(path), parse_device(device)
+    config, checksum = read_config(folder), checksum_in(folder)
+    # Before anything is mapped: a file cut short under a map kills the process.
+    check_files(folder, config, checksums=verify)
+    tables, widths = [], widths_of_tables(config.features, config.model)
+    for index, table in enumerate(config.features.tables):
+        file = folder / table_file(index)
+        shape = (table.num_rows, widths[table.name])
+        tables.append(check_table(str(file), read_tensors(file), shape, config.table_format))
+    reload = partial(_load_again, folder.absolute(), config, device)
+    learner, encoder = _load_learner(folder, config), _load_encoder(folder, config)
+    return ServedModel(config, checksum, learner, tables, encoder, reload, computes_on)
+
+
+def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedModel:
+    """Return a model that was pickled, from its folder; checksums were checked when it was first
+    loaded."""
+    model = load(folder, verify=False, device=device)
+    if model.config != config:
+        raise GMetaError(
+            f"{folder} holds another model than the one that was pickled: it was replaced since. "
+            "Load it again with gmeta.load, or keep each export in a folder of its own"
+        )
+    return model
+
+
+def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
+    check_registered(folder, config.model, config.algorithm, config.source)
+    tensors = read_tensors(folder / LAYERS_FILE)
+
+    def build() -> MetaLearner:
+        return build_learner(
+            config.features,
+            config.model,
+            config.algorithm,
+            config.loss,
+            config.huber_delta,
+            build_statistics(config.support_features, config.features, config.item_features),
+            config.item_features,
+            config.labels,
+        )
+
+    try:
+        with torch.device("meta"):  # takes no memory, whatever widths the config asks for
+            wanted = build().state_dict()
+    except (ValueError, RuntimeError) as error:
+        raise GMetaError(
+            f"{folder} cannot be built ({error}). Load it with the release that wrote it"
+        ) from error
+    # Compared here, since torch reports a misfit in as many lines as there are layers.
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]
+    if lacking or len(tensors) > len(wanted):
+        what = f"it lacks {lacking[0]} and {len(lacking) - 1} more" if lacking else "it holds more"
+        raise GMetaError(
+            f"{folder / LAYERS_FILE} does not fit config.json: {what}. "
+            "The files come from different exports: export the run again"
+        )
+    learner = build()
+    learner.load_state_dict(tensors)
+    return learner
+
+
+def _load_encoder(folder: Path, config: ExportedConfig) -> ColumnEncoder:
+    schema = config.columns.schema
+    if schema is None:
+        return IdColumnEncoder(config.columns, config.features)
+    tables = {column.table_name for column in schema.sparse if column.vocabulary is not None}
+    vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
+    sizes = {table: len(values) for table, values in vocabularies.items()}
+    if schema.stream is not None:
+        # Tables have room for what later increments bring.
+        rows = {table.name: table.num_rows for table in config.features.tables}
+        sizes = {table: max(size, rows.get(table, 0) - 1) for table, size in sizes.items()}
+    if make_features(schema, sizes) != config.features:
+        raise GMetaError(
+            f"{folder} has tables of other sizes or columns than its schema and vocabularies. "
+            "The files come from different exports: export the run again"
+        )
+    return RawColumnEncoder(config.columns, schema, vocabularies)

@@ -1,0 +1,186 @@
+"""`gmeta adapt`: the tasks of Parquet files of any size, to one Parquet file of their states.
+
+Rows are encoded as they are read and spooled by task, as for `gmeta predict`; then part by part,
+chunks of whole tasks go to processes that share the mapped tables, and their states are written in
+the order of the chunks, which the inputs alone decide.
+
+Shape suffixes: N rows.
+"""
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.local_paths import check_replaceable
+from gmeta.serving.bulk.row_files import RowFiles, atomic_output
+from gmeta.serving.bulk.task_spool import (
+    PART_ROWS,
+    Advance,
+    ModelTimer,
+    TaskSpool,
+    parts_for,
+    spool_rows,
+)
+from gmeta.serving.encoded_rows import EncodedColumns, split_rows, take_rows
+from gmeta.serving.model_loader import load
+from gmeta.serving.offline.adapt_rows import CHUNK_ROWS, STATE_COLUMNS, adapt_rows
+from gmeta.serving.served_model import ServedModel
+
+_CHUNKS_A_PROCESS = 2  # under way: one that is computed, one that waits
+_LOOK_EVERY_S = 1.0
+MODEL_KEY = b"gmeta.model"  # in the file's metadata: the checksum of the model
+
+Chunk = tuple[EncodedColumns, pa.ChunkedArray]  # rows, and the raw task of each
+
+
+@dataclass(frozen=True)
+class AdaptSummary:
+    """What was written."""
+
+    num_tasks: int
+    num_rows: int
+
+
+def adapt_files(
+    folder: Path,
+    inputs: list[str],
+    out: Path,
+    processes: int,
+    verify: bool,
+    report_progress: Advance,
+    part_rows: int = PART_ROWS,
+) -> AdaptSummary:
+    """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
+    `out`, which appears whole or not at all. About `part_rows` rows, at least those of the longest
+    task, are in memory; `tell` is called with the work done and all of it.
+
+    Raises:
+        UserError: there is no model, a column is missing, or an input is no Parquet file.
+        DataError: a column holds what the model cannot take.
+        GMetaError: the model is damaged, or a process died.
+    """
+    # One thread of torch a process; and none that a forked process would miss.
+    torch.set_num_threads(1)
+    model, files = load(folder, verify), RowFiles(*inputs)
+    # Globs and folders, too, may hold the file that is to be written.
+    check_replaceable(out, [("a file of SUPPORT", name) for name in files.names], True)
+    # A missing column is reported before anything is read.
+    model.encode(files.schema.empty_table(), files.names[0], with_label=True, with_task=True)
+    if files.num_rows == 0:
+        raise UserError(
+            f"{', '.join(inputs)} has 0 rows: there is no task to adapt to. Give labelled rows"
+        )
+    clock = ModelTimer(report_progress, 2 * files.num_rows)
+    with (
+        # Forked first: reading Parquet starts threads.
+        _worker_pool(model, processes) as workers,
+        atomic_output(out) as (scratch, file),
+    ):
+        num_parts = parts_for(files.num_rows, part_rows)
+        spool = spool_rows(model, files, "support", scratch / "rows", num_parts, clock, True)
+        written = AdaptSummary(0, 0)
+        types = files.schema.field(model.config.columns.task).type, pa.binary(), pa.int64()
+        columns = list(zip(STATE_COLUMNS, types, strict=True))
+        schema = pa.schema(columns, {MODEL_KEY: model.checksum})
+        # The floats of a state are as good as random: nothing to compress.
+        with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
+            for states in workers(_read_chunks(spool)):
+                writer.write_table(states.replace_schema_metadata(schema.metadata))
+                num_rows = pa.compute.sum(states["rows"]).as_py()
+                clock.advance_by(num_rows)
+                written = AdaptSummary(
+                    written.num_tasks + states.num_rows, written.num_rows + num_rows
+                )
+    return written
+
+
+def _read_chunks(spool: TaskSpool) -> Iterator[Chunk]:
+    """Yield the rows with their raw tasks, in chunks of CHUNK_ROWS rows or more (the last of a part
+    may have fewer) that hold whole tasks; rows of a task in the order of the inputs.
+    """
+    for part in range(spool.num_parts):
+        rows = spool.rows(part)
+        if not rows.num_rows:
+            continue
+        order_N = np.argsort(rows.task_N, kind="stable")
+        rows, raw_task_N = take_rows(rows, order_N), spool.raw_tasks(part).take(pa.array(order_N))
+        ends = [*(np.flatnonzero(np.diff(rows.task_N)) + 1).tolist(), rows.num_rows]
+        first = 0
+        for end in ends:
+            if end - first >= CHUNK_ROWS or end == rows.num_rows:
+                chunk = split_rows(rows, [first, end - first])[1]
+                # Not a slice: pickled, that would be the whole.
+                yield chunk, raw_task_N.take(pa.array(np.arange(first, end)))
+                first = end
+
+
+Work = Callable[[Iterator[Chunk]], Iterator[pa.Table]]
+
+
+@contextmanager
+def _worker_pool(model: ServedModel, processes: int) -> Iterator[Work]:
+    """Yield a function that adapts the tasks of each chunk, in the order of the chunks."""
+    if processes == 1:
+        yield lambda chunks: (adapt_rows(model, *chunk) for chunk in chunks)
+        return
+    # Forked: they share the mapped tables and what is imported.
+    pool = ProcessPoolExecutor(
+        processes, mp.get_context("fork"), initializer=_begin_worker, initargs=(model, os.getpid())
+    )
+
+    def work(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
+        pending: deque[Future[pa.Table]] = deque()
+        for chunk in chunks:
+            pending.append(pool.submit(_adapt_chunk, *chunk))
+            if len(pending) >= _CHUNKS_A_PROCESS * processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    try:
+        pool.submit(os.getpid).result()  # starts all processes
+        yield work
+    except BrokenProcessPool as error:
+        raise GMetaError(
+            "a process of gmeta adapt died, most likely since memory ran out: nothing was written. "
+            "Run it again with fewer --processes"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_HELD: list[ServedModel] = []  # of a worker process
+
+
+def _begin_worker(model: ServedModel, parent: int) -> None:
+    """Be a worker: Ctrl-C is for the parent, with which this process ends; SIGTERM ends it too, as
+    the pool sends it to the others when one has died."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever handler the program has
+    _HELD.append(model)
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_EVERY_S)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _adapt_chunk(rows: EncodedColumns, raw_task_N: pa.ChunkedArray) -> pa.Table:
+    return adapt_rows(_HELD[0], rows, raw_task_N)

@@ -1,0 +1,328 @@
+"""From columns of rows, raw or already table ids, to encoded rows: the edge where input is checked.
+
+Shape suffixes: N rows, T episodes, F single-id features, M multi-id features, K dense columns, V
+ids of all multi-id features.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from gmeta.errors import UserError
+from gmeta.losses.row_losses import defined_labels_N
+from gmeta.serving.encoded_rows import EncodedColumns
+from gmeta.serving.exported_folder import ExportedColumns
+from metaio.errors import DataError
+from metaio.format.features import Features, FeatureSpec
+from metaio.prepare.episodes.encode import Encoder, FittedEncoding
+from metaio.prepare.schema.rules import SplitRule
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.schema.values import hash_values, infer_kind, to_float32, to_float64, to_int64
+from metaio.quantities import format_count
+from metaio.ragged import Float32, Int64, offsets, reorder_row_by_row
+
+# What Arrow raises for what it cannot read; OverflowError: a Python integer beyond 64 bits.
+_NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
+
+class ColumnEncoder(Protocol):
+    """Turns a record batch that holds `names(...)` into ids; the task column may be left out."""
+
+    def names(self, with_label: bool) -> list[str]:
+        """Return the columns that `encode` reads, without the task column."""
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
+        """Return the rows as ids and numbers; labels are 0 where none are asked for.
+
+        Raises:
+            DataError: a column has the wrong type, a null, or a value that is not allowed.
+        """
+
+
+class RawColumnEncoder:
+    """Rows as they were given to `gmeta prepare`: hashes, vocabularies and moments apply."""
+
+    def __init__(
+        self, columns: ExportedColumns, schema: Schema, vocabularies: Mapping[str, pa.Array]
+    ) -> None:
+        self._task = columns.task
+        # Rows to predict have no split or side, and their order within a task does not matter.
+        self._schema = replace(
+            schema,
+            time=None,
+            row_id=None,
+            splits=SplitRule(),
+            membership=None,
+            negatives=None,
+            stream=None,
+        )
+        fitted = FittedEncoding(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
+        self._encoder = Encoder(self._schema, fitted)
+        # A column of nulls alone, or of no rows, says nothing of its type: the schema does.
+        self._null_types = {
+            **{name: pa.float64() for name in schema.label_columns},
+            **{column.column: pa.float64() for column in schema.dense},
+            **{column.column: pa.list_(pa.float32()) for column in schema.vector},
+            **{c.column: pa.list_(pa.int64()) for c in schema.multi if c.separator is None},
+        }
+
+    def names(self, with_label: bool) -> list[str]:
+        """Return the raw columns that the schema encodes."""
+        schema = self._schema
+        unused = {schema.task.column, *schema.label_columns} - set(schema.inputs)
+        columns = [name for name in schema.columns if name not in unused]
+        return list(dict.fromkeys([*columns, *schema.label_columns])) if with_label else columns
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
+        """Return the rows hashed, looked up and standardised as prepare did."""
+        # The encoder hashes tasks, which a caller with rows of one need not name.
+        if self._task not in batch.schema.names:
+            batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
+        batch = _with_types(batch, self._null_types, pa.string())
+        rows = self._encoder.encode(batch, with_label)
+        return EncodedColumns(
+            rows.task_N,
+            rows.label_N,
+            rows.ids_NF,
+            rows.dense_NK,
+            rows.lengths_NM,
+            rows.values_V,
+            rows.weight_NW,
+        )
+
+
+class IdColumnEncoder:
+    """Rows whose sparse columns already hold ids of the tables: what datasets without a schema
+    have.
+    """
+
+    def __init__(self, columns: ExportedColumns, features: Features) -> None:
+        self._columns = columns
+        self._features = features
+        self._num_rows = {table.name: table.num_rows for table in features.tables}
+
+    def names(self, with_label: bool) -> list[str]:
+        """Return the columns by the features' own names."""
+        sparse = [feature.name for feature in self._features.sparse]
+        label = [self._columns.label] if with_label else []
+        return list(dict.fromkeys([*sparse, *self._features.dense, *label]))
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
+        """Return the rows with their ids as they are, each checked against its table's size."""
+        features, num_rows = self._features, batch.num_rows
+        for name in batch.schema.names:
+            if batch[name].null_count:
+                raise DataError(
+                    f"column {name} has {format_count(batch[name].null_count, 'null')}; none are "
+                    "allowed. "
+                    "Remove those rows, or use id 0, which stands for unknown values"
+                )
+        lists = {feature.name: pa.list_(pa.int64()) for feature in features.multi}
+        batch = _with_types(batch, lists, pa.int64())
+        task_N, label_N = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.float32)
+        if self._columns.task in batch.schema.names:
+            task = batch[self._columns.task]
+            task_N = hash_values(task, infer_kind(self._columns.task, task.type, "task")).view(
+                np.int64
+            )
+        if with_label:
+            label_N = _read_finite(self._columns.label, batch, "label")
+        ids_NF = np.empty((num_rows, len(features.single)), np.int64)
+        for index, feature in enumerate(features.single):
+            ids_NF[:, index] = self._ids(feature, batch[feature.name])
+        dense_NK = np.empty((num_rows, len(features.dense)), np.float32)
+        for index, name in enumerate(features.dense):
+            dense_NK[:, index] = _read_finite(name, batch, "dense")
+        lengths_NM, values_V = self._multi(batch)
+        weight_NW = np.zeros((num_rows, 0), np.float32)  # no dataset without a schema has weights
+        return EncodedColumns(task_N, label_N, ids_NF, dense_NK, lengths_NM, values_V, weight_NW)
+
+    def _ids(self, feature: FeatureSpec, column: pa.Array) -> Int64:
+        if infer_kind(feature.name, column.type, "sparse") != "integer":
+            raise DataError(
+                f"sparse column {feature.name} has type {column.type}; ids of table "
+                f"{feature.table} are needed, since the model's dataset was prepared without a "
+                "schema. Encode the column as prepare did"
+            )
+        ids, limit = to_int64(column), self._num_rows[feature.table]
+        wrong = ids[(ids < 0) | (ids >= limit)]
+        if len(wrong):
+            raise DataError(
+                f"column {feature.name} holds id {wrong[0]}; table {feature.table} has ids 0 to "
+                f"{limit - 1}. Use 0 for values that the table does not know"
+            )
+        return ids
+
+    def _multi(self, batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], Int64]:
+        multi = self._features.multi
+        lengths_NM = np.zeros((batch.num_rows, len(multi)), np.int32)
+        parts = []
+        for index, feature in enumerate(multi):
+            column = batch[feature.name]
+            if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+                raise DataError(
+                    f"multi column {feature.name} has type {column.type}; a list of ids is "
+                    "needed. Make each value a list, such as [3, 17]"
+                )
+            lengths_NM[:, index] = np.diff(column.offsets.to_numpy())
+            values = column.flatten()
+            if values.null_count:
+                raise DataError(
+                    f"multi column {feature.name} has {format_count(values.null_count, 'null')} "
+                    "in its "
+                    "lists; none are allowed. Use id 0, which stands for unknown values"
+                )
+            parts.append(self._ids(feature, values))
+        return lengths_NM, reorder_row_by_row(lengths_NM, parts)
+
+
+def _with_types(
+    batch: pa.RecordBatch, types: Mapping[str, pa.DataType], otherwise: pa.DataType
+) -> pa.RecordBatch:
+    """Return the batch with a type for each column that has none, as it has no value."""
+    arrays = [
+        column.cast(types.get(name, otherwise)) if pa.types.is_null(column.type) else column
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    return pa.record_batch(arrays, batch.schema.names)
+
+
+def _read_finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:
+    return to_float32(name, to_float64(name, batch[name], role), role)
+
+
+def as_table(rows: object, what: str) -> pa.Table:
+    """Return columns as an Arrow table, from a mapping of lists, arrays or tensors, or any Arrow
+    source.
+
+    Raises:
+        UserError: it is none of these, or its columns differ in length.
+    """
+    if isinstance(rows, pa.Table):
+        return rows
+    if isinstance(rows, Mapping):
+        rows = {str(name): _as_column(str(name), values, what) for name, values in rows.items()}
+    try:
+        return pa.table(rows)
+    except _NOT_READ as error:
+        raise UserError(
+            f"{what} rows of type {type(rows).__name__} cannot be read as columns: "
+            f"{_first_line(error)}. Give a mapping of column names to equally long lists "
+            "or arrays, or an Arrow, pandas or polars table"
+        ) from error
+
+
+def _as_column(name: str, values: object, what: str) -> pa.Array | pa.ChunkedArray:
+    try:
+        if isinstance(values, torch.Tensor):
+            values = values.detach().numpy()
+        is_arrow = isinstance(values, pa.Array | pa.ChunkedArray)
+        return values if is_arrow else pa.array(values)
+    except _NOT_READ as error:
+        raise UserError(
+            f"column {name} of the {what} rows, of type {type(values).__name__}, cannot be read: "
+            f"{_first_line(error)}. Give a list or an array of one dimension, with a value for "
+            "each "
+            "row; of a column with several ids, a list of lists"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".")
+
+
+def check_task_kinds(name: str, support: pa.Table, query: pa.Table) -> None:
+    """Raise UserError where the task column holds integers on one side and text on the other: 7 and
+    "7" are different tasks, so none would find its support rows.
+    """
+    types = {"support": support.schema.field(name).type, "query": query.schema.field(name).type}
+    # A side without rows may have no type, and matches nothing anyway.
+    kinds = {
+        side: infer_kind(name, kind, "task")
+        for side, kind in types.items()
+        if not pa.types.is_null(kind)
+    }
+    if len(set(kinds.values())) > 1:
+        raise UserError(
+            f"task column {name} holds {kinds['support']} in the support rows and "
+            f"{kinds['query']} in the query rows: no task would find its support. Cast one of them"
+        )
+
+
+def select_columns(
+    table: pa.Table, names: list[str], optional: list[str], what: str
+) -> pa.RecordBatch:
+    """Return the named columns as one record batch, with those optional ones that are there.
+
+    Raises:
+        UserError: a column is missing, or is there twice.
+    """
+    present = table.column_names
+    place = {name: index for index, name in enumerate(present)}
+    for name in names:
+        if name not in place:
+            near = difflib.get_close_matches(name, present, n=1)
+            have = f"they have {', '.join(present) or 'none'}."
+            raise UserError(
+                f"{what} rows have no column {name}; "
+                f"{f'did you mean {near[0]}?' if near else have} "
+                f"This model reads {', '.join(names)}. Add the column"
+            )
+    chosen = list(dict.fromkeys([*names, *(name for name in optional if name in place)]))
+    twice = [name for name in chosen if len(place) < len(present) and present.count(name) > 1]
+    if twice:
+        raise UserError(
+            f"{what} rows have {present.count(twice[0])} columns {twice[0]}: one is needed. "
+            "Rename or drop the others"
+        )
+    arrays = [table.column(place[name]).combine_chunks() for name in chosen]
+    return pa.record_batch([_to_plain_lists(array) for array in arrays], chosen)
+
+
+def _to_plain_lists(column: pa.Array) -> pa.Array:
+    """Return the column as plain lists where it holds lists of one length, list views or only empty
+    lists, which have no type of their own.
+    """
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        column = _copy_list_views(column)
+    kind = column.type
+    # [[], []] says nothing of what its lists would hold.
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if is_list and pa.types.is_null(kind.value_type):
+        return column.cast(pa.list_(pa.int64()))
+    if pa.types.is_fixed_size_list(kind):
+        return column.cast(pa.list_(kind.value_type))
+    return column
+
+
+def _copy_list_views(views: pa.Array) -> pa.Array:
+    """Return list views as lists one after the other. Arrow's own cast loses values."""
+    lengths_N = pc.fill_null(pc.list_value_length(views), 0).to_numpy()
+    ends = pa.array(offsets(lengths_N.astype(np.int64)))
+    return pa.LargeListArray.from_arrays(ends, views.flatten(), mask=views.is_null())
+
+
+_ALLOWED = {"bce": "0 to 1, since it predicts clicks", "softmax": "numbers from 0 on"}
+
+
+def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack: bool) -> None:
+    """Raise UserError for a label that the model's loss cannot take; with `may_lack` any loss takes
+    NaN, which says that the label is not known.
+    """
+    label_NL = label_N.reshape(len(label_N), len(kinds))
+    names = columns.split(", ") if len(kinds) > 1 else [columns]
+    for label_N, name, loss in zip(label_NL.T, names, kinds, strict=True):
+        wrong_N = label_N[~defined_labels_N(loss, label_N) & ~(may_lack & np.isnan(label_N))]
+        if wrong_N.size:
+            allowed = _ALLOWED.get(loss, "finite numbers")
+            raise UserError(
+                f"label column {name} holds {wrong_N[0]:g}: this model takes {allowed}. Correct "
+                "the label"
+            )

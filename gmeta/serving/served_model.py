@@ -1,0 +1,443 @@
+"""An exported model in memory: adapts to a task's support rows and predicts.
+
+The engine's own learner and inner loop do both, on rows fetched from the exported tables. These lie
+in mapped files of the host, and what callers are given is the host's, whatever device computes.
+
+Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embedding width, B tables.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
+from gmeta.adaptation.layout.sides import WorkingRows
+from gmeta.data.episodes import make_full_side, with_row_copies
+from gmeta.data.transfer import move_to_device
+from gmeta.errors import UserError
+from gmeta.platform.threads import ThreadChoice, work_to_predict
+from gmeta.serving.device import HOST, on_the_cpu
+from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
+from gmeta.serving.episodes import task_batch
+from gmeta.serving.exported_folder import ExportedConfig
+from gmeta.serving.row_encoders import (
+    ColumnEncoder,
+    as_table,
+    check_labels,
+    check_task_kinds,
+    select_columns,
+)
+from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
+from gmeta.serving.stored_tables import StoredTable, fetch_UD
+from gmeta.serving.task_matching import TaskPredictions, predict_tasks
+from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
+from gmeta_models.gated import row_layers
+from metaio.read.batch import TaskBatch
+
+if TYPE_CHECKING:  # which learner is served is the business of who loads it
+    from gmeta.learner import MetaLearner, QueryPrediction
+
+Part = TypeVar("Part")
+
+# For how many query rows the form of an adapted layer is chosen; any number is as exact.
+EXPECTED_QUERY_ROWS = 128
+
+
+class ServedModel:
+    """A trained model with its tables. Safe to use from several threads: they take turns. Pickled,
+    as for another process, it is the path of its folder, from which it is loaded again.
+
+    Rows are columns: a mapping of names to equally long lists, arrays or tensors, or any Arrow,
+    pandas or polars table. Columns that the model does not read are ignored. Every method raises
+    UserError for a missing column, DataError for a column that holds what the model cannot take.
+    """
+
+    def __init__(
+        self,
+        config: ExportedConfig,
+        checksum: str,
+        learner: "MetaLearner",
+        tables: list[StoredTable],
+        encoder: ColumnEncoder,
+        reload: "partial[ServedModel]",
+        device: torch.device = HOST,
+    ) -> None:
+        """Make a model whose layers compute on `device`; `checksum` names the content of its
+        folder, `reload` makes the same one again, in another process too."""
+        self.config = config
+        self.checksum = checksum
+        self._reload = reload
+        # To be run only under a lock, or as a copy. Inner gradients are taken at the outputs of
+        # layers and at rows, never at weights.
+        self.learner = learner.requires_grad_(False).eval().to(device)
+        self._device = device
+        self._inner = learner.general_loop
+        self._statistics = learner.statistics
+        self.tables = tables
+        self._encoder = encoder
+        rows_B = torch.tensor([table.num_rows for table in config.features.tables])
+        self._first_key_B = rows_B.cumsum(0) - rows_B
+        self._num_keys = int(rows_B.sum())
+        self._unadapted: TaskState | None = None
+        self._threads: ThreadChoice | None = None  # None: as many as torch has
+        # Adapted layers act through hooks on the one model that all tasks share.
+        self._lock = threading.Lock()
+
+    def refusal(self, support_rows: int, who: str = "a task") -> str | None:
+        """Return why `who`, with `support_rows` rows, cannot be adapted to; None if it can."""
+        if not self._inner.plan.solves or support_rows <= MOST_SERVED_ROWS:
+            return None
+        return (
+            f"{who} has {support_rows:,} support rows; {self.config.algorithm.name}, which solves "
+            f"for as many unknowns, takes at most {MOST_SERVED_ROWS:,}. Keep the newest of them"
+        )
+
+    def choose_threads(self) -> None:
+        """Have predict_batch try, from now on, whether one thread or all are faster. For a process
+        that does nothing else: it sets torch's number of threads meanwhile.
+        """
+        if self._threads is None:
+            self._threads = ThreadChoice(torch.get_num_threads())
+
+    def __reduce__(self) -> "tuple[partial[ServedModel], tuple[()]]":
+        # Not the tensors: a process that maps the same files shares their memory.
+        return self._reload, ()
+
+    @on_the_cpu
+    def adapt(self, support: object) -> "AdaptedTask":
+        """Return the model adapted to one task by its labelled rows, with or without the task
+        column.
+
+        Raises:
+            UserError: there are no rows, rows of several tasks, or more than the algorithm takes.
+        """
+        rows = self.encode(support, "support", with_label=True)
+        if rows.num_rows == 0:
+            raise UserError(
+                "support has 0 rows: at least 1 is needed to adapt. "
+                "Call predict of the model itself for a task of which nothing is known"
+            )
+        num_tasks = len(np.unique(rows.task_N))
+        if num_tasks > 1:
+            raise UserError(
+                f"support holds rows of {num_tasks} tasks: adapt takes those of 1. "
+                "Call predict_tasks for many tasks at once"
+            )
+        return AdaptedTask(self, *self.adapt_encoded(rows, [rows.num_rows]))
+
+    def task(self, state: bytes) -> "AdaptedTask":
+        """Return the adapted task whose bytes `AdaptedTask.state()` of this very export returned;
+        it predicts the same to the bit.
+
+        Raises:
+            UserError: the bytes are no state, damaged, of another release or of another model.
+        """
+        return AdaptedTask(self, from_bytes(state, self.checksum, self._state_shape))
+
+    @on_the_cpu
+    def predict(self, rows: object) -> Tensor:
+        """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation; of
+        several labels [N, labels], as `config.features.labels` names them.
+        """
+        encoded = self.encode(rows, "query", with_label=False)
+        return self.predict_encoded([self.unadapted], encoded, [encoded.num_rows])
+
+    @on_the_cpu
+    def predict_tasks(
+        self, support: object, query: object, allow_no_support: bool = False
+    ) -> TaskPredictions:
+        """Adapt to every task of `query` by its rows of `support`, and predict its query rows.
+
+        Both need the task column. Many tasks at once take a fraction of the time of one by one.
+
+        Raises:
+            UserError: a task has no support rows and that is not allowed, or more than the
+                algorithm takes; the task column holds integers on one side and text on the other.
+        """
+        support, query = as_table(support, "support"), as_table(query, "query")
+        encoded = self.encode(support, "support", with_label=True, with_task=True)
+        wanted = self.encode(query, "query", with_label=False, with_task=True)
+        check_task_kinds(self.config.columns.task, support, query)
+        return self.predict_tasks_encoded(encoded, wanted, allow_no_support)
+
+    @on_the_cpu
+    def predict_tasks_encoded(
+        self, support: EncodedColumns, query: EncodedColumns, allow_no_support: bool
+    ) -> TaskPredictions:
+        """Return the predictions of encoded rows, which hold their tasks."""
+
+        def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
+            prediction = self.predict_batch(batch)
+            return self._to_predictions_N(prediction.before_N), self._to_predictions_N(
+                prediction.after_N
+            )
+
+        return predict_tasks(run, self.config.features, support, query, allow_no_support)
+
+    @on_the_cpu
+    def predict_batch(self, batch: TaskBatch) -> "QueryPrediction":
+        """Adapt to each task of a prepared batch and predict its query rows: logits (bce) or
+        ratings, before and after.
+        """
+        self._check_support_rows(batch.support_lengths_T.tolist())
+        chosen: AbstractContextManager[None] = nullcontext()
+        if self._threads is not None:
+            num_weights = sum(weight.numel() for weight in self.learner.parameters())
+            work = work_to_predict(batch.num_rows, num_weights, self.learner.inner_steps)
+            chosen = self._threads.use_for(work)
+        with self._exclusive(), chosen:
+            # Rows as they are stored: the learner itself turns them into what the inner loop takes.
+            stored_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
+            on_host = self.learner.collate_to_predict(batch), stored_UD
+            episodes, rows_UD = self._to_device(on_host)
+            return self._to_host(self.learner.predict(rows_UD, episodes))
+
+    @on_the_cpu
+    def adapt_tasks(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
+        """Return the model adapted to several tasks, whose support rows stand one after the other;
+        a task without rows is one of which nothing is known.
+
+        Raises:
+            UserError: a task has more rows than the algorithm takes.
+        """
+        self._check_support_rows(lengths)
+        adapts_rows = self._inner.plan.adapts_rows
+        with self._exclusive(), torch.enable_grad():
+            batch, fetched_row_P, num_rows = with_row_copies(
+                self._as_support(rows, lengths), adapts_rows
+            )
+            values_PD = self._fetch_UD(batch)
+            if fetched_row_P is not None:
+                values_PD = values_PD[fetched_row_P]
+            every = make_full_side(batch, not adapts_rows, num_rows), values_PD
+            support, rows_PD, lengths_B, row_P = self._to_device(
+                (*every, batch.unique_lengths_B, fetched_row_P)
+            )
+            working = WorkingRows(rows_PD, 0.0)
+            if row_P is not None:
+                working = WorkingRows(rows_PD, self.learner.rates.of_rows(lengths_B, row_P))
+            adapted = self._inner.take_steps(working, support, EXPECTED_QUERY_ROWS, False)
+        none = torch.zeros(0, dtype=torch.int64)
+        rows_PD, key_P, task_P = values_PD[:0], none, none
+        if fetched_row_P is not None:
+            rows_PD = self._to_host(adapted.rows_PD.detach())
+            key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_copies(batch, num_rows)
+        changes = {name: self._to_host(each) for name, each in adapted.layers.changes.items()}
+        gates_TMO = {name: self._to_host(each) for name, each in adapted.layers.gates_TMO.items()}
+        # The support rows are kept: a task's statistics are computed again with new rows of it.
+        supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
+        return AdaptedTensors(changes, gates_TMO, rows_PD, key_P, task_P, supports)
+
+    @on_the_cpu
+    def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
+        """Return the state of each task, adapted as by `adapt_tasks`, which can be kept."""
+        return split_tasks(self.adapt_tasks(rows, lengths), len(lengths))
+
+    @on_the_cpu
+    def predict_encoded(
+        self, states: Sequence[TaskState], rows: EncodedColumns, lengths: Sequence[int]
+    ) -> Tensor:
+        """Return predictions as `predict_adapted` does, each task in its own state."""
+        return self.predict_adapted(stack_tasks(states), rows, lengths)
+
+    @on_the_cpu
+    def predict_adapted(
+        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
+    ) -> Tensor:
+        """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
+        adapts_rows = tasks.key_P.numel() > 0
+        with self._exclusive(), torch.no_grad():
+            query_batch = self._as_query(rows, lengths, tasks.supports)
+            batch, fetched_row_P, num_rows = with_row_copies(query_batch, adapts_rows)
+            rows_PD = self._fetch_UD(batch)
+            if fetched_row_P is not None:
+                # Both ascending. Rows that the support did not use are as they were trained.
+                key_P = self._key_U(batch)[fetched_row_P]
+                # (task, row) as one integer: a row that two tasks adapted is two rows.
+                key_P += _task_of_copies(batch, num_rows) * self._num_keys
+                rows_PD = rows_PD[fetched_row_P]
+                known_K = tasks.key_P + tasks.task_P * self._num_keys
+                place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
+                is_known_P = known_K[place_P] == key_P
+                rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
+            query, rows_PD, changes, gates = self._to_device(
+                (
+                    make_full_side(batch, constant=True, num_rows=num_rows),
+                    rows_PD,
+                    tuple(tasks.changes.values()),
+                    tuple(tasks.gates_TMO.values()),
+                )
+            )
+            adapted = self._inner.restore_adapted(
+                dict(zip(tasks.changes, changes, strict=True)),
+                dict(zip(tasks.gates_TMO, gates, strict=True)),
+                rows_PD,
+            )
+            return self._to_predictions_N(self._to_host(self._inner.output_N(adapted, query)))
+
+    @property
+    def unadapted(self) -> TaskState:
+        """Return the state of a task of which nothing is known."""
+        if self._unadapted is None:
+            # Two threads may both make it: they make the same.
+            nothing = empty_rows(self.config.features)
+            (self._unadapted,) = self.adapt_encoded(nothing, [0])
+        return self._unadapted
+
+    @property
+    def _state_shape(self) -> StateShape:
+        """Return what the state of any task holds."""
+        layers = row_layers(self.learner.model).items()
+        return StateShape(
+            layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
+            gates_1MO=self.unadapted.gates_1MO,
+            width=self.config.model.embedding_dim,
+            num_keys=self._num_keys,
+            features=self.config.features,
+            keeps_support=self._statistics.width > 0,
+        )
+
+    def _check_support_rows(self, lengths: Sequence[int]) -> None:
+        if refusal := self.refusal(max(lengths, default=0)):
+            raise UserError(refusal)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        # A caller may be under inference mode, where no inner gradient could be taken, or under
+        # autocast, which would answer in 8 bits.
+        with (
+            self._lock,
+            torch.inference_mode(False),
+            torch.autocast(self._device.type, enabled=False),
+        ):
+            yield
+
+    def _to_device(self, tree: Part) -> Part:
+        """Return dataclasses and tuples with their tensors where the layers are."""
+        return tree if self._device == HOST else move_to_device(tree, self._device)
+
+    def _to_host(self, tree: Part) -> Part:
+        """Return dataclasses and tuples with their tensors on the host."""
+        return tree if self._device == HOST else move_to_device(tree, HOST)
+
+    def _fetch_UD(self, batch: TaskBatch) -> Tensor:
+        rows_UD = fetch_UD(self.tables, batch.unique_ids_U, batch.unique_lengths_B)
+        return self.learner.starting_rows_UD(rows_UD, batch.unique_lengths_B.tolist())
+
+    def _key_U(self, batch: TaskBatch) -> Tensor:
+        """Return the place [U] of each fetched row among the rows of all tables; ascending, as ids
+        are sorted."""
+        first_U = self._first_key_B.repeat_interleave(batch.unique_lengths_B)
+        return first_U + batch.unique_ids_U
+
+    def _to_predictions_N(self, output_N: Tensor) -> Tensor:
+        return self.learner.objectives.outer.predictions(output_N)
+
+    def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
+        """Return the rows of several tasks as their support sides alone."""
+        nothing = empty_rows(self.config.features), [0] * len(lengths)
+        return self._statistics.with_features(self._batch((rows, lengths), nothing))
+
+    def _as_query(
+        self,
+        rows: EncodedColumns,
+        lengths: Sequence[int],
+        supports: Sequence[EncodedColumns | None],
+    ) -> TaskBatch:
+        """Return the rows of several tasks as their query sides alone, with the statistics of each
+        task's support.
+        """
+        nothing = empty_rows(self.config.features)
+        batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
+        if not self._statistics.width:
+            return batch
+        known = [support or nothing for support in supports]
+        known_lengths = [support.num_rows for support in known]
+        # Statistics are of a task's support, so one batch has both sides to compute them; only the
+        # query rows are used further.
+        both = self._statistics.with_features(
+            self._batch((join_rows(known), known_lengths), (rows, lengths))
+        )
+        # Both sides stand in turn, task by task.
+        turns = np.array([known_lengths, lengths], np.int64).T.ravel()
+        is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)
+        return replace(batch, dense_NK=both.dense_NK[torch.from_numpy(is_query_N)])
+
+    def _batch(self, *sides: tuple[EncodedColumns, Sequence[int]]) -> TaskBatch:
+        """Return a batch of support and query rows, which stand task by task, of these lengths."""
+        support, query = (rows for rows, _ in sides)
+        chosen_E = np.arange(support.num_rows), np.arange(query.num_rows)
+        support_T, query_T = (np.array(lengths, np.int64) for _, lengths in sides)
+        batch = task_batch(self.config.features, support, query, chosen_E, (support_T, query_T))
+        return self.learner.with_items(batch)
+
+    def columns_read(self, with_label: bool) -> list[str]:
+        """Return the columns that `encode` reads, the task's too."""
+        return list(dict.fromkeys([self.config.columns.task, *self._encoder.names(with_label)]))
+
+    def encode(
+        self, rows: object, what: str, with_label: bool, with_task: bool = False
+    ) -> EncodedColumns:
+        """Return rows, given as the class says, as ids and numbers; `what` names them in errors.
+
+        Raises:
+            UserError: a column is missing, or the model's loss cannot take a label.
+            DataError: a column holds what the model cannot take.
+        """
+        columns = self.config.columns
+        names = [columns.task] * with_task + self._encoder.names(with_label)
+        batch = select_columns(as_table(rows, what), names, [columns.task], what)
+        encoded = self._encoder.encode(batch, with_label)
+        if with_label:
+            may_lack = bool(self.config.features.labels)
+            check_labels(encoded.label_N, columns.label, self.config.losses, may_lack)
+        return encoded
+
+
+def _task_of_copies(batch: TaskBatch, num_rows: int) -> Tensor:
+    """Return the task [P] of each row in the batch that is a task's own copy."""
+    task_N = torch.arange(batch.num_tasks).repeat_interleave(batch.row_offsets_T1.diff())
+    task_P = torch.empty(num_rows, dtype=torch.int64)
+    task_P[batch.positions_NF] = task_N.unsqueeze(1).expand_as(batch.positions_NF)
+    values_N = batch.multi_lengths_NM.sum(dim=1)
+    task_P[batch.multi_positions_V] = task_N.repeat_interleave(values_N)
+    return task_P
+
+
+class AdaptedTask:
+    """A model adapted to one task: the change of each layer and the rows that its support uses."""
+
+    def __init__(self, model: ServedModel, state: TaskState) -> None:
+        self._model = model
+        self._state = state
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would adapt layers of its own, which no model runs through.
+        raise UserError(
+            "a task that a model was adapted to cannot be pickled or copied: its layers are those "
+            "of this process. Send its state() instead, and call task(state) of the model there"
+        )
+
+    def state(self) -> bytes:
+        """Return the task as bytes, from which `ServedModel.task` of the same export makes it again
+        in any process; they hold no support rows unless the model takes statistics of them.
+        """
+        return to_bytes(self._state, self._model.checksum)
+
+    def predict(self, rows: object) -> Tensor:
+        """Return probabilities (bce) or ratings [N] of rows of the task, [N, labels] of several;
+        rows as ServedModel says.
+
+        Raises:
+            UserError: a column is missing.
+            DataError: a column holds what the model cannot take.
+        """
+        encoded = self._model.encode(rows, "query", with_label=False)
+        return self._model.predict_encoded([self._state], encoded, [encoded.num_rows])

@@ -1,0 +1,67 @@
+"""Who may ask a server for what, by the credentials and roles of the data-shard service
+(docs/security.md).
+
+A worker and an operator may infer, an operator and a viewer may look at metrics, status and /docs;
+everybody who has a role may read metadata; probes need no credentials.
+"""
+
+import enum
+import time
+from collections.abc import Iterable
+from typing import final
+
+from gmeta.access.auth import Tokens
+from gmeta.access.roles import Role, role_of_certificate
+from gmeta.serving.server.request_errors import RequestError
+
+
+class Right(enum.Enum):
+    """What a caller asks for, and the roles that may."""
+
+    INFER = frozenset({Role.WORKER, Role.OPERATOR})
+    LOOK = frozenset({Role.OPERATOR, Role.VIEWER})
+    METADATA = frozenset(Role)
+
+
+@final
+class ServerAccess:
+    """Judges callers by a bearer token, a client certificate, or both where both are configured; a
+    browser or a scraper, which only reads, needs just one of them."""
+
+    def __init__(self, tokens: Tokens | None, certificates: bool) -> None:
+        self._tokens = tokens
+        self._certificates = certificates
+
+    def check(
+        self,
+        right: Right,
+        authorization: str,
+        uris: Iterable[str] | None,
+        valid_until_s: float = float("inf"),
+    ) -> None:
+        """Raise RequestError unless the caller may. `uris` are those of the client certificate that
+        the handshake has verified; None: there was none."""
+        roles: list[Role | None] = []
+        if self._tokens is not None:
+            roles.append(self._tokens.role_of(authorization))
+        if self._certificates:
+            is_valid = uris is not None and valid_until_s > time.time()
+            roles.append(role_of_certificate(uris or ()) if is_valid else None)
+        proven_roles = [role for role in roles if role is not None]
+        if roles and (
+            not proven_roles or (right is not Right.LOOK and len(proven_roles) < len(roles))
+        ):
+            raise RequestError(
+                401,
+                "the request shows no valid token or client certificate; this server needs one "
+                "(both, where it has both). Send Authorization: Bearer TOKEN, or connect with the "
+                "certificate",
+            )
+        for role in proven_roles:
+            if role not in right.value:
+                allowed = ", ".join(sorted(each.value for each in right.value))
+                raise RequestError(
+                    403,
+                    f"the role {role.value} may not do this; {allowed} may. Use the credentials of "
+                    "one of them",
+                )

@@ -1,0 +1,235 @@
+"""Requests that wait, and the batches that answer all of them together.
+
+A batch is computed on the event loop itself unless it is long: two threads of one interpreter only
+wait for each other. Requests that arrive meanwhile wait in the sockets and all go into the next
+batch, which begins once a turn of the event loop brings nothing new. The busier the server, the
+larger its batches.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import final
+
+from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
+from gmeta.serving.server.request_errors import RequestError, defect_error
+from gmeta.serving.server.server_limits import BatchLimits
+from gmeta_keys.translate_errors import failing_as
+
+Run = Callable[[Sequence[InferenceRequest]], list[Outcome]]
+_RATE_MEMORY = 0.8  # weight of the rate so far against a new batch's
+# How long a batch waits for requests whose bytes have begun to arrive.
+_UNDER_WAY_S = 0.002
+
+
+@dataclass(frozen=True, eq=False)  # two may ask for the same
+class _WaitingRequest:
+    """A request that waits; its future belongs to the event loop."""
+
+    request: InferenceRequest
+    future: asyncio.Future[Outcome]
+    arrived_s: float = field(default_factory=time.perf_counter)
+
+
+@final
+class Batcher:
+    """Answers requests; all calls are made on one event loop."""
+
+    def __init__(
+        self,
+        run: Run,
+        limits: BatchLimits,
+        observe: Callable[[str, float], None],
+    ) -> None:
+        """Answer batches by `run`, and tell `observe` what is measured: queue (seconds), tasks and
+        rows of a batch.
+        """
+        self._run = run
+        self._limits = limits
+        self._observe = observe
+        self._waiting: deque[_WaitingRequest] = deque()
+        self._under_way = 0  # requests that are being read
+        self._busy = False
+        self._closing = False
+        self._has_come = False  # whether a request came since the last look
+        self._next_look: asyncio.Handle | None = None
+        self._long: asyncio.Future[None] | None = None  # the batch that a thread computes
+        self._rows_per_s = 0.0
+        self._threads = ThreadPoolExecutor(1, "serve-batches")  # for long batches
+
+    def stop(self) -> None:
+        """Take no more requests; what waits is answered as long as the event loop runs."""
+        self._closing = True
+        self._threads.shutdown(wait=False)
+
+    @property
+    def num_waiting(self) -> int:
+        """Count the requests that no batch has taken yet."""
+        return len(self._waiting)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Note that a request is read in this block: a batch waits for it, but not for long."""
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if self._waiting:
+                self._schedule_look()
+
+    async def answer(self, request: InferenceRequest) -> InferenceAnswer:
+        """Return the answer to a request. Raise RequestError: it is wrong, too many wait, or it
+        took too long.
+        """
+        loop, limits = asyncio.get_running_loop(), self._limits
+        if self._closing:
+            raise RequestError(503, "the server is shutting down. Call another one")
+        if len(self._waiting) >= limits.waiting:
+            raise self._overload_error()
+        ticket = _WaitingRequest(request, loop.create_future())
+        self._waiting.append(ticket)
+        self._has_come = True
+        self._schedule_look()
+        try:
+            async with asyncio.timeout(limits.timeout_s):
+                outcome = await ticket.future
+        except TimeoutError:
+            raise RequestError(
+                504,
+                f"the request was not answered within {limits.timeout_s:g} s. Retry, with fewer "
+                "rows or fewer requests at once",
+            ) from None
+        finally:
+            if ticket.future.cancelled():  # it may still be queued, in another's place
+                with suppress(ValueError):
+                    self._waiting.remove(ticket)
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    def _overload_error(self) -> RequestError:
+        rows = sum(ticket.request.num_rows for ticket in self._waiting)
+        wait_s = rows / self._rows_per_s if self._rows_per_s else 1.0
+        return RequestError(
+            429,
+            f"{len(self._waiting)} requests wait; no more are taken. Retry after a pause, or start "
+            "more servers",
+            retry_after_s=max(1, math.ceil(wait_s)),
+        )
+
+    def _schedule_look(self, delay_s: float = 0.0) -> None:
+        """Look once, after all that the event loop has to do now, or after `delay_s`."""
+        loop = asyncio.get_running_loop()
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._next_look = (
+            loop.call_later(delay_s, self._begin_if_due)
+            if delay_s
+            else loop.call_soon(self._begin_if_due)
+        )
+
+    def _begin_if_due(self) -> None:
+        """Begin a batch, unless more requests are about to come."""
+        self._next_look = None
+        if self._busy or not self._waiting:
+            return
+        until_s = self._waiting[0].arrived_s + _UNDER_WAY_S
+        left_s = until_s - time.perf_counter() if self._under_way else 0.0
+        if len(self._waiting) >= self._limits.tasks:
+            self._begin_batch()
+        elif self._has_come:
+            # Where one request lay in the sockets there may be others. Left out, they would be the
+            # next batch, and callers that ask again and again fall into groups that wait for each
+            # other.
+            self._has_come = False
+            self._schedule_look()
+        elif left_s > 0:
+            self._schedule_look(left_s)
+        else:
+            self._begin_batch()
+
+    def _begin_batch(self) -> None:
+        batch = self._next_batch()
+        if not batch:
+            return
+        began_s = time.perf_counter()
+        for ticket in batch:
+            self._observe("queue", began_s - ticket.arrived_s)
+        requests = [ticket.request for ticket in batch]
+        num_rows = sum(request.num_rows for request in requests)
+        self._observe("tasks", len(requests))
+        self._observe("rows", num_rows)
+        self._busy = True
+        # A batch in a thread costs two switches, and lets /healthz answer meanwhile.
+        likely_s = num_rows / self._rows_per_s if self._rows_per_s else 0.0
+        if likely_s <= self._limits.inline_s:
+            self._end_batch(batch, self._run_or_halve(requests), began_s, num_rows)
+        else:
+            # Kept: the loop itself holds no task.
+            self._long = asyncio.ensure_future(
+                self._run_in_thread(batch, requests, began_s, num_rows)
+            )
+
+    async def _run_in_thread(
+        self,
+        batch: list[_WaitingRequest],
+        requests: list[InferenceRequest],
+        began_s: float,
+        num_rows: int,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        outcomes = await loop.run_in_executor(self._threads, self._run_or_halve, requests)
+        self._end_batch(batch, outcomes, began_s, num_rows)
+
+    def _end_batch(
+        self, batch: list[_WaitingRequest], outcomes: list[Outcome], began_s: float, num_rows: int
+    ) -> None:
+        """Hand out the answers of a batch, and look for the next."""
+        now_s = time.perf_counter()
+        spent_s = max(now_s - began_s, 1e-6)
+        # A mean that forgets: a change of version or of the machine shows after some batches.
+        before = self._rows_per_s or num_rows / spent_s
+        self._rows_per_s = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * num_rows / spent_s
+        self._busy = False
+        for ticket, outcome in zip(batch, outcomes, strict=True):
+            if not ticket.future.done():
+                ticket.future.set_result(outcome)
+        if self._waiting:
+            self._schedule_look()
+
+    def _run_or_halve(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
+        half = len(requests) // 2  # 0 where there is nothing to halve
+        try:
+            # One batch must not end the server, nor one request fail the others; the log reports a
+            # defect with the one request that causes it.
+            with failing_as(_isolate_failure if half else defect_error):
+                return self._run(requests)
+        except RequestError as error:
+            if not half:
+                return [error]
+        # After the block: within it, each traceback would drag those of the larger batches along.
+        return self._run_or_halve(requests[:half]) + self._run_or_halve(requests[half:])
+
+    def _next_batch(self) -> list[_WaitingRequest]:
+        """Return what waits, as much as one batch may hold."""
+        batch: list[_WaitingRequest] = []
+        num_rows = 0
+        while self._waiting and len(batch) < self._limits.tasks:
+            ticket = self._waiting[0]
+            if not ticket.future.done():  # else its caller has left in this very turn
+                num_rows += ticket.request.num_rows
+                if batch and num_rows > self._limits.rows:
+                    break
+                batch.append(ticket)
+            self._waiting.popleft()
+        return batch
+
+
+def _isolate_failure(_: Exception) -> RequestError:
+    return RequestError(500, "the server failed on the requests of a batch")

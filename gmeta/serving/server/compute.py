@@ -1,0 +1,224 @@
+"""All requests that wait, answered together by one version of the model: encoded at once, adapted
+at once, scored at once. A request that is wrong gets its own error and holds up nobody else's.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gmeta.errors import UserError
+from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
+from gmeta.serving.outputs import BEFORE, PREDICTION
+from gmeta.serving.served_model import ServedModel
+from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
+from gmeta.serving.server.request_errors import RequestError, bad_request
+from gmeta.serving.server.task_cache import CachedTask, TaskCache
+from gmeta.serving.task_matching import cut_runs
+from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
+from metaio.errors import MetaIOError
+
+Observe = Callable[[str, float], None]  # a stage, and how many seconds it took
+
+
+@dataclass
+class _BatchShare:
+    """One request of a batch, and what is computed of it so far."""
+
+    request: InferenceRequest
+    support: pa.Table | None = None  # rows to adapt by, in this batch
+    entry: CachedTask | None = None  # the cache's, where the request has no rows
+    state: TaskState | None = None  # where it need not be adapted now
+    cache: str = ""
+    support_rows: int = 0
+    encoded_support: EncodedColumns | None = None  # the support rows as ids and numbers
+    encoded_query: EncodedColumns | None = None  # the query rows
+    outputs: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    error: RequestError | None = None
+
+
+def answer_all(
+    model: ServedModel,
+    version: str,
+    cache: TaskCache,
+    requests: Sequence[InferenceRequest],
+    observe: Observe,
+) -> list[Outcome]:
+    """Return the answer or the error of each request, all from this version of the model."""
+    shares = [_BatchShare(request) for request in requests]
+    for share in shares:
+        _find_state(share, model, version, cache)
+    began_s = time.perf_counter()
+    _encode_sides(shares, model)
+    observe("encode", time.perf_counter() - began_s)
+    right = [share for share in shares if share.error is None]
+    fresh = [share for share in right if share.state is None]
+    for chosen in _cut_batches(
+        [(_num_rows(share.encoded_support), _num_rows(share.encoded_query)) for share in fresh]
+    ):
+        _adapt_and_predict([fresh[place] for place in chosen], model, version, cache, observe)
+    began_s = time.perf_counter()
+    known = [share for share in right if share.state is not None]
+    for chosen in _cut_batches([(0, _num_rows(share.encoded_query)) for share in known]):
+        some = [known[place] for place in chosen]
+        states = [share.state for share in some if share.state is not None]
+        _predict(some, PREDICTION, model, stack_tasks(states))
+    comparing = [share for share in right if BEFORE in share.request.outputs]
+    for chosen in _cut_batches([(0, _num_rows(share.encoded_query)) for share in comparing]):
+        some = [comparing[place] for place in chosen]
+        _predict(some, BEFORE, model, stack_tasks([model.unadapted] * len(some)))
+    observe("predict", time.perf_counter() - began_s)
+    return [
+        share.error or InferenceAnswer(version, share.outputs, share.support_rows, share.cache)
+        for share in shares
+    ]
+
+
+def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: TaskCache) -> None:
+    """Decide what a request's task is: to adapt now, in the cache, or unknown."""
+    request = share.request
+    if request.support is not None:
+        share.support = request.support
+    elif request.task_key is None:
+        share.state = model.unadapted
+        return
+    else:
+        entry = cache.get(request.task_key)
+        if entry is None:
+            share.error = RequestError(
+                404,
+                f"task {request.task_key!r} is not in the cache: it was never sent, its time is "
+                "over or others took its place. Send its support rows with it; or leave out "
+                "task_key to predict without adaptation",
+            )
+            return
+        share.entry, share.support_rows = entry, entry.support.num_rows
+        if entry.state is not None and entry.version == version:
+            share.state, share.cache = entry.state, "hit"
+            return
+        share.support, share.cache = entry.support, "restored"
+    share.support_rows = share.support.num_rows
+
+
+def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
+    """Encode every request's rows as ids and numbers, or note the error where that fails."""
+    adapting = [share for share in shares if share.support is not None and share.error is None]
+    tables = [share.support for share in adapting if share.support is not None]
+    for share, encoded_rows in zip(
+        adapting, _encode_tables(model, tables, "support", with_label=True), strict=True
+    ):
+        if isinstance(encoded_rows, RequestError):
+            share.error = encoded_rows
+        elif len(np.unique(encoded_rows.task_N)) > 1:
+            share.error = bad_request(
+                f"the support rows are of {len(np.unique(encoded_rows.task_N))} tasks; a request "
+                "is of "
+                "one. Send a request for each"
+            )
+        elif refusal := model.refusal(encoded_rows.num_rows, "the request"):
+            share.error = RequestError(413, refusal)
+        else:
+            share.encoded_support = encoded_rows
+    asking = [share for share in shares if share.request.query is not None and share.error is None]
+    tables = [share.request.query for share in asking if share.request.query is not None]
+    for share, encoded in zip(
+        asking, _encode_tables(model, tables, "query", with_label=False), strict=True
+    ):
+        if isinstance(encoded, RequestError):
+            share.error = encoded
+        else:
+            share.encoded_query = encoded
+
+
+def _num_rows(rows: EncodedColumns | None) -> int:
+    return 0 if rows is None else rows.num_rows
+
+
+def _adapt_and_predict(
+    shares: Sequence[_BatchShare],
+    model: ServedModel,
+    version: str,
+    cache: TaskCache,
+    observe: Observe,
+) -> None:
+    """Adapt to these requests' tasks and predict their query rows, and keep those with a key."""
+    began_s = time.perf_counter()
+    supports = [share.encoded_support for share in shares if share.encoded_support is not None]
+    lengths = [rows.num_rows for rows in supports]
+    tasks = model.adapt_tasks(join_rows(supports), lengths)
+    if any(share.request.task_key is not None for share in shares):
+        for share, state in zip(shares, split_tasks(tasks, len(shares)), strict=True):
+            key = share.request.task_key
+            if key is not None and share.entry is not None:
+                cache.restore(key, share.entry, state, version)
+            elif key is not None and share.support is not None:
+                is_kept = cache.put(key, share.support, state, version)
+                share.cache = "stored" if is_kept else "too_large"
+    adapted_s = time.perf_counter()
+    observe("adapt", adapted_s - began_s)
+    _predict(shares, PREDICTION, model, tasks)
+    observe("predict", time.perf_counter() - adapted_s)
+
+
+def _predict(
+    shares: Sequence[_BatchShare], output: str, model: ServedModel, tasks: AdaptedTensors
+) -> None:
+    """Give these requests an output, each with its task's parameters."""
+    nothing = empty_rows(model.config.features)
+    rows = [share.encoded_query or nothing for share in shares]
+    lengths = [part.num_rows for part in rows]
+    values_N = model.predict_adapted(tasks, join_rows(rows), lengths).numpy()
+    ends = np.cumsum(lengths)
+    for share, values in zip(shares, np.split(values_N, ends[:-1]), strict=True):
+        share.outputs[output] = values
+        if not np.isfinite(values).all():
+            share.error = bad_request(
+                f"the {output} of these rows is not finite: a dense value or label is too large "
+                "for this model to adapt by. Correct the rows"
+            )
+
+
+def _cut_batches(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return the places of tasks in `sizes` (support and query rows), those of like size together,
+    in runs that padding does not make much larger.
+    """
+    if not sizes:
+        return []
+    support_T, query_T = np.array(sizes).T
+    longest_T = np.maximum(support_T + query_T, 1)
+    return [run.tolist() for run in cut_runs(np.lexsort((query_T, support_T)), longest_T)]
+
+
+def _encode_tables(
+    model: ServedModel, tables: Sequence[pa.Table], what: str, with_label: bool
+) -> list[EncodedColumns | RequestError]:
+    """Return the rows of each table, or why they cannot be read. Tables of one schema are encoded
+    together, and one by one where one of them is wrong."""
+    encoded: dict[int, EncodedColumns | RequestError] = {}
+    alike: dict[str, list[int]] = {}
+    for place, table in enumerate(tables):
+        alike.setdefault(table.schema.to_string(), []).append(place)
+    for places in alike.values():
+        try:
+            joined = pa.concat_tables([tables[place] for place in places])
+            rows = model.encode(joined, what, with_label)
+            parts = split_rows(rows, [tables[place].num_rows for place in places])
+            encoded.update(zip(places, parts, strict=True))
+        except (UserError, MetaIOError):
+            for place in places:
+                encoded[place] = _encode_table(model, tables[place], what, with_label)
+    return [encoded[place] for place in range(len(tables))]
+
+
+def _encode_table(
+    model: ServedModel, table: pa.Table, what: str, with_label: bool
+) -> EncodedColumns | RequestError:
+    try:
+        return model.encode(table, what, with_label)
+    except UserError as error:
+        return bad_request(str(error))
+    except MetaIOError as error:  # it names a column, which both sides have
+        return bad_request(f"{what} rows: {error}")

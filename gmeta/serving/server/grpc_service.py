@@ -1,0 +1,211 @@
+"""The server's gRPC side: the Open Inference Protocol's GRPCInferenceService, and gRPC's own health
+service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from gmeta.access.auth import CallerCredentials
+from gmeta.serving.server.access import Right
+from gmeta.serving.server.inference_protocol import (
+    InferenceAnswer,
+    InferenceRequest,
+    make_inference,
+)
+from gmeta.serving.server.input_columns import ModelColumns
+from gmeta.serving.server.request_errors import RequestError, bad_request
+from gmeta.serving.server.server_limits import RequestLimits
+from gmeta.serving.server.tensors import check_head, raw_bytes, tensor_from_raw, tensor_from_typed
+from gmeta_protos.inference.v2 import open_inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from gmeta.serving.server.inference_service import InferenceService
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+_LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
+
+
+def inference_handler(service: InferenceService, certificates: bool) -> Any:
+    """Return the protocol's RPCs as a handler for a gRPC server; with `certificates`, the handshake
+    has demanded and verified one of each client.
+    """
+    servicer = _InferenceServicer(service, certificates)
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
+        respond = _parse_request(kinds[0], getattr(servicer, method.name))
+        # What it cannot parse, gRPC itself would answer with UNKNOWN and an exception's name.
+        handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+            respond, request_deserializer=None, response_serializer=kinds[1].SerializeToString
+        )
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+def _parse_request(
+    kind: Any, respond: Callable[[Any, Any], Awaitable[Any]]
+) -> Callable[[bytes, Any], Awaitable[Any]]:
+    async def answer(content: bytes, context: Any) -> Any:
+        try:
+            try:
+                request = kind.FromString(content)
+            except DecodeError:
+                message = f"the call's message is no {kind.DESCRIPTOR.full_name}. Send one"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+            return await respond(request, context)
+        except grpc.aio.AbortError as error:
+            # gRPC keeps the error in a cycle with the call, and the frames of its traceback keep
+            # the request, until a full collection: hundreds of megabytes of refused requests.
+            error.__context__ = request = None
+            del content
+            raise error.with_traceback(None) from None
+
+    return answer
+
+
+@final
+class _InferenceServicer:
+    """All RPCs of the protocol."""
+
+    def __init__(self, service: InferenceService, certificates: bool) -> None:
+        self._service = service
+        self._certificates = certificates
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        """Return that the process answers; needs no credentials."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        """Return whether the server is to be called; needs no credentials."""
+        return pb.ServerReadyResponse(ready=self._service.ready)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        """Return whether the model is to be called; needs no credentials."""
+
+        async def respond() -> Any:
+            self._service.check_model(request.name, request.version)
+            return pb.ModelReadyResponse(ready=self._service.ready)
+
+        return await self._answer_call(context, None, respond)
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        """Return the server's name, version and extensions."""
+
+        async def respond() -> Any:
+            # Its binary extension is one of HTTP.
+            metadata = {**self._service.server_metadata(), "extensions": []}
+            return pb.ServerMetadataResponse(**metadata)
+
+        return await self._answer_call(context, Right.METADATA, respond)
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        """Return the model's inputs and outputs."""
+
+        async def respond() -> Any:
+            self._service.check_model(request.name, request.version)
+            metadata = self._service.model_metadata()
+            kind = pb.ModelMetadataResponse.TensorMetadata
+            for side in ("inputs", "outputs"):
+                # The message has no field for an output's parameters: its label and loss.
+                fields = ("name", "datatype", "shape")
+                metadata[side] = [
+                    kind(**{key: one[key] for key in fields}) for one in metadata[side]
+                ]
+            return pb.ModelMetadataResponse(**metadata)
+
+        return await self._answer_call(context, Right.METADATA, respond)
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        """Return the outputs for the inputs of the request."""
+
+        async def respond() -> Any:
+            service = self._service
+            carrier = dict(context.invocation_metadata() or ())
+            inference, answer = await service.infer(
+                "grpc",
+                request.model_name,
+                request.model_version,
+                carrier,
+                context.peer(),
+                lambda: self._check(context, Right.INFER),
+                lambda: _read_request(request, service),
+            )
+            return _encode_response(service.config.name, inference, answer)
+
+        return await self._answer_call(context, None, respond)  # counted, too, if it is refused
+
+    def _check(self, context: Any, right: Right) -> None:
+        credentials = CallerCredentials.from_context(context)
+        uris = credentials.uris if self._certificates else None
+        self._service.access.check(
+            right, credentials.authorization, uris, credentials.valid_until_s
+        )
+
+    async def _answer_call(
+        self, context: Any, right: Right | None, respond: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Answer one call; a RequestError becomes its status."""
+        try:
+            if right is not None:
+                self._check(context, right)
+            return await respond()
+        except RequestError as error:
+            if error.retry_after_s is not None:
+                # What gRPC's own retries obey.
+                pushback = ("grpc-retry-pushback-ms", str(error.retry_after_s * 1000))
+                context.set_trailing_metadata((pushback,))
+            await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
+
+
+async def _read_request(request: Any, service: InferenceService) -> InferenceRequest:
+    columns, limits = service.loaded.columns, service.config.limits
+    if request.ByteSize() > _LARGE_BYTES:
+        return await asyncio.to_thread(parse_grpc, columns, request, limits)
+    return parse_grpc(columns, request, limits)
+
+
+def parse_grpc(columns: ModelColumns, request: Any, limits: RequestLimits) -> InferenceRequest:
+    """Return what a ModelInferRequest asks for. Raise RequestError."""
+    raw = request.raw_input_contents
+    if len(raw) not in (0, len(request.inputs)):
+        raise bad_request(
+            f"raw_input_contents has {len(raw)} entries and inputs {len(request.inputs)}; both "
+            "need the same, or there are none of the first. Correct the request"
+        )
+    tensors = []
+    for place, each in enumerate(request.inputs):
+        head = check_head(each.name, each.datatype, list(each.shape))
+        if not raw:
+            tensors.append(tensor_from_typed(*head, each.contents))
+        elif each.HasField("contents"):
+            raise bad_request(
+                f"input {each.name[:80]!r} has contents beside raw_input_contents; one of them is "
+                "allowed. Leave one out"
+            )
+        else:
+            tensors.append(tensor_from_raw(*head, raw[place]))
+    outputs = [output.name for output in request.outputs]
+    parameters = _parse_parameters(request.parameters)
+    return make_inference(columns, tensors, parameters, outputs, limits, request.id)
+
+
+def _parse_parameters(values: Mapping[str, Any]) -> dict[str, object]:
+    kinds = {name: value.WhichOneof("parameter_choice") for name, value in values.items()}
+    return {name: getattr(values[name], kind) for name, kind in kinds.items() if kind is not None}
+
+
+def _encode_response(model: str, request: InferenceRequest, answer: InferenceAnswer) -> Any:
+    response = pb.ModelInferResponse(
+        model_name=model, model_version=answer.version, id=request.request_id
+    )
+    for name, value in answer.parameters.items():
+        kind = "int64_param" if isinstance(value, int) else "string_param"
+        setattr(response.parameters[name], kind, value)
+    for name, values in answer.iterate_outputs(request):
+        response.outputs.add(name=name, datatype="FP32", shape=values.shape)
+        response.raw_output_contents.append(raw_bytes(values))
+    return response

@@ -1,0 +1,145 @@
+"""uvicorn's connections with what it leaves out: a bound on the time and the bytes of a request's
+head, the body of a request that asks for another protocol, and the client certificate, which the
+app judges."""
+
+import asyncio
+import logging
+import re
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gmeta.access.credentials import ReloadedValue, ServerTls
+from gmeta.access.log import event
+
+HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 10.0
+# Longer than nginx and the clouds' balancers keep an idle connection (60 s): the server must not be
+# the first to close, while a request is on its way.
+KEEP_ALIVE_S = 75
+# Keys of the scope's extensions: the client's certificate; whether there are too many connections.
+CERTIFICATE, TOO_MANY = "gmeta.certificate", "gmeta.too_many"
+
+_LOOK_EVERY_S = 1.0  # at the files of the certificate
+_UPGRADE = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection of a client."""
+
+    _head_bytes = 0
+    _in_head, _in_body = True, False
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for the head of the first request, but not for ever."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._refuse_slow_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Refuse a head that does not end. A request to upgrade stays one of HTTP/1.1: httptools
+        would drop its body, and every request of Java's own client asks for HTTP/2."""
+        if not self._in_body:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            # Replaced by as many bytes: no body may end elsewhere than its sender said.
+            data = _UPGRADE.sub(b"ignored:", head) + end + rest
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The head has more than {HEAD_BYTES} bytes. Shorten it.")
+
+    def on_message_begin(self) -> None:
+        """Begin a request, with the certificate that the connection has shown."""
+        super().on_message_begin()
+        self._await_head()
+        extensions: dict[str, Any] = {CERTIFICATE: self.transport.get_extra_info("peercert")}
+        self.scope["extensions"] = extensions
+
+    def on_headers_complete(self) -> None:
+        """Leave to the app the body's time and size, and the answer beyond the limit of
+        connections: uvicorn's is no JSON, is not counted, and goes to probes too, which would get a
+        busy pod killed."""
+        self._refuse_slow_head()
+        self._in_body = True
+        most, self.limit_concurrency = self.config.limit_concurrency, None
+        busy = max(len(self.connections), len(self.tasks))
+        extensions: Any = self.scope["extensions"]
+        extensions[TOO_MANY] = most is not None and busy >= most
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Await another head."""
+        self._in_body = False
+        super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._refuse_slow_head()
+        self._in_head, self._head_bytes = True, 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _refuse_slow_head(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class UvicornServer(uvicorn.Server):
+    """uvicorn's server, whose signals are ours."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the process."""
+        yield
+
+
+def http_server(
+    app: Any, max_connections: int, drain_s: float, tls: ServerTls | None
+) -> UvicornServer:
+    """Return a server of an ASGI app; it listens on the sockets that `serve` is given."""
+    config = uvicorn.Config(
+        app,
+        http=HttpConnection,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=max_connections + 1,  # uvicorn refuses from this number on
+        timeout_graceful_shutdown=int(drain_s) + 1,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    config.load()
+    if tls is not None:
+        config.ssl = tls.context()
+    # uvicorn logs every request that is no HTTP; the log is for our events alone.
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    return UvicornServer(config)
+
+
+async def reload_certificates(context: ssl.SSLContext, tls: ServerTls) -> None:
+    """Use replaced certificate files for new connections, until cancelled; where the files do not
+    fit together, log it and keep the old ones."""
+
+    def load() -> None:
+        tls.context()  # for its error alone
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+
+    loaded = ReloadedValue(tls.files, load, "certificate_not_rotated")
+    while True:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        if loaded.refresh():
+            event(logging.INFO, "certificate_rotated", cert=str(tls.cert))

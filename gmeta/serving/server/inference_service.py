@@ -1,0 +1,270 @@
+"""What HTTP and gRPC share: a request's way from its parts to its answer, the version that answers,
+and its exchange for a newer one while requests come in."""
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from gmeta.access.log import event
+from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.local_paths import is_url
+from gmeta.runs.environment import package_versions
+from gmeta.serving.channel.current_version import reached
+from gmeta.serving.channel.load_failure import Trouble
+from gmeta.serving.server.access import ServerAccess
+from gmeta.serving.server.batcher import Batcher
+from gmeta.serving.server.compute import answer_all
+from gmeta.serving.server.inference_protocol import (
+    EXTENSIONS,
+    InferenceAnswer,
+    InferenceRequest,
+    Outcome,
+    model_metadata,
+)
+from gmeta.serving.server.request_errors import CallerLeftError, RequestError, defect_error
+from gmeta.serving.server.serve_config import ServeConfig
+from gmeta.serving.server.server_metrics import ServerMetrics
+from gmeta.serving.server.task_cache import TaskCache
+from gmeta.serving.server.tracing import Tracing
+from gmeta.serving.server.versions import LoadedModel, check_successor, version_in
+from gmeta_keys.translate_errors import failing_as
+from metaio.errors import MetaIOError
+
+CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
+
+
+@final
+class InferenceService:
+    """One model that answers requests; `load` reads it from its folder, at first and when replaced.
+
+    `ready` is false while it drains.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        load: Callable[[Path | str, bool], LoadedModel],
+        cache: TaskCache,
+        metrics: Callable[[], ServerMetrics],
+        access: ServerAccess,
+        tracing: Tracing,
+    ) -> None:
+        self.config = config
+        self.access = access
+        self.tracing = tracing
+        self.ready = True
+        self.loaded = load(config.folder, config.verify)
+        # Made last: each worker has metrics files of its own, which would stay if loading failed.
+        self.metrics = metrics()
+        self._load_failure = Trouble()
+        self._is_away = False  # no version could be seen at the last look
+        self._load = load
+        self._cache = cache
+        self._batcher = Batcher(self._run, config.batch, self.metrics.observe_batch)
+        self._report_version()
+
+    @property
+    def refused(self) -> tuple[str, str] | None:
+        """Return a version that does not serve, and why; None where the newest does."""
+        return self._load_failure.told
+
+    def warm_up(self) -> None:
+        """Compute once: the first request must not pay for what torch does once."""
+        _ = self.loaded.model.unadapted
+        _freeze_garbage()
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self._batcher.stop()
+        self.tracing.stop()
+
+    def _run(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
+        # Taken once: a batch is answered by one version, whatever comes meanwhile.
+        loaded = self.loaded
+        outcomes = answer_all(
+            loaded.model, loaded.version, self._cache, requests, self.metrics.observe_stage
+        )
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if request.task_key is not None:
+                if isinstance(outcome, InferenceAnswer):
+                    self.metrics.count_cache(outcome.cache)
+                elif outcome.status == 404:
+                    self.metrics.count_cache("miss")
+        return outcomes
+
+    async def infer(
+        self,
+        protocol: str,
+        model: str,
+        version: str,
+        carrier: dict[str, str],
+        peer: str,
+        check: Callable[[], None],
+        read: Callable[[], Any],
+    ) -> tuple[InferenceRequest, InferenceAnswer]:
+        """Return a request and its answer, counted, logged and traced; `check` refuses a caller who
+        may not ask, `read` waits for the request and returns it. Raise RequestError.
+        """
+        began_s, status, num_rows, message = time.perf_counter(), 500, 0, ""
+        try:
+            check()
+            with self.tracing.span(protocol, carrier) as set_attributes:
+                self.check_model(model, version)
+                with (
+                    self._batcher.reading(),
+                    failing_as(defect_error, RequestError, CallerLeftError),
+                ):
+                    request = await read()
+                num_rows = request.num_rows
+                self.metrics.observe_stage("parse", time.perf_counter() - began_s)
+                answer = await self._batcher.answer(request)
+                # A newer one may have come while the request waited.
+                if version and version != answer.version:
+                    self.check_model(model, version)
+                set_attributes(rows=num_rows, version=answer.version, cache=answer.cache)
+                status = 200
+                return request, answer
+        except RequestError as error:
+            status, message = error.status, str(error)
+            raise
+        except (asyncio.CancelledError, CallerLeftError):
+            status = CALLER_LEFT
+            raise
+        finally:
+            self.metrics.count_answer(protocol, status, began_s)
+            if self.config.access_log:
+                event(
+                    logging.INFO,
+                    "infer",
+                    protocol=protocol,
+                    status=status,
+                    ms=round((time.perf_counter() - began_s) * 1000, 2),
+                    rows=num_rows,
+                    peer=peer,
+                    **({"message": message} if message else {}),
+                )
+
+    def check_model(self, name: str, version: str) -> None:
+        """Raise RequestError unless this is the model and the version that answers; an empty
+        version is whichever does.
+        """
+        if name != self.config.name:
+            raise RequestError(
+                404, f"model {name[:80]!r} is not served here; {self.config.name} is. Correct it"
+            )
+        if version and version != self.loaded.version:
+            raise RequestError(
+                404,
+                f"version {version[:40]!r} of {name} is not served; {self.loaded.version} is. "
+                "Leave the version out for the one that is",
+            )
+
+    def server_metadata(self) -> dict[str, Any]:
+        """Return the server's metadata as the protocol's JSON has it."""
+        return {"name": "gmeta", "version": package_versions()["gmeta"], "extensions": EXTENSIONS}
+
+    def model_metadata(self) -> dict[str, Any]:
+        """Return the model's metadata as the protocol's JSON has it."""
+        return model_metadata(self.config.name, self.loaded.version, self.loaded.columns)
+
+    def status(self) -> dict[str, Any]:
+        """Return what goes on in this process."""
+        refused = self.refused and dict(zip(("version", "reason"), self.refused, strict=True))
+        return {
+            "model": self.config.name,
+            "version": self.loaded.version,
+            "exported_at_s": self.loaded.exported_at_s,
+            "loaded_at_s": self.loaded.loaded_at_s,
+            "refused": refused,
+            "ready": self.ready,
+            "waiting": self._batcher.num_waiting,
+            "cached_tasks": len(self._cache),
+            "cached_bytes": self._cache.num_bytes,
+        }
+
+    def measure(self) -> None:
+        """Set the gauges of what is now."""
+        self.metrics.waiting.set(self._batcher.num_waiting)
+        self.metrics.cache_tasks.set(len(self._cache))
+        self.metrics.cache_bytes.set(self._cache.num_bytes)
+        self.metrics.cache_unshared.set(self._cache.num_unshared)
+
+    async def watch(self) -> None:
+        """Serve newer versions as they come, until cancelled."""
+        while True:
+            await asyncio.sleep(self.config.reload_every_s)
+            # Reading and checking tables takes seconds, in which requests are answered.
+            await asyncio.to_thread(self.reload)
+
+    def reload(self) -> bool:
+        """Serve the version that stands in the folder now; return whether it is another one than
+        before. One that cannot serve is named in the log and the status, and the old one stays."""
+        folder, before = self.config.folder, self.loaded
+        try:
+            with reached(folder):
+                version = version_in(folder)
+        except (GMetaError, MetaIOError) as error:
+            # An exported folder may be between the old one and the new, but not for two looks.
+            if is_url(folder) or not isinstance(error, UserError) or self._is_away:
+                self._refuse("", error)
+            self._is_away = True
+            return False
+        self._is_away = False
+        if version == before.version:
+            self._load_failure.end()  # the old one was put back
+            self.metrics.refused.set(0)
+            return False
+        if self._load_failure.puts_off(version):
+            return False
+        try:
+            with reached(folder):
+                loaded = self._load(folder, self.config.verify)
+                check_successor(before, loaded.model.config, loaded.version)
+                # Computes once, with all of its layers: what fails here fails before anybody asks.
+                _ = loaded.model.unadapted
+        except (GMetaError, MetaIOError) as error:
+            self._refuse(version, error)
+            return False
+        self.loaded = loaded
+        self._load_failure.end()
+        # Support rows stay: a task adapts anew when it is next asked for.
+        self._cache.forget_states(loaded.version)
+        self.metrics.reloads.labels("loaded").inc()
+        self._report_version()
+        event(logging.INFO, "model_reloaded", version=loaded.version, before=before.version)
+        # Modules and their hooks are cycles: without this the old tables stay mapped for a while.
+        del before
+        gc.unfreeze()
+        _freeze_garbage()
+        return True
+
+    def _refuse(self, version: str, error: Exception) -> None:
+        self.metrics.refused.set(1)
+        if not self._load_failure.is_news(version, error):
+            return
+        self.metrics.reloads.labels("refused").inc()
+        event(
+            logging.ERROR,
+            "model_refused",
+            version=version,
+            serving=self.loaded.version,
+            folder=str(self.config.folder),
+            message=str(error),
+        )
+
+    def _report_version(self) -> None:
+        loaded = self.loaded
+        self.metrics.set_version(
+            self.config.name, loaded.version, loaded.exported_at_s, loaded.loaded_at_s
+        )
+
+
+def _freeze_garbage() -> None:
+    """Collect garbage, and keep what is left out of later collections: a full one would stop all
+    requests for 0.2 s, mostly to walk over torch."""
+    gc.collect()
+    gc.freeze()

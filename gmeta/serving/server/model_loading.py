@@ -1,0 +1,51 @@
+"""Reads one version of a model from a folder that may be replaced meanwhile, or from a channel."""
+
+from pathlib import Path
+
+from gmeta.errors import GMetaError
+from gmeta.platform.files.local_paths import is_url
+from gmeta.serving.channel.channel import is_channel
+from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.remote_channel import channel_at
+from gmeta.serving.exported_folder import check_files, read_config
+from gmeta.serving.model_loader import load
+from gmeta.serving.server.input_columns import describe_columns
+from gmeta.serving.server.versions import LoadedModel, version_in
+
+_TRIES = 3
+
+
+def model_folder(folder: Path | str, verify: bool) -> Path:
+    """Return the exported folder to serve, its files checked: this one, or where it is a channel,
+    as each URL is, that of the version it serves. Without `verify` checksums are left alone.
+
+    Raises:
+        UserError: there is no exported model, or the channel has no version.
+        GMetaError: it is damaged, or cannot be reached.
+    """
+    if not is_url(folder) and not is_channel(Path(folder)):
+        check_files(Path(folder), read_config(Path(folder)), checksums=verify)
+        return Path(folder)
+    channel = channel_at(folder)
+    return whole_version(channel, channel.served().number, verify=verify)
+
+
+def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:
+    """Return the model in a folder, or that a channel serves, all of its files from one export even
+    while the folder is being replaced.
+
+    Raises:
+        UserError: there is no exported model.
+        GMetaError: it is damaged, or another release wrote it.
+    """
+    for last in (False,) * (_TRIES - 1) + (True,):
+        version = version_in(folder)
+        try:
+            model = load(model_folder(folder, verify), verify=False)
+        except GMetaError:
+            if last or version_in(folder) == version:
+                raise
+            continue
+        if version_in(folder) == version:
+            return LoadedModel(model, version, describe_columns(model.config))
+    raise GMetaError(f"{folder} was replaced {_TRIES} times while it was read. Export less often")

@@ -1,0 +1,56 @@
+"""The one error of a request: an HTTP status, or gRPC's of the same meaning, and one line."""
+
+import logging
+from typing import Any
+
+from gmeta.access.log import LOGGER_NAME
+from gmeta.errors import GMetaError
+
+# HTTP status -> name of the gRPC status
+GRPC_CODES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "UNIMPLEMENTED",
+    408: "DEADLINE_EXCEEDED",
+    413: "INVALID_ARGUMENT",
+    415: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+class CallerLeftError(Exception):
+    """The caller left before its request was read: there is nobody to answer."""
+
+
+class RequestError(GMetaError):
+    """A request that is not answered: what is wrong, the value, what is allowed, what to do."""
+
+    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+        # One line, whatever text of the caller is in it, and not a long one.
+        super().__init__(" ".join(message.split())[:1000])
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status, str(self), self.retry_after_s)
+
+    @property
+    def grpc_code(self) -> str:
+        """Return the name of the gRPC status."""
+        return GRPC_CODES[self.status]
+
+
+def bad_request(message: str) -> RequestError:
+    """Return the error of a request that is wrong in itself."""
+    return RequestError(400, message)
+
+
+def defect_error(error: Exception) -> RequestError:
+    """Return the error of a request that met a defect, which the log describes in full."""
+    logging.getLogger(LOGGER_NAME).error("request_failed", exc_info=error)
+    return RequestError(500, "the server failed on this request; its log says why")

@@ -1,0 +1,194 @@
+"""Prometheus metrics of a server; those of all its workers together where it has several."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, values
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from gmeta.access.log import event
+from gmeta.errors import GMetaError
+from gmeta.platform.files.storage_errors import translate_storage_errors
+from gmeta.serving.server.shared_support import NO_ROOM
+
+# The folder in which prometheus_client keeps the metrics of several processes.
+MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
+_VERSION = "gmeta_serve_model_info"
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_TASKS = (1, 2, 4, 8, 16, 32, 64)
+_ROWS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
+_FILE_BYTES = 1 << 16  # what prometheus_client begins a file with
+_SAMPLE_BYTES = 1 << 12  # more than any sample's name, labels and help take
+
+
+@final
+class ServerMetrics:
+    """One registry a server, so that several can live in one process (tests)."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "gmeta_serve_requests",
+            "Inference requests by protocol and HTTP status (gRPC: that of the same meaning).",
+            ["protocol", "status"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "gmeta_serve_request_seconds",
+            "From a request's head to its answer, with the time that its body took to come.",
+            ["protocol"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.stage_seconds = Histogram(
+            "gmeta_serve_stage_seconds",
+            "Where the time goes: parse and queue of a request; encode, adapt, predict of a batch.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.batch_tasks = Histogram(
+            "gmeta_serve_batch_tasks", "Requests of a batch.", buckets=_TASKS, registry=registry
+        )
+        self.batch_rows = Histogram(
+            "gmeta_serve_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=registry
+        )
+        self.cache = Counter(
+            "gmeta_serve_cache",
+            "Requests with a task key: hit, stored, restored from its rows, too_large or miss.",
+            ["result"],
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "gmeta_serve_reloads", "Newer versions found, by result.", ["result"], registry=registry
+        )
+        for result in ("loaded", "refused"):  # at 0, from which an alert sees the first
+            self.reloads.labels(result)
+        self.cache_bytes = self._gauge("cache_bytes", "Bytes of adapted tasks.", "livesum")
+        self.cache_tasks = self._gauge("cache_tasks", "Adapted tasks that are kept.", "livesum")
+        self.cache_unshared = self._gauge(
+            "cache_unshared", "Times that the workers' shared file failed.", "livesum"
+        )
+        self.waiting = self._gauge("waiting", "Requests that wait for a batch.", "livesum")
+        self.exported = self._gauge(
+            "model_exported_timestamp_seconds", "When the model was exported.", "livemin"
+        )
+        self.loaded = self._gauge(
+            "model_loaded_timestamp_seconds", "When the model was loaded.", "livemax"
+        )
+        self.refused = self._gauge(
+            "model_refused", "1 while the folder holds a version that was refused.", "livemax"
+        )
+        self.version = Gauge(
+            _VERSION,
+            "1 for the version that answers.",
+            ["model", "version"],
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._told: tuple[str, str] | None = None
+
+    def _gauge(self, name: str, text: str, mode: Any) -> Gauge:
+        return Gauge(f"gmeta_serve_{name}", text, registry=self.registry, multiprocess_mode=mode)
+
+    def observe_stage(self, stage: str, seconds: float) -> None:
+        """Count the seconds of one stage."""
+        self.stage_seconds.labels(stage).observe(seconds)
+
+    def observe_batch(self, what: str, value: float) -> None:
+        """Count what a batcher measures."""
+        if what == "queue":
+            self.observe_stage(what, value)
+        else:
+            (self.batch_tasks if what == "tasks" else self.batch_rows).observe(value)
+
+    def count_answer(self, protocol: str, status: int, began_s: float) -> None:
+        """Count one answered request that began at this time of time.perf_counter."""
+        self.requests.labels(protocol, str(status)).inc()
+        self.seconds.labels(protocol).observe(time.perf_counter() - began_s)
+
+    def count_cache(self, result: str) -> None:
+        """Count what the cache did for a request with a task key."""
+        self.cache.labels(result).inc()
+
+    def set_version(
+        self, model: str, version: str, exported_at_s: float, loaded_at_s: float
+    ) -> None:
+        """Tell which version answers from now on."""
+        if self._told is not None:
+            self.version.labels(*self._told).set(0)
+            self._told = None
+        self.exported.set(exported_at_s)
+        self.loaded.set(loaded_at_s)
+        self.refused.set(0)
+        try:
+            self.version.labels(model, version).set(1)
+        except GMetaError as error:  # it serves all the same
+            event(logging.ERROR, "version_not_measured", version=version, message=str(error))
+        else:
+            self._told = (model, version)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics and their content type, in the format that the scraper asks for."""
+        encode, content_type = choose_encoder(accept)
+        counted: Any = self.registry
+        if MULTIPROCESS_DIR in os.environ:
+            counted = MultiProcessCollector(None)
+        return encode(_CurrentMetrics(counted)), content_type
+
+
+@dataclass
+class _CurrentMetrics:
+    """Metrics without the versions that nobody serves any more: prometheus_client forgets none, and
+    a server may serve thousands."""
+
+    counted: Any
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric."""
+        for metric in self.counted.collect():
+            metric.samples = [one for one in metric.samples if one.value or one.name != _VERSION]
+            yield metric
+
+
+def share_metrics() -> None:
+    """Keep the metrics made from now on in the folder that MULTIPROCESS_DIR names, if it does:
+    prometheus_client itself looks only when it is imported.
+    """
+    values.MmapedDict = _ReservedFile  # type: ignore[attr-defined]
+    values.ValueClass = values.get_value_class()
+
+
+@final
+class _ReservedFile(MmapedDict):  # type: ignore[misc]
+    """A file of metrics whose disk space is reserved when it is made and when it grows:
+    prometheus_client's has holes, and writing into one kills the process once the disk is full.
+    Raise GMetaError.
+    """
+
+    def __init__(self, filename: str, read_mode: bool = False) -> None:
+        try:
+            with open(filename, "ab") as file:
+                _reserve(file.fileno(), filename, _FILE_BYTES)
+        except GMetaError:  # this worker never serves, and half a file cannot be read
+            for left in Path(filename).parent.glob(f"*_{os.getpid()}.db"):
+                left.unlink()
+            raise
+        super().__init__(filename, read_mode)
+
+    def _init_value(self, key: str) -> None:
+        if self._used + _SAMPLE_BYTES > self._capacity:
+            _reserve(self._f.fileno(), self._fname, 2 * self._capacity)
+        super()._init_value(key)
+
+
+def _reserve(descriptor: int, name: str, num_bytes: int) -> None:
+    with translate_storage_errors(f"cannot keep metrics in {name}", NO_ROOM):
+        os.posix_fallocate(descriptor, 0, num_bytes)

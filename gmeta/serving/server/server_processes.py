@@ -1,0 +1,178 @@
+"""The processes of one server: itself, or several workers that share its addresses and mapped
+tables, and that are started again when one dies.
+"""
+
+import logging
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import final
+
+import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
+import torch
+from prometheus_client.multiprocess import mark_process_dead
+
+from gmeta.access.address import check_free, split_address
+from gmeta.access.log import configure_logging, event
+from gmeta.errors import GMetaError
+from gmeta.serving.channel.load_failure import RETRY_S
+from gmeta.serving.server.model_loading import model_folder
+from gmeta.serving.server.serve_config import ServeConfig
+from gmeta.serving.server.server_metrics import MULTIPROCESS_DIR
+from gmeta_keys.stop_flag import Asked, ending_signals
+from metaio.format.atomic_folder import open_temporary_folder
+
+_LOOK_EVERY_S = 0.2
+_RESTART_AFTER_S = 1.0  # twice as long with each start that fails, up to RETRY_S
+_IN_MEMORY = Path("/dev/shm")
+_AFTER_DRAIN_S = 15.0  # then a worker is killed
+
+
+RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
+
+
+def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorker) -> int:
+    """Serve until a signal, then answer what is under way; return the exit code.
+    `run_worker` is what a worker process does.
+
+    Raises:
+        UserError: there is no model, a credential is wrong, or an address cannot be listened on.
+        GMetaError: the model is damaged.
+    """
+    if config.workers == 1:
+        configure_logging(log_level)
+        run_worker(config, lambda: None)
+        return 0
+    # A process forked from one whose torch has threads waits for them for ever.
+    torch.set_num_threads(1)
+    # Checked once and reported once, whatever the number of workers.
+    model_folder(config.folder, config.verify)
+    for option, address in config.addresses.items():
+        check_free(option, *split_address(option, address))
+    configure_logging(log_level)
+    with _folder_in_memory() as temporary:
+        folder = Path(temporary)
+        os.environ[MULTIPROCESS_DIR] = str(folder / "metrics")
+        (folder / "metrics").mkdir()
+        return _WorkerGroup(replace(config, shared_file=folder / "support.db"), run_worker).run()
+
+
+def _folder_in_memory() -> AbstractContextManager[str]:
+    """Return a folder of this process alone, in memory where the system has such a place; the
+    workers hold its lock, too."""
+    place = str(_IN_MEMORY) if os.access(_IN_MEMORY, os.W_OK) else None
+    return open_temporary_folder("gmeta-serving-", place)
+
+
+@dataclass
+class _WorkerProcess:
+    process: BaseProcess
+    sign: Connection  # readable once it serves, or has ended
+    pause_s: float = 0.0  # before it, or once it has died the next one; 0: the first here
+    serves: bool = False
+    again_at_s: float | None = None  # once it has died: when another takes its place
+
+
+@final
+class _WorkerGroup:
+    """Keeps the workers running."""
+
+    def __init__(self, config: ServeConfig, run_worker: RunWorker) -> None:
+        self._config = config
+        self._run_worker = run_worker
+        # Forked: they share what is imported. This process has one thread, now and later.
+        self._context = mp.get_context("fork")
+        self._stop_flag = Asked()
+        # Nothing is ever sent: its end tells the workers that this process has died.
+        self._workers_side, self._own_side = self._context.Pipe(duplex=False)
+
+    def run(self) -> int:
+        """Start the workers, and again each that dies, until a signal; return the exit code, which
+        is that of a worker that could not start the first time."""
+        for number in ending_signals():
+            signal.signal(number, self._stop_flag.ask)
+        workers = [self._start() for _ in range(self._config.workers)]
+        code = 0
+        while not code and not self._stop_flag.wait(_LOOK_EVERY_S):
+            code = self._restart_dead(workers)
+        self._stop(workers)
+        return code
+
+    def _restart_dead(self, workers: list[_WorkerProcess]) -> int:
+        """Start again each worker that has died; return the exit code of one that could not start
+        the first time, else 0."""
+        for place, worker in enumerate(workers):
+            if not worker.serves and worker.sign.poll():
+                with suppress(EOFError):  # it has ended without having served
+                    worker.serves = worker.sign.recv()
+            if worker.process.is_alive():
+                continue
+            if worker.again_at_s is None:
+                # It no longer counts in gauges of the present.
+                mark_process_dead(worker.process.pid or 0)
+                # One that served may have died with its disk, which comes back; others serve on.
+                if not worker.serves and not worker.pause_s:
+                    return worker.process.exitcode or 1
+                doubled_s = min(2 * worker.pause_s, RETRY_S)
+                worker.pause_s = _RESTART_AFTER_S if worker.serves else doubled_s
+                worker.again_at_s = time.monotonic() + worker.pause_s
+                code = worker.process.exitcode
+                event(logging.ERROR, "worker_died", code=code, again_in_s=worker.pause_s)
+            if time.monotonic() >= worker.again_at_s:
+                workers[place] = self._start(worker.pause_s)
+        return 0
+
+    def _start(self, pause_s: float = 0.0) -> _WorkerProcess:
+        sign, its_sign = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=self._work, args=(its_sign,), name="gmeta-serve-worker"
+        )
+        # Held back until the child has set its own: in between it would take this process's, and
+        # a worker that is told to end at once would serve on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
+        its_sign.close()
+        return _WorkerProcess(process, sign, pause_s)
+
+    def _stop(self, workers: list[_WorkerProcess]) -> None:
+        config = self._config
+        for worker in workers:
+            if worker.process.is_alive():
+                worker.process.terminate()
+        until_s = time.monotonic() + config.drain_s + config.drain_delay_s + _AFTER_DRAIN_S
+        for worker in workers:
+            worker.process.join(max(0.0, until_s - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+    def _work(self, sign: Connection) -> None:
+        """Be a worker, which checks the model again as it loads it, now and when it is replaced."""
+        for number in ending_signals():
+            signal.signal(number, signal.SIG_DFL)  # until the worker has its own
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
+        self._own_side.close()
+        threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
+        try:
+            self._run_worker(self._config, lambda: sign.send(True))
+        except GMetaError as error:
+            event(logging.ERROR, "worker_not_started", message=str(error))
+            os._exit(error.exit_code)
+
+
+def _end_with(parent: Connection) -> None:
+    """End this process as SIGTERM does when the one at the other side dies, however it does."""
+    with suppress(EOFError):
+        parent.recv()
+    os.kill(os.getpid(), signal.SIGTERM)

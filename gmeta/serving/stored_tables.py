@@ -1,0 +1,116 @@
+"""Embedding tables as an exported model holds them: float32, float16, or int8 with a scale a row.
+
+Shape suffixes: R rows of a table, D embedding width, U fetched rows of all tables, B tables.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gmeta.errors import GMetaError, NotFiniteError
+from gmeta.serving.table_format import TableFormat
+from gmeta_models.table_projections import pad_width_UD
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+_Description = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+_INT8_LEVELS = 127  # -128 stays unused: the codes of w and -w are then each other's negative
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """Rows as they lie on disk; `scale_R` is float32 and there for int8 alone."""
+
+    values_RD: Tensor
+    scale_R: Tensor | None = None
+
+    def rows_UD(self, ids_U: Tensor) -> Tensor:
+        """Return these rows [U, D] as float32."""
+        rows_UD = self.values_RD.index_select(0, ids_U).to(torch.float32)
+        if self.scale_R is None:
+            return rows_UD
+        return rows_UD * self.scale_R.index_select(0, ids_U).unsqueeze(1)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return what goes into the table's file."""
+        scale = {} if self.scale_R is None else {"scale": self.scale_R}
+        return {"values": self.values_RD, **scale}
+
+
+def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> StoredTable:
+    """Return a trained float32 table in the format that it is to be served from.
+
+    int8: q = round(w / s) with s = max |w| / 127 over the row, so |q s - w| <= s / 2 = max |w| /
+    254. float16: rounded to 11 bits, |error| <= |w| / 2048 for |w| >= 6.1e-5.
+
+    Raises:
+        NotFiniteError: a value is not finite.
+        GMetaError: a value is too large for float16.
+
+    >>> store_table("t", torch.tensor([[1.0, -0.25]]), "int8").values_RD.tolist()
+    [[127, -32]]
+    """
+    # One number a row is enough to look at: NaN and infinity survive both abs and amax.
+    largest_R = weight_RD.abs().amax(dim=1)
+    if not bool(torch.isfinite(largest_R).all()):
+        row = int((~torch.isfinite(largest_R)).nonzero()[0])
+        raise NotFiniteError(
+            f"table {name} holds a value that is not finite in row {row}: the run diverged. "
+            "Export an earlier checkpoint with --step, or train with lower rates"
+        )
+    if table_format == "float32":
+        return StoredTable(weight_RD)
+    if table_format == "float16":
+        limit = torch.finfo(torch.float16).max
+        if largest_R.numel() and float(largest_R.max()) > limit:
+            raise GMetaError(
+                f"table {name} holds {float(largest_R.max()):g}: float16 ends at {limit:g}. "
+                "Export with --tables float32 or int8"
+            )
+        return StoredTable(weight_RD.to(torch.float16))
+    scale_R = largest_R / _INT8_LEVELS
+    # A row of zeros has any scale; 1 keeps the division defined.
+    scale_R = torch.where(scale_R > 0, scale_R, 1.0)
+    codes_RD = (weight_RD / scale_R.unsqueeze(1)).round().to(torch.int8)
+    return StoredTable(codes_RD, scale_R)
+
+
+def check_table(
+    where: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], table_format: TableFormat
+) -> StoredTable:
+    """Return the table in the tensors of its file, which must be what config.json says.
+
+    Raises:
+        GMetaError: a tensor is missing, of another type or of another shape.
+    """
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "values": (shape, _DTYPES[table_format])
+    }
+    if table_format == "int8":
+        wanted["scale"] = (shape[:1], torch.float32)
+    actual = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if actual != wanted:
+        raise GMetaError(
+            f"{where} holds {_format_description(actual)}; config.json promises "
+            f"{_format_description(wanted)}. "
+            "The files come from different exports: export the run again"
+        )
+    return StoredTable(tensors["values"], tensors.get("scale"))
+
+
+def _format_description(tensors: _Description) -> str:
+    return ", ".join(
+        f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}"
+        for name, (shape, dtype) in tensors.items()
+    )
+
+
+def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; rows of
+    narrower tables end in zeros.
+    """
+    parts = ids_U.split(lengths_B.tolist())
+    rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
+    widest = max(each.shape[1] for each in rows)
+    return torch.cat([pad_width_UD(each, widest) for each in rows])

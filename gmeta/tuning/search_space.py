@@ -1,0 +1,339 @@
+"""Which settings are tried: the keys of a config, each with a range or a list of choices.
+
+A space is a TOML file of one table a key, or `make_default_space` of a config.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final, get_type_hints
+
+from gmeta.config.algorithm import PLAIN
+from gmeta.config.labels import LOSSES
+from gmeta.config.train_config import TrainConfig, config_from_dict
+from gmeta.errors import ConfigError, UserError
+from gmeta.metrics.catalogue import predicted_by
+from gmeta.runs.early_stop import make_early_stop
+from gmeta_keys import read_toml
+
+# Values are rounded to this many digits: more than a validation split can tell apart.
+DIGITS = 3
+# Keys across which scores cannot be compared, and those of which a trial has values of its own.
+FIXED_KEYS = {
+    "data.path": "all trials are scored on the same data",
+    "data.increment": "all trials are scored on the same data",
+    "data.train_split": "all trials are trained on the same tasks",
+    "data.valid_split": "all trials are scored on the same tasks",
+    "data.eval_splits": "trials are never scored on them",
+    "data.service": "a trial reads the dataset itself",
+    "data.source": "a trial reads the dataset itself",
+    "run.dir": "each trial has a folder of its own in the study",
+    "run.start_from": "all trials begin alike",
+    "run.continue_from": "all trials begin alike",
+    "run.skip_increments": "all trials begin alike",
+    "run.seed": "the luckiest seed is no better setting",
+    "run.early_stop_metric": "all trials are compared by one metric",
+}
+
+
+@final
+@dataclass(frozen=True)
+class SearchRange:
+    """Numbers from `low` to `high`, both included; `log`: tried evenly by their logarithm."""
+
+    key: str
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def suggest(self, trial: Any) -> Any:
+        """Return the value that a trial of Optuna's is to take, rounded to DIGITS."""
+        if self.whole:
+            return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
+        value = trial.suggest_float(self.key, self.low, self.high, log=self.log)
+        return min(max(_round_digits(value), self.low), self.high)
+
+    def normalise(self, value: Any) -> Any:
+        """Return a value as a study holds it; None where it is outside the range."""
+        return value if self.low <= value <= self.high else None
+
+    def bounds(self) -> list[Any]:
+        """Return the values that a config must allow for all of the range to be allowed."""
+        return [int(end) if self.whole else end for end in (self.low, self.high)]
+
+    def find_edge(self, value: float) -> str:
+        """Return the end that a value is within a twentieth of the range of; "" of none or whole
+        ones."""
+        place = math.log if self.log else float
+        low, high, at = place(self.low), place(self.high), place(value)
+        if high - low > 0 and not self.whole:
+            share = (at - low) / (high - low)
+            return "lowest" if share < 0.05 else "highest" if share > 0.95 else ""
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the range as the TOML table has it."""
+        low, high = self.bounds()
+        return {"low": low, "high": high, "log": self.log}
+
+
+@final
+@dataclass(frozen=True)
+class SearchChoices:
+    """One of some values, of any type that the key takes."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    def suggest(self, trial: Any) -> Any:
+        """Return the value that a trial of Optuna's is to take."""
+        return json.loads(trial.suggest_categorical(self.key, [*map(json.dumps, self.values)]))
+
+    def normalise(self, value: Any) -> Any:
+        """Return a value as a study holds it; None where it is none of the choices."""
+        # The choice as it is written: a file may have 3 for 3.0.
+        return next((json.dumps(each) for each in self.values if _are_equal(each, value)), None)
+
+    def bounds(self) -> list[Any]:
+        """Return the values that a config must allow: all of them."""
+        return list(self.values)
+
+    def find_edge(self, value: Any) -> str:
+        """Return nothing: choices have no order."""
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the choices as the TOML table has them."""
+        return {"choices": list(self.values)}
+
+
+Dimension = SearchRange | SearchChoices
+Space = tuple[Dimension, ...]
+
+
+def replace_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return the config with other values of some keys.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    raw = config.to_json()
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        raw[section][name] = value
+    return config_from_dict(raw)
+
+
+def read_space(path: Path, config: TrainConfig) -> Space:
+    """Return the space of a TOML file: `["section.key"]` with low, high and log, or choices.
+
+    Raises:
+        UserError: no such file, no TOML, no key, or a key or value that a config does not take.
+    """
+    raw = read_toml("--space", path, ConfigError)
+    if not raw:
+        raise UserError(
+            f"--space {str(path)!r} names 0 keys: at least one is needed. Write e.g. "
+            '["algorithm.inner_lr"] with low = 0.01, high = 1.0, log = true'
+        )
+    space = tuple(_parse_dimension(key, entry) for key, entry in raw.items())
+    _check_used(space, config)
+    check_space(space, config)
+    return space
+
+
+def _check_used(space: Space, config: TrainConfig) -> None:
+    """Raise UserError for a key that no trial is trained by, such as the inner rate of plain runs:
+    trials would be spent on the same training.
+    """
+    choices = {one.key: one.values for one in space if isinstance(one, SearchChoices)}
+    names = choices.get("algorithm.name", (config.algorithm.name,))
+    for dimension in space:
+        if all(dimension.key in UNUSED_KEYS.get(name, ()) for name in names):
+            raise UserError(
+                f"--space has {dimension.key}, by which algorithm.name = {names[0]!r} does not "
+                "train: trials that differ in it would be the same. Remove it"
+            )
+
+
+def check_space(space: Space, config: TrainConfig) -> None:
+    """Raise ConfigError where the config does not take an end of a range, or a choice."""
+    for dimension in space:
+        for value in dimension.bounds():
+            replace_values(config, {dimension.key: value})
+
+
+def make_plain_config(config: TrainConfig) -> TrainConfig:
+    """Return the same config without an inner loop: model, inputs and data as they are, in a run
+    folder of its own.
+
+    Raises:
+        UserError: it has none.
+    """
+    if config.algorithm.name == PLAIN:
+        raise UserError(
+            f"--with-plain tunes plain training beside the config, and algorithm.name = {PLAIN!r} "
+            "is plain training. Leave --with-plain out"
+        )
+    values = {"algorithm.name": PLAIN, "run.dir": f"{config.run.dir}-plain"}
+    return replace_values(config, values)
+
+
+def make_plain_space(space: Space, plain: TrainConfig) -> Space:
+    """Return the space for a plain config: all of it but the choices of the algorithm, its plain
+    epochs, and inner rate and steps.
+
+    Raises:
+        UserError: nothing else is in it.
+    """
+    left_out = ("algorithm.name", *UNUSED_KEYS[PLAIN])
+    kept = tuple(dimension for dimension in space if dimension.key not in left_out)
+    if not kept:
+        raise UserError(
+            f"--space names {', '.join(one.key for one in space)} alone: nothing is left to tune "
+            'plain training by. Add e.g. ["outer.dense_lr"], or leave --with-plain out'
+        )
+    check_space(kept, plain)
+    return kept
+
+
+def check_metric(space: Space, config: TrainConfig) -> None:
+    """Raise ConfigError for a space in which trials would be compared by different metrics, such as
+    by the AUC of clicks and the MAE of ratings, or a choice has no such metric."""
+    metric = make_early_stop(config).metric
+    for dimension in space:
+        for value in dimension.bounds():
+            other = make_early_stop(replace_values(config, {dimension.key: value})).metric
+            if other != metric:
+                raise ConfigError(
+                    f"--space {dimension.key} = {value!r} is judged by {other}, the config by "
+                    f"{metric}: the scores do not compare. Remove it, or set run.early_stop_metric"
+                )
+
+
+def _parse_dimension(key: str, entry: Any) -> Dimension:
+    """Return a range or choices of one table of the file."""
+    kind = _find_type(key, entry)
+    if key in FIXED_KEYS:
+        raise UserError(f"--space has {key}, which is not tuned: {FIXED_KEYS[key]}. Remove it")
+    known = ("low", "high", "log", "choices")
+    if unknown := [name for name in entry if name not in known]:
+        raise UserError(
+            f"--space {key} has {unknown[0]!r}: known are {', '.join(known)}. Correct it"
+        )
+    if "choices" in entry:
+        values = entry["choices"]
+        if len(entry) > 1 or not isinstance(values, list) or len(values) < 2:
+            raise UserError(
+                f"--space {key} = {entry!r}: choices are a list of at least 2 values, without low, "
+                "high or log. Correct it"
+            )
+        return SearchChoices(key, tuple(values))
+    low, high, log = entry.get("low"), entry.get("high"), entry.get("log", False)
+    if kind not in (int, float):
+        raise UserError(
+            f"--space {key} is no number, so it has no range. Write choices = [...] instead"
+        )
+    numbers = int if kind is int else (int, float)
+    are_numbers = all(isinstance(end, numbers) and not isinstance(end, bool) for end in (low, high))
+    if not (are_numbers and isinstance(log, bool)):
+        wanted = "whole numbers" if kind is int else "numbers"
+        raise UserError(
+            f"--space {key} = {entry!r}: low and high must be {wanted}, log true or false. "
+            "Correct it"
+        )
+    if not (low < high and math.isfinite(low) and math.isfinite(high)) or (log and low <= 0):
+        allowed = "0 < low < high with log = true" if log else "low < high"
+        raise UserError(f"--space {key} = {entry!r}: {allowed} is needed. Correct the range")
+    whole = kind is int
+    low, high = (low, high) if whole else (float(low), float(high))
+    return SearchRange(key, low, high, log, whole)
+
+
+def _find_type(key: str, entry: Any) -> Any:
+    """Return the type of a config key, and refuse what is no key or no table."""
+    section, dot, name = key.partition(".")
+    if not isinstance(entry, dict) or (not dot and "choices" not in entry and "low" not in entry):
+        raise UserError(
+            f"--space {key} = {entry!r} is no table of one key. Write the key in quotes: "
+            f'["{key}.KEY"] with low and high, or choices'
+        )
+    sections = get_type_hints(TrainConfig)
+    if section not in sections or name not in get_type_hints(sections[section]):
+        # The config's own words for it, which name the nearest key.
+        config_from_dict({section: {name: None}} if dot else {section: None})
+        raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
+    return get_type_hints(sections[section])[name]
+
+
+def make_default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:
+    """Return the rates, the inner steps and, where there is a choice, the algorithm, its plain
+    epochs and the loss, around the config's own values; none of
+    UNUSED_KEYS. `labels` are the names of the dataset's, as in its features.
+
+    The rates of the outer loop are tried over two decades around the config's, whose optimizers
+    may take any scale; the inner rate over at least 0.003 to 1, where it was found on every data
+    set of docs/results.md.
+    """
+    algorithm, outer = config.algorithm, config.outer
+    space: list[Dimension] = []
+    kinds = config.labels.loss_kinds(outer.loss, labels)
+    others = ["maml", "metasgd"]
+    if len(kinds) == 1 and predicted_by(kinds[0]) != "score" and algorithm.adapt_layers:
+        others.append("ridge")
+    learnt = tuple(name for name in others if name != algorithm.name)
+    if algorithm.name not in FORWARD_ONLY:
+        if algorithm.inner_lr > 0:
+            low, high = min(0.003, algorithm.inner_lr / 3), max(1.0, algorithm.inner_lr * 3)
+            space.append(_make_log_range("algorithm.inner_lr", low, high))
+        space.append(
+            SearchRange("algorithm.inner_steps", 1, max(5, algorithm.inner_steps), False, True)
+        )
+        priors = {0.0, 3.0, 10.0, algorithm.support_prior}
+        space.append(SearchChoices("algorithm.support_prior", tuple(sorted(priors))))
+    if algorithm.name in ("maml", "fomaml", "metasgd", "ridge"):
+        space.append(SearchChoices("algorithm.name", (algorithm.name, *learnt)))
+    if (epochs := config.run.epochs) > 1:
+        plain = {0, epochs // 2, epochs * 3 // 4, algorithm.plain_epochs}
+        space.append(SearchChoices("algorithm.plain_epochs", tuple(sorted(plain))))
+    rates = {name: getattr(outer, name) for name in ("dense_lr", "sparse_lr")}
+    space += [
+        _make_log_range(f"outer.{name}", rate / 10, rate * 10)
+        for name, rate in rates.items()
+        if rate
+    ]
+    if outer.loss in RATING_LOSSES:
+        space.append(SearchChoices("outer.loss", RATING_LOSSES))
+    unused = UNUSED_KEYS.get(algorithm.name, ())
+    space = [dimension for dimension in space if dimension.key not in unused]
+    if not space:
+        raise UserError(
+            "the default space of this config is empty: all of its rates are 0. Give --space FILE"
+        )
+    return tuple(space)
+
+
+FORWARD_ONLY = ("encoder",)  # they take no inner step
+# Nor does a plain run; what it is fine-tuned with is chosen as each is scored.
+_INNER_STEPS_REASON = ("algorithm.inner_lr", "algorithm.inner_steps")
+# By which keys an algorithm does not train.
+UNUSED_KEYS = {
+    PLAIN: ("algorithm.plain_epochs", *_INNER_STEPS_REASON),
+    **dict.fromkeys(FORWARD_ONLY, _INNER_STEPS_REASON),
+}
+RATING_LOSSES = tuple(loss for loss in LOSSES if predicted_by(loss) == "rating")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def _make_log_range(key: str, low: float, high: float) -> SearchRange:
+    return SearchRange(key, _round_digits(low), _round_digits(high), True, False)
+
+
+def _round_digits(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,317 @@
+"""Makes a dataset, or any folder, appear at once or not at all, on a local disk or an object store.
+
+Where files appear whole, but folders file by file, one file that is put last and removed first says
+that the others are there.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from metaio.errors import DataError
+from metaio.format.layout import MANIFEST_NAME
+from metaio.format.storage import find_file_system, is_local
+
+# What flock says on a file system that has none, such as Lustre mounted without them: nothing tells
+# two writers apart there.
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_PARALLEL_FLUSHES = 8
+_TRIES = 100  # to lock a file that others remove again and again
+_FREE_SPACE = "Free space or choose another place"
+_REMEDIES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EIO: "The disk, or what leads to it, fails: look into the system's log",
+}
+
+
+@contextmanager
+def open_destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
+    """Yield a temporary folder whose content becomes `out` when the block ends without an error.
+
+    The flag says whether that folder itself is renamed to `out` (a local path), or its files are
+    uploaded, the manifest last. What a killed writer left there is removed first.
+
+    Raises:
+        DataError: `out` exists already, another process writes it, or the disk is full.
+    """
+    fs, root = find_file_system(out)
+    local = is_local(fs)
+    if local:
+        Path(root).parent.mkdir(parents=True, exist_ok=True)
+    with open_exclusive_folder(_partial_path(out), root if local else out) as folder:
+        # Behind the lock: another writer of the same place may have ended just before.
+        find_free_place(out, overwrite)
+        yield folder, local
+        if local:
+            replace_folder(folder, Path(root))
+        else:
+            upload_folder(fs, folder, root, MANIFEST_NAME)
+
+
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until these files and folders are on the disk; at once for those that are already."""
+    known = list(paths)
+    if len(known) == 1:
+        _flush(known[0])
+        return
+    # Together: a disk writes what several wait for at once, 16 files in a third of the time.
+    with ThreadPoolExecutor(_PARALLEL_FLUSHES, thread_name_prefix="metaio-flush") as pool:
+        for _ in pool.map(_flush, known):
+            pass
+
+
+def _flush(path: Path) -> None:
+    with _descriptor(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def find_unfinished(out: str) -> Path | None:
+    """Return what a killed writer of `out` left, if anything; the next one removes it and starts
+    over.
+    """
+    partial = _partial_path(out)
+    if not partial.exists():
+        return None
+    with _lock_file(partial).open("a") as lock:
+        return partial if _is_locked(lock) else None  # it is being written
+
+
+def _partial_path(out: str) -> Path:
+    """Return where `out` is built: always the same place, so that a re-run finds it."""
+    fs, root = find_file_system(out)
+    if is_local(fs):
+        return Path(root).parent / f".{Path(root).name}.partial"
+    return Path(tempfile.gettempdir()) / f".metaio-{xxhash.xxh3_64_hexdigest(out.encode())}.partial"
+
+
+def _lock_file(partial: Path) -> Path:
+    return partial.with_suffix(".lock")
+
+
+def find_free_place(out: str, overwrite: bool) -> tuple[Any, str]:
+    """Return the file system and the path of a dataset that may be written.
+
+    Raises:
+        DataError: `out` exists already.
+    """
+    fs, root = find_file_system(out)
+    exists = fs.exists(f"{root}/{MANIFEST_NAME}")
+    if exists and not overwrite:
+        raise DataError(
+            f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace "
+            "it"
+        )
+    target = Path(root)
+    is_other = is_local(fs) and not exists and target.exists()
+    if is_other and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(
+            f"{target} exists and is not a dataset. Choose a place that is empty or does not exist"
+        )
+    return fs, root
+
+
+@contextmanager
+def open_exclusive_folder(partial: Path, name: str) -> Iterator[Path]:
+    """Yield an empty folder at `partial`, whatever a killed writer left there, and remove it
+    afterwards.
+
+    Raises:
+        DataError: another process writes `name`, as messages call it, or the disk is full.
+    """
+    with lock_writer(_lock_file(partial), name):
+        try:
+            # What a killed writer left: the lock says that nobody is at work on it.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            yield partial
+        except OSError as error:
+            remedy = _REMEDIES.get(error.errno or 0, "Look at the place and its permissions")
+            raise DataError(f"{name} could not be written: {error}. {remedy}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def open_temporary_folder(
+    prefix: str = "metaio-passing-", place: str | None = None
+) -> Iterator[str]:
+    """Yield a folder in `place` (default: the machine's temporary one) that is removed after the
+    block. Those that killed processes, and all that they forked, left are removed first: an
+    unpacked log would stay until somebody wonders where the disk went.
+    """
+    for left in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):
+            # A file of another user is not opened: it may be a pipe, which would block.
+            of_left = left.lstat()
+            if of_left.st_uid != os.getuid() or not stat.S_ISDIR(of_left.st_mode):
+                continue
+            with _descriptor(left) as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if it is at work
+                shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
+    folder = made.with_name(made.name.removeprefix("."))
+    with _descriptor(made) as descriptor:
+        with suppress(OSError):  # where there are no locks, none is taken away either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        made.rename(folder)  # locked before it has a name that others look for
+        try:
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def open_atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the name `target` once the block has ended and its files are
+    on the disk; after a failure it goes.
+
+    The caller is alone in the folder of `target`: what killed writers left there of this or of any
+    other folder is removed first, or a full disk would stay full.
+    """
+    for kind in ("partial", "old"):
+        for left in target.parent.glob(f".*.{kind}"):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        flush_to_disk((*partial.rglob("*"), partial))
+        replace_folder(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def lock_writer(
+    lock_file: Path, name: str, remedy: str = "Wait for it, or choose another place"
+) -> Iterator[None]:
+    """Keep other processes out of the block; the lock file is removed afterwards.
+
+    Raises:
+        DataError: another process writes `name`, as messages call it.
+    """
+    with _open_locked(lock_file, name, remedy) as lock:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")  # for who is refused
+        lock.flush()
+        try:
+            yield
+        finally:
+            # While the lock is held: whoever opened it meanwhile finds another inode, or none, in
+            # _has_its_name.
+            lock_file.unlink(missing_ok=True)
+
+
+def copy_folder(
+    folder: Path, target: Path, copy: Callable[[Path, Path], object] = shutil.copy2
+) -> None:
+    """Copy the files of a folder to another. A failure raises its own error, not a list of the
+    texts of all, as shutil.copytree's does."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            there = target / path.relative_to(folder)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            copy(path, there)
+
+
+def upload_folder(fs: Any, folder: Path, there: str, last: str) -> None:
+    """Copy a local folder to the path `there` of a file system of fsspec, its file `last` at the
+    end: whoever looks for that one first sees all of the old folder, none, or all of the new one.
+    On a disk the folder gets its name once it is whole.
+    """
+    if is_local(fs):
+        with open_atomic_folder(Path(there)) as partial:
+            copy_folder(folder, partial)
+        return
+    if fs.exists(f"{there}/{last}"):
+        fs.rm_file(f"{there}/{last}")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path == folder / last):
+        fs.put_file(str(path), f"{there}/{path.relative_to(folder).as_posix()}")
+
+
+def upload_file(fs: Any, path: Path, there: str) -> None:
+    """Copy a local file, into a folder that there may not be yet."""
+    if is_local(fs):  # object stores have no folders
+        fs.makedirs(there.rpartition("/")[0], exist_ok=True)
+    fs.put_file(str(path), there)
+
+
+def remove_folder(fs: Any, there: str, last: str) -> None:
+    """Remove what `upload_folder` copied, if it is there."""
+    with suppress(FileNotFoundError):
+        fs.rm_file(f"{there}/{last}")
+    with suppress(FileNotFoundError):
+        fs.rm(there, recursive=True)
+
+
+def _open_locked(lock_file: Path, name: str, remedy: str) -> IO[str]:
+    """Return the lock file, opened and locked. Raise DataError where another process holds it."""
+    holder = ""
+    for _ in range(_TRIES):
+        lock = lock_file.open("a+")
+        is_locked = _is_locked(lock)
+        # The last holder may have removed the file between our opening and our locking it.
+        if is_locked and _has_its_name(lock):
+            return lock
+        with lock:
+            if not is_locked:
+                lock.seek(0)
+                holder = lock.read()
+                break
+    raise DataError(f"{holder or 'another process'} is writing {name}. {remedy}")
+
+
+def _is_locked(lock: IO[str]) -> bool:
+    """Lock a file and return whether nobody else holds it. The lock dies with its process, so a
+    killed prepare never blocks the next one."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+    return True
+
+
+def _has_its_name(lock: IO[str]) -> bool:
+    try:
+        return os.fstat(lock.fileno()).st_ino == os.stat(lock.name).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Give a folder, whose files are on the disk, the name `target`, in place of what has that
+    name."""
+    old = target.parent / f".{target.name}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    # Rename is the commit. A crash before it leaves the old dataset, or for a moment none.
+    partial.rename(target)
+    # The rename itself must reach the disk, not only the files.
+    flush_to_disk([target.parent])
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""From raw rows to episodes: ids, order, splits, support and query, drawn negatives."""

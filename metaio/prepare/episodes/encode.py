@@ -1,0 +1,298 @@
+"""Encodes raw rows by a schema: ids, dense values, and the keys that decide split, bucket and
+order.
+
+The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
+
+Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
+S is 1 where sides are given, I where negatives are drawn, R where rows have ids, W where they have
+weights, else 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from metaio.errors import DataError
+from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.episodes.encoded_rows import EncodedRows, list_array_types
+from metaio.prepare.episodes.splits import PLACE, Splits, assign_splits
+from metaio.prepare.episodes.vocabulary import RowIndex, make_index
+from metaio.prepare.schema.label_columns import read_labels, read_weights
+from metaio.prepare.schema.raw_columns import read_dense, read_lists, read_vectors
+from metaio.prepare.schema.schema import DenseColumn, IdColumn, Schema
+from metaio.prepare.schema.side_columns import SIDE_OF_FILE, read_sides
+from metaio.prepare.schema.values import (
+    Kind,
+    hash_lists,
+    hash_values,
+    infer_kind,
+    to_float32,
+    to_int64,
+    to_time_ticks,
+)
+from metaio.quantities import format_count
+from metaio.ragged import Int64, reorder_row_by_row, sum_rows
+
+_ONE = np.uint64(1)
+
+
+@dataclass(frozen=True)
+class FittedEncoding:
+    """What prepare learnt from the train split: needed again to encode new rows."""
+
+    vocabularies: dict[str, pa.Array] = field(
+        default_factory=dict
+    )  # table -> values of rows 1, 2, ...; null: none
+    # Mean and deviation of each column.
+    moments: dict[str, tuple[float, float]] = field(default_factory=dict)
+    splits: Splits = field(default_factory=Splits)
+    # sparse column -> the kind of its values; absent: not known, either will do
+    kinds: dict[str, Kind] = field(default_factory=dict)
+
+
+def hash_tasks(schema: Schema, batch: pa.RecordBatch) -> tuple[UInt64, Int64]:
+    """Return hash and id of each row's task; text tasks have the xxh3_64 of their name as id."""
+    column = batch[schema.task.column]
+    values = hash_values(column, infer_kind(schema.task.column, column.type, "task"))
+    return splitmix64(values), values.view(np.int64)
+
+
+def check_nulls(schema: Schema, nulls: dict[str, int]) -> None:
+    """Raise DataError for the first column that holds nulls and may not."""
+    allowed = {column.column for column in schema.sparse if column.null == "unknown"}
+    numbers = {column.column: column.fill for column in schema.dense}
+    numbers |= {column.column: column.fill for column in schema.vector}
+    allowed |= {name for name, fill in numbers.items() if fill is not None}
+    allowed |= {label.column for label in schema.labels if not label.is_always_known}
+    required = {schema.task.column, *schema.label_columns} - allowed
+    required |= {part.column for part in (schema.time, schema.row_id) if part is not None}
+    required |= {schema.negatives.item} if schema.negatives else set()
+    if schema.membership is not None and schema.membership.column is not None:
+        allowed.add(schema.membership.column)
+    for name in schema.columns:
+        count = nulls.get(name, 0)
+        if count and (name in required or name not in allowed):
+            remedy = (
+                "Remove those rows"
+                if name in required
+                else "Remove those rows, or allow it in the schema: "
+            )
+            if name not in required:
+                remedy += "fill = VALUE" if name in numbers else 'null = "unknown"'
+            raise DataError(
+                f"column {name} has {format_count(count, 'null')}; none are allowed. {remedy}"
+            )
+
+
+class Encoder:
+    """Encodes raw record batches. Pure: the same rows give the same records, whatever batch they
+    stand in.
+    """
+
+    def __init__(
+        self, schema: Schema, fitted: FittedEncoding, indexes: Mapping[str, RowIndex] | None = None
+    ) -> None:
+        self.schema = schema
+        self.fitted = fitted
+        self._types = list_array_types(schema)
+        # First the indexes at hand; those of the vocabularies are made when they are asked for.
+        kinds: tuple[Kind, Kind] = ("integer", "text")
+        self._indexes: dict[tuple[str, Kind], RowIndex] = {
+            (table, kind): index for table, index in (indexes or {}).items() for kind in kinds
+        }
+
+    def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
+        """Return the batch with its columns encoded.
+
+        Raises:
+            DataError: a column has the wrong type, a null where none is allowed, or a number that
+                is not finite.
+        """
+        schema, types = self.schema, self._types
+        check_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
+        num_rows = batch.num_rows
+        task_hash_N, task_N = hash_tasks(schema, batch)
+        time_N = np.zeros(num_rows, dtype=np.int64)
+        if schema.time is not None:
+            time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
+        split_N = np.zeros(num_rows, np.int32)
+        label_N = np.zeros((num_rows, *[len(schema.labels)][: len(schema.labels) > 1]), np.float32)
+        weight_NW = np.ones((num_rows, int(schema.weight is not None)), np.float32)
+        if with_label:
+            split_N = assign_splits(schema, self.fitted.splits, batch, task_hash_N).astype(np.int32)
+            label_N, weight_NW = read_labels(schema, batch), read_weights(schema, batch)
+        # Column by column into row-major arrays: rows are what is dealt to buckets and sorted.
+        ids_NF = np.empty((num_rows, len(schema.single)), dtype=types["ids_NF"][0])
+        for index, single in enumerate(schema.single):
+            ids_NF[:, index] = self._encode_ids(single, batch[single.column])
+        dense_NK = np.empty((num_rows, types["dense_NK"][1] or 0), dtype=np.float32)
+        for index, dense in enumerate(schema.dense):
+            dense_N = self._encode_dense(dense, batch[dense.column])
+            dense_NK[:, index] = to_float32(dense.column, dense_N, "dense")
+        first = len(schema.dense)
+        for vector in schema.vector:
+            column = batch[vector.column]
+            dense_NK[:, first : first + vector.width] = read_vectors(vector, column)
+            first += vector.width
+        lengths_NM = np.zeros((num_rows, len(schema.multi)), dtype=np.int32)
+        values_V, sums_N = self._encode_lists(batch, lengths_NM)
+        row_id_NR = self._encode_row_ids(batch)
+        label_NL = label_N.reshape(num_rows, len(schema.labels)).view(np.uint32)
+        bits_N = label_NL[:, 0] ^ sums_N
+        inputs = ids_NF, dense_NK.view(np.uint32), lengths_NM
+        columns = *inputs, label_NL[:, 1:], weight_NW.view(np.uint32)
+        return EncodedRows(
+            task_hash_N,
+            task_N,
+            time_N,
+            self._hash_identity(batch, row_id_NR, bits_N, *columns),
+            row_id_NR,
+            split_N,
+            label_N,
+            weight_NW,
+            ids_NF,
+            dense_NK,
+            lengths_NM,
+            self._encode_sides(batch),
+            self._hash_items(batch),
+            values_V.astype(types["values_V"][0]),
+        )
+
+    def _hash_identity(
+        self,
+        batch: pa.RecordBatch,
+        row_id_NR: Int64,
+        bits_N: UInt64,
+        *columns: npt.NDArray[np.integer[Any]],
+    ) -> UInt64:
+        """Return a number that tells a row from others of its task, mixed with the seed."""
+        schema, seed = self.schema, np.uint64(self.schema.seed)
+        if schema.row_id is not None:
+            return splitmix64(splitmix64(row_id_NR[:, 0].view(np.uint64)) ^ seed)
+        if schema.needs_input_order:
+            # Its place in the task, which is known where all rows of a task meet. A hash of the
+            # row's values would not do: with one feature less, other rows would be the query.
+            if PLACE in batch.schema.names:
+                return to_int64(batch[PLACE]).view(np.uint64)
+            return np.zeros(batch.num_rows, np.uint64)
+        # The task is left out: the hash orders rows within a task, where it is always the same.
+        return _hash_rows(bits_N ^ seed, *columns)
+
+    def _encode_row_ids(self, batch: pa.RecordBatch) -> Int64:
+        """Return the ids of rows [N, R]: integers as they are, text as its xxh3_64, as with
+        tasks."""
+        rule = self.schema.row_id
+        if rule is None:
+            return np.zeros((batch.num_rows, 0), np.int64)
+        column = batch[rule.column]
+        kind = infer_kind(rule.column, column.type, "row_id")
+        return hash_values(column, kind).view(np.int64)[:, None]
+
+    def _encode_sides(self, batch: pa.RecordBatch) -> npt.NDArray[np.int8]:
+        rule, num_rows = self.schema.membership, batch.num_rows
+        name = SIDE_OF_FILE if rule is None or rule.column is None else rule.column
+        # Windows of time give sides later, for each window its own.
+        if rule is None or name not in batch.schema.names:
+            return np.zeros((num_rows, int(self.schema.has_sides)), np.int8)
+        return read_sides(name, batch[name])[:, None]
+
+    def _hash_items(self, batch: pa.RecordBatch) -> UInt64:
+        rule = self.schema.negatives
+        if rule is None:
+            return np.zeros((batch.num_rows, 0), np.uint64)
+        column = batch[rule.item]
+        return splitmix64(hash_values(column, infer_kind(rule.item, column.type, "negatives")))[
+            :, None
+        ]
+
+    def _encode_ids(self, rule: IdColumn, column: pa.Array) -> Int64:
+        kind = infer_kind(rule.column, column.type, "sparse")
+        self._check_kind(rule.column, column, kind)
+        # Row 0 for what is null; check_nulls has let through only what the schema allows.
+        if column.null_count:
+            known = column.is_valid().to_numpy(zero_copy_only=False)
+            ids = np.zeros(len(column), dtype=np.int64)
+            ids[known] = self._encode_ids(rule, column.drop_null())
+            return ids
+        # Row 0 stays free for unknown values, hence rows - 1 places. The remainder's bias is below
+        # rows / 2^64.
+        if rule.hash is not None:
+            return hash_to_rows(column, kind, rule.hash)
+        return self._look_up(rule.table_name, column, kind)
+
+    def _check_kind(self, name: str, column: pa.Array, kind: Kind) -> None:
+        expected = self.fitted.kinds.get(name, kind)
+        # A column without a value has no kind, whatever its type.
+        if kind != expected and column.null_count < len(column):
+            raise DataError(
+                f"sparse column {name} holds {kind} values; they were {expected} when the data was "
+                f"prepared, and would get other ids. Cast the column to {expected}"
+            )
+
+    def _look_up(self, table: str, column: pa.Array, kind: Kind) -> Int64:
+        key = (table, kind)
+        if key not in self._indexes:
+            # Two threads may both build an index; the first one stays.
+            self._indexes.setdefault(key, make_index(self.fitted.vocabularies[table], kind))
+        if kind == "integer":
+            column = pa.array(to_int64(column))  # written as they were counted
+        return self._indexes[key].rows(column)
+
+    def _encode_dense(self, rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
+        numbers = read_dense(rule, column.drop_null())
+        if column.null_count:
+            # As numbers: a fill of 0.5 would become 0 in a column of integers.
+            known = column.is_valid().to_numpy(zero_copy_only=False)
+            filled = read_dense(rule, pa.array([rule.fill], pa.float64())).repeat(len(column))
+            filled[known] = numbers
+            numbers = filled
+        if rule.standardise:
+            mean, deviation = self.fitted.moments[rule.column]
+            numbers = (numbers - mean) / deviation
+        return numbers
+
+    def _encode_lists(
+        self, batch: pa.RecordBatch, lengths_NM: npt.NDArray[np.int32]
+    ) -> tuple[Int64, UInt64]:
+        """Return the ids [V] row by row, and per row a hash of its lists; fill in the lengths [N,
+        M].
+        """
+        ids = []
+        for index, rule in enumerate(self.schema.multi):
+            lists = read_lists(rule, batch[rule.column])
+            lengths_NM[:, index] = to_int64(pc.fill_null(pc.list_value_length(lists), 0))
+            ids.append(self._encode_ids(rule, lists.flatten()))
+        values = reorder_row_by_row(lengths_NM, ids)
+        return values, hash_lists(values, sum_rows(lengths_NM))
+
+
+def hash_to_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:
+    """Return the row of each value, no nulls, in a hashed table: 1 to num_rows - 1."""
+    mixed = splitmix64(hash_values(column, kind))
+    # numpy divides by a constant with multiplications, its remainder does not.
+    whole = mixed // np.uint64(num_rows - 1)
+    whole *= np.uint64(num_rows - 1)
+    mixed -= whole
+    mixed += _ONE
+    return mixed.view(np.int64)
+
+
+def _hash_rows(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
+    """Return the hash that orders rows of equal time; equal hashes mean equal stored rows.
+
+    Multilinear hashing modulo 2^64 with fixed odd multipliers, then a final mix (Lemire, Kaser
+    2014).
+    """
+    total_N = splitmix64(bits_N)
+    # Two multiplications an entry; mixing each one would take five times as long.
+    multipliers = splitmix64(np.arange(sum(c.shape[1] for c in columns), dtype=np.uint64)) | _ONE
+    for column in columns:
+        for index in range(column.shape[1]):
+            total_N += column[:, index].astype(np.uint64) * multipliers[index]
+        multipliers = multipliers[column.shape[1] :]
+    return splitmix64(total_N)

@@ -1,0 +1,88 @@
+"""Looks up values in a vocabulary: put in order once, then bisected, however often."""
+
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from metaio.prepare.schema.values import Kind, hash_values, to_int64
+from metaio.ragged import Int64
+
+
+class RowIndex(Protocol):
+    """Tells the rows of values in one table."""
+
+    def rows(self, column: pa.Array) -> Int64:
+        """Return the row of each value [N], 0 for what has none; no nulls."""
+        ...
+
+
+def make_index(vocabulary: pa.Array, kind: Kind) -> RowIndex:
+    """Return the index of a vocabulary, whose line i, from 1 on, is the value of row i; null: no
+    value. `kind` is that of the column looked up: a table that columns of integers and of text
+    share has a vocabulary of text.
+    """
+    if kind == "integer" and pa.types.is_integer(vocabulary.type):
+        return IntegerIndex(vocabulary)
+    return TextIndex(vocabulary)
+
+
+class IntegerIndex:
+    """Rows of a vocabulary of integers: bisection needs no hash table and gives the row at once."""
+
+    def __init__(self, vocabulary: pa.Array) -> None:
+        self._rows = _valid_rows(vocabulary)
+        self._values = to_int64(vocabulary.drop_null())
+        # Sorted as prepare leaves it; in a stream of increments the order is that of arrival.
+        if (self._values[1:] < self._values[:-1]).any():
+            order = np.argsort(self._values)
+            self._values, self._rows = self._values[order], self._rows[order]
+
+    def rows(self, column: pa.Array) -> Int64:
+        """Return the row of each integer [N]; no nulls."""
+        wanted = to_int64(column)
+        if not len(self._values):
+            return np.zeros(len(wanted), np.int64)
+        place = np.minimum(np.searchsorted(self._values, wanted), len(self._values) - 1)
+        return np.where(self._values[place] == wanted, self._rows[place], 0)
+
+
+class TextIndex:
+    """Rows of a vocabulary of text.
+
+    pyarrow's index_in hashes the whole vocabulary at every call: 0.3 s for a million words.
+    """
+
+    def __init__(self, vocabulary: pa.Array) -> None:
+        self._rows = _valid_rows(vocabulary)
+        self._words = vocabulary.drop_null().cast(pa.large_string())
+        hashes = hash_values(self._words, "text")
+        self._order = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._order]
+        # Two words of one 64-bit hash are a chance of 1 in 37 million among a million words.
+        self._is_exact = not (self._hashes[1:] == self._hashes[:-1]).any()
+
+    def rows(self, column: pa.Array) -> Int64:
+        """Return the row of each word [N]; no nulls."""
+        words = column.cast(pa.large_string())
+        if not len(self._hashes):
+            return np.zeros(len(words), dtype=np.int64)
+        if not self._is_exact:
+            found = pc.index_in(words, value_set=self._words)
+            place = to_int64(pc.fill_null(found, 0))
+            return np.where(found.is_valid().to_numpy(zero_copy_only=False), self._rows[place], 0)
+        wanted = hash_values(words, "text")
+        # Beyond the last hash there is none: the last one is compared and differs.
+        at = np.minimum(np.searchsorted(self._hashes, wanted), len(self._hashes) - 1)
+        place = self._order[at]
+        rows = np.where(self._hashes[at] == wanted, self._rows[place], 0)
+        # An unknown word may have the hash of a known one.
+        hits = np.flatnonzero(rows)
+        equal = pc.equal(words.take(pa.array(hits)), self._words.take(pa.array(place[hits])))
+        rows[hits[~equal.to_numpy(zero_copy_only=False)]] = 0
+        return rows
+
+
+def _valid_rows(vocabulary: pa.Array) -> Int64:
+    return np.flatnonzero(vocabulary.is_valid().to_numpy(zero_copy_only=False)) + 1

@@ -1,0 +1,262 @@
+"""The TOML description of a raw table: which column is what, and how its rows become episodes and
+splits.
+
+docs/format.md shows a whole schema. Unknown keys are refused with the nearest known one.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from gmeta_keys import key
+from metaio.format.features import (
+    Features,
+    FeatureSpec,
+    TableSpec,
+    name_component,
+)
+from metaio.prepare.schema.rules import (
+    EpisodeRule,
+    ItemRule,
+    MembershipRule,
+    NegativesRule,
+    RowIdColumn,
+    SplitRule,
+    StreamRule,
+    TransformRule,
+)
+
+
+@dataclass(frozen=True)
+class TaskColumn:
+    """What the model adapts to: integers are kept, text is hashed to 64 bits."""
+
+    column: str
+    # Of a CSV column; absent: as its first rows look.
+    type: Literal["integer", "text"] | None = None
+
+
+@dataclass(frozen=True)
+class LabelColumn:
+    """A number or truth value. With a threshold the label is 1 where value >= threshold, else 0.
+
+    It is not known in the rows where `mask` is 0, nor, where `null` is "unknown", in those where it
+    is null.
+    """
+
+    column: str
+    threshold: float | None = None
+    name: str | None = None  # what config keys and metrics call it; absent: as its column
+    mask: str | None = None
+    null: Literal["unknown"] | None = None  # absent: nulls are refused
+
+    @property
+    def is_always_known(self) -> bool:
+        """Tell whether every row must have it."""
+        return self.mask is None and self.null is None
+
+
+@dataclass(frozen=True)
+class WeightColumn:
+    """What a row's loss is multiplied by: a number from 0 on."""
+
+    column: str
+
+
+@dataclass(frozen=True)
+class TimeColumn:
+    """Orders the rows of a task: integer, float, date or timestamp, or text of a `format`."""
+
+    column: str
+    # Of text, as strptime of C has it: "%d.%m.%Y %H:%M"; absent: as its first rows look.
+    format: str | None = None
+
+
+@dataclass(frozen=True)
+class IdColumn:
+    """Ids of one table: exactly one of `hash` (rows of the table) and `vocabulary` (least count) is
+    given.
+
+    Hashed values use rows 1 to hash - 1; a vocabulary's rows follow its sorted values. Row 0 is for
+    values outside the vocabulary, and for nulls where `null` is "unknown". In [[multi]],
+    `separator` splits text.
+    """
+
+    column: str
+    table: str | None = None  # absent: a table of its own, named like the column
+    hash: int | None = None
+    vocabulary: int | None = None
+    null: Literal["refuse", "unknown"] = "refuse"
+    separator: str | None = None
+    type: Literal["integer", "text"] | None = None
+    # Of the table's rows, a multiple of 4; absent: as the model's config says.
+    width: int | None = None
+
+    @property
+    def table_name(self) -> str:
+        """Return the table that this column's ids index."""
+        return self.table or self.column
+
+
+@dataclass(frozen=True)
+class DenseColumn:
+    """A float32 input; nulls are refused unless `fill` is given. log1p, then (x - mean) / std of
+    the train split.
+    """
+
+    column: str
+    fill: float | None = None
+    log1p: bool = False
+    standardise: bool = False
+
+
+@dataclass(frozen=True)
+class VectorColumn:
+    """A list of `width` float32 inputs in each row, such as an embedding of its text that is there
+    already; nulls are refused unless `fill` is given, and become a vector of it.
+    """
+
+    column: str
+    width: int
+    fill: float | None = None
+
+
+@dataclass(frozen=True)
+class TextRule:
+    """How CSV and TSV files are written, where they are not as most are."""
+
+    encoding: Literal["utf-8", "latin-1", "utf-16"] = "utf-8"
+    null: tuple[str, ...] = ()  # words that mean a null, such as NA; an empty field always does
+    comment: str = ""  # what begins a line that is left out; without it every line is a row
+    max_line_bytes: int = key(2_000_000, "longer lines are refused", min=1, max=2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A whole description."""
+
+    task: TaskColumn
+    label: LabelColumn | tuple[LabelColumn, ...]
+    time: TimeColumn | None = None
+    weight: WeightColumn | None = None
+    row_id: RowIdColumn | None = None
+    item: ItemRule | None = None
+    single: tuple[IdColumn, ...] = ()
+    multi: tuple[IdColumn, ...] = ()
+    dense: tuple[DenseColumn, ...] = ()
+    vector: tuple[VectorColumn, ...] = ()
+    text: TextRule | None = None
+    transform: TransformRule | None = None
+    episodes: EpisodeRule = field(default_factory=EpisodeRule)
+    splits: SplitRule = field(default_factory=SplitRule)
+    membership: MembershipRule | None = None
+    negatives: NegativesRule | None = None
+    stream: StreamRule | None = None
+    seed: int = key(0, "decides shuffles and shares", max=2**64 - 1)
+
+    @property
+    def sparse(self) -> tuple[IdColumn, ...]:
+        """Return the single columns, then the multi ones."""
+        return self.single + self.multi
+
+    @property
+    def inputs(self) -> list[str]:
+        """Return the columns that a model sees."""
+        numbers = [*(part.column for part in self.dense), *(part.column for part in self.vector)]
+        return [part.column for part in self.sparse] + numbers
+
+    @property
+    def dense_names(self) -> list[str]:
+        """Return what the dense inputs are called: numbers, then those of vectors, in order."""
+        names = [column.column for column in self.dense]
+        return names + [name_component(v.column, i) for v in self.vector for i in range(v.width)]
+
+    @property
+    def labels(self) -> tuple[LabelColumn, ...]:
+        """Return what [label], or each [[label]], says."""
+        return (self.label,) if isinstance(self.label, LabelColumn) else self.label
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Return the names of the labels; none if there is one that every row has: it needs no
+        name."""
+        if len(self.labels) == 1 and self.labels[0].is_always_known:
+            return ()
+        return tuple(label.name or label.column for label in self.labels)
+
+    @property
+    def label_text(self) -> str:
+        """Return the columns of the labels, as a manifest names them."""
+        return ", ".join(label.column for label in self.labels)
+
+    @property
+    def label_columns(self) -> list[str]:
+        """Return the columns that labels, their masks and weights are read from, each once."""
+        names = [label.column for label in self.labels]
+        names += [label.mask for label in self.labels if label.mask is not None]
+        names += [self.weight.column] if self.weight is not None else []
+        return list(dict.fromkeys(names))
+
+    @property
+    def columns(self) -> list[str]:
+        """Return every raw column that is read, each once."""
+        names = [self.task.column, *self.label_columns]
+        names += [part.column for part in (self.time, self.row_id) if part is not None]
+        names += self.inputs
+        names += [self.splits.column] if self.splits.column else []
+        sides = self.membership.column if self.membership else None
+        names += [sides] if sides else []
+        return list(dict.fromkeys(names))
+
+    @property
+    def item_rule(self) -> ItemRule | None:
+        """Return what [item] says, else what [negatives] says of the item; None where neither names
+        a [[single]] column.
+        """
+        rule = self.negatives
+        if self.item is not None or rule is None:
+            return self.item
+        is_single = any(column.column == rule.item for column in self.single)
+        return ItemRule(rule.item, rule.columns) if is_single else None
+
+    @property
+    def has_sides(self) -> bool:
+        """Tell whether more than [episodes] says which rows are support."""
+        sided = self.membership is not None or self.splits.by_time is not None
+        return sided or self.stream is not None
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Tell whether no time says in which order the rows of a task stand."""
+        return self.time is None or self.episodes.by == "random"
+
+    @property
+    def needs_input_order(self) -> bool:
+        """Tell whether nothing but its place in the input tells a row from others of its task."""
+        return self.is_shuffled and self.row_id is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for the manifest."""
+        given = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})
+        found: dict[str, Any] = json.loads(json.dumps(given))
+        if not self.vector:
+            del found["vector"]  # datasets without stay as they were
+        return found
+
+
+def make_features(schema: Schema, vocabulary_sizes: dict[str, int]) -> Features:
+    """Return the prepared columns; a vocabulary table has one row more than values."""
+    tables: dict[str, int] = {}
+    widths = {c.table_name: c.width for c in schema.sparse if c.width is not None}
+    for column in schema.sparse:
+        rows = column.hash if column.hash is not None else vocabulary_sizes[column.table_name] + 1
+        tables.setdefault(column.table_name, rows)
+    return Features(
+        tables=tuple(TableSpec(name, rows, widths.get(name, 0)) for name, rows in tables.items()),
+        single=tuple(FeatureSpec(column.column, column.table_name) for column in schema.single),
+        multi=tuple(FeatureSpec(column.column, column.table_name) for column in schema.multi),
+        dense=tuple(schema.dense_names),
+        row_id=schema.row_id.column if schema.row_id else "",
+        labels=schema.label_names,
+        weight=schema.weight.column if schema.weight else "",
+    )

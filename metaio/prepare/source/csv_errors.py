@@ -1,0 +1,116 @@
+"""Says in one line what DuckDB finds wrong with a line of text: its own words are a page long, and
+advise settings of DuckDB.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from metaio.errors import DataError, to_one_line
+from metaio.prepare.source.text_lines import open_text_lines, split_fields
+
+_ENCODING = (
+    'Say how the file is written under [text] in the schema, such as encoding = "latin-1", or '
+    "convert it to UTF-8"
+)
+_NOT_LATIN = (
+    "an input holds the bytes 80 to 9f, which are no letters of Latin-1; Windows' cp1252 has "
+    "quotes there. Convert it: iconv -f cp1252 -t utf-8"
+)
+_FIT = "Correct that row, or declare the column's type in the schema"
+# What DuckDB says, the same in one line, and what to do.
+_CSV_ERRORS = (
+    (
+        r"Expected Number of Columns: (\d+) Found: (\d+)",
+        "it has {1} fields, the header has {0}",
+        "Correct that row; a line that is no row needs comment under [text] in the schema",
+    ),
+    (
+        r"Maximum line size of (\d+) bytes exceeded",
+        "it has more than {0} bytes",
+        "Close a quote that is open, or raise max_line_bytes under [text] in the schema",
+    ),
+    (r"unterminated quote", "a quote is not closed", "Correct that row"),
+    (
+        r"Error when converting column \"(.*)\"\. Could not convert string (\".*\") to '(.*)'",
+        "column {0} holds {1}, which is no {2}",
+        f"{_FIT}, or, if it means a null, list it in null under [text]",
+    ),
+)
+
+
+def explain_csv_error(
+    message: str, header_of: Callable[[str], tuple[str, list[str]]]
+) -> str | None:
+    """Return which line of which file is wrong, how, and what to do, given DuckDB's words; None
+    where they name no line. `header_of` returns a file's delimiter and columns.
+    """
+    json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
+    if json:
+        # DuckDB counts these lines from 2.
+        return f"input {json[1]}, line {int(json[2]) - 1}: it is no JSON. Correct it"
+    # Without the advice that follows, which is for users of DuckDB. In lists it counts otherwise.
+    json = re.search(
+        r"transform error in file \"(.*?)\", in line (\d+): (.*?)( Try |\n|$)", message
+    )
+    if json:
+        return f"input {json[1]}, near line {json[2]}: {shorten(json[3])}. {_FIT}"
+    date = re.search(r"parse string (\".*\") according to format specifier (\".*\")", message)
+    if date:
+        return f"[time] holds {date[1]}, which is not of its format {date[2]}. Correct one of them"
+    if "not latin-1 encoded" in message:
+        return _NOT_LATIN
+    unknown = re.search(r"Error when sniffing file \"(.*)\"", message)
+    if unknown:
+        return f"input {unknown[1]} is no CSV in UTF-8: its lines have no columns. {_ENCODING}"
+    line = re.search(r"CSV Error on Line: (\d+)", message)
+    if line is None:
+        return None
+    # Searched from the end: the line itself is quoted before, and may hold anything.
+    file = re.findall(r"^  file = (.*)$", message, re.MULTILINE)[-1]
+    if "Invalid unicode" in message:
+        number, column = find_bad_bytes(file, *header_of(file))
+        what = f"column {column}" if column else "it"
+        return f"input {file}, line {number}: {what} is not UTF-8. {_ENCODING}"
+    text, remedy = shorten(message.partition("\n")[2]), _FIT
+    for pattern, fault, known_remedy in _CSV_ERRORS:
+        found = re.search(pattern, message)
+        if found:
+            text, remedy = shorten(fault.format(*found.groups())), known_remedy
+            break
+    return f"input {file}, line {line[1]}: {text}. {remedy}"
+
+
+def check_json_objects(name: str, columns: Sequence[str]) -> None:
+    """Raise DataError for a file whose lines are JSON, but no rows."""
+    if list(columns) == ["json"]:  # DuckDB's name for it
+        raise DataError(
+            f"input {name} has no JSON object in each line: it is one array, or holds values. "
+            "Write a row in each line, as jq -c '.[]' does"
+        )
+
+
+def shorten(text: str) -> str:
+    """Return the first lines of `text` as one, with an end."""
+    lines = (line.strip() for line in text.splitlines()[:3])
+    return to_one_line(" ".join(line for line in lines if line).rstrip("."), 300)
+
+
+def find_bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
+    """Return the first line of a file that is not UTF-8, and its column; "" where that is not
+    known.
+    """
+    with open_text_lines(name, "utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            own = line.encode("latin-1")
+            try:
+                own.decode()
+            except UnicodeDecodeError:
+                # Each byte that is no text becomes a surrogate, which UTF-8 cannot hold.
+                text = own.decode(errors="surrogateescape")
+                fields = zip(header, split_fields(text, delimiter), strict=False) if header else ()
+                return number, next((column for column, value in fields if _is_bad(value)), "")
+    return 0, ""
+
+
+def _is_bad(text: str) -> bool:
+    return any("\udc80" <= character <= "\udcff" for character in text)

@@ -1,0 +1,298 @@
+"""What each column of a log is for, as far as its name and first rows tell.
+
+Nothing is prepared by a guess: the schema that is written of it (first_schema.py) says of every
+column why it is there, and a person decides.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from metaio.errors import DataError, to_one_line
+from metaio.prepare.schema.schema import TextRule
+from metaio.prepare.source.profile import ColumnProfile, LogSample, is_list, profile_column
+
+# A vocabulary is kept in memory and copied into every export; beyond it ids are hashed.
+MAX_DISTINCT_SHARE = 0.5
+MIN_DISTINCT_NUMBERS = 20  # a column named as a number with fewer values serves as ids as well
+_ID = r"(_?(id|no|nr|idx|index|key|code|hash|token|uuid|number|num))?"
+# The first of these patterns that some columns fit decides.
+LABELS = (
+    r"(is_|has_)?(click(ed|s)?|clk|label|liked?|convert(ed)?|conversion|purchased?|bought|buy)"
+    r"|rating|stars|score|target|y",
+    r"(is_|has_)?(ordered|watched|installed|subscribed|accepted|responded|booked|favou?rite|fav)"
+    r"|ratings|rate|overall|grade|response|outcome|reward|play_?count|plays|watch_ratio",
+    r".*_(rating|score|label|stars|clicks?|clicked|liked)",
+)
+TASKS = (
+    r"(user|uid|customer|cust|client|member|visitor|advertiser|account|buyer|shopper|reader|viewer"
+    rf"|listener|player|subscriber|reviewer|person|patient|student|subject|household"
+    rf"|consumer){_ID}",
+    rf"(session|cookie|device|store|shop|seller|query|group){_ID}",
+)
+TIMES = (
+    r"time(_?stamp)?|ts|date(_?time)?|event_?time|unix_?time|created_?at|when",
+    r".*(_?time(_?stamp)?|_date|_datetime|_ts|_at|time)",
+)
+# Integers that count or measure: only a name tells them from ids.
+_MEASURES = re.compile(
+    r"price|cost|amount|count|num|qty|quantity|duration|length|width|height|weight|size|views|age"
+    r"|distance|income|salary|minutes|seconds|days|hours|percent|ratio|temperature|total|sum|mean"
+    r"|avg|volume|score|pages|balance"
+)
+_ROW_IDS = (
+    r"(unnamed_\d+|row|index|record|event|impression|interaction|log|line|request)?"
+    r"_?(id|no|nr|number|index|uuid)?|column0"
+)
+
+MAX_CHANGED_ITEMS_SHARE = 0.02  # share of the items of which a column of theirs may have two values
+
+Role = Literal["task", "label", "time", "row id", "single", "multi", "dense", "vector", "left out"]
+_INPUTS: tuple[Role, ...] = ("single", "multi", "dense", "vector")
+
+
+@dataclass(frozen=True)
+class InferredRoles:
+    """What each column is for; `num_rows` were looked at. `why` tells of columns left out."""
+
+    columns: tuple[ColumnProfile, ...]
+    roles: dict[str, Role]
+    num_rows: int
+    mean_label: float
+    median_label: float
+    task_sizes: npt.NDArray[np.int64]  # rows of each task, ascending
+    of_item: tuple[str, ...] = ()  # columns that change with the item alone
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    text: TextRule = TextRule()  # noqa: RUF009 - frozen
+
+    def select(self, role: Role) -> list[ColumnProfile]:
+        """Return the columns of a role, in their order."""
+        return [column for column in self.columns if self.roles[column.name] == role]
+
+    @property
+    def inputs(self) -> list[ColumnProfile]:
+        """Return what the model sees."""
+        return [column for role in _INPUTS for column in self.select(role)]
+
+    @property
+    def is_rating(self) -> bool:
+        """Tell whether the label has more than two values."""
+        return self.label.num_distinct > 2
+
+    @property
+    def label(self) -> ColumnProfile:
+        """Return the column of the label."""
+        (label,) = self.select("label")
+        return label
+
+    @property
+    def threshold(self) -> float | None:
+        """Return the threshold that turns a label of two other values, such as -1 and 1, into 0 and
+        1; None if none is needed.
+        """
+        is_binary = {self.label.least, self.label.most} <= {0, 1}
+        return None if self.is_rating or is_binary else self.label.most
+
+    @property
+    def is_positives(self) -> bool:
+        """Tell whether this is a log of positives alone, for which items may be drawn as
+        negatives."""
+        return self.label.least == self.label.most == 1 and bool(self.item)
+
+    @property
+    def item(self) -> str:
+        """Return the column that counts as the item, "" without one: the ids with the most values,
+        except where nearly every row has an id of its own."""
+        ids = self.ids
+        return max(ids, key=lambda column: column.num_distinct).name if ids else ""
+
+    @property
+    def ids(self) -> list[ColumnProfile]:
+        """Return the columns of one id a row whose ids come again in other rows."""
+        most = MAX_DISTINCT_SHARE * self.num_rows
+        return [column for column in self.select("single") if 1 < column.num_distinct <= most]
+
+
+def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRoles:
+    """Return what each column is for; `given` names the task, label or time where it is known.
+
+    Raises:
+        DataError: no column looks like the task or the label, or a given one is not there, or
+            cannot be what it is given for.
+    """
+    rows = log.rows
+    columns = tuple(profile_column(name, rows[name]) for name in rows.column_names)
+    roles: dict[str, Role] = {name: role for role, name in given_roles.items()}
+    _check_given(columns, given_roles)
+    wanted: tuple[tuple[Role, tuple[str, ...]], ...] = (
+        ("label", LABELS),
+        ("task", TASKS),
+        ("time", TIMES),
+    )
+    for role, patterns in wanted:
+        if role in given_roles:
+            continue
+        name = _find_column([c for c in columns if c.name not in roles], role, patterns, len(rows))
+        if name:
+            roles[name] = role
+        elif role != "time":
+            names = to_one_line(", ".join(column.name for column in columns))
+            hint = ""
+            if role == "label":
+                hint = ", or add a column of ones to a log of positives alone (docs/datasets.md)"
+            raise DataError(
+                f"no column of {names} looks like the {role}. Name it with --{role}{hint}"
+            )
+    why: dict[str, str] = {}
+    for column in columns:
+        if column.name not in roles:
+            has_row_id = "row id" in roles.values()
+            roles[column.name], reason = _infer_feature_role(column, len(rows), has_row_id)
+            if reason:
+                why[column.name] = reason
+    (label,) = (name for name, role in roles.items() if role == "label")
+    (task,) = (name for name, role in roles.items() if role == "task")
+    values = pc.cast(rows[label], pa.float64(), safe=False)  # integers beyond 2^53, too
+    median = pc.quantile(values, 0.5, interpolation="higher")[0].as_py()
+    found = InferredRoles(
+        columns,
+        roles,
+        len(rows),
+        pc.mean(values).as_py() or 0.0,
+        median or 0.0,
+        log.task_sizes(task),
+        (),
+        why,
+        log.text,
+    )
+    if found.task_sizes[-1] < 2:
+        raise DataError(
+            f"each value of {task} has one row: there is nothing that a model could adapt to. Name "
+            "another column with --task"
+        )
+    found = replace(found, of_item=_find_item_columns(found, rows) if found.item else ())
+    if found.label.num_distinct < 2 and not found.is_positives:
+        raise DataError(
+            f"label {label} is {found.label.least} in all of the {len(rows):,} rows looked at: "
+            "there is nothing to learn. Name another column with --label; a log of positives alone "
+            "needs a column of ones, and one of items"
+        )
+    return found
+
+
+def _check_given(columns: Iterable[ColumnProfile], given: Mapping[Role, str]) -> None:
+    by_name = {column.name: column for column in columns}
+    for role, name in given.items():
+        if name not in by_name:
+            raise DataError(
+                f"there is no column {name!r} for the {role}: the log has "
+                f"{to_one_line(', '.join(by_name))}. Name one of them"
+            )
+        column = by_name[name]
+        if role == "label" and not column.is_number:
+            raise DataError(
+                f"column {name!r} is {column.type}: a label is a number or a truth value. "
+                "Name another column, or write numbers"
+            )
+        if role == "time" and not column.can_be_time:
+            raise DataError(
+                f"column {name!r} is {column.type}: its values are no times that are known here. "
+                "Leave out --time, and give the column and its format under [time] in the schema"
+            )
+    if len({*given.values()}) < len(given):
+        raise DataError(
+            f"one column is given twice: {', '.join(f'--{r} {n}' for r, n in given.items())}. "
+            "Each has a column of its own"
+        )
+
+
+def _find_column(
+    columns: list[ColumnProfile], role: Role, patterns: tuple[str, ...], num_rows: int
+) -> str:
+    """Return the column that looks like a role; "" where none does."""
+    for pattern in patterns:
+        fits = [column for column in columns if _matches_role(column, role, pattern)]
+        if role == "task":
+            # Of several, the one with the most tasks, which have two rows or more on average.
+            fits = [column for column in fits if column.num_distinct <= num_rows / 2]
+            fits.sort(key=lambda column: -column.num_distinct)
+        if fits:
+            return fits[0].name
+    typed = [column for column in columns if column.is_time] if role == "time" else []
+    return typed[0].name if typed else ""
+
+
+def _matches_role(column: ColumnProfile, role: Role, pattern: str) -> bool:
+    if column.num_distinct < 2 or not re.fullmatch(
+        pattern, normalise_name(column.name), re.IGNORECASE
+    ):
+        return False
+    if role == "label":
+        return column.is_number
+    if role == "time":
+        return column.can_be_time
+    return not column.is_list and not column.is_time
+
+
+def normalise_name(name: str) -> str:
+    """Return a name as patterns have it: "Customer ID" and "customerId" as "customer_ID", and
+    "user_id:token", as RecBole writes types, as "user_id".
+    """
+    name = re.sub(r":(token|float)(_seq)?$", "", name.strip())
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+    return re.sub(r"\W+", "_", words).strip("_")
+
+
+def _find_item_columns(found: InferredRoles, rows: pa.Table) -> tuple[str, ...]:
+    """Return the inputs that have one value for each item, with few exceptions."""
+    inputs = [column for column in found.inputs if column.name != found.item]
+    names = [c.name for c in inputs if not pa.types.is_nested(c.type) and c.num_distinct > 1]
+    values = rows.select([found.item, *names]).rename_columns(["", *map(str, range(len(names)))])
+    counts = values.group_by("").aggregate(
+        [(str(place), "count_distinct") for place in range(len(names))]
+    )
+    several = [
+        pc.sum(pc.greater(counts[f"{n}_count_distinct"], 1)).as_py() for n in range(len(names))
+    ]
+    most = MAX_CHANGED_ITEMS_SHARE * counts.num_rows
+    return tuple(name for name, items in zip(names, several, strict=True) if (items or 0) <= most)
+
+
+def _infer_feature_role(column: ColumnProfile, num_rows: int, has_row_id: bool) -> tuple[Role, str]:
+    """Return what a column is for the model, and, if it is left out, why."""
+    name = normalise_name(column.name)
+    if column.num_distinct < 2 and not pa.types.is_nested(column.type):
+        return "left out", "it has one value" if column.num_distinct else "it has no value"
+    may_label = column.is_number or column.num_distinct == 2  # a text of yes and no
+    if may_label and re.fullmatch(LABELS[0], name, re.IGNORECASE):
+        return "left out", "it looks like another label, known only afterwards"
+    if column.is_time or column.time_format:
+        return "left out", "a time that does not order the rows"
+    if pa.types.is_struct(column.type):
+        return "left out", "a struct"
+    if is_list(column.type):
+        if not pa.types.is_floating(column.type.value_type):
+            return "multi", ""
+        # Numbers are no ids.
+        return ("vector", "") if column.width else ("left out", "lists of different lengths")
+    if column.is_list:
+        return "multi", ""
+    if pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
+        return "dense", ""
+    differs = column.num_distinct == num_rows - column.num_null  # in every row that has one
+    is_named = re.fullmatch(_ROW_IDS, name, re.IGNORECASE) is not None
+    if differs and not column.num_null and is_named and column.is_integer and not has_row_id:
+        return "row id", ""
+    if pa.types.is_string(column.type) and differs:
+        return "left out", "a text of its own in every row says nothing of another row"
+    words = name.lower().split("_")
+    measures = column.is_integer and column.num_distinct > MIN_DISTINCT_NUMBERS
+    if measures and not {"id", "code"} & {*words} and any(map(_MEASURES.fullmatch, words)):
+        return "dense", ""
+    return "single", ""

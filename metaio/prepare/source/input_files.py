@@ -1,0 +1,172 @@
+"""Which files the inputs of prepare are: files, globs, folders and zip archives, on any URL."""
+
+import tempfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from metaio.errors import AccessError, DataError, TooFewRowsError
+from metaio.format.storage import find_file_system, is_local
+
+FileKind = Literal["Parquet", "text", "JSON"]
+
+
+class ArchiveMember(NamedTuple):
+    """What a file was called in its archive, and the archive as it was given."""
+
+    archive: str
+    path: str
+
+
+@dataclass(frozen=True)
+class InputFiles:
+    """Expanded inputs of one kind; `file_systems` are those that DuckDB cannot read by itself."""
+
+    names: list[str]
+    kind: FileKind
+    file_systems: list[Any]
+    empty: list[str]  # files of no byte, left out
+    given: list[str]  # every file before archives were unpacked, and those of no byte
+    members: dict[str, ArchiveMember]  # by the names of files that were unpacked
+
+
+def expand_inputs(urls: list[str], folder: Path) -> InputFiles:
+    """Return the files of all URLs, globs and folders; archives are unpacked below `folder`.
+
+    Raises:
+        DataError: one does not exist, is given twice or cannot be unpacked, or kinds are mixed.
+        TooFewRowsError: all are empty.
+    """
+    names: list[str] = []
+    given: list[str] = []
+    remote: list[Any] = []
+    members: dict[str, ArchiveMember] = {}
+    empty: list[str] = []
+    for fs, path in (found for url in urls for found in _iterate_files(url)):
+        name = _format_name(fs, path)
+        given.append(name)
+        if path.lower().endswith(".zip"):
+            unpacked = _unpack(fs, path, name, folder)
+            for own in unpacked:
+                (names if Path(own).stat().st_size else empty).append(own)
+            members |= unpacked
+        elif fs.size(path) == 0:
+            empty.append(name)
+        else:  # a web server may not say
+            names.append(name)
+            remote += [] if is_local(fs) or fs in remote else [fs]
+    # By two globs that overlap, too: all rows of that file would count twice.
+    name, times = Counter(given).most_common(1)[0]
+    if times > 1:
+        raise DataError(f"input {name} is given {times} times. Give it once")
+    if not names:
+        raise TooFewRowsError(f"input {given[0]} is empty. Remove it, or write its rows", given)
+    # One scan reads one kind; two scans could give a column two types.
+    kinds = sorted({_find_kind(name) for name in names})
+    if len(kinds) != 1:
+        raise DataError(
+            f"the inputs mix {' and '.join(kinds)} files. Prepare from one format at a time"
+        )
+    return InputFiles(names, kinds[0], remote, empty, given, members)
+
+
+def list_file_names(urls: Iterable[str]) -> list[str]:
+    """Return the name of each file of all URLs, globs and folders; archives are files here.
+
+    Raises:
+        DataError: one does not exist.
+    """
+    return [_format_name(fs, path) for url in urls for fs, path in _iterate_files(url)]
+
+
+def make_no_rows_error(names: list[str], given: list[str] | None = None) -> TooFewRowsError:
+    """Return the error about files without rows; `given` are those that the caller named."""
+    file_list = f"the inputs hold no rows: {', '.join(names)}. Check the path"
+    return TooFewRowsError(file_list, given or names)
+
+
+def _format_name(fs: Any, path: str) -> str:
+    return path if is_local(fs) else str(fs.unstrip_protocol(path))
+
+
+def _find_kind(name: str) -> FileKind:
+    suffixes = Path(name.lower()).suffixes
+    if suffixes[-1:] in ([".gz"], [".zst"]):
+        suffixes.pop()
+    last = suffixes[-1] if suffixes else ""
+    if last in (".parquet", ".pq"):
+        return "Parquet"
+    return "JSON" if last in (".json", ".jsonl", ".ndjson") else "text"
+
+
+def is_marker(path: str, given: str) -> bool:
+    """Tell whether `path`, to which the folder or glob `given` led, is a file that an engine left
+    beside its data: its name, or that of a folder that it is in, begins with _ or a dot, such as
+    _SUCCESS, and `given` does not spell it out.
+
+    >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
+    (True, False)
+    """
+    spelled = [part for part in given.split("/") if _is_hidden(part)]
+    return any(
+        _is_hidden(part) and not any(part == one or fnmatchcase(part, one) for one in spelled)
+        for part in path.split("/")
+    )
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(("_", "."))
+
+
+def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield the file system and the path of each file of a URL, glob or folder."""
+    fs, path = find_file_system(url)
+    # A path that exists under this very name is meant, not others that the name would match.
+    if fs.exists(path):
+        matches = {path: fs.info(path)}
+    else:
+        is_glob = any(mark in path for mark in "*?[")
+        found_there = fs.glob(path, detail=True) if is_glob else {}
+        matches = {p: info for p, info in found_there.items() if not is_marker(p, path)}
+    if not matches:
+        raise DataError(f"input {url} does not exist. Check the path")
+    found: list[str] = []
+    for match in sorted(matches):
+        # What is called a "file" is not checked: that would ask an object store once more for each.
+        if matches[match]["type"] == "file" or not fs.isdir(match):
+            found.append(match)
+            continue
+        found += sorted(inside for inside in fs.find(match) if not is_marker(inside, match))
+    if not found:
+        raise DataError(f"input {url} is a folder without files. Check the path")
+    # "**" matches a folder, and what is in it once more.
+    yield from ((fs, name) for name in dict.fromkeys(found))
+
+
+def _unpack(fs: Any, path: str, name: str, folder: Path) -> dict[str, ArchiveMember]:
+    """Return the files of an archive, unpacked below a folder that messages will speak of."""
+    place = Path(tempfile.mkdtemp(dir=folder)) / Path(path).name.removesuffix(".zip")
+    try:
+        # Members that would lead elsewhere are put below, too: zipfile leaves out such steps.
+        with fs.open(path) as file, zipfile.ZipFile(file) as archive:
+            archive.extractall(place)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"input {name} cannot be unpacked: {error}. Unpack it yourself, and give the files"
+        ) from error
+    except OSError as error:
+        raise AccessError(
+            f"input {name} cannot be unpacked into {place}: {error.strerror or error}. Free space "
+            "there, or set TMPDIR to another place"
+        ) from error
+    files = sorted(str(own) for own in place.rglob("*") if own.is_file())
+    return {
+        own: ArchiveMember(name, Path(own).relative_to(place).as_posix())
+        for own in files
+        if not is_marker(own, str(place))
+    }

@@ -1,0 +1,214 @@
+"""A first schema as commented TOML, to read and correct: it says what a log's columns were taken
+for."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metaio.errors import to_one_line
+from metaio.format.names import is_name
+from metaio.prepare.schema.schema import TextRule
+from metaio.prepare.source.infer_roles import MAX_DISTINCT_SHARE, InferredRoles
+from metaio.prepare.source.profile import ColumnProfile
+
+HASHED_ROWS = 1_000_000
+NEGATIVES = 4  # of each positive row
+MAX_ROWS = 200  # of an episode
+RARE_SHARE = 0.1  # share of clicks
+MAX_QUERY_ROWS = {False: 10, True: 50}  # True: clicks are rare, ten rows may have none
+# Tasks held back for validation, and as many again to score: enough to tell settings apart, but
+# each at most a fifth of all tasks.
+HELD_BACK_TASKS, LEAST_SHARE, MOST_SHARE = 200, 0.1, 0.2
+
+
+_NO_NAME = re.compile(r"[^\w .-]+")  # what no table's name may hold
+
+
+@dataclass(frozen=True)
+class EpisodeProposal:
+    """How a first schema deals rows and tasks out."""
+
+    query_rows: int
+    min_rows: int
+    held_back_share: float  # share of the tasks in valid, and of those in user-cold
+    num_tasks: int  # with enough rows
+
+    @property
+    def num_training_tasks(self) -> int:
+        """Return how many tasks train, about."""
+        return round(self.num_tasks * (1 - 2 * self.held_back_share))
+
+
+def propose_episodes(found: InferredRoles) -> EpisodeProposal:
+    """Return how rows and tasks are dealt out, by how many there are: a third of the median task's
+    rows are to be predicted, ten at most, more where clicks are rare.
+    """
+    sizes = found.task_sizes
+    clicked = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)
+    is_rare = not (found.is_rating or found.is_positives) and min(clicked, 1 - clicked) < RARE_SHARE
+    most = MAX_QUERY_ROWS[is_rare]
+    query_rows = int(np.clip(np.median(sizes) // 3, 1, most)) if len(sizes) else most
+    min_rows = query_rows + max(1, query_rows // 3)
+    num_tasks = int(np.count_nonzero(sizes >= min_rows))
+    share = float(np.clip(HELD_BACK_TASKS / max(num_tasks, 1), LEAST_SHARE, MOST_SHARE))
+    return EpisodeProposal(query_rows, min_rows, round(share, 2), num_tasks)
+
+
+def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
+    """Return the schema."""
+    lines = [
+        f"# From the first {found.num_rows:,} rows of {to_one_line(' '.join(urls))}: a guess at "
+        "what",
+        "# each column is for. Read it, correct it, then prepare. docs/format.md has every key.",
+    ]
+    (task,) = found.select("task")
+    lines += [
+        "",
+        f"[task]  # what the model adapts to; {_describe_column(task)}",
+        _quote_column(task),
+    ]
+    lines += _format_label(found)
+    for time in found.select("time"):
+        lines += [
+            "",
+            f"[time]  # orders a task's rows; {_describe_column(time)}",
+            _quote_column(time),
+        ]
+        if time.time_format:
+            lines.append(f"format = {_quote_text(time.time_format)}")
+    for row_id in found.select("row id"):
+        lines += ["", f"[row_id]  # a number of its own in each row; {_describe_column(row_id)}"]
+        lines.append(_quote_column(row_id))
+    lines += _format_ids(found)
+    lines += _format_numbers(found)
+    lines += _format_item(found)
+    if found.text != TextRule():
+        lines += ["", "[text]"]
+    if found.text.encoding != "utf-8":
+        lines.append(f"encoding = {_quote_text(found.text.encoding)}")
+    if found.text.null:
+        lines.append(
+            f"null = [{', '.join(map(_quote_text, found.text.null))}]  # these mean a null"
+        )
+    left_out = found.select("left out")
+    if left_out:
+        lines += ["", "# Left out:"]
+        lines += [
+            f"#   {to_one_line(column.name)}: {found.reasons[column.name]} "
+            f"({_describe_column(column)})"
+            for column in left_out
+        ]
+    return "\n".join(lines + _format_episodes(found)) + "\n"
+
+
+def _format_label(found: InferredRoles) -> list[str]:
+    label, threshold = found.label, found.threshold
+    lines = ["", f"[label]  # {_describe_column(label)}", _quote_column(label)]
+    if threshold is not None:
+        lines.append(f"threshold = {threshold:g}  # 1 from there on, else 0")
+    elif found.is_rating:
+        lines.append(
+            f"# threshold = {found.median_label:g}  # to learn whether it is at least that"
+        )
+    if label.num_null:
+        lines.append('null = "unknown"  # rows of which the label is not known')
+    return lines
+
+
+def _format_ids(found: InferredRoles) -> list[str]:
+    lines: list[str] = []
+    for column in (*found.select("single"), *found.select("multi")):
+        lines += [
+            "",
+            f"[[{found.roles[column.name]}]]  # {_describe_column(column)}",
+            _quote_column(column),
+        ]
+        if not is_name(column.name):
+            lines.append(f"table = {_quote_text(_NO_NAME.sub('-', column.name)[:60])}")
+        if column.num_distinct > MAX_DISTINCT_SHARE * found.num_rows:
+            lines.append(f"hash = {HASHED_ROWS}  # most rows have an id of their own")
+        else:
+            lines.append("vocabulary = 2  # ids seen less often share row 0")
+        if column.separator:
+            lines.append(f"separator = {_quote_text(column.separator)}")
+        if column.num_null:
+            lines.append('null = "unknown"')
+    if not lines:
+        (task,) = found.select("task")
+        lines += ["", "[[single]]  # a model needs a column of ids: all of these share one row"]
+        lines += [_quote_column(task), "hash = 2"]
+    return lines
+
+
+def _format_numbers(found: InferredRoles) -> list[str]:
+    lines: list[str] = []
+    for column in found.select("dense"):
+        lines += ["", f"[[dense]]  # {_describe_column(column)}", _quote_column(column)]
+        if column.num_null:
+            lines.append("fill = 0.0  # for nulls")
+        if column.least >= 0 and column.most > 1000:
+            lines.append("log1p = true")
+        lines.append("standardise = true")
+    for column in found.select("vector"):
+        lines += [
+            "",
+            f"[[vector]]  # {_describe_column(column)}",
+            _quote_column(column),
+            f"width = {column.width}",
+        ]
+        if column.num_null:
+            lines.append("fill = 0.0  # for nulls")
+    return lines
+
+
+def _format_item(found: InferredRoles) -> list[str]:
+    if not found.item:
+        return []
+    columns = f"[{', '.join(map(_quote_text, found.of_item))}]"
+    lines = ["", "[item]  # what is recommended; beside it the columns that change with it alone"]
+    if found.is_positives:
+        lines = ["", "[negatives]  # all labels are 1: items that the task has not stand for 0"]
+    lines += [f"{'item' if found.is_positives else 'column'} = {_quote_text(found.item)}"]
+    lines += [f"columns = {columns}"] if found.of_item else []
+    if found.is_positives:
+        lines += [f"per_positive = {NEGATIVES}", 'by = "popularity"']
+    return lines
+
+
+def _format_episodes(found: InferredRoles) -> list[str]:
+    proposal = propose_episodes(found)
+    few, median, many = np.percentile(found.task_sizes, (5, 50, 95)).astype(int)
+    order = "its newest rows" if found.select("time") else "rows drawn by their hash"
+    train = round(1 - 2 * proposal.held_back_share, 2)
+    return [
+        "",
+        f"# {len(found.task_sizes):,} tasks of {median:,} rows in the median, most of {few:,} to "
+        f"{many:,}.",
+        f"[episodes]  # what is to be predicted of a task: {order}; the others are its support",
+        f"query_rows = {proposal.query_rows}",
+        f"min_rows = {proposal.min_rows}  # smaller tasks are dropped, and counted",
+        f"max_rows = {MAX_ROWS}",
+        "",
+        "[splits]  # of tasks, by their hash: those of user-cold are never trained",
+        f"shares = {{ train = {train:g}, valid = {proposal.held_back_share:g}, "
+        f"user-cold = {proposal.held_back_share:g} }}",
+    ]
+
+
+def _describe_column(column: ColumnProfile) -> str:
+    kind = f"text split at {column.separator!r}" if column.separator else str(column.type)
+    nulls = f", {column.num_null:,} null" if column.num_null else ""
+    plain = isinstance(column.least, int | float) and not isinstance(column.least, bool)
+    span = f", {column.least:,} to {column.most:,}" if plain and not column.is_list else ""
+    return f"{kind}, {column.num_distinct:,} distinct{span}{nulls}"
+
+
+def _quote_column(column: ColumnProfile) -> str:
+    return f"column = {_quote_text(column.name)}"
+
+
+def _quote_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)  # TOML has the same escapes

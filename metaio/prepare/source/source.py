@@ -1,0 +1,459 @@
+"""Reads raw tables through DuckDB: CSV, TSV, JSON lines and Parquet on any fsspec URL, streamed as
+record batches. DuckDB decides what the columns are; local Parquet of the same types comes from
+pyarrow.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import duckdb
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import AccessError, DataError, to_one_line
+from metaio.format.atomic_folder import open_temporary_folder
+from metaio.prepare.episodes.encode import check_nulls
+from metaio.prepare.schema.schema import Schema, TextRule
+from metaio.prepare.schema.side_columns import find_file_side, with_side
+from metaio.prepare.source import parquet_files
+from metaio.prepare.source.csv_errors import (
+    check_json_objects,
+    explain_csv_error,
+    find_bad_bytes,
+    shorten,
+)
+from metaio.prepare.source.input_files import expand_inputs, make_no_rows_error
+from metaio.prepare.source.sql import (
+    connect,
+    escape_glob,
+    format_paths,
+    format_scan,
+    format_strict_csv,
+    format_struct,
+    format_text_options,
+    quote_column,
+    quote_literal,
+)
+from metaio.prepare.source.text_lines import count_lines, read_header, write_sample
+from metaio.prepare.source.text_types import (
+    OF_NO_VALUE,
+    ZONED,
+    choose_null_type,
+    choose_revealing_types,
+    choose_types,
+    explain_loss,
+    list_declared_types,
+)
+from metaio.prepare.source.transform import transform_inputs
+
+# 16,384 rows of 41 encoded columns are 3 MB, which stay in the second-level cache while their
+# columns are filled in one by one: encoding takes 0.6 s a million rows, with 131,072 rows 1.5 s.
+_BATCH_ROWS = 16_384
+
+
+def check_counts(schema: Schema, names: list[str], total: int, nulls: dict[str, int]) -> None:
+    """Raise TooFewRowsError where these files hold no rows, DataError for nulls where none are
+    allowed."""
+    if total == 0:
+        raise make_no_rows_error(names)
+    check_nulls(schema, nulls)
+
+
+class DuckSource:
+    """The raw rows of all inputs as one table. Use it as a context manager."""
+
+    def __init__(
+        self, inputs: list[str], schema: Schema, *, memory_bytes: int, threads: int
+    ) -> None:
+        self._schema = schema
+        with ExitStack() as opened:
+            # Of unpacked archives, and what does not fit in memory.
+            self._folder = opened.enter_context(open_temporary_folder())
+            self._open(inputs, memory_bytes, threads)
+            self._opened = opened.pop_all()
+
+    def _open(self, inputs: list[str], memory_bytes: int, threads: int) -> None:
+        """Find the files, their columns and types, and refuse what does not fit the schema."""
+        schema = self._schema
+        self._files = expand_inputs(inputs, Path(self._folder))
+        self._connection = connect(self._files, self._folder)
+        self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
+        self._run(f"SET threads = {threads}")
+        # Keeping the order costs memory: only where a row is known by its place alone.
+        self._run(f"SET preserve_insertion_order = {str(schema.needs_input_order).lower()}")
+        self._time = schema.time.column if schema.time else None
+        self._text = schema.text or TextRule()
+        # The files that are read, and what the caller gave: some may be empty, others archives.
+        self.names, self.given = self._files.names, self._files.given
+        self.members, self.empty = self._files.members, self._files.empty
+        self._options = format_text_options(self._text)
+        self._by_name = ""  # set where columns stand in another order in another file
+        self._spelled: dict[str, str] = {}  # all columns, where DuckDB cannot find them out
+        self._as_given, self._given_options = self._files, self._options
+        of_rows = next(filter(self.has_rows, self.names), None)  # its types are taken
+        first = of_rows or self.names[0]
+        rule = schema.transform
+        self._folders = self._find_folder_columns(first, rule.columns if rule else schema.columns)
+        for name in self.names if self._folders else ():
+            if self._find_folder_columns(name, self._folders) != self._folders:
+                raise DataError(
+                    f"input {name} has no column {self._folders[0]} in the name of a folder alone, "
+                    f"as {first} has. Make the files agree, or rename that folder"
+                )
+        if rule is not None:
+            own = Path(self._folder, "transformed")
+            self._files = transform_inputs(
+                self._files, rule, schema.columns, self._raw_batches, own
+            )
+            first, self._folders = self._files.names[0], []
+        self._types = self._infer_column_types(first)
+        others = [name for name in self._files.names if name != first]
+        if self._files.kind == "JSON":
+            self._learn_types(others)
+        self._check_columns(first)
+        if of_rows is None and rule is None:
+            raise make_no_rows_error(self.names, self.given)
+        left_out = {name for name in others if not self._has_same_types(name, first)}
+        self.names = [name for name in self.names if name not in left_out]
+        kept = [name for name in self._files.names if name not in left_out]
+        self._files = replace(self._files, names=kept)
+        self._side_of = {name: find_file_side(schema.membership, name) for name in kept}
+        if self._files.kind == "Parquet":
+            self._check_durations()
+        # All files are read with the first one's types: a row that does not fit is refused by name
+        # instead of turning a whole column into text.
+        self._asked = {} if self._files.kind == "Parquet" else choose_types(schema, self._types)
+        self._table = self._scan(self._files.names, self._asked)
+        self.left_out = {"empty_files": len(self._files.empty)}
+
+    def has_rows(self, name: str) -> bool:
+        """Tell whether a file has any row, even one that cannot be read."""
+        table = format_scan(self._as_given, [name], self._given_options)
+        try:
+            return bool(self._connection.sql(f"SELECT 1 FROM {table} LIMIT 1").fetchall())
+        except duckdb.Error:
+            return True
+
+    def _find_folder_columns(self, name: str, wanted: Sequence[str]) -> list[str]:
+        """Return the wanted columns (none: all) that only the names of folders such as day=1 hold.
+        DuckDB would prefer these to what a file holds. Raise DataError for a file that has some of
+        its folders' columns, but not all."""
+        has_folder_columns = [
+            c for c in re.findall(r"([^/=]+)=[^/]*/", name) if c in wanted or not wanted
+        ]
+        table = format_scan(self._files, [name], self._options, folders=False)
+        found = self._fetch(f"DESCRIBE SELECT * FROM {table}", name) if has_folder_columns else []
+        own = [row[0] for row in found]
+        lacking = [column for column in has_folder_columns if column not in own]
+        file_columns = [column for column in has_folder_columns if column in own]
+        if lacking and file_columns:
+            raise DataError(
+                f"input {name} has a column {file_columns[0]} of its own, and {lacking[0]} only "
+                "in the "
+                f"name of a folder. Rename the folder {file_columns[0]}=..., or {lacking[0]}=..."
+            )
+        return lacking
+
+    def _scan(self, names: list[str], types: dict[str, str] | None) -> str:
+        """Return the table function that reads these files, with these types where given."""
+        columns = f", columns = {format_struct(types)}" if types else ""
+        typed = self._spelled | list_declared_types(self._schema) | (types or {})
+        of_folders = {c: typed.pop(c) for c in self._folders if c in typed}
+        option = "columns" if self._spelled else "types"
+        declared = f", {option} = {format_struct(typed)}" if typed else ""
+        declared += f", hive_types = {format_struct(of_folders)}" if of_folders else ""
+        options = f"{self._options}{declared}{self._by_name}"
+        return format_scan(self._files, names, options, columns, bool(self._folders))
+
+    def _read_header(self, name: str) -> tuple[str, list[str]]:
+        """Return the delimiter and the fields of a text file's first line, if it names all columns
+        that are read, and nothing if not.
+        """
+        return read_header(
+            name, self._text.encoding, self._text.max_line_bytes, self._schema.columns
+        )
+
+    def _infer_column_types(self, name: str) -> dict[str, str]:
+        """Return the SQL type of each column of a file, by its first rows."""
+        describe = f"DESCRIBE SELECT * FROM {self._scan([name], None)}"
+        try:
+            rows = self._connection.sql(describe).fetchall()
+        except duckdb.InvalidInputException as error:
+            if "Invalid unicode" not in str(error):
+                self._check_ragged_rows(name)
+                raise self._make_error(error, name) from error
+            self._spell_out(name, error)
+            rows = self._fetch(f"DESCRIBE SELECT * FROM {self._scan([name], None)}", name)
+        except duckdb.Error as error:
+            raise self._make_error(error, name) from error
+        types = {row[0]: row[1] for row in rows}
+        if self._files.kind == "JSON":
+            check_json_objects(name, list(types))
+            sql_types = list_declared_types(self._schema).items()
+            is_list = {column for column, kind in types.items() if kind.endswith("[]")}
+            types |= {c: kind for c, kind in sql_types if c in types and c not in is_list}
+        for column in self._schema.columns:
+            # DuckDB gives the second column this name, and would read the first.
+            if f"{column}_1" in types and self._read_names(name).count(column) > 1:
+                raise DataError(f"input {name} has two columns {column}. Rename or remove one")
+        return types
+
+    def _read_names(self, name: str) -> list[str]:
+        """Return the names of a file's columns as they stand in it."""
+        if self._files.kind != "Parquet":
+            return self._read_header(name)[1]
+        with fsspec.open(name, "rb") as file:
+            names: list[str] = pq.read_schema(file).names
+        return names
+
+    def _spell_out(self, name: str, error: duckdb.Error) -> None:
+        """Tell DuckDB what it cannot find out where a column that nobody reads is not UTF-8. Raise
+        DataError where it is read, or not all files have the same header."""
+        header = self._read_header(name)
+        _, column = find_bad_bytes(name, *header)
+        same = all(self._read_header(other) == header for other in self._files.names)
+        if not column or column in self._schema.columns or not same:
+            raise self._make_error(error, name) from error
+        sample = Path(self._folder, "sample.csv")
+        write_sample(name, sample)
+        options = f"{self._options}, ignore_errors = true"  # it may end within a quote
+        *_, columns, _, _, _, call = self._fetch(
+            f"SELECT * FROM sniff_csv({quote_literal(escape_glob(str(sample)))}, {options})", name
+        )[0]
+        found = re.search(r"auto_detect=false.*?(?=, columns=)", call)
+        if found:
+            self._options += f", {found[0]}"
+            self._spelled = {part["name"]: part["type"] for part in columns}
+
+    def _learn_types(self, others: list[str]) -> None:
+        """Take the types of columns in which the first file has no value from files that have one:
+        loggers leave out what is null.
+        """
+        unknown = {c for c in self._schema.columns if self._types.get(c) in OF_NO_VALUE}
+        for name in others if unknown else ():
+            types = self._infer_column_types(name)
+            self._types |= {c: types[c] for c in unknown & types.keys()}
+            unknown = {c for c in unknown if self._types.get(c) in OF_NO_VALUE}
+        for column in unknown & self._types.keys():
+            self._types[column] = choose_null_type(self._schema, column)
+
+    def _check_columns(self, name: str) -> None:
+        numbers = {*self._schema.label_columns, *(column.column for column in self._schema.dense)}
+        for column in self._schema.columns:
+            if column not in self._types:
+                self._check_ragged_rows(name)
+                near = difflib.get_close_matches(column, self._types, n=1)
+                names = to_one_line(", ".join(self._types), 300)
+                hint = f"did you mean {near[0]}?" if near else f"it has {names}."
+                raise DataError(f"input {name} has no column {column}; {hint} Correct the schema")
+            if self._types[column] == "JSON" and column not in numbers:
+                raise DataError(
+                    f"column {column} of input {name} holds values of several kinds, or none. "
+                    "Write all as text or all as integers, or declare the column's type in the "
+                    "schema"
+                )
+
+    def _check_ragged_rows(self, name: str) -> None:
+        """Raise DataError for the row that kept DuckDB from finding the columns, if any did."""
+        delimiter, fields = self._read_header(name) if self._files.kind == "text" else ("", [])
+        if fields:
+            table = format_strict_csv(name, self._options, delimiter, fields)
+            self._fetch(f"SELECT count(*) FROM {table}", name)
+
+    def _has_same_types(self, name: str, first: str) -> bool:
+        """Tell whether a file has the types of the first, where that matters; one without rows may
+        have others. Raise DataError if it has rows of other types, or lacks a column."""
+        wanted = {column: self._types[column] for column in self._schema.columns}
+        types, agrees = self._infer_column_types(name), True
+        if self._files.kind == "text" and [*types] != [*self._types]:
+            self._by_name = ", union_by_name = true"
+        for column, kind in wanted.items():
+            if column not in types:
+                if self._files.kind == "JSON":
+                    continue  # null in all of its rows
+                self._check_ragged_rows(name)
+                raise DataError(
+                    f"input {name} has no column {column}, but {first} has. Make the files agree"
+                )
+            # Types of text files are guessed from the first rows; rows that do not fit are refused
+            # later. But the zone of a time would be dropped without a word.
+            zones = (types[column] == ZONED) != (kind == ZONED) and column == self._time
+            if types[column] != kind and (self._files.kind == "Parquet" or zones):
+                if self.has_rows(name):
+                    raise DataError(
+                        f"column {column} is {types[column]} in {name} and {kind} in {first}. "
+                        "Cast one of them, so that all files agree"
+                    )
+                agrees = self._files.kind != "Parquet"  # without rows pandas knows no types
+        return agrees
+
+    def _check_durations(self) -> None:
+        """Raise DataError for a column of durations: DuckDB takes them for integers, and a minute
+        for 60,000,000,000 where the unit is the nanosecond.
+        """
+        found = self._fetch(
+            f"SELECT file_name, value FROM parquet_kv_metadata({format_paths(self._files.names)}) "
+            "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
+        )
+        parquet_files.check_durations(found, self._schema.columns)
+
+    @property
+    def columns(self) -> list[str]:
+        """Return all columns of the first file, those that nobody reads included."""
+        return list(self._types)
+
+    def survey(self) -> int:
+        """Return the number of rows, once no column holds what it may not hold.
+
+        Raises:
+            TooFewRowsError: there are no rows.
+            DataError: nulls where none are allowed, or values of a text file that its columns'
+                types would cut.
+        """
+        columns = self._schema.columns
+        counts = ", ".join(f"count({quote_column(column)})" for column in columns)
+        revealing = choose_revealing_types(self._schema, self._asked, self._files.kind)
+        lost = "".join(f", {value}" for _, value in revealing.values())
+        ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
+        numbers = [f"TRY_CAST({quote_column(c)} AS DOUBLE)" for c in ids]
+        bounds = "".join(f", min({c}), max({c})" for c in numbers)
+        types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
+        table = self._scan(self._files.names, types)
+        total, *found = self._fetch(f"SELECT count(*), {counts}{lost}{bounds} FROM {table}")[0]
+        present, values = found[: len(columns)], found[len(columns) :]
+        nulls = {c: total - n for c, n in zip(columns, present, strict=True)}
+        check_counts(self._schema, self._files.names, total, nulls)
+        for column, value in zip(revealing, values, strict=False):
+            if value is not None:
+                kind = self._asked[column]
+                if self._files.kind == "text":  # other values are refused with their line
+                    own = "DOUBLE" if kind == "BIGINT" else kind
+                    table = self._scan(self._files.names, types | {column: own})
+                    self._fetch(f"SELECT count({quote_column(column)}) FROM {table}")
+                raise DataError(explain_loss(self._schema, column, kind, value))
+        limits = iter(values[len(revealing) :])
+        for column, least, most in zip(ids, limits, limits, strict=True):
+            # As a float 2^63 - 1 is 2^63: as unsigned numbers both have the same bits.
+            if most is not None and most >= 2.0**63 and least >= 0:
+                self._asked[column] = "UBIGINT"
+        self._table = self._scan(self._files.names, self._asked)
+        if self._files.kind == "text":
+            self._count_lines(int(total))
+        return int(total)
+
+    def _count_lines(self, num_rows: int) -> None:
+        """Note how many lines are not rows: DuckDB leaves out blank ones without a word."""
+        with self._translate_errors(""):
+            num_lines, num_blank, num_comments = count_lines(
+                self._files.names, self._text.encoding, self._text.comment
+            )
+        num_filled = num_lines - num_blank - num_comments
+        # A value in quotes may hold blank lines, too: then rows and headers are not all the rest.
+        is_exact = num_filled == num_rows + len(self._files.names)
+        blank = "blank_lines" if is_exact else "blank_lines_at_most"
+        self.left_out |= {"comment_lines": num_comments, blank: num_blank}
+
+    def find_distinct(self, column: str) -> list[str]:
+        """Return the sorted distinct values of a column, as text."""
+        text = f"CAST({quote_column(column)} AS VARCHAR)"
+        query = f"SELECT DISTINCT {text} FROM {self._table} ORDER BY 1"
+        return [row[0] for row in self._fetch(query)]
+
+    def arrow_types(self, columns: list[str]) -> dict[str, pa.DataType]:
+        """Return the types of the columns as Arrow sees them."""
+        with self._translate_errors(""):
+            empty = self._connection.sql(
+                f"{self._select(columns, self._table)} LIMIT 0"
+            ).to_arrow_table()
+        return dict(zip(columns, empty.schema.types, strict=True))
+
+    def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """Yield all rows in batches that share nothing; in order where the schema needs that."""
+        if not self._arrow_gives_the_same and not any(self._side_of.values()):
+            yield from self._stream(self._select(columns, self._table), "")
+            return
+        for name in self._files.names:
+            query = self._select(columns, self._scan([name], self._asked))
+            found = self._stream(query, name)
+            if self._arrow_gives_the_same:
+                found = parquet_files.batches(name, columns, _BATCH_ROWS)
+            with self._translate_errors(name):
+                yield from (with_side(batch, self._side_of[name]) for batch in found)
+
+    def _raw_batches(self, name: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a file as they are: of these columns, or of all."""
+        chosen = ", ".join(map(quote_column, columns)) or "*"
+        return self._stream(f"SELECT {chosen} FROM {self._scan([name], None)}", name)
+
+    def _stream(self, query: str, name: str) -> Iterator[pa.RecordBatch]:
+        with self._translate_errors(name):
+            yield from self._connection.sql(query).to_arrow_reader(_BATCH_ROWS)
+
+    def _select(self, columns: list[str], table: str) -> str:
+        """Return the query for these columns of a table, times of a format as timestamps."""
+        parts = [quote_column(column) for column in columns]
+        rule = self._schema.time
+        if rule is not None and rule.format is not None and rule.column in columns:
+            name = quote_column(rule.column)
+            parts[columns.index(rule.column)] = (
+                f"strptime({name}, {quote_literal(rule.format)}) AS {name}"
+            )
+        return f"SELECT {', '.join(parts)} FROM {table}"
+
+    @cached_property
+    def _arrow_gives_the_same(self) -> bool:
+        of_format = self._schema.time is not None and self._schema.time.format is not None
+        if self._files.kind != "Parquet" or of_format or self._folders:
+            return False
+        types = self.arrow_types(self._schema.columns)
+        return all(parquet_files.holds(name, types) for name in self._files.names)
+
+    def _run(self, statement: str) -> None:
+        self._connection.execute(statement)
+
+    def _fetch(self, query: str, name: str = "") -> list[tuple[Any, ...]]:
+        with self._translate_errors(name):
+            rows: list[tuple[Any, ...]] = self._connection.sql(query).fetchall()
+        return rows
+
+    @contextmanager
+    def _translate_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, duckdb.Error, OSError) as error:
+            raise self._make_error(error, name) from error
+
+    def _make_error(self, error: Exception, name: str) -> DataError:
+        """Return what DuckDB or pyarrow found wrong as one line."""
+        what, where = str(error), f"input {name}" if name else "an input"
+        if isinstance(error, duckdb.OutOfMemoryException):
+            return AccessError(
+                f"{where} cannot be read within the memory allowed: {shorten(what)}. Allow more "
+                "(--memory)"
+            )
+        if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
+            return AccessError(
+                f"{where} cannot be read: {shorten(what)}. Look after the disk or the network, "
+                "then try again"
+            )
+        if self._files.kind == "Parquet":
+            remedy = "Write that file again"
+        else:
+            if (fault := explain_csv_error(what, self._read_header)) is not None:
+                return DataError(fault)
+            remedy = "Correct that row, or declare the column's type in the schema"
+        return DataError(f"{where} cannot be read: {shorten(what)}. {remedy}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._opened.close()

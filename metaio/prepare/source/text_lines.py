@@ -1,0 +1,87 @@
+"""The lines of CSV and TSV files as they stand there, on any URL, whatever their bytes are."""
+
+import csv
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+
+DELIMITERS = ",;\t|"
+_SAMPLE_LINES = 20_480  # as many as DuckDB looks at
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_BLOCK = 1 << 20  # characters
+
+
+@contextmanager
+def open_text_lines(
+    name: str, encoding: str, newline: str | None = ""
+) -> Iterator[io.TextIOWrapper]:
+    """Return a text file that yields its lines: of UTF-8 one character for each byte, so that bytes
+    that are none, in columns that nobody reads, do no harm. `newline` is that of open().
+    """
+    with fsspec.open(name, "rb") as file:
+        codec = _CODECS.get(PurePath(name).suffix.lower())
+        plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
+        # As DuckDB reads UTF-16, also without a mark of the order of its bytes.
+        own = "utf-16-le" if encoding == "utf-16" else "latin-1"
+        with io.TextIOWrapper(plain, encoding=own, errors="replace", newline=newline) as lines:
+            yield lines
+
+
+def count_lines(names: Sequence[str], encoding: str, mark: str) -> tuple[int, int, int]:
+    """Return how many lines files have, and how many of them are blank, or begin with a mark."""
+    num_lines = num_blank = num_comments = 0
+    for name in names:
+        with open_text_lines(name, encoding, newline=None) as file:
+            for lines in _iterate_blocks(file):
+                num_lines += len(lines)
+                num_blank += lines.count("")
+                num_comments += sum(line.startswith(mark) for line in lines) if mark else 0
+    return num_lines, num_blank, num_comments
+
+
+def _iterate_blocks(file: io.TextIOWrapper) -> Iterator[list[str]]:
+    """Yield all lines, without their ends, many at once: one by one takes longer to count."""
+    rest = ""
+    while block := file.read(_BLOCK):
+        *lines, rest = (rest + block).split("\n")
+        yield lines
+    if rest:
+        yield [rest]
+
+
+def read_header(
+    name: str, encoding: str, max_line_bytes: int, wanted: Sequence[str]
+) -> tuple[str, list[str]]:
+    """Return the delimiter and the fields of a file's first line, if it names all columns that are
+    wanted, and nothing if not.
+    """
+    try:
+        with open_text_lines(name, encoding) as file:
+            line = file.readline(max_line_bytes).rstrip("\r\n")
+    except (OSError, pa.ArrowException):
+        return "", []
+    if encoding == "utf-8":
+        line = line.encode("latin-1").decode(errors="replace")
+    for delimiter in DELIMITERS:
+        fields = split_fields(line.removeprefix("\ufeff"), delimiter)
+        if set(wanted) <= set(fields):
+            return delimiter, fields
+    return "", []
+
+
+def split_fields(line: str, delimiter: str) -> list[str]:
+    """Return the fields of one line."""
+    return next(csv.reader([line], delimiter=delimiter), [])
+
+
+def write_sample(name: str, sample: Path) -> None:
+    """Write the first lines of a file in UTF-8, with a mark for each byte that is none."""
+    with open_text_lines(name, "utf-8") as lines, sample.open("wb") as file:
+        for line in itertools.islice(lines, _SAMPLE_LINES):
+            file.write(line.encode("latin-1").decode(errors="replace").encode())

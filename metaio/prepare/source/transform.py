@@ -1,0 +1,138 @@
+"""A function of somebody's own over raw rows, before anything else is done with them.
+
+What it returns lies in temporary Parquet files, a file for each input, and is what the schema is
+about. Its package and version stand in the dataset's report.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gmeta_keys.plugins import Registry
+from gmeta_keys.translate_errors import failing_as, kind_and_text
+from metaio.errors import DataError, SchemaError, to_one_line
+from metaio.prepare.schema.rules import TransformRule
+from metaio.prepare.source.input_files import InputFiles, make_no_rows_error
+
+Transform = Callable[[pa.RecordBatch], pa.RecordBatch]
+
+NAMED_TRANSFORMS: Registry[Transform] = Registry(
+    "transform.function",
+    "gmeta.transforms",
+    {},
+    "a function of a pyarrow RecordBatch",
+    lambda found: callable(found) and not isinstance(found, type),
+)
+
+
+def find_transform(rule: TransformRule) -> Transform:
+    """Return the rule's function.
+
+    Raises:
+        SchemaError: there is none of that name.
+    """
+    try:
+        return NAMED_TRANSFORMS.find(rule.function)
+    except ValueError as error:
+        raise SchemaError(f"schema key {error}") from error
+
+
+def check_trusted(rule: TransformRule | None) -> None:
+    """Check the name of a function that came with a stream, before anything of it is imported.
+
+    Raises:
+        SchemaError: its package is not here, or not trusted.
+    """
+    try:
+        if rule is not None:
+            NAMED_TRANSFORMS.check_trusted(rule.function)
+    except ValueError as error:
+        raise SchemaError(f"the stream was begun with {error}: docs/extending.md") from error
+
+
+def describe_transform(rule: TransformRule | None) -> dict[str, Any]:
+    """Return what a dataset's report says of the transform of its rows; empty without one."""
+    if rule is None:
+        return {}
+    return {"transform": {"function": rule.function} | NAMED_TRANSFORMS.package_of(rule.function)}
+
+
+def transform_inputs(
+    inputs: InputFiles,
+    rule: TransformRule,
+    wanted: list[str],
+    batches_of: Callable[[str, tuple[str, ...]], Iterator[pa.RecordBatch]],
+    folder: Path,
+) -> InputFiles:
+    """Return the inputs as the rule's function transforms them, in files below `folder`.
+    `batches_of` gives the rows of a file, of some columns (none: all); `wanted` are columns that
+    must come out.
+
+    Raises:
+        SchemaError: there is no such function.
+        DataError: it failed, or returned something else than rows of the same columns and types
+            each time.
+        TooFewRowsError: it dropped all.
+    """
+    function, names, before = find_transform(rule), [], None
+    folder.mkdir()
+    for index, name in enumerate(inputs.names):
+        path = folder / f"{index}-{Path(name).name}.parquet"
+        writer: pq.ParquetWriter | None = None
+        try:
+            for batch in batches_of(name, rule.columns):
+                rows = _call_transform(function, rule.function, batch, name)
+                before = before or _check_schema(rows.schema, wanted, rule.function)
+                if rows.schema.remove_metadata() != before:
+                    raise DataError(
+                        f"transform.function = {rule.function!r} returned the columns "
+                        f"{_describe_columns(rows.schema)} of {name}, and "
+                        f"{_describe_columns(before)} before: it "
+                        "must return the same each time. Cast them"
+                    )
+                writer = writer or pq.ParquetWriter(path, before)
+                writer.write_batch(rows.replace_schema_metadata())
+        finally:
+            if writer is not None:
+                writer.close()
+        names += [str(path)] if writer is not None else []
+    if not names:
+        raise make_no_rows_error(inputs.names, inputs.given)
+    return replace(inputs, names=names, kind="Parquet")
+
+
+def _call_transform(
+    function: Transform, function_name: str, batch: pa.RecordBatch, name: str
+) -> pa.RecordBatch:
+    with failing_as(
+        lambda error: DataError(
+            f"transform.function = {function_name!r} failed on {batch.num_rows:,} rows of {name}: "
+            f"{kind_and_text(error)}. Mend it, or leave [transform] out"
+        )
+    ):
+        rows = function(batch)
+    if not isinstance(rows, pa.RecordBatch):
+        raise DataError(
+            f"transform.function = {function_name!r} returned a {type(rows).__name__}: a pyarrow "
+            "RecordBatch is needed. Mend it"
+        )
+    return rows
+
+
+def _check_schema(schema: pa.Schema, wanted: list[str], function_name: str) -> pa.Schema:
+    missing = [name for name in wanted if schema.names.count(name) != 1]
+    if missing:
+        raise DataError(
+            f"transform.function = {function_name!r} returns the columns "
+            f"{_describe_columns(schema)}: {missing[0]} "
+            "of the schema must be one of them, once. Mend it, or correct the schema"
+        )
+    return schema.remove_metadata()
+
+
+def _describe_columns(schema: pa.Schema) -> str:
+    return to_one_line(", ".join(f"{field.name} ({field.type})" for field in schema), 300)

@@ -1,0 +1,294 @@
+"""Which episodes each rank trains on at each step: a pure function of seed, epoch and block table.
+
+Shape suffixes: X blocks in stored order, E episodes of a step, L lanes.
+
+Blocks are put in a random order and dealt to lanes, round robin. Inside a lane, windows of
+consecutive blocks are shuffled episode by episode. A step takes its episodes lane by lane; within a
+lane's share they stand in stored order, so that neighbours come from the same block. A rank takes a
+contiguous slice of the step, so the world size decides who trains on an episode, never which step
+it belongs to. Where the data stands in bundles, bundles are shuffled in place of episodes; steps
+stay as large, and begin with a whole bundle if `tasks_per_step` is a multiple of its size, except
+for a few steps where a window ends. With `blocks_per_step` blocks are the unit instead: see
+BlockOrder.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from metaio.hashing import splitmix64
+from metaio.ragged import Int64, offsets, ragged_indices
+
+
+@dataclass(frozen=True)
+class BlockEpisodes:
+    """Episodes of one block, by their index within the block, ascending."""
+
+    block: int
+    episodes: Int64
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """How the episodes of an epoch are ordered.
+
+    `tasks_per_step` counts the episodes of all ranks. `lanes` independent streams of blocks feed a
+    step; with a multiple of the world size every rank reads its own lanes' blocks only.
+    `window_blocks` of a lane are shuffled together. `shuffle=False` keeps the stored order, lane by
+    lane. `drop_last` leaves out a last step of fewer episodes.
+    `blocks_per_step` above 0 shuffles whole stored blocks and gives a step that many of them; then
+    `tasks_per_step`, `lanes` and `window_blocks` decide nothing.
+    """
+
+    tasks_per_step: int
+    seed: int = 0
+    shuffle: bool = True
+    lanes: int = 1
+    window_blocks: int = 1 << 30
+    drop_last: bool = False
+    blocks_per_step: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tasks_per_step", "lanes", "window_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be at least 1. Raise it"
+                )
+        if self.blocks_per_step < 0:
+            raise ValueError(
+                f"blocks_per_step is {self.blocks_per_step}; it must be at least 0. Raise it"
+            )
+        if self.tasks_per_step < self.lanes:
+            raise ValueError(
+                f"tasks_per_step is {self.tasks_per_step} and lanes is {self.lanes}: every lane "
+                "gives at least one episode to a step. Lower lanes or raise tasks_per_step"
+            )
+
+
+class EpisodeOrder:
+    """The order of one split's episodes in one epoch; every `bundle_tasks` of a block stay together
+    where it is not 0.
+    """
+
+    def __init__(
+        self,
+        num_episodes_X: npt.ArrayLike,
+        config: OrderConfig,
+        epoch: int = 0,
+        bundle_tasks: int = 0,
+    ) -> None:
+        self.config = config
+        self._bundle_tasks = bundle_tasks
+        self._episode_offsets = offsets(num_episodes_X)
+        num_blocks = len(self._episode_offsets) - 1
+        self._key = _mix(config.seed, epoch)
+        order = _block_order(num_blocks, config.shuffle, self._key)
+        self._lane_blocks = [order[lane :: config.lanes] for lane in range(config.lanes)]
+        lengths_X = np.diff(self._episode_offsets)
+        # Only these sums are kept: an epoch of millions of episodes is planned window by window.
+        self._window_offsets = [
+            offsets(_window_sums(lengths_X[blocks], config.window_blocks))
+            for blocks in self._lane_blocks
+        ]
+        self._lane_total_L = np.array([lane[-1] for lane in self._window_offsets])
+        base, extra = divmod(config.tasks_per_step, config.lanes)
+        self._quota_L = base + (np.arange(config.lanes) < extra)
+        # As long as every lane can give its quota, a step is a round, and its place in each lane is
+        # a product. What comes after needs the slow way, but is at most a few blocks long.
+        self._whole_rounds = int((self._lane_total_L // self._quota_L).min())
+        # A step may straddle two windows of a lane.
+        self._window = lru_cache(maxsize=2 * config.lanes)(self._shuffled_window)
+
+    @property
+    def num_episodes(self) -> int:
+        """Return the number of episodes of all blocks."""
+        return int(self._episode_offsets[-1])
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps of this epoch, the same on every rank."""
+        num_full_steps, rest = divmod(self.num_episodes, self.config.tasks_per_step)
+        return num_full_steps + (rest > 0 and not self.config.drop_last)
+
+    def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
+        """Return the episodes that `rank` trains on at `step`, grouped by block; empty when it has
+        none.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        _check_step(step, self.num_steps)
+        size = min(
+            self.config.tasks_per_step, self.num_episodes - step * self.config.tasks_per_step
+        )
+        # By the size of this step: the last one is dealt to all ranks too.
+        first, stop = rank * size // world_size, (rank + 1) * size // world_size
+        return self._group(self._slice(step, first, stop))
+
+    def _slice(self, step: int, first: int, stop: int) -> Int64:
+        """Return episodes [first, stop) of a step's list, as indices into the split."""
+        start_L, stop_L = self._lane_ranges(step)
+        lane_offsets = offsets(stop_L - start_L)
+        found = [np.zeros(0, dtype=np.int64)]
+        for lane in range(self.config.lanes):
+            begin, end = max(first, lane_offsets[lane]), min(stop, lane_offsets[lane + 1])
+            if begin < end:
+                # Only lanes that this rank takes from are looked into: a window costs a sort.
+                episodes = self._lane_episodes(lane, int(start_L[lane]), int(stop_L[lane]))
+                found.append(episodes[begin - lane_offsets[lane] : end - lane_offsets[lane]])
+        return np.concatenate(found)
+
+    def _lane_ranges(self, step: int) -> tuple[Int64, Int64]:
+        """Return the positions [start, stop) that a step takes from each lane."""
+        if step < self._whole_rounds:
+            return step * self._quota_L, (step + 1) * self._quota_L
+        first = step * self.config.tasks_per_step
+        return self._count_before(first), self._count_before(first + self.config.tasks_per_step)
+
+    def _count_before(self, position: int) -> Int64:
+        """Return how many episodes of each lane are among the first `position` of the epoch, once a
+        lane has run out.
+
+        The lanes go on in rounds of their quotas, each giving what it has left; steps cut that
+        sequence every tasks_per_step episodes, so only the last step of an epoch can be short.
+        """
+        position = min(position, self.num_episodes)
+        # How many whole rounds fit before the position; rounds only shrink, so bisection finds it.
+        low, high = self._whole_rounds, int((-(-self._lane_total_L // self._quota_L)).max())
+        while low < high:
+            middle = (low + high + 1) // 2
+            if np.minimum(middle * self._quota_L, self._lane_total_L).sum() <= position:
+                low = middle
+            else:
+                high = middle - 1
+        count_L: Int64 = np.minimum(low * self._quota_L, self._lane_total_L)
+        for lane in range(self.config.lanes):
+            left = position - int(count_L.sum())
+            count_L[lane] += min(
+                left, int(self._quota_L[lane]), int(self._lane_total_L[lane] - count_L[lane])
+            )
+        return count_L
+
+    def _lane_episodes(self, lane: int, start: int, stop: int) -> Int64:
+        windows = self._window_offsets[lane]
+        first = int(np.searchsorted(windows, start, side="right")) - 1
+        last = int(np.searchsorted(windows, stop, side="left"))
+        parts = []
+        for window in range(first, last):
+            begin, end = max(start, windows[window]), min(stop, windows[window + 1])
+            episodes = self._window(lane, window)
+            parts.append(episodes[begin - windows[window] : end - windows[window]])
+        selected = np.concatenate(parts)
+        # Which episodes train together is random, their order within a step is not: sorted, those
+        # of one block stand together and are gathered in one go.
+        return np.sort(selected) if self.config.shuffle else selected
+
+    def _shuffled_window(self, lane: int, window: int) -> Int64:
+        size = self.config.window_blocks
+        blocks = self._lane_blocks[lane][window * size : (window + 1) * size]
+        starts = self._episode_offsets[blocks]
+        lengths = self._episode_offsets[blocks + 1] - starts
+        episodes = ragged_indices(starts, lengths)
+        if not self.config.shuffle:
+            return episodes
+        if not self._bundle_tasks:
+            return episodes[self._shuffle_groups(episodes)]
+        # All episodes of a bundle have the key of its first: a stable sort keeps them in order.
+        within = episodes - np.repeat(starts, lengths)
+        order = self._shuffle_groups(episodes - within % self._bundle_tasks)
+        is_short = (within >= np.repeat(lengths - lengths % self._bundle_tasks, lengths))[order]
+        shuffled = np.concatenate([episodes[order[~is_short]], episodes[order[is_short]]])
+        # Steps begin with a whole bundle: those of fewer episodes come last, and what the step
+        # lacks that the window before began comes first.
+        lacking = -int(self._window_offsets[lane][window]) % self._bundle_tasks
+        return np.roll(shuffled, lacking)
+
+    def _shuffle_groups(self, values: Int64) -> Int64:
+        """Return the indices of values in random order; equal ones stay together, in order."""
+        # Sorting by a hash rather than numpy's shuffle, whose streams may change between releases.
+        return np.argsort(splitmix64(values.astype(np.uint64) ^ self._key), kind="stable")
+
+    def _group(self, episodes_E: Int64) -> list[BlockEpisodes]:
+        blocks_E = np.searchsorted(self._episode_offsets, episodes_E, side="right") - 1
+        cuts = np.flatnonzero(np.diff(blocks_E, prepend=-1, append=-1))
+        return [
+            BlockEpisodes(
+                int(blocks_E[first]),
+                episodes_E[first:stop] - self._episode_offsets[blocks_E[first]],
+            )
+            for first, stop in itertools.pairwise(cuts)
+        ]
+
+
+class BlockOrder:
+    """The order of one split's blocks in one epoch: batches as they were stored, shuffled whole.
+
+    This is the batch-level shuffle of G-Meta (section 3.2.1): a step takes `blocks_per_step` blocks
+    of a random order of all blocks, a rank a contiguous slice of them. Which episodes share a block
+    was drawn by the hash of their task when the data was prepared, and stays.
+    """
+
+    def __init__(self, num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
+        self.config = config
+        self._num_episodes_X = np.asarray(num_episodes_X)
+        self._blocks = _block_order(
+            len(self._num_episodes_X), config.shuffle, _mix(config.seed, epoch)
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps of this epoch, the same on every rank."""
+        num_full_steps, rest = divmod(len(self._blocks), self.config.blocks_per_step)
+        return num_full_steps + (rest > 0 and not self.config.drop_last)
+
+    def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
+        """Return the blocks that `rank` trains on at `step`, whole; empty when it has none.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        _check_step(step, self.num_steps)
+        first = step * self.config.blocks_per_step
+        blocks = self._blocks[first : first + self.config.blocks_per_step]
+        own = blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]
+        return [
+            BlockEpisodes(block, np.arange(self._num_episodes_X[block])) for block in own.tolist()
+        ]
+
+
+def make_order(
+    num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0, bundle_tasks: int = 0
+) -> EpisodeOrder | BlockOrder:
+    """Return the order that the config asks for, of data in bundles of `bundle_tasks` episodes."""
+    if config.blocks_per_step:
+        return BlockOrder(num_episodes_X, config, epoch)
+    return EpisodeOrder(num_episodes_X, config, epoch, bundle_tasks)
+
+
+def _check_step(step: int, num_steps: int) -> None:
+    if not 0 <= step < num_steps:
+        raise IndexError(
+            f"step {step} is outside this epoch's 0 to {num_steps - 1}. Begin the next epoch"
+        )
+
+
+def _block_order(num_blocks: int, shuffle: bool, key: npt.NDArray[np.uint64]) -> Int64:
+    blocks = np.arange(num_blocks)
+    if not shuffle:
+        return blocks
+    return np.argsort(splitmix64(blocks.astype(np.uint64) ^ key), kind="stable")
+
+
+def _window_sums(lengths: Int64, window: int) -> Int64:
+    if not len(lengths):
+        return lengths
+    sums: Int64 = np.add.reduceat(lengths, np.arange(0, len(lengths), min(window, len(lengths))))
+    return sums
+
+
+def _mix(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    # Mixed before the epoch is added: seed 1 in epoch 0 must not be seed 0 in epoch 1.
+    return splitmix64(splitmix64(np.array([seed % (1 << 64)], dtype=np.uint64)) + np.uint64(epoch))

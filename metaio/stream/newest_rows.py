@@ -1,0 +1,195 @@
+"""The newest rows of every task, encoded, as the support of windows to come.
+
+One Arrow file a split, in the order of the tasks' hashes, so that the rows of a bucket are one
+range: read by mapping, written bucket by bucket. Ids keep the rows that they had when they were
+written: what waited for admission then stays unknown in these rows.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+
+from metaio.format.block import find_features_of_values
+from metaio.hashing import UInt64
+from metaio.prepare.episodes.encoded_rows import (
+    EncodedRows,
+    allocate_rows,
+    concatenate_rows,
+    list_array_types,
+    select_rows,
+)
+from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
+from metaio.prepare.schema.schema import Schema
+from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indices, sum_rows
+
+
+def select_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
+    """Return the newest `most` rows of each task, tasks in the order of their hash.
+
+    Raises:
+        DataError: two rows of a task have one row id and time.
+    """
+    order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
+    task_N = rows.task_hash_N[order_N]
+    # Counted from each task's last row on.
+    lengths = np.diff(np.flatnonzero(find_run_starts(task_N[::-1])), append=len(task_N))
+    return select_rows(rows, order_N[places(lengths)[::-1] < most])
+
+
+def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows, Int64]:
+    """Return the rows of these tasks, in their order, and the places of all others."""
+    is_theirs_N = np.isin(rows.task_hash_N, task_hashes)
+    return select_rows(rows, np.flatnonzero(is_theirs_N)), np.flatnonzero(~is_theirs_N)
+
+
+def merge_in_task_order(
+    schema: Schema, old: EncodedRows, waiting: Int64, newest: EncodedRows
+) -> EncodedRows:
+    """Return the rows of `old` at the places `waiting` and all of `newest`, which are of other
+    tasks, merged by the hash of their task; both are sorted by it already.
+    """
+    hash_N = np.concatenate([old.task_hash_N[waiting], newest.task_hash_N])
+    is_new_N = np.argsort(hash_N, kind="stable") >= len(waiting)
+    old_offsets, new_offsets = (offsets(sum_rows(one.lengths_NM)) for one in (old, newest))
+    lengths_N = np.empty(len(hash_N), np.int64)
+    lengths_N[~is_new_N] = lengths = np.diff(old_offsets)[waiting]
+    lengths_N[is_new_N] = np.diff(new_offsets)
+    is_new_V = np.repeat(is_new_N, lengths_N)
+    found = allocate_rows(schema, len(hash_N), len(is_new_V))
+    places_N, places_V = (np.zeros(len(each), np.int64) for each in (is_new_N, is_new_V))
+    places_N[~is_new_N] = waiting
+    places_V[~is_new_V] = ragged_indices(old_offsets[waiting], lengths)
+    for name, array in vars(found).items():
+        is_new, places = (is_new_V, places_V) if name == "values_V" else (is_new_N, places_N)
+        kept = getattr(old, name)
+        if len(waiting) and len(kept):  # lists may all be empty
+            # All of it is copied once: most tasks wait. "clip" alone writes straight to `out`.
+            np.take(kept, places, axis=0, out=array, mode="clip")
+        array[is_new] = getattr(newest, name)
+    return found
+
+
+class NewestRowsWriter:
+    """Writes the rows of a split, handed over in the order of the tasks' hashes."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        self._schema = _make_arrow_schema(list_array_types(schema))
+        self._file = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._file, self._schema)
+
+    def append(self, rows: EncodedRows) -> None:
+        """Write the rows of the next tasks."""
+        if rows.num_rows:
+            columns = [_to_arrow(name, rows) for name in self._schema.names]
+            self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._writer.close()
+        self._file.close()
+
+
+class NewestRows:
+    """The rows of a split as they were written; nothing is read before it is asked for."""
+
+    def __init__(self, path: Path | None, schema: Schema) -> None:
+        self._schema = schema
+        self._batches: list[pa.RecordBatch] = []
+        if path is not None:
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of all tasks."""
+        return sum(batch.num_rows for batch in self._batches)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return their size in memory, once read."""
+        return sum(batch.nbytes for batch in self._batches)
+
+    def read_bucket(self, bucket: int, num_buckets: int) -> EncodedRows:
+        """Return all rows of the tasks that fall into a bucket of `num_buckets` (spool.bucket_of),
+        tasks in the order of their hash.
+        """
+        # assign_buckets is hash >> 32 times num_buckets >> 32: the least hash of a bucket follows.
+        first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))
+        parts = list(self._read_between(first, stop))
+        # Mapped rows of one batch need no copy.
+        return parts[0] if len(parts) == 1 else concatenate_rows(self._schema, parts)
+
+    def _read_between(self, first: int, stop: int) -> Iterator[EncodedRows]:
+        for batch in self._batches:
+            hashes: UInt64 = batch["task_hash_N"].to_numpy()
+            begin = int(np.searchsorted(hashes, np.uint64(first)))
+            end = len(hashes) if stop >= 1 << 64 else int(np.searchsorted(hashes, np.uint64(stop)))
+            if begin < end:
+                yield _from_arrow(batch.slice(begin, end - begin), self._schema)
+
+
+def _make_arrow_schema(types: dict[str, tuple[np.dtype[Any], int | None]]) -> pa.Schema:
+    fields = []
+    for name, (dtype, width) in types.items():
+        kind = pa.from_numpy_dtype(dtype)
+        if name == "values_V":
+            fields.append((name, pa.large_list(kind)))
+        elif width is None:
+            fields.append((name, kind))
+        elif width:  # a list of no entries would say nothing
+            fields.append((name, pa.list_(kind, width)))
+    return pa.schema(fields)
+
+
+def _to_arrow(name: str, rows: EncodedRows) -> pa.Array:
+    array = getattr(rows, name)
+    if name == "values_V":
+        return pa.LargeListArray.from_arrays(offsets(sum_rows(rows.lengths_NM)), pa.array(array))
+    if array.ndim == 1:
+        return pa.array(array)
+    return pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), array.shape[1])
+
+
+def _from_arrow(batch: pa.RecordBatch, schema: Schema) -> EncodedRows:
+    arrays = {}
+    for name, (dtype, width) in list_array_types(schema).items():
+        if name not in batch.schema.names:
+            arrays[name] = np.empty((batch.num_rows, 0), dtype)
+            continue
+        column = batch[name]
+        flat = column if width is None and name != "values_V" else column.flatten()
+        values = flat.to_numpy(zero_copy_only=False)
+        arrays[name] = values if width is None else values.reshape(-1, width)
+    return EncodedRows(**arrays)
+
+
+def drop_old_rows(rows: EncodedRows, least_time: int | None) -> EncodedRows:
+    """Return the rows from `least_time` on; all of them if it is None."""
+    if least_time is None:
+        return rows
+    return select_rows(rows, np.flatnonzero(rows.time_N >= least_time))
+
+
+def clear_freed_ids(schema: Schema, rows: EncodedRows, freed: dict[str, Int64]) -> EncodedRows:
+    """Return rows in which ids that lost their value are unknown (row 0)."""
+    if not any(len(own) for own in freed.values()):
+        return rows
+    ids_NF, values_V = rows.ids_NF.copy(), rows.values_V.copy()
+    for index, column in enumerate(schema.single):
+        own = freed.get(column.table_name)
+        if own is not None:
+            ids_NF[np.isin(ids_NF[:, index], own), index] = 0
+    feature_V = find_features_of_values(rows.lengths_NM)
+    for index, column in enumerate(schema.multi):
+        own = freed.get(column.table_name)
+        if own is not None:
+            values_V[(feature_V == index) & np.isin(values_V, own)] = 0
+    return EncodedRows(**{**vars(rows), "ids_NF": ids_NF, "values_V": values_V})

@@ -1,0 +1,291 @@
+"""prepare --extend on a cluster: the same increment to the byte. Spark reads, shuffles and places
+the work; the driver holds the tables, and one record of each distinct value of the window.
+
+Looking, encoding, joining and files are the functions that the one-machine engine calls. Workers
+find what they need of the state in its files, by mapping: the stream lies where all of them see it.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from metaio.errors import AccessError, DataError
+from metaio.format.atomic_folder import flush_to_disk
+from metaio.format.dataset_writer import DatasetWriter
+from metaio.prepare.engines.spark_batches import (
+    KEYED,
+    PAYLOAD,
+    collect_objects,
+    count_nulls,
+    group_by_bucket,
+    make_keyed_batch,
+    make_payload_batch,
+    map_batches,
+    quote_columns,
+    repartition_by_bucket,
+    translate_failures,
+)
+from metaio.prepare.episodes.encode import Encoder
+from metaio.prepare.episodes.encoded_rows import EncodedRows, concatenate_rows
+from metaio.prepare.episodes.ordered_map import Progress
+from metaio.prepare.episodes.spool import split_by_bucket
+from metaio.prepare.job import HashedShardUse, HashedTableUse, PrepareOptions
+from metaio.prepare.schema.schema import Schema
+from metaio.prepare.source.source import DuckSource, check_counts
+from metaio.stream.engine import BucketResult, WindowJob, WrittenWindow, adopt_buckets, write_bucket
+from metaio.stream.newest_rows import NewestRows, NewestRowsWriter
+from metaio.stream.numbering import Numbering, Occurrences, merge_occurrences
+from metaio.stream.stream_state import map_tables
+from metaio.stream.taken_files import InputFile, hash_file
+from metaio.stream.window import SummaryContext, WindowSummary, encode_window_rows, summarise_batch
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_Batches = Iterator[pa.RecordBatch]
+# The bucket of counts, which are not occurrences of a value and go to the driver as they are.
+_COUNTS = -1
+
+
+def make_spark_engine(
+    session: "SparkSession",
+) -> Callable[[DuckSource, Schema, PrepareOptions], "_SparkEngine"]:
+    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`.
+
+    The stream and the tables, which are Parquet files, must stand where every worker sees them
+    under the same path or URL. The options' memory and threads are Spark's own matter.
+    """
+
+    def engine_of(source: DuckSource, schema: Schema, options: PrepareOptions) -> _SparkEngine:
+        return _SparkEngine(session, source, schema)
+
+    return engine_of
+
+
+class _SparkEngine:
+    """The rows of a source as a frame: the source itself reads no more than the files' schemas."""
+
+    def __init__(self, session: "SparkSession", source: DuckSource, schema: Schema) -> None:
+        """Raise DataError for files that Spark does not read, and for a transform."""
+        if schema.transform is not None:
+            raise DataError(
+                f"the stream's schema has [transform] with {schema.transform.function!r}, which "
+                "runs on one machine. Leave --spark out"
+            )
+        self._session, self._names = session, source.names
+        self._rows = _read_frame(session, source.names, schema)
+        self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)
+
+    def describe_files(self, names: list[str]) -> list[InputFile]:
+        """Return the files with their hashes, which the executors compute."""
+
+        def describe(batches: _Batches) -> _Batches:
+            for index in _iterate_ids(batches):
+                yield make_payload_batch(hash_file(names[index]))
+
+        found = collect_objects(self._make_range(len(names)).mapInArrow(describe, PAYLOAD))
+        by_name = {file.name: file for file in found}
+        return [by_name[name] for name in names]
+
+    def summarise(self, context: SummaryContext, report_progress: Progress) -> WindowSummary:
+        """Return what all rows hold, counted by the executors and added up here."""
+        total, nulls = count_nulls(self._rows, context.schema.columns)
+        check_counts(context.schema, self._names, total, nulls)
+        report_progress("looking", 0, total)
+        rows = map_batches(
+            self._rows, context.schema.columns, _make_summariser(context, self._parts), KEYED
+        )
+        # The occurrences of a value meet in one part, so that the driver gets it once.
+        found = collect_objects(
+            repartition_by_bucket(rows, self._parts).mapInArrow(_make_merger(context), PAYLOAD)
+        )
+        summary, no_times = WindowSummary(), np.zeros(0, np.int64)
+        for table, least in context.admissions.items():
+            no_values = pa.array([], context.value_types[table])
+            summary.occurrences[table] = [Occurrences.of(no_values, no_times, least)]
+        for part in found:
+            summary.add(part, context.admissions)
+        report_progress("looking", total, total)
+        return summary
+
+    def write(
+        self,
+        window: WindowJob,
+        tables: dict[str, Numbering],
+        writer: DatasetWriter,
+        state_folder: Path,
+        report_progress: Progress,
+    ) -> WrittenWindow:
+        """Have the executors encode all rows and write a shard for each bucket."""
+        job = window.job
+        # Workers have the values from the state: a vocabulary may be as large as their memory.
+        window = replace(window, job=replace(job, fitted=replace(job.fitted, vocabularies={})))
+        num_rows = {name: table.num_rows for name, table in tables.items()}
+        parts = writer.folder / ".parts"
+        parts.mkdir()
+        num_buckets = sum(job.plan.buckets_of_split)
+        encode = _make_encoder(window, state_folder, num_rows)
+        rows = map_batches(self._rows, job.schema.columns, encode, KEYED)
+        # Tasks that are not in the window pass through their buckets, too, so none may be left out.
+        all_buckets = self._make_range(num_buckets).mapInArrow(_make_empty_buckets(window), KEYED)
+        rows = repartition_by_bucket(rows.union(all_buckets), num_buckets)
+        found = collect_objects(
+            rows.mapInArrow(_make_bucket_writer(window, writer.folder, parts), PAYLOAD)
+        )
+        written, use = dict(found), HashedTableUse(job)
+
+        def buckets_of(split: str, buckets: range) -> Iterator[BucketResult]:
+            for bucket in buckets:
+                rows_file, used_file = _name_files(parts, bucket)
+                with np.load(used_file) as used:
+                    use.add_distinct(used.values())
+                newest = NewestRows(rows_file, job.schema).read_bucket(0, 1)
+                yield written[bucket]._replace(newest=newest)
+                rows_file.unlink()
+
+        done = adopt_buckets(window, writer, state_folder, buckets_of, use, report_progress)
+        shutil.rmtree(parts)
+        return done
+
+    def _make_range(self, stop: int) -> "DataFrame":
+        """Return the numbers below `stop`, dealt to about as many tasks as a shuffle has."""
+        return self._session.range(0, stop, 1, min(stop, self._parts))
+
+
+@translate_failures()
+def _read_frame(session: "SparkSession", names: list[str], schema: Schema) -> "DataFrame":
+    """Return the columns that are read of all files. Raise DataError where Spark cannot read them,
+    or does not see a column in them."""
+    from pyspark.errors import AnalysisException
+
+    # Hadoop takes a bare path for one of its own default, and knows S3 by another name.
+    urls = [name if "://" in name else f"file://{os.path.abspath(name)}" for name in names]
+    urls = [f"s3a{url[2:]}" if url.startswith("s3://") else url for url in urls]
+    try:
+        return session.read.parquet(*urls).select(quote_columns(schema.columns))
+    except AnalysisException as error:
+        raise DataError(
+            f"Spark cannot read {urls[0]}: {str(error).splitlines()[0]} Correct the path, and "
+            "write columns that stand in the names of folders into the files"
+        ) from error
+
+
+def _name_files(parts: Path, bucket: int) -> tuple[Path, Path]:
+    """Return where a worker leaves a bucket's newest rows, and its used rows of hashed tables."""
+    return parts / f"{bucket}.arrow", parts / f"{bucket}.npz"
+
+
+def _iterate_ids(batches: _Batches) -> Iterator[int]:
+    for batch in batches:
+        yield from batch["id"].to_pylist()
+
+
+def _make_summariser(context: SummaryContext, num_parts: int) -> Callable[[_Batches], _Batches]:
+    def look(batches: _Batches) -> _Batches:
+        found = WindowSummary()
+        for batch in batches:
+            found.add(summarise_batch(context, batch), context.admissions)
+        yield make_keyed_batch([(_COUNTS, replace(found, occurrences={}))])
+        for table, occurrences in found.occurrences.items():
+            own = merge_occurrences(occurrences, context.admissions[table])
+            yield make_keyed_batch(
+                [(part, (table, values)) for part, values in own.deal(num_parts)]
+            )
+
+    return look
+
+
+def _make_merger(context: SummaryContext) -> Callable[[_Batches], _Batches]:
+    """Return a function that merges the Looks of a part, and the occurrences of its values, into
+    one."""
+
+    def merge(batches: _Batches) -> _Batches:
+        for bucket, parts in group_by_bucket(batches):
+            found = WindowSummary()
+            for each in parts:
+                own = each if bucket == _COUNTS else WindowSummary(occurrences={each[0]: [each[1]]})
+                found.add(own, context.admissions)
+            for table, occurrences in found.occurrences.items():
+                found.occurrences[table] = [
+                    merge_occurrences(occurrences, context.admissions[table])
+                ]
+            yield make_payload_batch(found)
+
+    return merge
+
+
+def _check_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise AccessError(
+            f"a worker of Spark does not see {folder}: the stream must lie on a disk that all of "
+            "them share, at the same path. Move it there, or leave --spark out"
+        )
+
+
+def _make_encoder(
+    window: WindowJob, state_folder: Path, num_rows: dict[str, int]
+) -> Callable[[_Batches], _Batches]:
+    def encode(batches: _Batches) -> _Batches:
+        _check_shared(state_folder)
+        job = window.job
+        encoder = Encoder(job.schema, job.fitted, map_tables(state_folder, num_rows))
+        for batch in batches:
+            yield make_keyed_batch(
+                split_by_bucket(job.plan, encode_window_rows(encoder, window.clock, batch))
+            )
+
+    return encode
+
+
+def _make_empty_buckets(window: WindowJob) -> Callable[[_Batches], _Batches]:
+    def give(batches: _Batches) -> _Batches:
+        yield make_keyed_batch(
+            [(bucket, concatenate_rows(window.job.schema, [])) for bucket in _iterate_ids(batches)]
+        )
+
+    return give
+
+
+def _make_bucket_writer(
+    window: WindowJob, dataset: Path, parts: Path
+) -> Callable[[_Batches], _Batches]:
+    """Return a function that writes buckets: each one's shard to the dataset, and what the driver
+    is to gather below `parts`; it yields the rest, which is small.
+    """
+
+    def write(batches: _Batches) -> _Batches:
+        _check_shared(parts)
+        for bucket, found in group_by_bucket(batches):
+            own = concatenate_rows(window.job.schema, list(found))
+            yield make_payload_batch((bucket, _write_bucket(window, dataset, parts, bucket, own)))
+
+    return write
+
+
+def _write_bucket(
+    window: WindowJob, dataset: Path, parts: Path, bucket: int, rows: EncodedRows
+) -> BucketResult:
+    job, use = window.job, HashedShardUse(window.job)
+    split = job.fitted.splits.names[job.plan.find_split(bucket)]
+    # Files get their names once they are whole: Spark may run a task twice, or kill it.
+    with tempfile.TemporaryDirectory(dir=parts) as made:
+        folder = Path(made)
+        found = write_bucket(window, folder, bucket, rows, window.open_old_rows(split), use)
+        places = {p: dataset / p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
+        rows_file, used_file = _name_files(folder, bucket)
+        with NewestRowsWriter(rows_file, job.schema) as kept:
+            kept.append(found.newest)
+        np.savez(used_file, *use.distinct())
+        places |= dict(zip((rows_file, used_file), _name_files(parts, bucket), strict=True))
+        flush_to_disk(places)
+        for path, place in places.items():
+            place.parent.mkdir(exist_ok=True)
+            path.replace(place)
+    return found._replace(newest=concatenate_rows(job.schema, []))

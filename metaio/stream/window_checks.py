@@ -1,0 +1,130 @@
+"""Judges a window before it becomes an increment: poison is refused with its reason, what merely
+moves is told.
+"""
+
+import math
+import statistics
+from typing import Any
+
+from metaio.prepare.episodes.survey import compute_mean_and_deviation
+from metaio.prepare.schema.rules import StreamRule
+from metaio.quantities import format_duration
+from metaio.stream.chain import TICKS_PER_S, infer_time_unit
+from metaio.stream.window import WindowSummary
+
+# In standard errors: a window of few rows differs by chance.
+_BY_CHANCE = 4.0
+
+
+def summarise_window(summary: WindowSummary) -> dict[str, Any]:
+    """Return what later windows are compared with."""
+    rows = max(summary.num_rows, 1)
+    mean = summary.label_sum / rows
+    deviation = math.sqrt(max(summary.label_squares / rows - mean * mean, 0.0))
+    return {
+        "rows": summary.num_rows,
+        "span": summary.most_time - summary.least_time,
+        # The last bits of sums depend on the order of adding: rounded, engines agree.
+        "label_mean": float(f"{mean:.9g}"),
+        "label_deviation": float(f"{deviation:.6g}"),
+        "nulls": {name: count / rows for name, count in summary.nulls.items()},
+    }
+
+
+def find_faults(
+    own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule, unit: str
+) -> list[str]:
+    """Return why a window is not to be trusted, given those before it; [] where it is."""
+    recent = recent[-rule.recent :]
+    if len(recent) < rule.screen_after:
+        return []
+    found = []
+    typical = statistics.median(window["rows"] for window in recent)
+    if not typical / rule.rows_factor <= own["rows"] <= typical * rule.rows_factor:
+        found.append(
+            f"it holds {own['rows']:,} rows, recent increments about {typical:,.0f} "
+            f"(stream.rows_factor {rule.rows_factor:g})"
+        )
+    span = statistics.median(window["span"] for window in recent)
+    if own["span"] > max(span, 1) * rule.rows_factor:
+        per_s = TICKS_PER_S[unit]
+        found.append(
+            f"its times span {format_duration(own['span'] / per_s)}, those of recent increments "
+            f"{format_duration(span / per_s)}, and all that comes before its end would be late "
+            f"(stream.rows_factor {rule.rows_factor:g})"
+        )
+    mean = statistics.fmean(window["label_mean"] for window in recent)
+    deviation = statistics.fmean(window["label_deviation"] for window in recent)
+    most = deviation * (rule.label_shift + _BY_CHANCE / math.sqrt(max(own["rows"], 1)))
+    if abs(own["label_mean"] - mean) > most:
+        found.append(
+            f"its labels have the mean {own['label_mean']:.4g}, those of recent increments "
+            f"{mean:.4g} (stream.label_shift {rule.label_shift:g})"
+        )
+    for name, share in own["nulls"].items():
+        usual = max(window["nulls"].get(name, 0.0) for window in recent)
+        if share > usual + rule.null_shift:
+            found.append(
+                f"column {name} is null in {share:.0%} of the rows, in recent increments in at "
+                f"most {usual:.0%} (stream.null_shift {rule.null_shift:g})"
+            )
+    return found
+
+
+def measure_drift(
+    summary: WindowSummary, frozen: dict[str, tuple[float, float]]
+) -> dict[str, dict[str, float]]:
+    """Return, for each standardised column, how far its mean has moved, in frozen deviations, and
+    how many times as wide it is.
+    """
+    found = {}
+    for name, (mean, deviation) in frozen.items():
+        count, own_mean, squares = summary.moments.get(name, (0, mean, 0.0))
+        _, own_deviation = compute_mean_and_deviation(count, own_mean, squares)
+        found[name] = {
+            "shift": round((own_mean - mean) / deviation, 6),
+            "width": round(own_deviation / deviation, 6),
+        }
+    return found
+
+
+def find_alarms(
+    summary: WindowSummary,
+    moved: dict[str, dict[str, float]],
+    tables: dict[str, dict[str, int]],
+    rule: StreamRule,
+    unit: str,
+) -> list[str]:
+    """Return what somebody should look at, one line each; the increment stands nevertheless."""
+    found = []
+    likely = infer_time_unit(summary.most_time)
+    if unit != "day" and likely not in (unit, None):
+        found.append(
+            f"times such as {summary.most_time:,} look like {likely} since 1970, and are taken for "
+            f"{unit} (stream.unit): ttl, grace and late count in it"
+        )
+    all_rows = summary.num_rows + summary.num_dropped
+    late = summary.num_late + summary.num_dropped
+    if late > rule.late_share * all_rows:
+        found.append(
+            f"{late:,} of {all_rows:,} rows are late, {summary.num_dropped:,} of them dropped "
+            f"(stream.late_share {rule.late_share:g})"
+        )
+    for name, change in moved.items():
+        rows = max(summary.moments.get(name, (1, 0.0, 0.0))[0], 1)
+        if abs(change["shift"]) > rule.drift + _BY_CHANCE / math.sqrt(rows):
+            found.append(
+                f"dense column {name} has moved by {change['shift']:+.2f} of its deviations "
+                f"(stream.drift {rule.drift:g})"
+            )
+    for name, table in tables.items():
+        if table["rows"] > 0.8 * table["capacity"]:
+            found.append(
+                f"table {name} holds {table['rows']:,} of {table['capacity']:,} rows: it grows soon"
+            )
+        if table["waiting"]:
+            found.append(
+                f"{table['waiting']:,} new values of table {name} wait for rows "
+                f"(stream.max_new_rows {rule.max_new_rows:,})"
+            )
+    return found

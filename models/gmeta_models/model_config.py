@@ -1,0 +1,101 @@
+"""What can be chosen about a model; the [model] section of a training config."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gmeta_keys import key
+
+Pooling = Literal["mean", "sum"]
+
+
+def resolve_pooling(model: object) -> Pooling:
+    """Return how a model pools lists: the mean where its `pooling` is no name, as a layer's."""
+    return "sum" if getattr(model, "pooling", None) == "sum" else "mean"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and variants; a model ignores what it has no use for."""
+
+    name: str = key(
+        "dlrm",
+        "dlrm, melu, cbml, din, deepfm, dcnv2, mmoe or ple; or a model of your own, by an entry "
+        "point of the group gmeta.models or as package.module:Class",
+    )
+    # fbgemm's kernels read a row four values at a time.
+    embedding_dim: int = key(
+        16, "width of every embedding table; a multiple of 4", min=4, multiple=4
+    )
+    hidden: tuple[int, ...] = key(
+        (256, 128), "widths of the layers between the interaction and the output", min=1
+    )
+    bottom: tuple[int, ...] = key(
+        (64,), "dlrm: hidden widths of the MLP over the dense columns", min=1
+    )
+    interaction: Literal["dot", "cat"] = key(
+        "dot", "dlrm: pairwise dot products, or plain concatenation"
+    )
+    output_bias: float = key(
+        0.0, "added to the last layer's initial bias: the mean label, or its logit"
+    )
+    pooling: Pooling = key("mean", "how the ids of a multi-id feature become one vector")
+    clusters: int = key(4, "cbml: soft clusters that tasks fall into", min=1)
+    history: str = key(
+        "",
+        "din: the multi-id column of the behaviour history; "
+        "the target is the single-id column of the same table",
+    )
+    attention: tuple[int, ...] = key(
+        (36,), "din: hidden widths of the MLP that weighs the history's entries", min=1
+    )
+    cross_layers: int = key(3, "dcnv2: cross layers", min=1)
+    cross_rank: int = key(
+        0, "dcnv2: rank of the matrices of the cross layers; 0: they are whole", min=0
+    )
+    structure: Literal["stacked", "parallel"] = key(
+        "stacked", "dcnv2: the MLP above the cross layers, or beside them"
+    )
+    experts: int = key(4, "mmoe, ple: experts that all outputs share; ple: a level", min=1)
+    own_experts: int = key(2, "ple: experts of each output alone, a level", min=1)
+    expert: tuple[int, ...] = key(
+        (64,), "mmoe, ple: widths of the layers of an expert; hidden are those of a tower", min=1
+    )
+    levels: int = key(2, "ple: levels of experts", min=1)
+    width: Literal["equal", "auto"] = key(
+        "equal",
+        "width of the tables: embedding_dim for all, or by their rows, at most that: "
+        "6 rows^0.25 (auto). A narrower row reaches the model through a matrix that is learned",
+    )
+    widths: tuple[str, ...] = key(
+        (), 'exceptions: the widths of single tables, multiples of 4, e.g. ["city=4"]'
+    )
+    options: dict[str, Any] = key(dict, "settings of a model of your own, by its `Options`")
+
+
+@dataclass(frozen=True)
+class SparseColumn:
+    """A column of ids and the table that they index."""
+
+    name: str
+    table: str
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """How many columns of each kind a dataset has: F single-id, M multi-id, K dense; and how many
+    outputs a row is to have.
+
+    What the sparse ones are called is for models that treat one of them in a way of its own. A
+    model returns [N] if there is one output, else [N, outputs].
+    """
+
+    num_single: int
+    num_multi: int
+    num_dense: int
+    single: tuple[SparseColumn, ...] = ()
+    multi: tuple[SparseColumn, ...] = ()
+    outputs: int = 1
+
+    def side_by_side(self, embedding_dim: int) -> int:
+        """Return the width of a row whose features and dense columns stand side by side."""
+        return (self.num_single + self.num_multi) * embedding_dim + self.num_dense

@@ -1,0 +1,93 @@
+"""-q, -v and --json: every command has them where they mean something."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gmeta.cli import main as cli
+from gmeta.cli.commands.verbosity_options import WITH_JSON
+from gmeta.cli.main import COMMANDS, load_command
+from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
+
+
+def commands_of(name: str) -> list[Any]:
+    found = load_command(name)
+    return [*getattr(found, "commands", {name: found}).values()]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_be_quiet_and_verbose(name: str) -> None:
+    for command in commands_of(name):
+        words = [word for option in command.params for word in option.opts]
+        assert {"-q", "--quiet", "-v", "--verbose"} <= set(words)
+        assert len(words) == len(set(words)), words
+        assert ("--json" in words) or name not in WITH_JSON
+
+
+def found(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
+    """The one JSON object that a command prints."""
+    command, *rest = arguments
+    done = evaluate(*rest, "--json") if command == "evaluate" else gmeta(*arguments, "--json")
+    assert done.returncode == code, done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()
+    value: dict[str, Any] = json.loads(line)
+    return value
+
+
+@pytest.mark.distributed
+def test_results_are_one_json_object_also_of_two_ranks(tmp_path: Path, click_logs: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    config = write_config(tmp_path / "train.toml", click_logs, run)
+    said = found("train", config, *SMALL_MODEL, "--nproc-per-node", "2")
+    assert (said["run"], said["step"], said["valid"]) == (str(run), 8, None)
+    assert 0.0 < said["loss"] < 2.0
+    scored = found("evaluate", run, "--split", "user-cold", "--no-trees")
+    assert scored["report"].endswith("report.html")
+    assert scored["evaluation"]["headline"] == "auc"
+    assert found("export", run, model)["step"] == 8
+    told = found("inspect", click_logs)
+    assert (told["kind"], told["splits"]["train"]["tasks"]) == ("dataset", 200)
+    assert [one["step"] for one in found("inspect", run)["checkpoints"]] == [8]
+    assert found("inspect", model)["kind"] == "model"
+    next(run.glob("checkpoints/*/*.distcp")).write_bytes(b"")
+    assert found("inspect", run, code=1)["problems"]
+
+
+def test_quiet_leaves_results_and_errors(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    made = gmeta("prepare", "--recipe", "synthetic", "--tasks", "20", "--items", "20", data, "-q")
+    assert (made.returncode, made.stdout, made.stderr) == (0, "", "")
+    shown = gmeta("inspect", data, "--quiet")
+    assert "Episodes" in shown.stdout
+    refused = gmeta("inspect", tmp_path / "none", "-q")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: ")
+
+
+def test_verbose_shows_where_an_error_comes_from(tmp_path: Path) -> None:
+    assert "Traceback" not in gmeta("inspect", tmp_path / "none").stderr
+    assert "Traceback" in gmeta("inspect", tmp_path / "none", "-v").stderr
+
+
+def test_both_at_once_are_refused() -> None:
+    done = gmeta("runs", "-q", "-v")
+    assert done.returncode == 2
+    assert "--quiet and --verbose are given, which say the opposite: leave one out" in done.stderr
+
+
+def test_a_process_without_standard_streams_gets_those_of_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli._open_streams()
+    print("nobody reads it")
+    found = [sys.stdin, sys.stdout, sys.stderr]
+    assert [stream.mode for stream in found] == ["r", "w", "w"]
+    assert all(os.path.samestat(os.fstat(one.fileno()), os.stat(os.devnull)) for one in found)
+    for stream in found:
+        stream.close()

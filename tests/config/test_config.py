@@ -1,0 +1,182 @@
+"""Configs: defaults, overrides, and the exact words of every refusal."""
+
+from pathlib import Path
+
+import pytest
+
+from gmeta.config.train_config import TrainConfig, config_from_dict, describe_config, load_config
+from gmeta.errors import ConfigError
+
+GOOD = '[data]\npath = "logs"\n[run]\ndir = "runs/a"\n'
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "train.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_overrides_replace_values_with_their_toml_types(good: Path) -> None:
+    config = load_config(
+        good,
+        [
+            "outer.dense_lr=1",
+            "model.hidden=[8, 4]",
+            "algorithm.name=fomaml",
+            "data.path=s3://bucket/x",
+            "run.dir='b'",
+        ],
+    )
+    assert config.outer.dense_lr == 1.0
+    assert config.model.hidden == (8, 4)
+    assert config.algorithm.name == "fomaml"
+    assert config.data.path == "s3://bucket/x"
+    assert config.run.dir == "b"
+
+
+def test_text_is_text_also_where_toml_reads_a_date_or_a_number(good: Path) -> None:
+    config = load_config(good, ["run.dir=2026-11-22", "data.path=7", 'model.name="melu"'])
+    assert (config.run.dir, config.data.path, config.model.name) == ("2026-11-22", "7", "melu")
+    for override in ('labels.loss={click = "bce"}', "labels.loss.click=bce"):
+        assert load_config(good, [override]).labels.loss == {"click": "bce"}
+
+
+def test_a_saved_config_reads_back_equal(good: Path) -> None:
+    config = load_config(good, ["algorithm.adapt_layers=['top.*']", "run.epochs=3"])
+    assert config_from_dict(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("outer.dense_lrr=1", "outer.dense_lrr is unknown; did you mean outer.dense_lr?"),
+        ("otter.dense_lr=1", "otter is unknown; did you mean outer?"),
+        (
+            "run.zzz=1",
+            "run.zzz is unknown; known are dir, start_from, continue_from, skip_increments",
+        ),
+        ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
+        ("outer.dense_lr=fast", "outer.dense_lr = 'fast' is not of type float. Correct the value"),
+        ("outer.dense_lr=nan", "outer.dense_lr = nan is not a finite number. Correct the value"),
+        (
+            "model.embedding_dim=6",
+            "model.embedding_dim = 6 is no multiple of 4: only these are allowed. "
+            "Correct the value",
+        ),
+        (
+            "run.max_steps=10000000000000000000",
+            "run.max_steps = 10000000000000000000 is too large: at most 9223372036854775807 "
+            "is allowed. Correct the value",
+        ),
+        (
+            "data.tasks_per_step=4611686018427387904",
+            "data.tasks_per_step = 4611686018427387904 is too large: at most 2147483647 is "
+            "allowed. Correct the value",
+        ),
+        (
+            "data.threads=100000",
+            "data.threads = 100000 is too large: at most 1024 is allowed. Correct the value",
+        ),
+        (
+            "run.collective_timeout_s=100000000000000",
+            "run.collective_timeout_s = 100000000000000 is too large: at most 1000000000 is "
+            "allowed. Correct the value",
+        ),
+        (
+            "outer.accumulate_steps=4611686018427387904",
+            "outer.accumulate_steps = 4611686018427387904 is too large: at most 65536 is allowed. "
+            "Correct the value",
+        ),
+        ("run.epochs=0", "run.epochs = 0 is too small: at least 1 is allowed. Correct the value"),
+        (
+            "model.hidden=[8, 0]",
+            "model.hidden[1] = 0 is too small: at least 1 is allowed. Correct the value",
+        ),
+        (
+            "run.seed=9999999999999999999",
+            "run.seed = 9999999999999999999 is too large: at most 9223372036854775807 is allowed. "
+            "Correct the value",
+        ),
+        ("run.epochs=true", "run.epochs = True is not of type int. Correct the value"),
+        ("run.epochs=1.5", "run.epochs = 1.5 is not of type int. Correct the value"),
+        (
+            "algorithm.learned_rates=row",
+            "algorithm.learned_rates = 'row' is not allowed: choose one of layer, output, weight",
+        ),
+        ("model.hidden=8", "model.hidden = 8 is not a list. Write e.g. model.hidden = [...]"),
+        (
+            "labels.loss={click=bce}",
+            "labels.loss = '{click=bce}' is not a table of texts. Write e.g. labels.loss.NAME = "
+            "...",
+        ),
+        (
+            'labels.weight={click="2"}',
+            "labels.weight = {'click': '2'} is not a table of numbers. Write e.g. "
+            "labels.weight.NAME = ...",
+        ),
+        ("model.hidden=['a']", "model.hidden[0] = 'a' is not of type int. Correct the value"),
+        (
+            "data.path=''",
+            "data.path is empty: it is required. Set it in the config, or add data.path=PATH",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_key_the_value_and_what_is_allowed(
+    good: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, [override])
+    assert str(caught.value).startswith(message)
+    if "known are" not in message:
+        assert str(caught.value) == message
+
+
+def test_momentum_without_sgd_is_refused(good: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(good, ["outer.momentum=0.9"])
+    assert str(caught.value) == (
+        "outer.momentum = 0.9 has no meaning for outer.dense_optimizer = 'adam': only sgd takes "
+        "it. Leave it 0, or choose sgd"
+    )
+
+
+def test_a_section_given_as_a_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("outer = 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == "outer = 3 is a value, not a section. Write [outer] in the config"
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["outer.dense_lr=1"])
+    assert str(caught.value) == "outer = 3 is a value, not a section. Write [outer] in the config"
+
+
+def test_a_missing_file_and_broken_toml_are_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ConfigError) as caught:
+        load_config(missing)
+    assert (
+        str(caught.value)
+        == f"config {str(missing)!r} cannot be read: No such file or directory. Give a TOML file"
+    )
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[data\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(broken)
+    assert str(caught.value).startswith(f"config {str(broken)!r} is no TOML: ")
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text('[data]\npath = "d"\n[run]\ndir = "r"\n', encoding="utf-8-sig")
+    assert load_config(path).data.path == "d"
+
+
+def test_every_key_has_a_line_of_help() -> None:
+    described = {key: text for key, _, text in describe_config()}
+    assert all(described.values())
+    defaults = TrainConfig().to_json()
+    assert set(described) == {
+        f"{section}.{key}" for section, keys in defaults.items() for key in keys
+    }

@@ -1,0 +1,113 @@
+"""The console table fits a terminal and carries verdicts in words."""
+
+import io
+import re
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from gmeta.config.labels import Loss
+from gmeta.evaluation.report.console_table import make_console_table
+from gmeta.evaluation.report.evaluated_runs import EvaluatedBaseline, EvaluatedRun
+from gmeta.evaluation.report.headline import (
+    find_estimate,
+    format_number,
+    format_signed,
+    make_headline,
+)
+from gmeta.evaluation.report.summarise import summarise_evaluation
+from tests.evaluation.report.sample import baseline_of, run_of, yardstick_of
+
+MAE = ("MAE", "\N{DOWNWARDS ARROW}")
+
+
+def printed(
+    width: int, *runs: EvaluatedRun, yardsticks: Sequence[EvaluatedBaseline] = ()
+) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(make_console_table(summarise_evaluation(runs, yardsticks)))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_one_baseline_fits_eighty_columns_uncut(loss: Loss) -> None:
+    lines = printed(80, run_of(loss), baseline_of(loss))
+    assert max(len(line) for line in lines) <= 80
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+    evaluation = summarise_evaluation([run_of(loss), baseline_of(loss)])
+    rows = [
+        line
+        for line in lines
+        if re.search(r"[\N{UPWARDS ARROW}\N{DOWNWARDS ARROW}] +[\d+\N{MINUS SIGN}]", line)
+    ]
+    # Once with the values of each model, once with the differences.
+    assert len(rows) == 2 * len(evaluation.groups) * len(evaluation.metrics)
+
+
+def test_a_row_holds_both_stages_the_change_and_the_baseline() -> None:
+    evaluation = summarise_evaluation([run_of("mse"), baseline_of("mse")])
+    line = make_headline(evaluation, evaluation.groups[0], "mae")
+    rival = line.rivals[0]
+    tables = [
+        one for one in printed(80, run_of("mse"), baseline_of("mse")) if one.startswith("MAE")
+    ]
+    tuned = find_estimate(evaluation.groups[0], "plain-dlrm", "after", "mae")
+    trained = find_estimate(evaluation.groups[0], "plain-dlrm", "before", "mae")
+    shown = (line.before, line.after, trained, tuned)
+    assert tables[0].split() == [*MAE, *(format_number(one.value) for one in shown)]
+    assert tables[1].split() == [
+        *MAE,
+        format_signed(line.change.value),
+        line.change.verdict,
+        format_signed(rival.difference.value),
+        rival.difference.verdict,
+    ]
+
+
+def test_groups_are_headed_by_their_size() -> None:
+    assert "user-cold: 40 tasks, 320 query rows, 5 support rows" in printed(
+        80, run_of("mse", support_rows=5)
+    )
+
+
+def test_the_legend_tells_what_a_verdict_means() -> None:
+    text = " ".join(printed(200, run_of("mse"), baseline_of("mse")))
+    assert "better, worse: the 95 % interval over tasks excludes 0; noise: it does not." in text
+    assert "A baseline is compared at its better stage, metric by metric." in text
+    assert "?," not in text
+
+
+def test_a_baseline_without_the_group_is_a_dash_not_a_number() -> None:
+    lines = printed(80, run_of("mse"), baseline_of("mse", groups=("user-cold",)))
+    last = [line for line in lines if line.startswith("MAE")][-1]
+    assert last.split()[-2:] == ["\N{EM DASH}", "?"]
+    assert (
+        lines[-2].rstrip()
+        == "?, \N{EM DASH}: there is no such interval, or value; the report says why."
+    )
+
+
+@pytest.mark.parametrize("loss", ["bce", "mse"])
+def test_a_baseline_and_two_yardsticks_fit_eighty_columns_uncut(loss: Loss) -> None:
+    models = [yardstick_of(loss), yardstick_of(loss, "boosted trees", "trees")]
+    lines = printed(80, run_of(loss), baseline_of(loss), yardsticks=models)
+    told = [line for line in lines if line.startswith(("bias model: ", "boosted trees: "))]
+    assert len(told) == 2
+    assert max(len(line) for line in lines) <= 80
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+    heads = [line.split() for line in lines if line.startswith("adapted minus")]
+    assert heads == 2 * [["adapted", "minus", "before", "plain-dlrm", "bias", "trees"]]
+
+
+def test_what_must_not_be_missed_is_red_and_the_last_line() -> None:
+    run = run_of("mse", groups=("user-cold",), gain=0.3)
+    console = Console(file=io.StringIO(), width=200, color_system="standard", force_terminal=True)
+    console.print(make_console_table(summarise_evaluation([run], [yardstick_of("mse", gain=0.8)])))
+    last = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    assert last.startswith("\x1b[1;31muser-cold: it is below the bias model, by MAE, RMSE")
+
+
+def test_a_run_that_is_better_than_all_is_told_of_without_red() -> None:
+    evaluation = summarise_evaluation([run_of("mse")], [yardstick_of("mse", gain=0.0)])
+    assert evaluation.cautions == ()

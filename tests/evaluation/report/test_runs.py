@@ -1,0 +1,132 @@
+"""Runs that cannot be reported are refused with one clear message."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gmeta.errors import UserError
+from gmeta.evaluation.report.evaluated_runs import (
+    EvaluatedRun,
+    check_runs,
+    have_same_rows,
+    select_runs,
+    select_split,
+    split_names,
+)
+from tests.evaluation.report.sample import baseline_of, run_of, with_column
+
+
+def refusal(*runs: EvaluatedRun) -> str:
+    def check() -> None:
+        check_runs(runs)
+        select_runs(runs, runs[0].label)
+
+    with pytest.raises(UserError) as caught:
+        check()
+    return str(caught.value)
+
+
+def test_good_runs_pass() -> None:
+    check_runs([run_of("mse"), baseline_of("mse")])
+    check_runs([run_of("bce"), baseline_of("bce")])
+    select_runs([run_of("bce"), baseline_of("bce")], "")
+
+
+def test_no_runs_are_refused() -> None:
+    assert (
+        refusal() == "a report of 0 runs was asked for: at least 1 is needed. Evaluate a run first"
+    )
+
+
+def test_equal_names_are_refused() -> None:
+    assert refusal(run_of("mse"), run_of("mse")) == (
+        "2 runs are called 'melu-maml': names must differ to tell them apart. "
+        "Give the run or the baseline another name"
+    )
+
+
+def test_another_loss_is_refused() -> None:
+    assert refusal(run_of("mse"), baseline_of("bce")) == (
+        "run 'plain-dlrm' was trained with loss bce, 'melu-maml' with mse: their predictions mean "
+        "different things. Compare runs of one loss"
+    )
+
+
+def test_runs_of_two_losses_of_ratings_compare() -> None:
+    select_runs([run_of("mse"), baseline_of("huber"), run_of("mae", "third")], "")
+
+
+def test_a_missing_column_is_named() -> None:
+    run = run_of("mse")
+    broken = replace(run, predictions=run.predictions.drop_columns(["after"]))
+    assert refusal(broken) == (
+        "the predictions of run 'melu-maml' have no column 'after', only split, task, "
+        "support_rows, label, before: all of split, task, support_rows, label, before, after are "
+        "needed. Evaluate the run again"
+    )
+
+
+def test_a_column_of_another_type_is_named() -> None:
+    broken = with_column(run_of("mse"), "task", [str(index) for index in range(640)])
+    assert refusal(broken) == (
+        "column 'task' in the predictions of run 'melu-maml' is string: it must be an integer. "
+        "Evaluate the run again"
+    )
+
+
+def test_nulls_are_counted() -> None:
+    broken = with_column(run_of("mse"), "label", [None, None, *[1.0] * 638])
+    assert refusal(broken) == (
+        "column 'label' in the predictions of run 'melu-maml' holds 2 nulls: every row needs a "
+        "value. Evaluate the run again"
+    )
+
+
+def test_an_empty_table_is_refused() -> None:
+    run = run_of("mse")
+    assert refusal(replace(run, predictions=run.predictions.slice(0, 0))) == (
+        "the predictions of run 'melu-maml' hold 0 rows: at least one is needed. "
+        "Choose a split that has query rows"
+    )
+
+
+def test_ratings_under_bce_are_refused() -> None:
+    broken = with_column(run_of("bce"), "label", np.full(640, 4.0, np.float32))
+    assert refusal(broken) == (
+        "run 'melu-maml' was trained with bce but has a label of 4: 0 to 1 is allowed. "
+        "Train on ratings with outer.loss=mse"
+    )
+
+
+def test_logits_in_place_of_probabilities_are_refused() -> None:
+    broken = with_column(run_of("bce"), "after", np.full(640, -2.5, np.float32))
+    assert refusal(broken) == (
+        "column 'after' in the predictions of run 'melu-maml' holds -2.5: bce needs probabilities "
+        "in [0, 1]. Write the sigmoid of the logit"
+    )
+
+
+def test_splits_keep_the_order_of_the_table() -> None:
+    assert split_names(run_of("mse", groups=("warm", "cold", "both")).predictions) == [
+        "warm",
+        "cold",
+        "both",
+    ]
+
+
+def test_the_same_rows_in_another_order_are_the_same() -> None:
+    table = run_of("mse").predictions
+    shuffled = table.take(np.random.default_rng(0).permutation(table.num_rows))
+    assert have_same_rows(select_split(table, "user-cold"), select_split(shuffled, "user-cold"))
+    assert not have_same_rows(select_split(table, "user-cold"), select_split(table, "item-cold"))
+
+
+def test_other_labels_are_other_rows() -> None:
+    run = run_of("mse")
+    changed = np.array(run.predictions["label"])
+    changed[0] = 6.0 - changed[0] + 0.5
+    other = with_column(run, "label", changed)
+    assert not have_same_rows(
+        select_split(run.predictions, "user-cold"), select_split(other.predictions, "user-cold")
+    )

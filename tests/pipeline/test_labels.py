@@ -1,0 +1,67 @@
+"""A stream of two labels goes round the loop: judged, promoted, followed, and served with both."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import gmeta
+from gmeta.pipeline.pipeline_status import status_of
+from gmeta.pipeline.stream_page import stream_page
+from gmeta.serving.channel.channel import Channel
+from tests.pipeline.days import write_day, write_loop
+from tests.pipeline.following import loop_of, stages_of
+from tests.serving.server.serving import post, request_of, service_of
+
+NAMES = ["prediction_click", "prediction_buy"]
+
+
+def write_buys(folder: Path) -> None:
+    """Add a second label to a day: purchases, among its clicks alone."""
+    path = folder / "part-0.parquet"
+    table = pq.ParquetFile(path).read()  # not the day that its folder is named by
+    rng = np.random.default_rng(7)
+    buy_N = table["click"].to_numpy() * (rng.random(len(table)) < 0.5)
+    pq.write_table(table.append_column("buy", pa.array(buy_N, pa.float32())), path)
+
+
+@pytest.mark.distributed
+def test_a_candidate_of_two_labels_is_promoted_followed_and_served(tmp_path: Path) -> None:
+    config = write_loop(tmp_path, margin=9)
+    schema, train = tmp_path / "schema.toml", tmp_path / "train.toml"
+    schema.write_text(
+        schema.read_text().replace(
+            '[label]\ncolumn = "click"', '[[label]]\ncolumn = "click"\n[[label]]\ncolumn = "buy"'
+        )
+    )
+    train.write_text(train.read_text() + '[labels]\nentire_space = { buy = "click" }\n')
+    channel, loop = Channel(tmp_path / "channel"), loop_of(config)
+    write_buys(write_day(tmp_path / "logs", 0))
+    stages_of(loop)
+    assert channel.served().number == 1
+    rows = pq.ParquetFile(tmp_path / "logs/day=000/part-0.parquet").read().sort_by("user")
+    support, query = rows.slice(0, 4), rows.slice(4, 2)  # a user has six
+    with gmeta.follow(channel.root, every_s=0) as follower, service_of(channel.root) as service:
+        before_NL = follower.model.adapt(support).predict(query).numpy()
+        write_buys(write_day(tmp_path / "logs", 1))
+        stages_of(loop)
+        assert channel.served().number == 2
+        assert follower.check()
+        assert service.reload()
+        after_NL = follower.model.adapt(support).predict(query).numpy()
+        assert after_NL.shape == (query.num_rows, 2)
+        assert (np.abs(after_NL - before_NL).max(axis=0) > 0).all()
+        # The probability of a purchase is that of a click times that of one among clicks.
+        assert (after_NL[:, 1] < after_NL[:, 0]).all()
+        answer = post(
+            service, request_of(query.drop_columns(["buy", "at"]), support, outputs=NAMES)
+        )
+        assert answer.status_code == 200, answer.text
+        told_NL = np.column_stack([one["data"] for one in answer.json()["outputs"]])
+        np.testing.assert_allclose(told_NL, after_NL, rtol=0, atol=1e-6)
+    titles = re.findall("<figcaption>(.*?)</figcaption>", stream_page(loop, status_of(loop)))
+    assert "AUC before training on it (prequential)" in titles
+    assert "AUC of buy before training on it (prequential)" in titles

@@ -1,0 +1,39 @@
+"""A stage in a process of its own, and SIGTERM."""
+
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gmeta.cli.commands import follow
+from gmeta.pipeline import stage_process as stages
+from gmeta_keys.stop_flag import Asked
+from tests.pipeline.days import write_loop
+from tests.support.interrupted import exit_code_of, interrupted
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    stages._ending = Asked()
+    stages._dismiss()
+
+
+def test_a_stage_that_sigterm_comes_before_is_ended_at_once(tmp_path: Path) -> None:
+    stages.end_stage()
+    assert stages.run_stage(["--version"], tmp_path / "log") == -signal.SIGTERM
+
+
+def test_a_log_that_cannot_be_written_is_told_by_the_loop(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        stages.run_stage(["--version"], tmp_path)
+
+
+def test_a_signal_in_the_middle_of_a_wait_ends_the_loop_too(tmp_path: Path) -> None:
+    assert exit_code_of(follow_interrupted, write_loop(tmp_path)) == 0
+
+
+def follow_interrupted(config: Path) -> int:
+    return interrupted(partial(follow.follow, config), follow._run.__code__)

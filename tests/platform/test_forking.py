@@ -1,0 +1,77 @@
+"""Processes forked from one that has imported what they need, and Ctrl-C."""
+
+import gc
+import signal
+import subprocess
+import sys
+from importlib import reload
+from pathlib import Path
+
+from gmeta.pipeline import preload_last as looked_up
+from gmeta.platform import no_garbage
+from gmeta.platform.forking import _hold_interrupt
+from tests.support.commands import environment
+
+# In a process of its own: in the tests' multiprocessing has started its helpers before.
+INTERRUPTED = """
+import os, signal, time
+from multiprocessing import forkserver, util
+from pathlib import Path
+from gmeta.cli.main import _leave
+from gmeta.platform.forking import forking_context, start
+
+context = forking_context(["json"])
+server = Path(f"/proc/{forkserver._forkserver._forkserver_pid}")
+status = (server / "status").read_text()
+print(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1])
+
+ask_for_one = forkserver.connect_to_new_process
+
+def interrupted(fds):
+    made = ask_for_one(fds)
+    signal.raise_signal(signal.SIGINT)  # the new process waits to hear what it is for
+    return made
+
+forkserver.connect_to_new_process = interrupted
+process = context.Process(target=time.sleep, args=(600,))
+try:
+    start(process)
+except KeyboardInterrupt:
+    process.join()
+    print(process.exitcode)
+print(b"PYTORCH_NVML_BASED_CUDA_CHECK=1" in (server / "environ").read_bytes())
+print(util.get_temp_dir())
+_leave(0)  # as every command ends
+"""
+
+
+def test_a_process_does_not_hear_ctrl_c_and_is_ended_whole_if_it_was_just_starting() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, env=environment()
+    )
+    assert ran.stderr == ""
+    blocked, exit_code, forks_may_use_gpus, sockets = ran.stdout.split()
+    assert not Path(sockets).exists()
+    assert forks_may_use_gpus == "True"
+    assert int(blocked, 16) >> (signal.SIGINT - 1) & 1
+    assert int(exit_code) == -signal.SIGTERM
+
+
+def test_a_server_imports_without_a_look_for_garbage_and_its_stages_look_again() -> None:
+    try:
+        reload(no_garbage)
+        assert not gc.isenabled()
+        reload(looked_up)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_process_that_ignores_ctrl_c_starts_others_through_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _hold_interrupt() as is_heard:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not is_heard

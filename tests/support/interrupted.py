@@ -1,0 +1,54 @@
+"""SIGTERM in the middle of a wait: a handler that takes the lock of the wait that it interrupts
+hangs for ever.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from gmeta_keys.stop_flag import Asked
+from tests.support.forked import Forked
+from tests.support.waiting import PATIENCE_S
+
+_WAITS = (threading.Event.wait.__code__, Asked.wait.__code__)
+NOT_INTERRUPTED = 9
+
+
+def interrupted(run: Callable[[], int | None], waits_in: CodeType) -> int:
+    """Return what `run` does when SIGTERM comes in the middle of the first wait that the function
+    of this code begins; NOT_INTERRUPTED if it begins none.
+    """
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        begun_by = frame.f_back and frame.f_back.f_code
+        if frame.f_code in _WAITS and begun_by is waits_in and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == 2:  # an event holds its lock now
+                signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    sys.settrace(trace)
+    code = run() or 0
+    sys.settrace(None)
+    return code if len(lines) > 1 else NOT_INTERRUPTED
+
+
+def exit_code_of(become: Callable[..., int], *arguments: object) -> int:
+    """Return what a function does in a process of its own, which is killed if it hangs. Raises
+    subprocess.TimeoutExpired then.
+    """
+    forked = Forked(_leave_with, become, arguments)
+    try:
+        return forked.wait(PATIENCE_S)
+    finally:
+        if forked.poll() is None:
+            os.kill(forked.pid, signal.SIGKILL)
+
+
+def _leave_with(become: Callable[..., int], arguments: tuple[object, ...]) -> None:
+    os._exit(become(*arguments))
