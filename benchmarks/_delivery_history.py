@@ -12,7 +12,7 @@ from _common import REPOSITORY
 
 from gmeta.errors import GMetaError
 from gmeta.pipeline.follow_config import load_follow_config
-from gmeta.pipeline.pipeline import Loop
+from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.stage_process import last_line, run_stage
 from gmeta.serving.channel.champion_judge import judge, windows_before
 from metaio.recipes.synthetic_days import DaysConfig, write_days
@@ -36,7 +36,7 @@ def grown(root: Path, increments: int, users: int) -> dict[str, Any]:
         f'runs = "{root}/runs"\nchannel = "{root}/channel"\nkeep = 4\n'
         f"[judge]\nmargin = {MARGIN}\n"
     )
-    loop = Loop(load_follow_config(config), run_stage, last_line)
+    loop = Pipeline(load_follow_config(config), run_stage, last_line)
     took_s: dict[int, float] = {}
     while True:
         began_s = time.perf_counter()
@@ -57,7 +57,7 @@ def grown(root: Path, increments: int, users: int) -> dict[str, Any]:
     return found | _compared(root, increments, loop)
 
 
-def _compared(root: Path, increments: int, loop: Loop) -> dict[str, Any]:
+def _compared(root: Path, increments: int, loop: Pipeline) -> dict[str, Any]:
     """Return the scores of three models on the gate tasks of the last increment."""
     served = loop.continued_from(increments + 1)
     assert served is not None

@@ -46,7 +46,7 @@ from gmeta.platform.files.checksums import describe_file
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.channel.champion_judge import judge, windows_before
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.exported_folder import read_config, table_file, write_config
 from metaio.format.dataset import open_dataset
@@ -282,7 +282,7 @@ def swapped(root: Path, sizes: Sizes) -> dict[str, Any]:
     packed = root / "swap.packed"
     pack(channel, noisy(root / "model-2", root / "swap.model", 1, 0.02), packed, False)
     channel.promote(packed)
-    folders = {number: whole_version(channel, number) for number in (1, 2)}
+    folders = {number: materialize_version(channel, number) for number in (1, 2)}
     # Of the rows of one user as a server is asked: it knows no row's identity.
     rows = pq.read_table(files_of(root)[0]).slice(0, 120).drop_columns(["user", "row", "p_click"])
     support, query = rows.slice(0, 20), rows.slice(20)

@@ -26,9 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _common import REPOSITORY, environment, finish, make_parser, positive_int
 
-from gmeta.pipeline.days import days_of
+from gmeta.pipeline.days import read_days
 from gmeta.pipeline.follow_config import load_follow_config
-from gmeta.pipeline.pipeline import Loop
+from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.stage_process import last_line, run_stage
 from gmeta.platform.files.checked_json import read_json
 
@@ -159,7 +159,7 @@ def write_parts(log: Log, root: Path, parts: int) -> list[Path]:
 
 def follow(root: Path) -> tuple[list[dict[str, Any]], float]:
     """Follow the parts; return a row an increment, and the seconds of training and preparing."""
-    loop = Loop(load_follow_config(root / "stream.toml"), run_stage, last_line)
+    loop = Pipeline(load_follow_config(root / "stream.toml"), run_stage, last_line)
     took_s = 0.0
     while (done := loop.step()) is not None:
         took_s += done.took_s if done.stage in ("prepare", "train") else 0.0
@@ -174,7 +174,7 @@ def follow(root: Path) -> tuple[list[dict[str, Any]], float]:
             "continued": day.forecast.get("auc"),
             "frozen": day.frozen.get("auc"),
         }
-        for day in days_of(loop)
+        for day in read_days(loop)
     ]
     return rows, took_s
 

@@ -37,7 +37,7 @@ from gmeta.data.task_groups import GROUP_WORK, least_gain
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
 from gmeta_keys.plugins import is_ours
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 from gmeta_models.decision import DecisionModel
 from gmeta_models.table_projections import TableProjections
 from metaio.read.batch import TaskBatch
@@ -233,7 +233,7 @@ class MetaLearner(nn.Module):
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
         loss_sum = self._algorithm.loss_sum
-        problem = failing_as(self._loss_error, GMetaError)
+        problem = translate_errors(self._loss_error, GMetaError)
         with nullcontext() if is_ours(loss_sum) else problem:
             terms = [loss_sum(self.general_loop, rows, sides) for sides in groups]
         for term in terms:
@@ -251,7 +251,7 @@ class MetaLearner(nn.Module):
     def _loss_error(self, error: Exception) -> ConfigError:
         message = f"algorithm.name = {self._config.name!r} cannot make its loss"
         return ConfigError(
-            f"{message}: {kind_and_text(error)}. Mend its loss_sum; --verbose shows the line"
+            f"{message}: {format_foreign_error(error)}. Mend its loss_sum; --verbose shows the line"
         )
 
     def _refuse_loss(self, problem: str) -> ConfigError:

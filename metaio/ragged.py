@@ -35,7 +35,7 @@ def ragged_indices(starts_E: Int64, lengths_E: Int64) -> Int64:
 def index_entries(offsets_N1: Int64, chosen_C: Int64) -> Int64:
     """Return the indices of the entries of the chosen lists, list after list.
 
-    >>> entries_of(np.array([0, 2, 2, 5]), np.array([2, 0])).tolist()
+    >>> parse_entries(np.array([0, 2, 2, 5]), np.array([2, 0])).tolist()
     [2, 3, 4, 0, 1]
     """
     starts_C = offsets_N1[chosen_C]

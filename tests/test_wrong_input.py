@@ -20,7 +20,7 @@ import torch
 from aiohttp import ClientError
 
 from gmeta.cli.commands.antdt_sim import antdt_sim
-from gmeta.cli.commands.error_messages import told, write_error
+from gmeta.cli.commands.error_messages import format_error, write_error
 from gmeta.cli.commands.evaluate import evaluate
 from gmeta.cli.commands.export import export, predict
 from gmeta.config.train_config import config_from_dict, load_config
@@ -393,7 +393,7 @@ def test_what_a_remote_store_says_is_one_line() -> None:
 
 
 def test_what_nothing_of_ours_caught_of_a_store_is_one_line() -> None:
-    assert told(ClientError("Service Unavailable.\nmore of it")) == (
+    assert format_error(ClientError("Service Unavailable.\nmore of it")) == (
         "a remote store refused or did not answer: ClientError: Service Unavailable. "
         "Check the URL, the credentials and the network, then run again",
         1,

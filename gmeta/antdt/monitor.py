@@ -75,10 +75,10 @@ class _WorkerHistory:
     def has_changed_pace(self, ratio: float) -> bool:
         """Return whether own time per task is at least `ratio` times what it was in the last
         window, or at most 1/`ratio` of it."""
-        news = self.totals_of_window()
-        if news is None or not self.short:
+        totals_of_window = self.totals_of_window()
+        if totals_of_window is None or not self.short:
             return False
-        now_ms, then_ms = sum(news.own_ms) / news.tasks_done, self.short[-1].own_ms
+        now_ms, then_ms = sum(totals_of_window.own_ms) / totals_of_window.tasks_done, self.short[-1].own_ms
         return not then_ms / ratio < now_ms < then_ms * ratio
 
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from gmeta import __version__
-from gmeta.cli.commands.error_messages import let_others_tell, told, told_errors, write_error
+from gmeta.cli.commands.error_messages import wait_for_other_ranks, format_error, reportable_errors, write_error
 from gmeta.cli.commands.verbosity_options import with_options
 from gmeta.errors import is_of_memory
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 
 # Each with its line in `gmeta --help`: its own help's first sentence. A module is loaded when it is
 # asked for: the data-shard service must start without torch, and nobody waits seconds for the help
@@ -90,17 +90,17 @@ def load_command(name: str) -> Any:
     """
     attribute = name.replace("-", "_")
     module = importlib.import_module(f"gmeta.cli.commands.{MODULES.get(name, attribute)}")
-    found: Any = getattr(module, attribute)
-    if isinstance(found, typer.Typer):
-        command = typer.main.get_command(found)
+    imported: Any = getattr(module, attribute)
+    if isinstance(imported, typer.Typer):
+        command = typer.main.get_command(imported)
         command.name = name
         return with_options(command, name)
     alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
-    alone.command(name)(found)
+    alone.command(name)(imported)
     return with_options(typer.main.get_command(alone), name)
 
 
-class _Unloaded(typer.core.TyperCommand):
+class _LazyCommand(typer.core.TyperCommand):
     """A subcommand known by its line in the help; its module is loaded when it runs."""
 
     def make_context(
@@ -133,7 +133,7 @@ class _Subcommands(typer.core.TyperGroup):
             meant = ELSEWHERE.get(near[0], near[0]) if near else ""
             hint = f"did you mean {meant!r}?" if near else "`gmeta --help` lists all commands"
             ctx.fail(f"no such command {cmd_name!r}: {hint}")
-        return _Unloaded(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
+        return _LazyCommand(cmd_name, help=COMMANDS[cmd_name], rich_markup_mode="rich")
 
 
 app = typer.Typer(
@@ -178,12 +178,12 @@ def main(work: Callable[[], object] = app) -> None:
     """
     _open_streams()
     try:
-        with failing_as(_FaultError):
+        with translate_errors(_FaultError):
             _run(work)
     except _FaultError as fault:
         error = fault.args[0]
         sys.excepthook(type(error), error, error.__traceback__)
-        _leave(1)  # an interpreter that ends as usual may abort: a collective is still under way
+        _exit_now(1)  # an interpreter that ends as usual may abort: a collective is still under way
 
 
 class _FaultError(Exception):
@@ -193,18 +193,18 @@ class _FaultError(Exception):
 def _run(work: Callable[[], object]) -> None:
     try:
         work()
-        _leave(0)
+        _exit_now(0)
     except SystemExit as done:
-        _leave(done.code if isinstance(done.code, int) else int(done.code is not None))
-    except told_errors() as error:
+        _exit_now(done.code if isinstance(done.code, int) else int(done.code is not None))
+    except reportable_errors() as error:
         if os.environ.get("GMETA_TRACEBACK"):
             raise
-        let_others_tell(error)
-        _fail(*told(error))
+        wait_for_other_ranks(error)
+        _exit_with_error(*format_error(error))
     except (MemoryError, RuntimeError) as error:
         if os.environ.get("GMETA_TRACEBACK") or not is_of_memory(error):
             raise
-        _fail(
+        _exit_with_error(
             f"out of memory: {(str(error).splitlines() or [''])[0]}. Less is needed with narrower "
             "or smaller tables (model.embedding_dim, hash), smaller steps (data.tasks_per_step, "
             "outer.accumulate_steps) or more ranks",
@@ -212,16 +212,16 @@ def _run(work: Callable[[], object]) -> None:
         )
     except (KeyboardInterrupt, _InterruptedError):
         if os.environ.get("RANK", "0") != "0":
-            _leave(130)  # every rank is interrupted, and the first tells it
-        _fail("interrupted: what was committed stays, what was half-written is dropped", 130)
+            _exit_now(130)  # every rank is interrupted, and the first tells it
+        _exit_with_error("interrupted: what was committed stays, what was half-written is dropped", 130)
 
 
-def _fail(message: str, code: int) -> None:
+def _exit_with_error(message: str, code: int) -> None:
     write_error(message)
-    _leave(code)
+    _exit_now(code)
 
 
-def _leave(code: int) -> None:
+def _exit_now(code: int) -> None:
     """End at once: whatever a command wrote is durable by now.
 
     A normal exit waits for ranks that wait in a collective, and in about 1 run of 15 a native

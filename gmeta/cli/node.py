@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gmeta.cli.commands.config import checked
+from gmeta.cli.commands.config import load_checked_config
 from gmeta.cli.main import main
 from gmeta.errors import UserError
 
 
-def start(arguments: Sequence[str]) -> None:
+def run_node(arguments: Sequence[str]) -> None:
     """Hold the config of `gmeta train` against its data and model, then start the node's ranks."""
     match [one for one in arguments if not one.startswith("-")]:
         case []:
@@ -21,7 +21,7 @@ def start(arguments: Sequence[str]) -> None:
         case ["train"]:
             raise UserError("train needs a config: name its TOML file before the options")
         case ["train", config, *overrides]:
-            checked(Path(config), overrides)
+            load_checked_config(Path(config), overrides)
     # The check has loaded most of it.
     from torch.distributed.run import main as torchrun
 
@@ -29,4 +29,4 @@ def start(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(partial(start, sys.argv[sys.argv.index("-m") + 2 :]))
+    main(partial(run_node, sys.argv[sys.argv.index("-m") + 2 :]))

@@ -20,7 +20,7 @@ from gmeta.errors import ConfigError, GMetaError, is_of_memory
 from gmeta.platform.numerics import autocast
 from gmeta.platform.threads import ThreadChoice, work_to_predict
 from gmeta_keys.plugins import is_ours
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 from gmeta_models.eval_mode import in_eval_mode
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
@@ -71,11 +71,11 @@ class ShardedLearner(nn.Module):
             loss: Tensor = self.learner(rows_UD, episodes, weight)
             return loss
 
-    def translate_model_errors(self) -> failing_as:
+    def translate_model_errors(self) -> translate_errors:
         """Return a context that raises ConfigError, in one line, for what a model of somebody's own
         raises inside.
         """
-        return failing_as(self._translate_error, GMetaError)
+        return translate_errors(self._translate_error, GMetaError)
 
     def _translate_error(self, error: Exception) -> Exception:
         kind = type(self.learner.model)
@@ -83,7 +83,7 @@ class ShardedLearner(nn.Module):
         if is_ours(kind) or is_of_device or lost_contact(error) or is_of_memory(error):
             return error
         message = (
-            f"a step fails in {kind.__module__}:{kind.__qualname__}: {kind_and_text(error)}. "
+            f"a step fails in {kind.__module__}:{kind.__qualname__}: {format_foreign_error(error)}. "
             "Mend it, --verbose shows the line"
         )
         if isinstance(error, RuntimeError):  # as torch raises

@@ -11,8 +11,8 @@ import numpy as np
 
 from gmeta.errors import GMetaError
 from gmeta.metrics.terms import Floats, Ints, Terms, undefined_terms, with_influence
-from gmeta_keys.plugins import Registry, package_told
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.plugins import Registry, describe_package
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 
 # N rows, T tasks, G groups of tasks
 
@@ -60,7 +60,7 @@ def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) 
         try:
             NAMED_METRICS.check_trusted(name)
         except ValueError as error:
-            problem = package_told(made_on, f"{KEY}: {name}")
+            problem = describe_package(made_on, f"{KEY}: {name}")
             raise GMetaError(
                 f"{path} was made with {error}: docs/extending.md.{problem}"
             ) from error
@@ -95,10 +95,10 @@ def custom_terms(
     function = NAMED_METRICS.find(name).function
 
     def value_of(kept_N: Any) -> float:
-        with failing_as(
+        with translate_errors(
             lambda error: GMetaError(
                 f"{KEY} = {name!r} failed on {np.count_nonzero(kept_N):,} rows: "
-                f"{kind_and_text(error)}. Mend it, or leave it out"
+                f"{format_foreign_error(error)}. Mend it, or leave it out"
             )
         ):
             return float(function(label_N[kept_N], score_N[kept_N], code_N[kept_N]))

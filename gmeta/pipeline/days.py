@@ -18,13 +18,13 @@ from gmeta.runs.run_folder import PREQUENTIAL_FILE
 from metaio.stream.chain import IncrementRecord, list_increment_numbers, open_stream
 
 if TYPE_CHECKING:
-    from gmeta.pipeline.pipeline import Loop
+    from gmeta.pipeline.pipeline import Pipeline
 
 _SHOWN = 200  # of the newest increments: more are no picture
 TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast
 
 
-def days_of(loop: Loop) -> list[Day]:
+def read_days(loop: Pipeline) -> list[Day]:
     """Return the newest increments of a loop's stream, oldest first.
 
     Raises:
@@ -35,27 +35,27 @@ def days_of(loop: Loop) -> list[Day]:
     numbers = list_increment_numbers(url)
     if not numbers:
         return []
-    stream, best, found = open_stream(url), _best_by_partition(loop.config.follow.best), []
+    stream, best, days = open_stream(url), _best_by_partition(loop.config.follow.best), []
     ticks_per_s = stream.ticks_per_s
     for number in numbers[-_SHOWN:]:
-        record, promoted, root = stream.record(number), loop.promoted(number), loop.folder(number)
+        record, promoted, root = stream.record(number), loop.promoted_version(number), loop.folder(number)
         is_kept = promoted is not None and loop.channel.folder_of(promoted).is_dir()
-        found.append(
+        days.append(
             Day(
                 record=record,
                 window_s=(record.window[0] / ticks_per_s, record.window[1] / ticks_per_s),
                 verdict=loop.verdict(number) or {},
                 version=loop.channel.version(promoted or 0) if is_kept else None,
-                forecast=_scores(root / "run" / PREQUENTIAL_FILE),
-                frozen=_scores(root / FROZEN_FILE),
+                forecast=_read_scores(root / "run" / PREQUENTIAL_FILE),
+                frozen=_read_scores(root / FROZEN_FILE),
                 best_auc=_best_of(record, best),
-                took_s=_took_s(root / ENDED_FILE),
+                took_s=_read_seconds(root / ENDED_FILE),
             )
         )
-    return found
+    return days
 
 
-def _scores(path: Path) -> dict[str, float]:
+def _read_scores(path: Path) -> dict[str, float]:
     """Return the metrics of the rows that are trained on next."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         scores = read_json(path)["splits"][TRAINED_ON]["scores"]
@@ -63,15 +63,15 @@ def _scores(path: Path) -> dict[str, float]:
     return {}
 
 
-def _took_s(path: Path) -> dict[str, float]:
+def _read_seconds(path: Path) -> dict[str, float]:
     """Return the seconds of each stage, the last time that it ended."""
-    found: dict[str, float] = {}
+    seconds_by_stage: dict[str, float] = {}
     with suppress(OSError):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, LookupError, TypeError):  # a kill may cut a line short
                 entry = json_object(line)
-                found[str(entry["stage"])] = float(entry["took_s"])
-    return found
+                seconds_by_stage[str(entry["stage"])] = float(entry["took_s"])
+    return seconds_by_stage
 
 
 def _best_by_partition(path: str) -> dict[str, float]:

@@ -12,41 +12,41 @@ from gmeta.access.auth import Tokens
 from gmeta.access.credentials import ServerTls
 from gmeta.access.http_edge import HttpRequest, RouteServer
 from gmeta.errors import GMetaError, UserError
-from gmeta.pipeline.pipeline import Loop
-from gmeta.pipeline.pipeline_metrics import LoopMetrics
-from gmeta.pipeline.stream_page import Picture, draw_stream, page_of, stream_page
+from gmeta.pipeline.pipeline import Pipeline
+from gmeta.pipeline.pipeline_metrics import PipelineMetrics
+from gmeta.pipeline.stream_page import StreamPicture, draw_stream, render_page, render_stream
 from gmeta.platform.files.atomic_write import write_atomically
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 from metaio.errors import MetaIOError
 
 _REFRESH_S = 10
 
 
-def draw_page(path: Path, loop: Loop, metrics: LoopMetrics) -> None:
+def write_page(path: Path, pipeline: Pipeline, metrics: PipelineMetrics) -> None:
     """Write the page of the stream's state now to a file, which takes a second."""
-    write_atomically(path, stream_page(loop, metrics.status).encode())
+    write_atomically(path, render_stream(pipeline, metrics.status).encode())
 
 
 @final
-class LivePage:
+class StreamPageServer:
     """Serves a loop's page and metrics in threads of its own. A picture is drawn when somebody
     looks, once for each stage that ended."""
 
     def __init__(
         self,
-        loop: Loop,
-        metrics: LoopMetrics,
+        pipeline: Pipeline,
+        metrics: PipelineMetrics,
         address: str,
         tls: ServerTls | None = None,
         tokens: Tokens | None = None,
     ) -> None:
         """Listen at HOST:PORT. Raise AddressError, CredentialError or, where the port is taken,
         UserError."""
-        self._loop, self._metrics = loop, metrics
-        self._picture: Picture | None = None
+        self._pipeline, self._metrics = pipeline, metrics
+        self._picture: StreamPicture | None = None
         self._drawing = threading.Lock()
         host, port = split_address("--listen", address)
-        routes = {"/": self._page, "/metrics": self._measured}
+        routes = {"/": self._answer_page, "/metrics": self._answer_metrics}
         try:
             self._server = RouteServer(host, port, routes, lambda: True, tls, tokens)
         except OSError as error:
@@ -64,28 +64,28 @@ class LivePage:
         """End at once."""
         self._server.stop()
 
-    def _page(self, request: HttpRequest) -> None:
+    def _answer_page(self, request: HttpRequest) -> None:
         try:
-            text = self._drawn()
+            text = self._render_page()
         except (GMetaError, MetaIOError) as error:
             request.send(500, f"the page cannot be drawn: {error}\n")
             return
         headers = {"Cache-Control": "no-store"}
         request.send(200, text, headers, "text/html; charset=utf-8")
 
-    def _drawn(self) -> str:
+    def _render_page(self) -> str:
         with (
-            failing_as(_defect, GMetaError, MetaIOError),
+            translate_errors(_wrap_defect, GMetaError, MetaIOError),
             self._drawing,
         ):
-            picture = self._picture = self._picture or draw_stream(self._loop)
-            return page_of(picture, self._metrics.status, self._loop.under_way, _REFRESH_S)
+            picture = self._picture = self._picture or draw_stream(self._pipeline)
+            return render_page(picture, self._metrics.status, self._pipeline.under_way, _REFRESH_S)
 
-    def _measured(self, request: HttpRequest) -> None:
+    def _answer_metrics(self, request: HttpRequest) -> None:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         request.send(200, encode(self._metrics.registry), content_type=content_type)
 
 
-def _defect(error: Exception) -> GMetaError:
-    told = kind_and_text(error).rstrip(".")
-    return GMetaError(f"{told}. That is a defect; report it with its traceback")
+def _wrap_defect(error: Exception) -> GMetaError:
+    reason = format_foreign_error(error).rstrip(".")
+    return GMetaError(f"{reason}. That is a defect; report it with its traceback")

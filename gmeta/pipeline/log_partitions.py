@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, final
 
 from gmeta.platform.files.storage_errors import translate_storage_errors
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 from metaio.format.storage import find_file_system, is_local
 from metaio.prepare.episodes.ordered_map import map_in_order
 from metaio.prepare.source.input_files import is_marker
@@ -22,7 +22,7 @@ _LISTED_TOGETHER = 16
 
 
 @dataclass(frozen=True)
-class Partition:
+class LogPartition:
     """A partition: its name and its files, as `gmeta prepare` takes them, some with their sizes;
     others of it may have been taken before. It is closed unless something speaks `against` it."""
 
@@ -33,7 +33,7 @@ class Partition:
     against: str = ""
 
 
-def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
+def closed_partitions(pattern: str, closed_after_s: float) -> list[LogPartition]:
     """Return the partitions that match a glob and are closed, in the order of their names, and
     those of which that cannot be told.
 
@@ -44,11 +44,11 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     Raises:
         GMetaError: the place cannot be listed.
     """
-    found = []
-    with _reached(pattern):
+    partitions = []
+    with _translate_access_errors(pattern):
         fs, root = find_file_system(pattern)
         fs.invalidate_cache()
-        for path, inner in _listed(fs, root):
+        for path, inner in _list_files(fs, root):
             # A link to a file is one, too.
             entries = {
                 str(p): one for p, one in inner.items() if one["type"] == "file" or fs.isfile(p)
@@ -72,41 +72,41 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
                 }
                 sizes = {url: entries[name].get("size") for name, url in url_of.items()}
                 known = {url: size for url, size in sizes.items() if size is not None}
-                found.append(Partition(path, tuple(url_of.values()), False, known, against))
-    return found
+                partitions.append(LogPartition(path, tuple(url_of.values()), False, known, against))
+    return partitions
 
 
-def _listed(fs: Any, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _list_files(fs: Any, pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each path that matches a glob, with all files at or below it by path. A store answers
     after a while: one partition after the other, a year by the hour would take minutes. Other
     clients, such as that of FTP, have one connection, which threads would mix up."""
     paths = [path for path in sorted(map(str, fs.glob(pattern))) if not is_marker(path, pattern)]
     find = partial(fs.find, detail=True)
-    found = map_in_order(_LISTED_TOGETHER, find, paths) if fs.async_impl else map(find, paths)
-    yield from zip(paths, found, strict=True)
+    listings = map_in_order(_LISTED_TOGETHER, find, paths) if fs.async_impl else map(find, paths)
+    yield from zip(paths, listings, strict=True)
 
 
-def _reached(place: str) -> failing_as:
+def _translate_access_errors(place: str) -> translate_errors:
     remedy = "Look at the place, the network and the credentials"
     return translate_storage_errors(f"follow.inputs: {place} cannot be read", remedy)
 
 
 @dataclass(frozen=True)
-class Standing:
+class LogState:
     """The state of a log: the partitions of which an increment is to be made, the first one first,
     the files that wait for others, and what is refused, and why."""
 
-    waiting: Sequence[Partition]
+    waiting: Sequence[LogPartition]
     held: Sequence[str]
     refused: Mapping[str, str]
 
 
-def standing(
-    partitions: Sequence[Partition],
+def sort_partitions(
+    partitions: Sequence[LogPartition],
     taken: Set[str],
     noted: Sequence[Mapping[str, Any]],
     rewritten: Mapping[str, str],
-) -> Standing:
+) -> LogState:
     """Return the state of the partitions, from the files that increments took, the quarantine's
     notes that still hold, and why taken files that have changed since are refused.
 
@@ -128,18 +128,18 @@ def standing(
         elif not held.issuperset(left):  # one more may make an increment of all
             is_begun = not taken.isdisjoint(partition.files)
             waiting.append(replace(partition, files=left, is_begun=is_begun))
-    return Standing(waiting, sorted(held), refused)
+    return LogState(waiting, sorted(held), refused)
 
 
 @final
-class NotedFiles:
+class QuarantineChecks:
     """Tells which notes of the quarantine hold: all of its files are there with the bytes that were
     refused. A file that was mended, or taken away, is tried again with the others of its note."""
 
     def __init__(self) -> None:
         self._hash_of: dict[str, tuple[str, str]] = {}  # with what the file system said then
 
-    def holding(
+    def notes_in_force(
         self, notes: Sequence[Mapping[str, Any]], taken: Collection[str]
     ) -> list[Mapping[str, Any]]:
         """Return the notes that hold; files that were taken are not looked at.
@@ -153,8 +153,8 @@ class NotedFiles:
             if all(one["name"] in taken or self._is_as_noted(one) for one in note["files"])
         ]
 
-    def rewritten(
-        self, partitions: Sequence[Partition], taken: Mapping[str, Mapping[str, Any]]
+    def find_rewritten(
+        self, partitions: Sequence[LogPartition], taken: Mapping[str, Mapping[str, Any]]
     ) -> list[str]:
         """Return the taken files whose size has changed, and, as is checked then, their bytes.
 
@@ -172,7 +172,7 @@ class NotedFiles:
 
     def _is_as_noted(self, file: Mapping[str, Any]) -> bool:
         name = file["name"]
-        with _reached(name):
+        with _translate_access_errors(name):
             fs, path = find_file_system(name)
             try:
                 info = fs.info(path)

@@ -19,18 +19,18 @@ from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.pipeline.follow_config import FollowConfig
 from gmeta.pipeline.log_partitions import (
     SUCCESS,
-    NotedFiles,
-    Partition,
-    Standing,
+    QuarantineChecks,
+    LogPartition,
+    LogState,
     TakenFiles,
     closed_partitions,
-    standing,
+    sort_partitions,
 )
-from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, Done, UnderWay
+from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, StageOutcome, RunningStage
 from gmeta.platform.files.checked_json import read_json
 from gmeta.runs.run_folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.run_folder import RunFolder, write_json
-from gmeta.serving.channel.channel import PROMOTED, PROMOTIONS, Channel, Current
+from gmeta.serving.channel.channel import PROMOTED, PROMOTIONS, Channel, CurrentVersion
 from gmeta.serving.channel.model_version import Version
 from gmeta.serving.channel.version_retention import prune
 from gmeta.serving.exported_folder import CONFIG_FILE
@@ -45,7 +45,7 @@ RunStage = Callable[[list[str], Path], int]
 
 
 @final
-class Loop:
+class Pipeline:
     """Takes one stage at a time; `run_stage` runs a command of gmeta and returns its exit code, and
     `last_line` what it said at last."""
 
@@ -57,17 +57,17 @@ class Loop:
         self._runs = Path(config.follow.runs)
         self._stream = config.follow.stream
         self._run_stage, self._last_line = run_stage, last_line
-        self.under_way: UnderWay | None = None
-        self._files, self._noted = TakenFiles(self._stream), NotedFiles()
+        self.under_way: RunningStage | None = None
+        self._files, self._quarantine_checks = TakenFiles(self._stream), QuarantineChecks()
         self._verdicts: dict[int, dict[str, Any]] = {}
         self._promoted: tuple[object, dict[str, int]] = (None, {})
         # As the last step found it, if it left nothing to do.
-        self.idle: Standing | None = None
+        self.idle: LogState | None = None
         self._published = ""  # when what the mirror serves was promoted; at the start nobody knows
         self.unpublished = ""  # why the mirror lacks what serves, once a try has failed
         self._is_put_off = False  # its next try: the mirror may be away for hours
 
-    def step(self) -> Done | None:
+    def step(self) -> StageOutcome | None:
         """Take the next stage and return its outcome; None where no stage is due.
 
         Raises:
@@ -83,33 +83,33 @@ class Loop:
                 file.write(json.dumps(line) + "\n")
         return done
 
-    def _step(self) -> Done | None:
+    def _step(self) -> StageOutcome | None:
         self.idle = None
         current = self.channel.current()
         if current is None or not self.config.follow.mirror or current.at == self._published:
-            return self._next(current)
+            return self._take_next(current)
         # What a person promoted or rolled back, too.
         is_put_off, self._is_put_off = self._is_put_off, False
-        done = self._next(current) if is_put_off else None
+        done = self._take_next(current) if is_put_off else None
         return done or self._publish(current)
 
-    def _next(self, current: Current | None) -> Done | None:
+    def _take_next(self, current: CurrentVersion | None) -> StageOutcome | None:
         """Take the next stage, apart from publishing."""
         # What comes next is read from what is there, never remembered: a kill between two stages
         # costs nothing.
-        number = self.unfinished()
+        number = self.first_unfinished()
         if number is None:
-            log = self.standing()
+            log = self.log_state()
             if log.waiting:
                 return self._prepare(log.waiting[0], log.held)
-            unscored = self._unscored()
+            unscored = self._next_unscored()
             if unscored is not None:
                 return self._score(*unscored)
             self.idle = log
             return None
         refused = self.refused_before(number)
         if len(refused) >= self.config.judge.max_refused:
-            raise self._too_many(refused)
+            raise self._too_many_refused(refused)
         root = self.folder(number)
         if not (root / "trained.json").exists():
             return self._train(number)
@@ -120,7 +120,7 @@ class Loop:
             return self._judge(number, root / "model")
         return self._promote(number)
 
-    def standing(self) -> Standing:
+    def log_state(self) -> LogState:
         """Return the state of the log's partitions.
 
         Raises:
@@ -130,10 +130,10 @@ class Loop:
         partitions = closed_partitions(follow.inputs, follow.closed_after_s)
         notes = list_quarantine(Path(self._stream))
         if any("schema" in note for note in notes):  # not those by a schema mended since
-            own = fingerprint_schema(load_schema(follow.schema))
-            notes = [note for note in notes if note.get("schema", own) == own]
+            mark = fingerprint_schema(load_schema(follow.schema))
+            notes = [note for note in notes if note.get("schema", mark) == mark]
         # An empty file may have just been opened by its writer: no row of it was trained.
-        old = {name: taken[name] for name in self._noted.rewritten(partitions, taken)}
+        old = {name: taken[name] for name in self._quarantine_checks.find_rewritten(partitions, taken)}
         new = {name for name, file in old.items() if not file["num_bytes"]}
         rewritten = {
             name: f"it was rewritten since increment {file['increment']} took it, and increments "
@@ -141,14 +141,14 @@ class Loop:
             for name, file in old.items()
             if name not in new
         }
-        noted = self._noted.holding(notes, taken.keys() - new)
-        return standing(partitions, taken.keys() - new, noted, rewritten)
+        notes_in_force = self._quarantine_checks.notes_in_force(notes, taken.keys() - new)
+        return sort_partitions(partitions, taken.keys() - new, notes_in_force, rewritten)
 
-    def without_input(self) -> str:
+    def missing_input(self) -> str:
         """Return what is lacking where no increment was ever made; "" where one was, or can be."""
         if list_increment_numbers(self._stream):
             return ""
-        log, follow = self.standing(), self.config.follow
+        log, follow = self.log_state(), self.config.follow
         if log.waiting:
             return ""
         if log.refused:
@@ -163,21 +163,21 @@ class Loop:
             f"a file {SUCCESS}, or by its age with follow.closed_after_s; else correct the pattern"
         )
 
-    def unfinished(self) -> int | None:
+    def first_unfinished(self) -> int | None:
         """Return the first increment that was neither promoted nor refused yet."""
         for number in list_increment_numbers(self._stream):
             verdict = self.verdict(number)
-            if verdict is None or (verdict["verdict"] == "promote" and not self.promoted(number)):
+            if verdict is None or (verdict["verdict"] == "promote" and not self.promoted_version(number)):
                 return number
         return None
 
     def verdict(self, number: int) -> dict[str, Any] | None:
         """Return the verdict on an increment's candidate; None where there is none yet."""
-        path, found = self.folder(number) / "verdict.json", self._verdicts.get(number)
+        path, known_verdict = self.folder(number) / "verdict.json", self._verdicts.get(number)
         try:
             # Remembered: a step must not read all of them.
-            found = self._verdicts[number] = found or read_json(path)
-            return found
+            known_verdict = self._verdicts[number] = known_verdict or read_json(path)
+            return known_verdict
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -185,7 +185,7 @@ class Loop:
                 f"{path} is damaged: {error}. Remove it, and the candidate is judged again"
             ) from error
 
-    def _is_outdated(self, number: int, current: Current | None) -> bool:
+    def _is_outdated(self, number: int, current: CurrentVersion | None) -> bool:
         """Return whether a person has promoted or rolled back since a candidate was judged, so that
         its champion is not the one that serves now."""
         verdict, serves = self.verdict(number) or {}, current.number if current else None
@@ -193,10 +193,10 @@ class Loop:
             return False  # the candidate serves: its promotion was killed
         return bool(verdict.get("champion_version", serves) != serves)
 
-    def promoted(self, number: int) -> int | None:
+    def promoted_version(self, number: int) -> int | None:
         """Return the version of the channel that an increment's candidate became."""
         verdict = self.verdict(number)
-        return self._promotions().get((verdict or {}).get("model", ""))
+        return self._versions_by_model().get((verdict or {}).get("model", ""))
 
     def continued_from(self, number: int) -> int | None:
         """Return the increment from whose run that of this one goes on: the newest whose model is
@@ -205,7 +205,7 @@ class Loop:
         No run goes on from an increment that was refused or rolled back.
         """
         by_version = {
-            self.promoted(earlier): earlier
+            self.promoted_version(earlier): earlier
             for earlier in list_increment_numbers(self._stream)
             if earlier < number
         }
@@ -216,35 +216,35 @@ class Loop:
 
     def refused_before(self, number: int) -> list[int]:
         """Return the increments before this one that were refused since the last promotion."""
-        found: list[int] = []
+        refused: list[int] = []
         for earlier in list_increment_numbers(self._stream):
             if earlier >= number:
                 break
             # A promotion ends the row.
-            found = [] if self.promoted(earlier) is not None else [*found, earlier]
-        return found
+            refused = [] if self.promoted_version(earlier) is not None else [*refused, earlier]
+        return refused
 
-    def frozen(self) -> tuple[int, Version] | None:
+    def frozen_version(self) -> tuple[int, Version] | None:
         """Return the first increment whose candidate was promoted, and its version, with which
         later ones are compared; None where there is none, it was removed, or is a delta."""
         for number in list_increment_numbers(self._stream):
-            promoted = self.promoted(number)
-            if promoted is not None:
-                is_there = self.channel.folder_of(promoted).is_dir()
-                version = self.channel.version(promoted) if is_there else None
+            version_number = self.promoted_version(number)
+            if version_number is not None:
+                is_there = self.channel.folder_of(version_number).is_dir()
+                version = self.channel.version(version_number) if is_there else None
                 return (number, version) if version and version.delta is None else None
         return None
 
-    def _unscored(self) -> tuple[int, Version] | None:
+    def _next_unscored(self) -> tuple[int, Version] | None:
         """Return the first increment on which the frozen model was not scored yet, and that
         model."""
-        if self.config.follow.frozen and (frozen := self.frozen()):
+        if self.config.follow.frozen and (frozen := self.frozen_version()):
             for number in list_increment_numbers(self._stream):
                 if number > frozen[0] and not (self.folder(number) / FROZEN_FILE).exists():
                     return number, frozen[1]
         return None
 
-    def _prepare(self, partition: Partition, held: Sequence[str]) -> Done:
+    def _prepare(self, partition: LogPartition, held: Sequence[str]) -> StageOutcome:
         arguments = ["prepare", "--extend", self._stream, *partition.files]
         # A partition's late files are judged alone: with more of their kind they pass for new.
         along = [] if partition.is_begun else [one for one in held if one not in partition.files]
@@ -255,12 +255,12 @@ class Loop:
         code, took_s = self._run(0, arguments, partition.name, log, (0, SET_ASIDE))
         if code == SET_ASIDE:
             why = self._last_line(log).removeprefix("error: ")
-            return Done("prepare", 0, took_s, f"{partition.name}: {why}")
+            return StageOutcome("prepare", 0, took_s, f"{partition.name}: {why}")
         newest = open_stream(self._stream).newest
-        told = f"{partition.name}: {newest.num_rows:,} training rows"
-        return Done("prepare", newest.number, took_s, told)
+        summary = f"{partition.name}: {newest.num_rows:,} training rows"
+        return StageOutcome("prepare", newest.number, took_s, summary)
 
-    def _train(self, number: int) -> Done:
+    def _train(self, number: int) -> StageOutcome:
         follow, root = self.config.follow, self.folder(number)
         place = [f'data.path="{self._stream}"', f'data.increment="{number}"']
         arguments = ["train", follow.train, *place, f'run.dir="{root / "run"}"']
@@ -282,10 +282,10 @@ class Loop:
             arguments += ["--nproc-per-node", str(follow.nproc_per_node)]
         _, took_s = self._run(number, arguments)
         write_json(root / "trained.json", {"increment": number, "at_s": time.time()})
-        told = f", without increment {', '.join(map(str, skipped))}" if skipped else ""
-        return Done("train", number, took_s, f"{root / 'run'}{told}")
+        suffix = f", without increment {', '.join(map(str, skipped))}" if skipped else ""
+        return StageOutcome("train", number, took_s, f"{root / 'run'}{suffix}")
 
-    def _export(self, number: int) -> Done:
+    def _export(self, number: int) -> StageOutcome:
         root = self.folder(number)
         tables = self.config.export.tables
         arguments = ["export", str(root / "run"), str(root / "model"), "--tables", tables]
@@ -293,9 +293,9 @@ class Loop:
         code, took_s = self._run(number, [*arguments, "--overwrite"], allowed=allowed)
         if code:
             return self._judge(number, root / "run")  # it refuses, and says why
-        return Done("export", number, took_s, f"{tables} tables")
+        return StageOutcome("export", number, took_s, f"{tables} tables")
 
-    def _judge(self, number: int, candidate: Path) -> Done:
+    def _judge(self, number: int, candidate: Path) -> StageOutcome:
         judge, root = self.config.judge, self.folder(number)
         dataset = f"{self._stream}:{number}"
         arguments = ["judge", str(candidate), "--champion", str(self.channel.root)]
@@ -305,17 +305,17 @@ class Loop:
         _, took_s = self._run(number, arguments, allowed=(0, SET_ASIDE))
         self._verdicts.pop(number, None)
         verdict = self.verdict(number) or {}
-        return Done("judge", number, took_s, _told_verdict(verdict))
+        return StageOutcome("judge", number, took_s, _format_verdict(verdict))
 
-    def _promote(self, number: int) -> Done:
+    def _promote(self, number: int) -> StageOutcome:
         root = self.folder(number)
         arguments = ["promote", str(root / "model"), str(self.channel.root)]
         _, took_s = self._run(number, [*arguments, "--verdict", str(root / "verdict.json")])
-        version = self.channel.version(self.channel.served().number)
-        told = f"version {version.name}, {version.kind}{self._removed()}"
-        return Done("promote", number, took_s, told)
+        version = self.channel.version(self.channel.require_current().number)
+        summary = f"version {version.name}, {version.kind}{self._remove_old()}"
+        return StageOutcome("promote", number, took_s, summary)
 
-    def _publish(self, current: Current) -> Done:
+    def _publish(self, current: CurrentVersion) -> StageOutcome:
         mirror, name = self.config.follow.mirror, current.parent.name
         log = self._runs / "logs" / "publish.log"
         arguments = ["publish", str(self.channel.root), mirror]
@@ -325,9 +325,9 @@ class Loop:
             self.unpublished, self._is_put_off = str(error), True
             raise
         self._published, self.unpublished = current.at, ""
-        return Done("publish", 0, took_s, f"version {name} is at {mirror}")
+        return StageOutcome("publish", 0, took_s, f"version {name} is at {mirror}")
 
-    def _removed(self) -> str:
+    def _remove_old(self) -> str:
         """Remove the versions and checkpoints that nobody needs, and return what to say of it."""
         keep = self.config.follow.keep
         if not keep:
@@ -337,7 +337,7 @@ class Loop:
             # Each of them may be rolled back to, and gone on from.
             versions = set(self.channel.numbers())
             numbers = list_increment_numbers(self._stream)
-            stay = [one for one in numbers if self.promoted(one) in versions]
+            stay = [one for one in numbers if self.promoted_version(one) in versions]
             for number in numbers:
                 if number < max(stay, default=0) and number not in stay:
                     for name in ("run/checkpoints", "model"):
@@ -346,26 +346,26 @@ class Loop:
             return f"; old versions stay: {error}"  # the next promotion tries again
         return f"; removed {format_count(len(gone), 'version')}" if gone else ""
 
-    def _promotions(self) -> dict[str, int]:
+    def _versions_by_model(self) -> dict[str, int]:
         """Return the version that each model became, by the model's checksum."""
         path = self.channel.root / PROMOTIONS
         # A person may promote at any moment; the log is read again only where it has changed.
         stamp = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
         if stamp != self._promoted[0]:
-            found = {}
+            versions = {}
             for entry in self.channel.promotions():
                 if entry.get("action") == PROMOTED:
                     # A person may promote without the verdict.
                     model = (entry.get("verdict") or {}).get("model") or entry.get("model")
-                    found[str(model)] = int(entry["number"])
-            self._promoted = stamp, found
+                    versions[str(model)] = int(entry["number"])
+            self._promoted = stamp, versions
         return self._promoted[1]
 
-    def _score(self, number: int, version: Version) -> Done:
+    def _score(self, number: int, version: Version) -> StageOutcome:
         arguments = ["score", str(version.folder), "--on", f"{self._stream}:{number}"]
         arguments += ["--out", str(self.folder(number) / FROZEN_FILE)]
         _, took_s = self._run(number, arguments)
-        return Done("score", number, took_s, f"version {version.name}, the frozen one")
+        return StageOutcome("score", number, took_s, f"version {version.name}, the frozen one")
 
     def _run(
         self,
@@ -380,7 +380,7 @@ class Loop:
         stage = arguments[0]
         log = log or self.folder(number) / f"{stage}.log"
         began_s = time.monotonic()
-        self.under_way = UnderWay(stage, number, began_s)
+        self.under_way = RunningStage(stage, number, began_s)
         try:
             code = self._run_stage(arguments, log)
         finally:
@@ -395,7 +395,7 @@ class Loop:
             raise kind(f"{stage} of {what} ended with {code}: {why} (see {log})")
         return code, time.monotonic() - began_s
 
-    def _too_many(self, refused: list[int]) -> GMetaError:
+    def _too_many_refused(self, refused: list[int]) -> GMetaError:
         last = refused[-1]
         reasons = "; ".join((self.verdict(last) or {}).get("reasons", []))
         root, channel = self.folder(last), self.channel.root
@@ -414,9 +414,9 @@ class Loop:
         return self._runs / name_increment_folder(number)
 
 
-def _told_verdict(verdict: dict[str, Any]) -> str:
+def _format_verdict(verdict: dict[str, Any]) -> str:
     if verdict.get("verdict") != "promote":
         return f"refused: {'; '.join(verdict.get('reasons', []))}"
     scores = verdict["candidate"]
-    told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
-    return f"promote: {told}, over {verdict['num_tasks']:,} tasks"
+    scores_text = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    return f"promote: {scores_text}, over {verdict['num_tasks']:,} tasks"

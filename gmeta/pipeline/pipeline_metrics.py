@@ -10,12 +10,12 @@ from typing import final
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from gmeta.errors import GMetaError
-from gmeta.pipeline.pipeline import Loop
-from gmeta.pipeline.pipeline_status import Status, status_of
-from gmeta.pipeline.stage_outcome import STAGES, Done
+from gmeta.pipeline.pipeline import Pipeline
+from gmeta.pipeline.pipeline_status import PipelineStatus, read_status
+from gmeta.pipeline.stage_outcome import STAGES, StageOutcome
 from metaio.errors import MetaIOError
 
-_GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[PipelineStatus], float | None]], ...] = (
     ("prepared_increment", "newest increment of the stream", lambda now: now.prepared),
     (
         "served_increment",
@@ -27,9 +27,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
         "version that the channel serves",
         lambda now: now.current.number if now.current else None,
     ),
-    ("event_age_seconds", "now minus the event time the model knows", Status.event_age_s),
+    ("event_age_seconds", "now minus the event time the model knows", PipelineStatus.event_age_s),
     ("event_age_limit_seconds", "follow.fresh_s", lambda now: now.fresh_s),
-    ("served_age_seconds", "since the served version was promoted", Status.served_age_s),
+    ("served_age_seconds", "since the served version was promoted", PipelineStatus.served_age_s),
     ("waiting_partitions", "closed partitions not yet in the stream", lambda now: now.waiting),
     ("held_files", "late or too few: part of the next increment", lambda now: now.held),
     ("refused_in_a_row", "candidates refused since the last promotion", lambda now: now.refused),
@@ -39,18 +39,18 @@ _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
 
 
 @final
-class LoopMetrics:
+class PipelineMetrics:
     """Gauges of one loop. Ages are those of the moment in which they are asked for, however long a
     stage takes meanwhile."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self.status = Status(fresh_s=loop.config.follow.fresh_s)
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.status = PipelineStatus(fresh_s=pipeline.config.follow.fresh_s)
         self.registry = CollectorRegistry()
 
         for name, text, value in _GAUGES:
             gauge = Gauge(f"gmeta_follow_{name}", text, registry=self.registry)
-            gauge.set_function(partial(self._value, value))
+            gauge.set_function(partial(self._gauge_value, value))
         self._running = Gauge(
             "gmeta_follow_stage_running_seconds",
             "since the stage under way began; 0 of others",
@@ -67,27 +67,27 @@ class LoopMetrics:
             self._stages.labels(stage)
             self._running.labels(stage).set_function(partial(self._running_s, stage))
 
-    def done(self, done: Done) -> None:
+    def count_stage(self, outcome: StageOutcome) -> None:
         """Count a stage."""
-        self._stages.labels(done.stage).inc()
-        self._took.labels(done.stage).set(done.took_s)
+        self._stages.labels(outcome.stage).inc()
+        self._took.labels(outcome.stage).set(outcome.took_s)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take the status of the loop anew: the gauges show what it was then."""
-        self.status = status_of(self._loop)
+        self.status = read_status(self._pipeline)
 
-    def failed(self, why: str) -> None:
+    def note_failure(self, why: str) -> None:
         """Note why the next stage fails; what waits meanwhile is still counted."""
         with suppress(GMetaError, MetaIOError, OSError):  # what fails may be what is looked at
-            self.look()
+            self.refresh()
         self.status = replace(self.status, failure=why)
 
-    def _value(self, value: Callable[[Status], float | None]) -> float:
+    def _gauge_value(self, value: Callable[[PipelineStatus], float | None]) -> float:
         """Return a gauge's value; NaN where there is none yet, for which no alert's comparison
         holds."""
-        found = value(self.status)
-        return float("nan") if found is None else float(found)
+        reading = value(self.status)
+        return float("nan") if reading is None else float(reading)
 
     def _running_s(self, stage: str) -> float:
-        now = self._loop.under_way
+        now = self._pipeline.under_way
         return time.monotonic() - now.since_s if now and now.stage == stage else 0.0

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gmeta.serving.channel.channel import Current
+from gmeta.serving.channel.channel import CurrentVersion
 from metaio.quantities import format_count, format_duration
 from metaio.stream.chain import list_increment_numbers, open_stream
 
 if TYPE_CHECKING:
-    from gmeta.pipeline.pipeline import Loop
+    from gmeta.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
-class Status:
+class PipelineStatus:
     """What a loop knows between two stages; times are seconds since 1970.
 
     `served_increment` is the newest increment that the served model was trained on, and
@@ -26,7 +26,7 @@ class Status:
     prepared: int | None = None
     served_increment: int | None = None
     event_end_s: float | None = None
-    current: Current | None = None
+    current: CurrentVersion | None = None
     waiting: int = 0
     held: int = 0
     refused: int = 0
@@ -50,10 +50,10 @@ class Status:
 
     def alarms(self) -> list[str]:
         """Return what somebody should look at, a line each."""
-        told = [f"the next stage fails: {self.failure}"] if self.failure else []
+        alarm_lines = [f"the next stage fails: {self.failure}"] if self.failure else []
         age_s = self.event_age_s()
         if self.fresh_s and age_s is not None and age_s > self.fresh_s:
-            told.append(
+            alarm_lines.append(
                 f"the served model knows nothing of the last {format_duration(age_s)}; "
                 "follow.fresh_s "
                 f"allows {format_duration(self.fresh_s)}"
@@ -61,38 +61,38 @@ class Status:
         if self.refused:
             is_served = self.event_end_s is not None
             serves = "an earlier model serves on" if is_served else "nothing of it is served"
-            told.append(f"{format_count(self.refused, 'candidate')} in a row refused: {serves}")
+            alarm_lines.append(f"{format_count(self.refused, 'candidate')} in a row refused: {serves}")
         if self.quarantined:
-            told.append(
+            alarm_lines.append(
                 f"{format_count(self.quarantined, 'file')} quarantined, and in no increment"
             )
-        return told + [f"increment {self.prepared}: {alarm}" for alarm in self.newest_alarms]
+        return alarm_lines + [f"increment {self.prepared}: {alarm}" for alarm in self.newest_alarms]
 
 
-def status_of(loop: Loop) -> Status:
+def read_status(pipeline: Pipeline) -> PipelineStatus:
     """Return the status of a loop, but for a failure of its last stage."""
-    follow = loop.config.follow
+    follow = pipeline.config.follow
     numbers = list_increment_numbers(follow.stream)
-    current = loop.channel.current()
-    log = loop.idle or loop.standing()
+    current = pipeline.channel.current()
+    log = pipeline.idle or pipeline.log_state()
     shared: dict[str, Any] = {
         "current": current,
         "waiting": len(log.waiting),
         "held": len(log.held),
         "refused_files": log.refused,
         "fresh_s": follow.fresh_s,
-        "failure": loop.unpublished,
+        "failure": pipeline.unpublished,
     }
     if not numbers:
-        return Status(**shared)
+        return PipelineStatus(**shared)
     stream = open_stream(follow.stream)
-    served = [n for n in numbers if current is not None and loop.promoted(n) == current.number]
+    served = [n for n in numbers if current is not None and pipeline.promoted_version(n) == current.number]
     end_s = stream.record(served[-1]).window[1] / stream.ticks_per_s if served else None
-    return Status(
+    return PipelineStatus(
         prepared=numbers[-1],
         served_increment=served[-1] if served else None,
         event_end_s=end_s,
-        refused=len(loop.refused_before(numbers[-1] + 1)),
+        refused=len(pipeline.refused_before(numbers[-1] + 1)),
         newest_alarms=tuple(stream.newest.report.get("alarms", ())),
         **shared,
     )

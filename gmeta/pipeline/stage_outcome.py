@@ -7,17 +7,17 @@ FROZEN_FILE, ENDED_FILE = "frozen.json", "stages.jsonl"
 
 
 @dataclass(frozen=True)
-class Done:
+class StageOutcome:
     """One stage that ended: of which increment (0: not known yet), how, and in how long."""
 
     stage: str
     increment: int
     took_s: float
-    told: str
+    summary: str
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class RunningStage:
     """The stage that a loop is in: of which increment (0: not known yet), since when."""
 
     stage: str

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from gmeta.platform.forking import forking_context, start
-from gmeta_keys.stop_flag import Asked
+from gmeta_keys.stop_flag import StopFlag
 
 # Imported once, not by every stage: seconds of the commands, and tenths of a second of what they
 # import only once they need it. A name that a later release of a package lacks is passed over.
@@ -53,7 +53,7 @@ _PRELOADED = [
 
 
 @dataclass(frozen=True)
-class _Process:
+class _StageProcess:
     """A process that waits for one command; `orders` brings it, and ends when the process that
     started this one has died."""
 
@@ -61,7 +61,7 @@ class _Process:
     orders: Connection
 
     @staticmethod
-    def started() -> "_Process":
+    def begin() -> "_StageProcess":
         # Stages share the host with what serves. Threads that spin until they meet keep cores from
         # those that they wait for: here they sleep after 0.2 ms, by default after 17.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -70,26 +70,26 @@ class _Process:
         process = context.Process(target=_wait, args=(stages_side,))
         start(process)
         stages_side.close()
-        return _Process(process, own_side)
+        return _StageProcess(process, own_side)
 
 
-_waiting: list[_Process] = []  # at most one, for the next stage
+_waiting: list[_StageProcess] = []  # at most one, for the next stage
 _under_way: list[BaseProcess] = []  # at most one
-_ending = Asked()  # no stage is begun any more
+_ending = StopFlag()  # no stage is begun any more
 
 
 def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     log.open("ab").close()  # fails here: the stage could not say why
-    stage = _told((tuple(arguments), str(log)))
+    stage = _send_order((tuple(arguments), str(log)))
     process = stage.process
     _under_way.append(process)
     try:
         if _ending:  # a signal came before there was a stage to end
             process.terminate()
         # The next stage's process starts while this one works: 25 ms that nobody waits for.
-        _waiting.append(_Process.started())
+        _waiting.append(_StageProcess.begin())
         process.join()
     finally:
         _under_way.clear()
@@ -103,16 +103,16 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
 def end_stage() -> None:
     """Send SIGTERM to the stage under way, or else to the next as it begins: training writes a
     checkpoint, from which it goes on the next time."""
-    _ending.ask()
+    _ending.stop()
     for process in _under_way:
         process.terminate()
 
 
-def _told(order: tuple[tuple[str, ...], str]) -> _Process:
+def _send_order(order: tuple[tuple[str, ...], str]) -> _StageProcess:
     """Return the process that was given a command: the one that waits, or a new one where it has
     died since."""
     while True:
-        stage = _waiting.pop() if _waiting else _Process.started()
+        stage = _waiting.pop() if _waiting else _StageProcess.begin()
         try:
             stage.orders.send(order)
         except BrokenPipeError:
@@ -122,7 +122,7 @@ def _told(order: tuple[tuple[str, ...], str]) -> _Process:
 
 
 @atexit.register
-def _dismiss() -> None:
+def _end_waiting() -> None:
     """End the process that waits: multiprocessing would wait for it, too."""
     while _waiting:
         _waiting.pop().orders.close()
@@ -131,8 +131,8 @@ def _dismiss() -> None:
 def last_line(log: Path) -> str:
     """Return the last line of a stage's output: of one that failed, why."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    told = [line.strip() for line in lines if line.strip()]
-    return told[-1] if told else "it said nothing"
+    lines_with_text = [line.strip() for line in lines if line.strip()]
+    return lines_with_text[-1] if lines_with_text else "it said nothing"
 
 
 def _wait(orders: Connection) -> None:
@@ -140,10 +140,10 @@ def _wait(orders: Connection) -> None:
         arguments, log = orders.recv()
     except (EOFError, OSError):
         os._exit(0)  # nothing is to be done any more
-    _become(arguments, log, orders)
+    _run_command(arguments, log, orders)
 
 
-def _become(arguments: tuple[str, ...], log: str, parent: Connection) -> None:
+def _run_command(arguments: tuple[str, ...], log: str, parent: Connection) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with Path(log).open("ab") as file:
         for stream in (sys.stdout, sys.stderr):

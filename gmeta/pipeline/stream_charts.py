@@ -27,34 +27,34 @@ def stream_chart(days: Sequence[Day]) -> Chart:
     if not days:
         return Chart("stream", "Stream", "", [])
     panels = [
-        _of_bars(days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]),
-        _of_bars(
+        _bar_panel(days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]),
+        _bar_panel(
             days,
             "Ids that came (up) and went (down)",
             "ids",
             [("new", [day.new for day in days]), ("freed", [-day.freed for day in days])],
         ),
-        *_forecasts(days),
-        *_gates(days),
-        _shipped(days),
-        _of_bars(
+        *_forecast_panels(days),
+        *_gate_panels(days),
+        _delivery_panel(days),
+        _bar_panel(
             days,
             "Where the time goes",
             "seconds",
             [
-                (name, [sum(day.took_s.get(stage, 0.0) for stage in own) for day in days])
-                for name, own in _STAGES.items()
+                (name, [sum(day.took_s.get(stage, 0.0) for stage in stages) for day in days])
+                for name, stages in _STAGES.items()
             ],
         ),
     ]
     return Chart("stream", "Stream", "", [panel for panel in panels if panel is not None])
 
 
-def _forecasts(days: Sequence[Day]) -> list[Panel | None]:
+def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
     """Return the panels of forecasts of rows that no model has seen: by the model that goes on, by
     the one that stays as it was, and the best possible."""
     panels = []
-    for info, name in _infos(name for day in days for name in day.forecast):
+    for info, name in _metric_infos(name for day in days for name in day.forecast):
         lines: list[Line] = [
             ("continued", [day.forecast.get(name) for day in days], _GOES_ON),
             ("frozen", [day.frozen.get(name) for day in days], _FROZEN),
@@ -62,59 +62,59 @@ def _forecasts(days: Sequence[Day]) -> list[Panel | None]:
         if name == "auc":
             lines.append(("best possible", [day.best_auc for day in days], _BEST))
         panels.append(
-            _of_lines(days, f"{info.label} before training on it (prequential)", info, lines)
+            _line_panel(days, f"{info.label} before training on it (prequential)", info, lines)
         )
     return panels
 
 
-def _gates(days: Sequence[Day]) -> list[Panel | None]:
+def _gate_panels(days: Sequence[Day]) -> list[Panel | None]:
     """Return what the judge compared; a candidate that was refused is crossed."""
     panels = []
-    for info, name in _infos(name for day in days for name in day.verdict.get("candidate", {})):
-        candidates = _judged("candidate", name, days)
+    for info, name in _metric_infos(name for day in days for name in day.verdict.get("candidate", {})):
+        candidates = _judged_values("candidate", name, days)
         pairs = zip(candidates, days, strict=True)
         refused = [value if day.refused else None for value, day in pairs]
         lines: list[Line] = [
             ("candidate", candidates, _GOES_ON),
-            ("champion", _judged("champion", name, days), _BEFORE),
+            ("champion", _judged_values("champion", name, days), _BEFORE),
             ("refused", refused, ("series-3", "X", "")),
         ]
-        panels.append(_of_lines(days, f"{info.label} of gate tasks", info, lines))
+        panels.append(_line_panel(days, f"{info.label} of gate tasks", info, lines))
     return panels
 
 
-def _shipped(days: Sequence[Day]) -> Panel | None:
+def _delivery_panel(days: Sequence[Day]) -> Panel | None:
     known = [day for day in days if day.version is not None]
     if not known:
         return None
 
     def draw(axes: Axes) -> None:
         for kind, color in (("delta", "series-0"), ("full", "series-1")):
-            shown = [
+            points = [
                 (day.record.number, day.version.num_bytes)
                 for day in known
                 if day.version is not None and day.version.kind == kind
             ]
-            if shown:
-                axes.bar(*zip(*shown, strict=True), color=light_color(color), width=0.7, label=kind)
-        whole = [day.version.full_bytes for day in known if day.version is not None]
+            if points:
+                axes.bar(*zip(*points, strict=True), color=light_color(color), width=0.7, label=kind)
+        full_bytes = [day.version.full_bytes for day in known if day.version is not None]
         numbers = [day.record.number for day in known]
         style = {"color": light_color("muted"), "linestyle": "--", "label": "whole model"}
-        axes.plot(numbers, whole, linewidth=1.5, **style)
-        _framed(axes, days, "bytes", has_legend=True)
+        axes.plot(numbers, full_bytes, linewidth=1.5, **style)
+        _frame_axes(axes, days, "bytes", has_legend=True)
         axes.set_ylim(bottom=0)
 
     newest = known[-1].version
-    told = f"{newest.num_bytes:,} of {newest.full_bytes:,} at the newest" if newest else ""
-    return Panel("Bytes shipped", f"Bytes shipped by increment: {told}", draw)
+    summary = f"{newest.num_bytes:,} of {newest.full_bytes:,} at the newest" if newest else ""
+    return Panel("Bytes shipped", f"Bytes shipped by increment: {summary}", draw)
 
 
-def _of_bars(
+def _bar_panel(
     days: Sequence[Day], title: str, unit: str, parts: Sequence[tuple[str, Values]]
 ) -> Panel | None:
     """Return a panel of stacked bars; negative values are stacked downwards."""
     numbers = [day.record.number for day in days]
-    values = [(label, [value or 0 for value in own]) for label, own in parts]
+    values = [(label, [value or 0 for value in numbers_of_part]) for label, numbers_of_part in parts]
     if not any(any(heights) for _, heights in values):
         return None
 
@@ -129,27 +129,27 @@ def _of_bars(
                 axes.bar(numbers, heights, bottom=bottom, color=color, width=0.7, label=label)
                 base = [at + max(0.0, one) for at, one in zip(base, heights, strict=True)]
         axes.axhline(0, color=light_color("line"), linewidth=0.8)
-        _framed(axes, days, unit, has_legend=len(values) > 1)
+        _frame_axes(axes, days, unit, has_legend=len(values) > 1)
 
-    told = ", ".join(f"{label} {heights[-1]:,.4g}" for label, heights in values)
-    return Panel(title, f"{title} by increment; at the newest: {told}", draw)
+    summary = ", ".join(f"{label} {heights[-1]:,.4g}" for label, heights in values)
+    return Panel(title, f"{title} by increment; at the newest: {summary}", draw)
 
 
-def _of_lines(
+def _line_panel(
     days: Sequence[Day], title: str, info: MetricInfo, lines: Sequence[Line]
 ) -> Panel | None:
-    found = []
+    drawn_lines = []
     numbers = [day.record.number for day in days]
     for label, values, style in lines:
         pairs = zip(numbers, values, strict=True)
         known = [(number, value) for number, value in pairs if value is not None]
         if known:
-            found.append((label, known, style))
-    if not found:
+            drawn_lines.append((label, known, style))
+    if not drawn_lines:
         return None
 
     def draw(axes: Axes) -> None:
-        for label, known, (color, marker, dashes) in found:
+        for label, known, (color, marker, dashes) in drawn_lines:
             shape = {"marker": marker, "markersize": 5, "linestyle": dashes or "none"}
             axes.plot(
                 *zip(*known, strict=True),
@@ -158,13 +158,13 @@ def _of_lines(
                 label=label,
                 **shape,
             )
-        _framed(axes, days, format_axis_label(info), has_legend=True, counts=False)
+        _frame_axes(axes, days, format_axis_label(info), has_legend=True, counts=False)
 
-    told = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in found)
-    return Panel(title, f"{title}, by increment; at the newest: {told}", draw)
+    summary = ", ".join(f"{label} {known[-1][1]:.4f}" for label, known, _ in drawn_lines)
+    return Panel(title, f"{title}, by increment; at the newest: {summary}", draw)
 
 
-def _framed(
+def _frame_axes(
     axes: Axes, days: Sequence[Day], label: str, has_legend: bool, counts: bool = True
 ) -> None:
     """Name the axes, all increments on each; a legend stands above the data, never upon it."""
@@ -186,20 +186,20 @@ def _framed(
         )
 
 
-def _infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
+def _metric_infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
     """Return the metrics that get a picture, each once; one of a label says which."""
     known = {name: label_of(name) for name in names}
     rated = {label for own, label in known.values() if own == "rmse"}
-    found = []
-    for name, (own, label) in known.items():
-        if own != "gauc":
-            info = Scoring("mse" if label in rated else "bce").info(own)
+    infos = []
+    for name, (metric_info, label) in known.items():
+        if metric_info != "gauc":
+            info = Scoring("mse" if label in rated else "bce").info(metric_info)
             if label:
                 info = replace(info, label=f"{info.label} of {label}")
-            found.append((info, name))
-    return found
+            infos.append((info, name))
+    return infos
 
 
-def _judged(who: str, name: str, days: Sequence[Day]) -> list[float | None]:
-    found = ((day.verdict.get(who) or {}).get(name) for day in days)
-    return [None if value is None else float(value) for value in found]
+def _judged_values(who: str, name: str, days: Sequence[Day]) -> list[float | None]:
+    values = ((day.verdict.get(who) or {}).get(name) for day in days)
+    return [None if value is None else float(value) for value in values]

@@ -14,10 +14,10 @@ from markupsafe import Markup
 
 from gmeta.evaluation.report.chart_files import PALETTE, render_svg
 from gmeta.pipeline.day import Day
-from gmeta.pipeline.days import days_of
-from gmeta.pipeline.pipeline import Loop
-from gmeta.pipeline.pipeline_status import Status
-from gmeta.pipeline.stage_outcome import UnderWay
+from gmeta.pipeline.days import read_days
+from gmeta.pipeline.pipeline import Pipeline
+from gmeta.pipeline.pipeline_status import PipelineStatus
+from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
 from metaio.quantities import format_duration
 
@@ -26,7 +26,7 @@ _SHOWN = 100  # of the newest moves of the pointer
 
 
 @dataclass(frozen=True)
-class Picture:
+class StreamPicture:
     """What only a stage changes, and takes a second to draw."""
 
     stream: str
@@ -36,14 +36,14 @@ class Picture:
     moves: Sequence[Mapping[str, Any]]  # of the channel's pointer, and refusals; newest first
 
 
-def draw_stream(loop: Loop) -> Picture:
+def draw_stream(pipeline: Pipeline) -> StreamPicture:
     """Draw a loop's stream.
 
     Raises:
         UserError: follow.best names no such file.
         MetaIOError: the stream is damaged.
     """
-    days = days_of(loop)
+    days = read_days(pipeline)
     chart = stream_chart(days)
     with _DRAWING:
         # Drawn here: not to be escaped.
@@ -51,39 +51,39 @@ def draw_stream(loop: Loop) -> Picture:
             (panel.title, Markup(render_svg(chart, index)))
             for index, panel in enumerate(chart.panels)
         ]
-    return Picture(
-        stream=loop.config.follow.stream,
-        channel=str(loop.channel.root),
+    return StreamPicture(
+        stream=pipeline.config.follow.stream,
+        channel=str(pipeline.channel.root),
         days=days,
         panels=panels,
-        moves=loop.channel.promotions()[: -_SHOWN - 1 : -1],
+        moves=pipeline.channel.promotions()[: -_SHOWN - 1 : -1],
     )
 
 
-def page_of(
-    picture: Picture, status: Status, under_way: UnderWay | None = None, refresh_s: int = 0
+def render_page(
+    picture: StreamPicture, status: PipelineStatus, under_way: RunningStage | None = None, refresh_s: int = 0
 ) -> str:
     """Return the page of the stream's state now; it reloads itself every `refresh_s` seconds (0: it
     is a file)."""
     return _template().render(
         picture=picture,
-        facts=_facts(status, under_way),
+        facts=_list_facts(status, under_way),
         alarms=status.alarms(),
         quarantined=status.refused_files,
-        written=_told_time(datetime.now(UTC).timestamp()),
+        written=_format_time(datetime.now(UTC).timestamp()),
         refresh_s=refresh_s,
         palette=PALETTE,
-        told_time=_told_time,
+        told_time=_format_time,
         duration=format_duration,
     )
 
 
-def stream_page(loop: Loop, status: Status) -> str:
+def render_stream(pipeline: Pipeline, status: PipelineStatus) -> str:
     """Return the page of a loop's stream; of one without increments it says so."""
-    return page_of(draw_stream(loop), status)
+    return render_page(draw_stream(pipeline), status)
 
 
-def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
+def _list_facts(status: PipelineStatus, under_way: RunningStage | None) -> list[tuple[str, str]]:
     """Return the facts at the top of the page, each with its name."""
     event_age_s, served_age_s = status.event_age_s(), status.served_age_s()
     facts = [
@@ -105,7 +105,7 @@ def _facts(status: Status, under_way: UnderWay | None) -> list[tuple[str, str]]:
     return facts
 
 
-def _told_time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """Return seconds since 1970 as a time that sorts; a number that is no date as it is."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

@@ -16,7 +16,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
-from gmeta_keys.stop_flag import Asked
+from gmeta_keys.stop_flag import StopFlag
 
 
 def forking_context(preload: Sequence[str]) -> ForkServerContext:
@@ -66,16 +66,16 @@ def start(process: BaseProcess) -> None:
 
 
 @contextmanager
-def _hold_interrupt() -> Iterator[Asked]:
+def _hold_interrupt() -> Iterator[StopFlag]:
     """Hold a first Ctrl-C back during a `with` block, and yield an Asked that tells whether it
     came; a second one comes through.
     """
-    is_heard = Asked()
+    is_heard = StopFlag()
 
     def hold(*_: object) -> None:
         if is_heard:
             raise KeyboardInterrupt
-        is_heard.ask()
+        is_heard.stop()
 
     before = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()

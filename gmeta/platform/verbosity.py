@@ -11,7 +11,7 @@ from typing import TextIO
 # fbgemm 1.6 warns a dozen times that it does not know torch 2.11, which it was built for.
 logging.getLogger().addFilter(lambda one: "_torch_compat_table" not in str(one.msg))
 
-VARIABLE = "GMETA_VERBOSITY"
+VERBOSITY_VARIABLE = "GMETA_VERBOSITY"
 JSON_VARIABLE = "GMETA_JSON"
 QUIET, VERBOSE = "quiet", "verbose"
 # Standard output, while sys.stdout leads to standard error.
@@ -20,12 +20,12 @@ _kept_stdout: ContextVar[TextIO | None] = ContextVar("_kept_stdout", default=Non
 
 def is_quiet() -> bool:
     """Return whether nothing but results and errors is wanted."""
-    return os.environ.get(VARIABLE) == QUIET
+    return os.environ.get(VERBOSITY_VARIABLE) == QUIET
 
 
 def is_verbose() -> bool:
     """Return whether more than usual is wanted."""
-    return os.environ.get(VARIABLE) == VERBOSE
+    return os.environ.get(VERBOSITY_VARIABLE) == VERBOSE
 
 
 def is_json() -> bool:

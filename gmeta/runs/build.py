@@ -34,7 +34,7 @@ from gmeta.metrics.catalogue import custom_names, label_of, predicted_by
 from gmeta.metrics.own import NAMED_METRICS, try_out
 from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.logging.hook_registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
-from gmeta_keys.plugins import Registry, package_told
+from gmeta_keys.plugins import Registry, describe_package
 from gmeta_models.gated import head_layers
 from gmeta_models.initial_sum import start_as_sum
 from gmeta_models.model_config import InputSizes, ModelConfig, SparseColumn
@@ -184,7 +184,7 @@ def check_registered(
         try:
             registry.check_trusted(name)
         except ValueError as error:
-            needed = package_told(made_on, registry.key)
+            needed = describe_package(made_on, registry.key)
             raise GMetaError(f"{path} was made with {error}: docs/extending.md.{needed}") from error
 
 

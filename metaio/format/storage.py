@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 from metaio.errors import FormatError, UrlError, to_one_line
 
 # Mapping a 100 MB file anew for each block costs 0.3 ms, 6 % of a block. A map holds no memory, but
@@ -190,7 +190,7 @@ class Storage:
             FormatError: it does not exist or cannot be read.
         """
         # Whatever the client of a store raises: aiohttp's errors are no OSError.
-        with failing_as(partial(self._make_read_error, path)):
+        with translate_errors(partial(self._make_read_error, path)):
             data: bytes = self._fs.cat_file(f"{self._root}/{path}")
         return data
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from gmeta_keys import Wording, parse
 from gmeta_keys.plugins import Registry, is_subclass_of
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 from gmeta_models.cbml import CBML
 from gmeta_models.dcnv2 import dcnv2
 from gmeta_models.deepfm import DeepFM
@@ -92,8 +92,8 @@ def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractCon
         return nullcontext()
     problem = f"model.name = {config.name!r} cannot {what}"
     advice = f"Mend its {where}; --verbose shows the line"
-    return failing_as(
-        lambda error: ValueError(f"{problem}: {kind_and_text(error)}. {advice}"), ValueError
+    return translate_errors(
+        lambda error: ValueError(f"{problem}: {format_foreign_error(error)}. {advice}"), ValueError
     )
 
 

@@ -77,7 +77,7 @@ def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: st
             hint = f"did you mean {prefix}{near[0]}?" if near else names
             raise wording.error(f"{subject}{name} is unknown; {hint}")
     values = {
-        name: _value(f"{prefix}{name}", hints[name], known[name].metadata, value, wording)
+        name: _first_fitting(f"{prefix}{name}", hints[name], known[name].metadata, value, wording)
         for name, value in raw.items()
     }
     for name, item in known.items():
@@ -93,7 +93,7 @@ def hints_of(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _value(
+def _first_fitting(
     name: str, hint: Any, bounds: Mapping[str, Any], value: object, wording: Wording
 ) -> object:
     """Return `value` as the first type of `hint` that takes it, or raise the wording's error."""
@@ -102,14 +102,14 @@ def _value(
         # A mistake in the dataclass, not in the file: a bound would hold for one of them alone.
         raise TypeError(f"{name}: config fields have one type each, not {hint}")
     for option in options:
-        converted = _converted(name, option, bounds, value, wording)
+        converted = _convert(name, option, bounds, value, wording)
         if converted is not None:
             _check_number(name, converted, bounds, wording)
             return converted
     raise wording.error(wording.wrong_type(name, hint, value))
 
 
-def _converted(
+def _convert(
     name: str, kind: Any, bounds: Mapping[str, Any], value: Any, wording: Wording
 ) -> Any:
     """Return `value` as the type `kind`; None where it is of another type."""
@@ -120,7 +120,7 @@ def _converted(
         if not dataclasses.is_dataclass(inner[0]):
             entries = enumerate(value)
             return tuple(
-                _value(f"{name}[{i}]", inner[0], bounds, entry, wording) for i, entry in entries
+                _first_fitting(f"{name}[{i}]", inner[0], bounds, entry, wording) for i, entry in entries
             )
         if all(isinstance(part, Mapping) for part in value):
             tables = [parse(inner[0], part, wording, f"{name}.") for part in value]  # type: ignore
@@ -128,8 +128,8 @@ def _converted(
     if origin is dict and inner[1] is Any and isinstance(value, Mapping):
         return dict(value)  # whoever asked for it checks what is in it
     if origin is dict and isinstance(value, Mapping):
-        found = [_converted(name, inner[1], bounds, entry, wording) for entry in value.values()]
-        fit = (isinstance(one, str) or (one is not None and math.isfinite(one)) for one in found)
+        values = [_convert(name, inner[1], bounds, entry, wording) for entry in value.values()]
+        fit = (isinstance(one, str) or (one is not None and math.isfinite(one)) for one in values)
         return value if all(fit) else None
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         return parse(kind, value, wording, f"{name}.")  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from importlib.metadata import (
 )
 from typing import Any, Generic, TypeVar
 
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 
 Part = TypeVar("Part")
 
@@ -61,13 +61,13 @@ class Registry(Generic[Part]):
                 f"{self.key} = {name!r} is unknown: known are {', '.join(self.names())}. {hint}"
                 "Choose one of them, or name yours as package.module:Name (docs/extending.md)"
             )
-        found = _imported(self.key, name, path)
-        if not self.fits(found):
+        part = _import_part(self.key, name, path)
+        if not self.fits(part):
             raise ValueError(
-                f"{self.key} = {name!r} is {_told(found)}: {self.wanted} is needed. Name that "
+                f"{self.key} = {name!r} is {_describe_part(part)}: {self.wanted} is needed. Name that "
                 "(docs/extending.md)"
             )
-        return found  # type: ignore[no-any-return]
+        return part  # type: ignore[no-any-return]
 
     def check_trusted(self, name: str) -> None:
         """Check a name that came with somebody's files: it must be built in, an entry point of an
@@ -124,30 +124,30 @@ def is_subclass_of(kind: type) -> Callable[[Any], bool]:
     return lambda found: isinstance(found, type) and issubclass(found, kind)
 
 
-def package_told(made_on: Mapping[str, Any], key: str) -> str:
+def describe_package(made_on: Mapping[str, Any], key: str) -> str:
     """Return a sentence on the package that a key's value came from, as the `environment` of a run
     or an export tells it; nothing where it does not."""
     plugins = made_on.get("plugins")
     package = plugins.get(key) if isinstance(plugins, dict) else None
     if not isinstance(package, dict):
         return ""
-    told = f"{package.get('package')} {package.get('version')}"
-    told = told.replace(f" {NOT_INSTALLED}", ", which was only on the path")
-    return f" It was made with {told:.80}." if told.isprintable() else ""
+    source = f"{package.get('package')} {package.get('version')}"
+    source = source.replace(f" {NOT_INSTALLED}", ", which was only on the path")
+    return f" It was made with {source:.80}." if source.isprintable() else ""
 
 
 def trusted_packages() -> set[str]:
     """Return the packages whose code a run or an export may name: those that have entry points of
     gmeta, and those of $GMETA_PLUGINS."""
-    named = {name.strip() for name in os.environ.get(TRUSTED, "").split(",")} - {""}
+    named_packages = {name.strip() for name in os.environ.get(TRUSTED, "").split(",")} - {""}
     groups = _entry_points(tuple(sys.path))
     for group in groups.groups:
         if group.startswith(GROUPS):
-            named |= {entry.module.partition(".")[0] for entry in groups.select(group=group)}
-    return named
+            named_packages |= {entry.module.partition(".")[0] for entry in groups.select(group=group)}
+    return named_packages
 
 
-def _imported(key: str, name: str, path: str) -> Any:
+def _import_part(key: str, name: str, path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     where = f"{key} = {name!r}" if name == path else f"{key} = {name!r} ({path})"
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
@@ -156,28 +156,28 @@ def _imported(key: str, name: str, path: str) -> Any:
             "Correct it"
         )
     try:
-        with failing_as(
+        with translate_errors(
             lambda error: ValueError(
-                f"{where} cannot be imported: {kind_and_text(error)}. Mend the package"
+                f"{where} cannot be imported: {format_foreign_error(error)}. Mend the package"
             ),
             ImportError,
         ):
-            found: Any = importlib.import_module(module_name)
+            imported: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
             f"{where} cannot be imported by {sys.executable}: {error}. Install its package where "
             "every rank runs, or set PYTHONPATH"
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [one for one in vars(found) if not one.startswith("_")]
+        if not hasattr(imported, part):
+            public = [one for one in vars(imported) if not one.startswith("_")]
             near = difflib.get_close_matches(part, public, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"{where}: {module_name} has no {part!r}. {hint}Correct the name")
-        found = getattr(found, part)
-    return found
+        imported = getattr(imported, part)
+    return imported
 
 
-def _told(found: Any) -> str:
-    kind = found.__name__ if isinstance(found, type) else type(found).__name__
-    return f"the class {kind}" if isinstance(found, type) else f"a value of {kind}"
+def _describe_part(part: Any) -> str:
+    kind = part.__name__ if isinstance(part, type) else type(part).__name__
+    return f"the class {kind}" if isinstance(part, type) else f"a value of {kind}"

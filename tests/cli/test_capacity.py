@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gmeta.cli.capacity import count_flops, plan_capacity
-from gmeta.cli.commands.plan import amount_of
-from gmeta.cli.commands.work.plan_report import span_of
+from gmeta.cli.commands.plan import parse_amount
+from gmeta.cli.commands.work.plan_report import format_ranks
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.errors import UserError
@@ -36,13 +36,13 @@ def config_of(dataset: Path, **sections: dict[str, Any]) -> TrainConfig:
     [("400Gb/s", 5e10), ("400 Gbit/s", 5e10), ("50gB/s", 5e10), ("4GiB/s", 2**32)],
 )
 def test_speeds_are_in_bytes_or_in_bits(text: str, amount: float) -> None:
-    assert amount_of("--network", text, "/s") == amount
+    assert parse_amount("--network", text, "/s") == amount
 
 
 def test_memory_is_in_bytes_alone() -> None:
-    assert amount_of("--gpu-memory", "80gb", "") == 8e10
+    assert parse_amount("--gpu-memory", "80gb", "") == 8e10
     with pytest.raises(UserError) as caught:
-        amount_of("--gpu-memory", "640Gbit", "")
+        parse_amount("--gpu-memory", "640Gbit", "")
     assert str(caught.value) == (
         "--gpu-memory is '640Gbit': a number and a unit are needed, such as 80GB. Correct it"
     )
@@ -233,7 +233,7 @@ def test_a_table_is_on_the_gpus_that_hold_a_row_of_it(tmp_path: Path) -> None:
     ],
 )
 def test_gpus_are_told_in_few_characters(ranks: list[int], told: str) -> None:
-    assert span_of(ranks) == told
+    assert format_ranks(ranks) == told
 
 
 def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:

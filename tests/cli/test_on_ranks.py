@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gmeta.cli.commands import rank_launch as on_ranks
-from gmeta.cli.commands.work.rank_process import be_rank
+from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.cli.main import main
 from gmeta.distributed.ranks import lost_contact
 from gmeta.errors import GMetaError, UserError
@@ -40,9 +40,9 @@ def test_under_torchrun_no_process_starts_ranks_of_its_own(
 def test_the_exit_code_of_the_ranks_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = iter((0, 3))
     monkeypatch.setattr(on_ranks, "launch", lambda *given: next(codes))
-    on_ranks.start(["train"], 2, 0, 0)
+    on_ranks.start_ranks_here(["train"], 2, 0, 0)
     with pytest.raises(SystemExit) as ended:
-        on_ranks.start(["train"], 2, 0, 0)
+        on_ranks.start_ranks_here(["train"], 2, 0, 0)
     assert ended.value.code == 3
 
 
@@ -64,7 +64,7 @@ def test_ctrl_c_ends_a_command_with_one_line_on_one_rank(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gmeta.cli.commands.config.config", interrupted)
-    monkeypatch.setattr("gmeta.cli.main._leave", sys.exit)  # ends the process at once
+    monkeypatch.setattr("gmeta.cli.main._exit_now", sys.exit)  # ends the process at once
     monkeypatch.setattr(sys, "argv", ["gmeta", "config"])
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
@@ -82,7 +82,7 @@ def test_a_fault_has_its_traceback_and_the_process_ends_at_once(
         raise KeyError("nobody thought of it")
 
     monkeypatch.setattr("gmeta.cli.commands.config.config", fault)
-    monkeypatch.setattr("gmeta.cli.main._leave", sys.exit)
+    monkeypatch.setattr("gmeta.cli.main._exit_now", sys.exit)
     monkeypatch.setattr(sys, "argv", ["gmeta", "config"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -91,7 +91,7 @@ def test_a_fault_has_its_traceback_and_the_process_ends_at_once(
 
 
 def test_what_a_rank_imports_is_never_searched_for_garbage() -> None:
-    with on_ranks.importing():
+    with on_ranks.faster_import():
         assert not gc.isenabled()
         imported = [object()]
     assert gc.isenabled()
@@ -100,7 +100,7 @@ def test_what_a_rank_imports_is_never_searched_for_garbage() -> None:
 
 def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", _NoDriver("fbgemm_gpu"))
-    with pytest.raises(GMetaError) as missing, on_ranks.importing():
+    with pytest.raises(GMetaError) as missing, on_ranks.faster_import():
         from fbgemm_gpu import split_table_batched_embeddings_ops_training  # noqa: F401
     assert str(missing.value) == (
         "fbgemm-gpu cannot be loaded: libcuda.so.1: cannot open shared object file. On a machine "
@@ -112,7 +112,7 @@ def test_kernels_that_miss_the_driver_are_explained(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
 def test_cuda_without_a_gpu_is_refused_before_any_rank_waits() -> None:
     with pytest.raises(UserError) as refused:
-        be_rank("cuda", 60, {}, lambda ranks: None)
+        run_as_rank("cuda", 60, {}, lambda ranks: None)
     assert str(refused.value) == (
         'run.device = "cuda", but torch sees no GPU. Set run.device = "cpu" or install the driver'
     )
@@ -123,7 +123,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(UserError) as refused:
-        be_rank("auto", 60, {}, lambda ranks: None)
+        run_as_rank("auto", 60, {}, lambda ranks: None)
     assert str(refused.value) == (
         "LOCAL_RANK = 1, and torch sees 1 GPUs on this machine: each rank needs its own, by that "
         "number. Start fewer ranks (--nproc-per-node), let each see all GPUs "

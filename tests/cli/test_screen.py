@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from gmeta.cli.commands.console import first_progress, print_result, screen, show_table, table_of
-from gmeta.platform.verbosity import JSON_VARIABLE, QUIET, VARIABLE
+from gmeta.cli.commands.console import show_progress, print_result, make_console, show_table, make_table
+from gmeta.platform.verbosity import JSON_VARIABLE, QUIET, VERBOSITY_VARIABLE
 
 LONG = "a long line of words, " * 8
 
@@ -26,7 +26,7 @@ def test_a_row_of_a_table_is_one_line_of_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    show_table(screen(), wide_table())
+    show_table(make_console(), wide_table())
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["key", "meaning"]
     assert row.split() == ["first", *["word"] * 30]
@@ -36,7 +36,7 @@ def test_a_narrow_terminal_folds_cells_but_no_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    console = screen()
+    console = make_console()
     show_table(console, wide_table())
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 2
@@ -50,9 +50,9 @@ def test_a_table_wider_than_the_terminal_loses_no_digit_and_no_column(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    table = table_of("", "run", "algorithm", "steps", "best auc", text=("run", "algorithm"))
+    table = make_table("", "run", "algorithm", "steps", "best auc", text=("run", "algorithm"))
     table.add_row("runs/a-long-name/trials/0004", "maml", "1,234,567,890", "0.123456")
-    show_table(console := screen(), table)
+    show_table(console := make_console(), table)
     name, *others = (lines := capsys.readouterr().out.splitlines())[3].split()
     assert others == ["maml", "1,234,567,890", "0.123456"]
     assert name + lines[4].strip() == "runs/a-long-name/trials/0004"
@@ -63,7 +63,7 @@ def test_words_are_shown_as_they_are_on_the_stream_that_was_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for stderr in (False, True):
-        screen(stderr=stderr).print("of [bold]/data/[x] 12 'a'")
+        make_console(stderr=stderr).print("of [bold]/data/[x] 12 'a'")
     shown = capsys.readouterr()
     assert shown.out == shown.err == "of [bold]/data/[x] 12 'a'\n"
 
@@ -80,12 +80,12 @@ class Terminal(io.StringIO):
 def test_progress_fits_into_80_columns_and_is_for_a_terminal_that_wants_it(
     monkeypatch: pytest.MonkeyPatch, verbosity: str
 ) -> None:
-    monkeypatch.setenv(VARIABLE, verbosity)
+    monkeypatch.setenv(VERBOSITY_VARIABLE, verbosity)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     for stream in (io.StringIO(), Terminal()):
         monkeypatch.setattr(sys, "stderr", stream)
-        with first_progress("scoring a-run-of-a-name", rank=0) as advance:
+        with show_progress("scoring a-run-of-a-name", rank=0) as advance:
             advance(1_234_567, 12_345_678)
         shown = stream.getvalue()
         if verbosity == QUIET or not stream.isatty():
@@ -95,7 +95,7 @@ def test_progress_fits_into_80_columns_and_is_for_a_terminal_that_wants_it(
         assert max(map(len, lines)) <= 80
         assert any("1234567/12345678" in line and "left" in line for line in lines)
     monkeypatch.setattr(sys, "stderr", other := Terminal())
-    with first_progress("of another rank", rank=1) as advance:
+    with show_progress("of another rank", rank=1) as advance:
         advance(1, 2)
     assert other.getvalue() == ""
 
@@ -107,7 +107,7 @@ def test_a_result_is_one_line_of_json_and_what_is_no_number_is_null(
     assert capsys.readouterr().out == ""
     monkeypatch.setenv(JSON_VARIABLE, "1")
     print_result({"out": Path("a"), "scores": [0.5, math.nan], "by": {1: math.inf}})
-    screen().print("for people")
+    make_console().print("for people")
     shown = capsys.readouterr()
     assert shown.out == '{"out": "a", "scores": [0.5, null], "by": {"1": null}}\n'
     assert shown.err == "for people\n"

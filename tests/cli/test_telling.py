@@ -19,7 +19,7 @@ def waited_turns(monkeypatch: pytest.MonkeyPatch, error: Exception, **environmen
         monkeypatch.setenv(name, value)
     waited: list[float] = []
     monkeypatch.setattr(telling.time, "sleep", waited.append)
-    telling.let_others_tell(error)
+    telling.wait_for_other_ranks(error)
     return sum(waited) / telling.TURN_S
 
 
@@ -53,18 +53,18 @@ def test_a_rank_that_lost_contact_lets_the_one_tell_that_knows_why(
 
 def test_a_full_disk_is_told_with_the_file_and_what_to_do() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/data/tmp-clicks/00000.parquet")
-    assert telling.told(full) == (
+    assert telling.format_error(full) == (
         "no space left on device: /data/tmp-clicks/00000.parquet. Free some and run again; nothing "
         "half-written was kept",
         1,
     )
     full.add_note("met by rank 1")
-    assert telling.told(full)[0].endswith("nothing half-written was kept (met by rank 1)")
+    assert telling.format_error(full)[0].endswith("nothing half-written was kept (met by rank 1)")
     for kind in (DataError, UserError):
         with pytest.raises(kind) as caught:
             raise kind("clicks could not be written") from full
-        assert telling.told(caught.value) == ("clicks could not be written", 1)
-    assert telling.told(OSError(errno.EROFS, "Read-only file system", "clicks/.lock")) == (
+        assert telling.format_error(caught.value) == ("clicks could not be written", 1)
+    assert telling.format_error(OSError(errno.EROFS, "Read-only file system", "clicks/.lock")) == (
         "read-only file system: clicks/.lock. Name a place that can be written, or mount it so",
         2,
     )
@@ -83,8 +83,8 @@ def test_a_run_that_met_a_full_disk_is_told_to_go_on(
     monkeypatch.setattr(work, "be_rank", lambda *given, **_: given[3](None))
     with pytest.raises(OSError) as caught:
         work.train_on_rank(config, is_new=False)
-    assert telling.told(caught.value)[0].endswith("was kept")  # no run has begun
+    assert telling.format_error(caught.value)[0].endswith("was kept")  # no run has begun
     (tmp_path / "config.json").touch()
     with pytest.raises(OSError) as caught:
         work.train_on_rank(config, is_new=False)
-    assert telling.told(caught.value)[0].endswith("was kept (go on with --resume)")
+    assert telling.format_error(caught.value)[0].endswith("was kept (go on with --resume)")

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 
 from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
-from gmeta.pipeline.pipeline_metrics import LoopMetrics
+from gmeta.pipeline.pipeline_metrics import PipelineMetrics
 from gmeta.serving.server.server_metrics import ServerMetrics
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
@@ -54,7 +54,7 @@ def test_alerts_ask_for_metrics_that_a_server_has() -> None:
 
 
 def test_alerts_and_dashboard_ask_for_metrics_that_a_loop_has(tmp_path: Path) -> None:
-    families = list(LoopMetrics(loop_of(write_loop(tmp_path))).registry.collect())
+    families = list(PipelineMetrics(loop_of(write_loop(tmp_path))).registry.collect())
     had = {f"{family.name}{'_total' * (family.type == 'counter')}" for family in families}
     asked = set(
         re.findall(r"gmeta_follow_\w+", "".join(p.read_text() for p in [ALERTS, *DASHBOARDS]))

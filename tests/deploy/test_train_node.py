@@ -70,4 +70,4 @@ def test_a_mistake_in_the_config_is_told_once_and_starts_no_rank(
 @pytest.mark.parametrize(("words", "lacking"), [([], "a command"), (["train", "-q"], "a config")])
 def test_a_node_that_is_not_told_enough_starts_no_rank(words: list[str], lacking: str) -> None:
     with pytest.raises(UserError, match=f"needs {lacking}: name"):
-        node.start(words)
+        node.run_node(words)

@@ -17,7 +17,7 @@ from gmeta.antdt import ShardClient
 from gmeta.antdt.client.lease import Lease
 from gmeta.antdt.errors import FencedError, LeaseLostError, ServiceUnavailableError
 from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
-from gmeta.cli.commands.error_messages import told
+from gmeta.cli.commands.error_messages import format_error
 from gmeta.config.train_config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from gmeta.data.episodes import collate_support_query
 from gmeta.data.reader import open_reader
@@ -125,7 +125,7 @@ def train_refused(ranks: Ranks, config: TrainConfig, refusal: Refusal) -> str:
         try:
             train(config, ranks)
         except AntdtError as error:
-            return f"{type(error).__name__}: {told(error)[0]}"
+            return f"{type(error).__name__}: {format_error(error)[0]}"
     return "trained"
 
 

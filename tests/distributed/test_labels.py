@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from gmeta.cli.commands.error_messages import told
+from gmeta.cli.commands.error_messages import format_error
 from gmeta.config.inputs import ItemFeaturesConfig
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.data.label_checks import check_first_labels, check_labels
@@ -76,7 +76,7 @@ def refusal_of_training(ranks: Ranks, config: TrainConfig) -> str:
     try:
         train(config, ranks)
     except ConfigError as error:
-        return told(error)[0]
+        return format_error(error)[0]
     return "trained"
 
 

@@ -5,7 +5,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from gmeta.cli.commands.work.shared_error import told_once
+from gmeta.cli.commands.work.shared_error import report_once
 from gmeta.distributed.ranks import Ranks, barrier
 from gmeta.errors import GMetaError, UserError
 from metaio import FormatError
@@ -22,7 +22,7 @@ def refuse(
     barrier(ranks)
     with redirect_stderr(written):
         try:
-            with told_once(ranks, patience_s):
+            with report_once(ranks, patience_s):
                 if ranks.rank in of_rank:
                     raise of_rank[ranks.rank]
         except SystemExit as end:

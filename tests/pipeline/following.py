@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gmeta.pipeline.follow_config import load_follow_config
-from gmeta.pipeline.pipeline import Loop
+from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.stage_process import last_line
 from tests.support.commands import gmeta
 
@@ -17,11 +17,11 @@ def run_stage(arguments: list[str], log: Path) -> int:
     return done.returncode
 
 
-def loop_of(config: Path, stage: Callable[[list[str], Path], int] = run_stage) -> Loop:
-    return Loop(load_follow_config(config), stage, last_line)
+def loop_of(config: Path, stage: Callable[[list[str], Path], int] = run_stage) -> Pipeline:
+    return Pipeline(load_follow_config(config), stage, last_line)
 
 
-def stages_of(loop: Loop) -> list[tuple[str, int]]:
+def stages_of(loop: Pipeline) -> list[tuple[str, int]]:
     """Every stage there is to take, taken."""
     found: list[tuple[str, int]] = []
     while (done := loop.step()) is not None:

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from gmeta.errors import GMetaError
-from gmeta.pipeline.pipeline import Loop
-from gmeta.pipeline.pipeline_status import status_of
-from gmeta.pipeline.stage_outcome import Done
+from gmeta.pipeline.pipeline import Pipeline
+from gmeta.pipeline.pipeline_status import read_status
+from gmeta.pipeline.stage_outcome import StageOutcome
 from metaio.stream.chain import open_stream
 from metaio.stream.quarantine import list_quarantine
 from tests.pipeline.days import DAY, write_day, write_loop
@@ -46,11 +46,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def new_loop(root: Path) -> Loop:
+def new_loop(root: Path) -> Pipeline:
     return loop_of(root / "stream.toml", judged_at_once)
 
 
-def prepared(loop: Loop, most: int = 60) -> list[Done]:
+def prepared(loop: Pipeline, most: int = 60) -> list[StageOutcome]:
     """What `prepare` did until nothing was left to do."""
     found = []
     for _ in range(most):
@@ -61,7 +61,7 @@ def prepared(loop: Loop, most: int = 60) -> list[Done]:
     raise AssertionError(f"the loop goes in a circle: {found}")
 
 
-def numbers(loop: Loop) -> list[int]:
+def numbers(loop: Pipeline) -> list[int]:
     return [done.increment for done in prepared(loop)]
 
 
@@ -100,13 +100,13 @@ def test_a_refused_file_that_is_mended_is_taken_and_is_told_no_more(root: Path) 
     pq.write_table(good.slice(60), root / "logs/day=001/part-2.parquet")
     loop = new_loop(root)
     assert numbers(loop) == [1, 0]
-    assert status_of(loop).quarantined == 3
-    assert "column item has 240 nulls" in status_of(loop).refused_files[str(part)]
+    assert read_status(loop).quarantined == 3
+    assert "column item has 240 nulls" in read_status(loop).refused_files[str(part)]
     assert prepared(new_loop(root)) == []  # also one that begins reads the notes
     part.unlink()  # the others are tried again
     assert numbers(loop) == [2]
     assert inputs(root)[1] == ["day=001/part-1.parquet", "day=001/part-2.parquet"]
-    assert status_of(loop).quarantined == 0
+    assert read_status(loop).quarantined == 0
     write_day(root / "logs", 2)
     part = root / "logs/day=002/part-0.parquet"
     good = pq.read_table(part)
@@ -118,7 +118,7 @@ def test_a_refused_file_that_is_mended_is_taken_and_is_told_no_more(root: Path) 
     assert [Path(one["name"]).parts[-2:] for one in left["files"]] == [
         ("day=001", "part-0.parquet")
     ]
-    assert status_of(loop).quarantined == 0
+    assert read_status(loop).quarantined == 0
 
 
 def test_what_an_empty_file_is_filled_with_is_taken_and_another_content_is_told(root: Path) -> None:
@@ -134,14 +134,14 @@ def test_what_an_empty_file_is_filled_with_is_taken_and_another_content_is_told(
     pq.write_table(table, folder / "part-1.parquet")
     for again in (loop, new_loop(root)):
         assert numbers(again) == []
-        assert status_of(again).refused_files == {
+        assert read_status(again).refused_files == {
             str(folder / "part-1.parquet"): "it was rewritten since increment 2 took it, and "
             "increments do not change. Give new rows in a file of a new name"
         }
     assert (rows(root, 1), rows(root, 2)) == (120, 120)
     pq.write_table(table.slice(120), folder / "part-1.parquet")
     assert numbers(loop) == []
-    assert status_of(loop).quarantined == 0
+    assert read_status(loop).quarantined == 0
 
 
 def test_before_the_first_increment_a_mended_schema_takes_what_was_refused(root: Path) -> None:
@@ -155,15 +155,15 @@ def test_before_the_first_increment_a_mended_schema_takes_what_was_refused(root:
     schema.write_text(right.replace("min_rows = 4", "min_rows = 7"))
     loop = new_loop(root)
     assert (numbers(loop), numbers(new_loop(root))) == ([0, 0], [])
-    assert (status_of(loop).held, status_of(loop).quarantined) == (1, 1)
-    assert loop.without_input() == (
+    assert (read_status(loop).held, read_status(loop).quarantined) == (1, 1)
+    assert loop.missing_input() == (
         f"no increment yet: {root}/logs/day=000/part-0.parquet is refused: column item has 1 null; "
         'none are allowed. Remove those rows, or allow it in the schema: null = "unknown"'
     )
     schema.write_text(right.replace("vocabulary = 2", 'vocabulary = 2\nnull = "unknown"'))
     assert numbers(loop) == [1, 2]
     assert (rows(root, 1), rows(root, 2)) == (240, 60)
-    assert loop.without_input() == ""
+    assert loop.missing_input() == ""
 
 
 def test_a_number_that_became_text_waits_for_a_person_as_an_id_does(root: Path) -> None:
@@ -188,7 +188,7 @@ def test_files_that_come_late_are_part_of_the_next_increment(root: Path) -> None
     late = late.set_column(0, "user", pa.array(late["user"].to_numpy() + 1))
     pq.write_table(late, first / "part-1.parquet")
     assert (numbers(loop), numbers(loop)) == ([0], [])
-    assert (status_of(loop).held, status_of(loop).waiting) == (1, 0)
+    assert (read_status(loop).held, read_status(loop).waiting) == (1, 0)
     second = write_day(root / "logs", 1)
     assert numbers(loop) == [2]
     pq.write_table(late.slice(0, 20), first / "part-2.parquet")
@@ -223,7 +223,7 @@ def test_a_whole_partition_that_comes_late_is_part_of_the_next_increment(root: P
     assert numbers(loop) == [1]
     write_day(root / "logs", 0)
     assert (numbers(loop), numbers(loop)) == ([0], [])
-    assert (status_of(loop).held, status_of(loop).quarantined) == (1, 0)
+    assert (read_status(loop).held, read_status(loop).quarantined) == (1, 0)
     write_day(root / "logs", 2)
     assert numbers(new_loop(root)) == [2]
     assert inputs(root)[1] == ["day=002/part-0.parquet", "day=000/part-0.parquet"]
@@ -238,12 +238,12 @@ def test_what_is_held_and_spoils_the_next_partition_is_left_out_of_it(root: Path
     assert numbers(loop) == [1, 2]
     spoilt(folder)
     assert numbers(loop) == [0]
-    assert (status_of(loop).held, status_of(loop).quarantined) == (1, 0)
+    assert (read_status(loop).held, read_status(loop).quarantined) == (1, 0)
     write_day(root / "logs", 2)
     assert numbers(loop) == [3]
     assert inputs(root)[2] == ["day=002/part-0.parquet"]
-    assert list(status_of(loop).refused_files) == [str(folder / "part-1.parquet")]
-    assert status_of(loop).held == 0
+    assert list(read_status(loop).refused_files) == [str(folder / "part-1.parquet")]
+    assert read_status(loop).held == 0
 
 
 def late_rows_are_kept(root: Path) -> None:
@@ -286,7 +286,7 @@ def test_killed_around_its_commit_what_is_late_is_taken_or_refused_once(
         assert inputs(root)[2:] == [["day=002/part-0.parquet"]]
         write_day(root / "logs", 3)
         assert numbers(loop) == [4]
-        assert list(status_of(loop).refused_files) == [str(folder / "part-1.parquet")]
+        assert list(read_status(loop).refused_files) == [str(folder / "part-1.parquet")]
 
 
 def test_a_quiet_partition_is_taken_together_with_the_next(root: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_quiet_partition_is_taken_together_with_the_next(root: Path) -> None:
     assert numbers(loop) == [1, 0, 0, 2]
     assert inputs(root)[1] == [f"day=00{n}/part-0.parquet" for n in (3, 1, 2)]
     assert rows(root, 2) == 240 + 40 + 40
-    assert status_of(loop).held == 0
+    assert read_status(loop).held == 0
 
 
 def as_csv(table: pa.Table, path: Path) -> None:
@@ -337,7 +337,7 @@ def test_parts_without_rows_are_taken_with_the_others(
         (empty / "_SUCCESS").touch()
     (empty / f"part-0.{ending}").unlink()  # files of no byte alone
     assert numbers(loop) == [0, 0]
-    assert (status_of(loop).held, status_of(loop).quarantined) == (3, 0)
+    assert (read_status(loop).held, read_status(loop).quarantined) == (3, 0)
 
 
 def test_parts_without_rows_whose_types_say_nothing_are_taken(root: Path) -> None:
@@ -379,7 +379,7 @@ def test_archives_are_taken_once(root: Path) -> None:
     with zipfile.ZipFile(root / "logs/3.zip", "w"):
         pass
     assert numbers(loop) == [0, 0]
-    assert status_of(loop).refused_files == {
+    assert read_status(loop).refused_files == {
         f"{root}/logs/2.zip": f"input {root}/logs/2.zip/other.csv was taken into increment 2 "
         f"already, as {root}/logs/1.zip/in/part.csv: its rows would be trained twice. Leave it out"
     }
@@ -393,7 +393,7 @@ def test_a_doubled_file_is_left_out_and_the_others_are_taken(root: Path) -> None
     loop = new_loop(root)
     assert numbers(loop) == [1, 0, 2]
     assert inputs(root)[1] == ["day=001/part-0.parquet"]
-    assert sorted(status_of(loop).refused_files) == [
+    assert sorted(read_status(loop).refused_files) == [
         str(second / f"part-{part}.parquet") for part in (1, 2)
     ]
     assert rows(root, 2) == 240

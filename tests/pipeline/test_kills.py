@@ -20,7 +20,7 @@ from gmeta.pipeline.stage_outcome import STAGES
 from gmeta.runs.checkpoints.progress_file import read_about
 from gmeta.runs.run_folder import list_checkpoints
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.current_version import served_at
+from gmeta.serving.channel.current_version import current_at
 from gmeta.serving.channel.model_version import check_version
 from gmeta.serving.channel.version_cache import CACHE_VARIABLE
 from gmeta.serving.export import CheckpointReader
@@ -112,7 +112,7 @@ def judged(root: Path) -> object:
 def promoted(root: Path) -> object:
     channel = Channel(root / "channel")
     moves = [(one["action"], one["number"]) for one in channel.promotions()]
-    return moves, channel.numbers(), channel.served().number, whole(channel)
+    return moves, channel.numbers(), channel.require_current().number, whole(channel)
 
 
 def whole(channel: Channel) -> bool:
@@ -131,7 +131,7 @@ def mirror_of(root: Path) -> str:
 
 def published(root: Path) -> object:
     there = Channel(root / "mirror")
-    return there.numbers(), served_at(mirror_of(root)).number, whole(there)
+    return there.numbers(), current_at(mirror_of(root)).number, whole(there)
 
 
 def scored(root: Path) -> object:

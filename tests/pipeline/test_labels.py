@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import gmeta
-from gmeta.pipeline.pipeline_status import status_of
-from gmeta.pipeline.stream_page import stream_page
+from gmeta.pipeline.pipeline_status import read_status
+from gmeta.pipeline.stream_page import render_stream
 from gmeta.serving.channel.channel import Channel
 from tests.pipeline.days import write_day, write_loop
 from tests.pipeline.following import loop_of, stages_of
@@ -41,14 +41,14 @@ def test_a_candidate_of_two_labels_is_promoted_followed_and_served(tmp_path: Pat
     channel, loop = Channel(tmp_path / "channel"), loop_of(config)
     write_buys(write_day(tmp_path / "logs", 0))
     stages_of(loop)
-    assert channel.served().number == 1
+    assert channel.require_current().number == 1
     rows = pq.ParquetFile(tmp_path / "logs/day=000/part-0.parquet").read().sort_by("user")
     support, query = rows.slice(0, 4), rows.slice(4, 2)  # a user has six
     with gmeta.follow(channel.root, every_s=0) as follower, service_of(channel.root) as service:
         before_NL = follower.model.adapt(support).predict(query).numpy()
         write_buys(write_day(tmp_path / "logs", 1))
         stages_of(loop)
-        assert channel.served().number == 2
+        assert channel.require_current().number == 2
         assert follower.check()
         assert service.reload()
         after_NL = follower.model.adapt(support).predict(query).numpy()
@@ -62,6 +62,6 @@ def test_a_candidate_of_two_labels_is_promoted_followed_and_served(tmp_path: Pat
         assert answer.status_code == 200, answer.text
         told_NL = np.column_stack([one["data"] for one in answer.json()["outputs"]])
         np.testing.assert_allclose(told_NL, after_NL, rtol=0, atol=1e-6)
-    titles = re.findall("<figcaption>(.*?)</figcaption>", stream_page(loop, status_of(loop)))
+    titles = re.findall("<figcaption>(.*?)</figcaption>", render_stream(loop, read_status(loop)))
     assert "AUC before training on it (prequential)" in titles
     assert "AUC of buy before training on it (prequential)" in titles

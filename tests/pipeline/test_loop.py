@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from gmeta.cli.commands.follow import _run as take_stages
+from gmeta.cli.commands.follow import _run_stages as take_stages
 from gmeta.errors import GMetaError, UserError
 from gmeta.pipeline.follow_config import load_follow_config
-from gmeta.pipeline.pipeline_metrics import LoopMetrics
-from gmeta.pipeline.pipeline_status import status_of
-from gmeta.pipeline.stream_page import stream_page
+from gmeta.pipeline.pipeline_metrics import PipelineMetrics
+from gmeta.pipeline.pipeline_status import read_status
+from gmeta.pipeline.stream_page import render_stream
 from gmeta.runs.checkpoints.progress_file import read_about
 from gmeta.runs.run_folder import RunFolder, list_checkpoints
 from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.version_cache import CACHE_VARIABLE
 from gmeta.serving.channel.version_packing import pack
-from gmeta_keys.stop_flag import Asked
+from gmeta_keys.stop_flag import StopFlag
 from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_day, write_loop
 from tests.pipeline.following import loop_of, run_stage, stages_of
@@ -68,8 +68,8 @@ def test_each_day_is_trained_once_judged_and_served(followed: Path) -> None:
     assert lineages == [1, 2] == promoted == numbers
     loop = loop_of(followed / "stream.toml")
     assert loop.step() is None
-    metrics = LoopMetrics(loop)
-    metrics.look()
+    metrics = PipelineMetrics(loop)
+    metrics.refresh()
 
     def value(name: str) -> float | None:
         return metrics.registry.get_sample_value(f"gmeta_follow_{name}")
@@ -99,7 +99,7 @@ def test_runs_are_promoted_and_exported_as_what_changed(
     # Of so small a model a delta is more than half.
     assert "; whole, since the deltas over version 1 are half of it)" in told
     assert channel.numbers() == [1, 2]
-    assert channel.served().number == 2
+    assert channel.require_current().number == 2
     assert not list(tmp_path.glob(".*")) + list(channel.root.glob(".*"))
 
 
@@ -222,7 +222,7 @@ def test_a_candidate_is_judged_again_where_another_champion_serves_by_now(
         loop.step()
     loop.channel.rollback(1)
     assert [loop.step().stage for _ in range(2)] == ["judge", "promote"]  # type: ignore[union-attr]
-    served = loop.channel.served()
+    served = loop.channel.require_current()
     assert served.verdict is not None
     assert (served.number, served.verdict["champion_version"]) == (3, 1)
     # Killed before the log was written, it is promoted, and not judged against itself.
@@ -241,12 +241,12 @@ def test_a_model_that_a_person_promotes_without_its_verdict_is_known(
     shutil.rmtree(root / "channel")
     loop = loop_of(config := write_loop(root, margin=9))
     for number in (1, 2):
-        assert loop.unfinished() == number
+        assert loop.first_unfinished() == number
         loop.channel.promote(root / f"runs/00000{number}/model")
-        assert loop.promoted(number) == number
+        assert loop.promoted_version(number) == number
     for number in (1, 2):  # as follow.keep removes them one day
         shutil.rmtree(loop.channel.folder_of(number))
-    assert loop_of(config).unfinished() is None
+    assert loop_of(config).first_unfinished() is None
 
 
 @pytest.mark.parametrize("of_nobody", [1, 2])
@@ -293,7 +293,7 @@ def test_the_next_run_goes_on_from_what_serves_and_skips_what_was_refused(
     done = loop.step()
     assert done is not None
     assert (done.stage, done.increment) == ("train", 3)
-    assert done.told.endswith("run, without increment 2")
+    assert done.summary.endswith("run, without increment 2")
     assert lineage(root / "runs" / "000003" / "run") == [1, 3]
     # Killed before it was noted, it goes on as it began, whatever serves by now.
     (root / "runs" / "000003" / "trained.json").unlink()
@@ -317,7 +317,7 @@ def test_old_versions_and_their_checkpoints_go_and_what_goes_on_stays(
     run_gmeta("prepare", "--extend", root / "stream", root / "logs/day=002/part-0.parquet")
     loop = loop_of(config)
     found = []
-    while loop.unfinished() is not None:
+    while loop.first_unfinished() is not None:
         done = loop.step()
         assert done is not None
         found.append(done)
@@ -327,8 +327,8 @@ def test_old_versions_and_their_checkpoints_go_and_what_goes_on_stays(
     kept = [n for n in (1, 2, 3) if (runs / f"{n:06d}" / "run" / "checkpoints").exists()]
     assert kept == [2, 3] == [n for n in (1, 2, 3) if (runs / f"{n:06d}" / "model").exists()]
     after = loop_of(config)
-    assert "promoted" in stream_page(after, status_of(after))
-    assert loop_of(config).unfinished() is None
+    assert "promoted" in render_stream(after, read_status(after))
+    assert loop_of(config).first_unfinished() is None
     loop.channel.rollback()
     assert loop.continued_from(4) == 2
 
@@ -360,7 +360,7 @@ def test_increments_without_a_gate_task_are_trained_and_refused_with_the_reason(
             "to judge by"
         ],
     )
-    assert "nothing to judge by" in stream_page(loop, status_of(loop))
+    assert "nothing to judge by" in render_stream(loop, read_status(loop))
 
 
 @pytest.mark.distributed
@@ -420,7 +420,7 @@ def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -
     loop = loop_of(config, promote)
     done = loop.step()
     assert done is not None
-    assert done.told.startswith("version 4-")
+    assert done.summary.startswith("version 4-")
     assert [channel.version(number).kind for number in channel.numbers()] == [
         "full",
         "delta",
@@ -438,24 +438,24 @@ def test_checkpoints_of_versions_that_later_ones_build_on_stay(tmp_path: Path) -
 def test_a_store_that_cannot_be_listed_is_a_line_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loop, left, asked = loop_of(write_loop(tmp_path)), 9, Asked()
+    loop, left, asked = loop_of(write_loop(tmp_path)), 9, StopFlag()
 
     def fails(self: object, path: str, **_: object) -> None:
         nonlocal left
         left -= 1
         if not left:
-            asked.ask()
+            asked.stop()
         raise RuntimeError("no route to the store")
 
     monkeypatch.setattr(LocalFileSystem, "glob", fails)
-    for looks in (loop.step, loop.without_input):
+    for looks in (loop.step, loop.missing_input):
         with pytest.raises(GMetaError) as caught:
             looks()
         assert str(caught.value) == (
             f"follow.inputs: {tmp_path}/logs/day=* cannot be read: no route to the store. "
             "Look at the place, the network and the credentials"
         )
-    metrics = LoopMetrics(loop)
+    metrics = PipelineMetrics(loop)
     take_stages(loop, metrics, asked, False, None, None)
     assert "".join(capsys.readouterr().out.split()) == "".join(f"waiting: {caught.value}".split())
     assert metrics.registry.get_sample_value("gmeta_follow_failing") == 1
@@ -468,10 +468,10 @@ def test_a_full_disk_of_the_log_ends_no_loop(
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    loop, asked = loop_of(write_loop(tmp_path)), Asked()
-    monkeypatch.setattr(loop, "without_input", lambda: asked.ask() or "no input yet")
+    loop, asked = loop_of(write_loop(tmp_path)), StopFlag()
+    monkeypatch.setattr(loop, "without_input", lambda: asked.stop() or "no input yet")
     monkeypatch.setattr("sys.stdout", Full())
-    take_stages(loop, LoopMetrics(loop), asked, False, None, None)
+    take_stages(loop, PipelineMetrics(loop), asked, False, None, None)
 
 
 def test_a_failed_stage_says_what_it_said(tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_an_idle_turn_lists_the_log_once(tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(2):
         listed.clear()
         assert loop.step() is None
-        LoopMetrics(loop).look()
+        PipelineMetrics(loop).refresh()
         assert listed == [f"{tmp_path}/logs/day=*"]
 
 
@@ -527,12 +527,12 @@ def test_a_pattern_that_finds_nothing_is_told(tmp_path: Path) -> None:
     write_day(tmp_path / "logs", 0, done=False)
     loop = loop_of(write_loop(tmp_path))
     assert loop.step() is None
-    assert loop.without_input() == (
+    assert loop.missing_input() == (
         f"no closed partition matches follow.inputs = '{tmp_path}/logs/day=*'. A folder is closed "
         "by a file _SUCCESS, or by its age with follow.closed_after_s; else correct the pattern"
     )
     write_day(tmp_path / "logs", 1)
-    assert loop.without_input() == ""
+    assert loop.missing_input() == ""
 
 
 def test_a_config_without_a_place_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gmeta.serving import exported_folder as serving_folder
-from gmeta.serving.channel.model_version import Parent
+from gmeta.serving.channel.model_version import ParentVersion
 from metaio.prepare.episodes import splits
 from tests.metaio.stream import test_extend
 from tests.serving.channel import test_channel
@@ -24,7 +24,7 @@ def pointer_before_fsync(patch: pytest.MonkeyPatch) -> None:
 
 def parent_check_skipped(patch: pytest.MonkeyPatch) -> None:
     """A delta is laid over whatever serves."""
-    patch.setattr(Parent, "__eq__", lambda self, other: True)
+    patch.setattr(ParentVersion, "__eq__", lambda self, other: True)
 
 
 def gate_tasks_trained(patch: pytest.MonkeyPatch) -> None:

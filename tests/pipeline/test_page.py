@@ -12,13 +12,13 @@ import pytest
 
 from gmeta.access.address import AddressError
 from gmeta.errors import UserError
-from gmeta.pipeline.days import days_of
-from gmeta.pipeline.live_page import LivePage
-from gmeta.pipeline.pipeline_metrics import LoopMetrics
-from gmeta.pipeline.pipeline_status import Status, status_of
-from gmeta.pipeline.stage_outcome import UnderWay
+from gmeta.pipeline.days import read_days
+from gmeta.pipeline.live_page import StreamPageServer
+from gmeta.pipeline.pipeline_metrics import PipelineMetrics
+from gmeta.pipeline.pipeline_status import PipelineStatus, read_status
+from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
-from gmeta.pipeline.stream_page import draw_stream, page_of, stream_page
+from gmeta.pipeline.stream_page import draw_stream, render_page, render_stream
 from gmeta.serving.channel.channel import Channel
 from metaio.stream.chain import open_stream
 from tests.pipeline.days import write_loop
@@ -36,7 +36,7 @@ def copied(followed: Path, root: Path) -> Path:
 @pytest.mark.distributed
 def test_the_page_shows_every_increment_with_its_version(followed: Path) -> None:
     loop = loop_of(followed / "stream.toml")
-    page = stream_page(loop, status_of(loop))
+    page = render_stream(loop, read_status(loop))
     for number in (1, 2):
         assert loop.channel.version(number).name in page
     titles = re.findall("<figcaption>(.*?)</figcaption>", page)
@@ -73,7 +73,7 @@ def test_the_first_version_is_scored_on_what_came_after_it(followed: Path) -> No
     assert frozen["fingerprint"] == stream.record(2).fingerprint
     assert frozen["model"] == channel.version(1).checksum
     prequential = json.loads((followed / "runs/000002/run/prequential.json").read_text())
-    (second,) = days_of(loop_of(followed / "stream.toml"))[1:]
+    (second,) = read_days(loop_of(followed / "stream.toml"))[1:]
     assert second.frozen == frozen["splits"]["train"]["scores"]
     assert second.forecast == prequential["splits"]["train"]["scores"]
     assert second.frozen.keys() == second.forecast.keys()
@@ -89,13 +89,13 @@ def test_the_best_possible_auc_is_that_of_the_increments_partition(
     best.write_text(json.dumps([{"day": "day=001", "auc_of_p_click": 0.875}]))
     text = config.read_text()
     config.write_text(text.replace("[follow]", f'[follow]\nbest = "{best}"'))
-    days = days_of(loop_of(config))
+    days = read_days(loop_of(config))
     assert [day.best_auc for day in days] == [None, 0.875]
     (panel,) = (one for one in stream_chart(days).panels if one.title.startswith("AUC before"))
     assert panel.description.endswith(", best possible 0.8750")
     best.write_text("{}{}")
     with pytest.raises(UserError) as caught:
-        days_of(loop_of(config))
+        read_days(loop_of(config))
     assert str(caught.value).startswith(
         f"follow.best = '{best}' is no list of {{day, auc_of_p_click}}: "
     )
@@ -113,7 +113,7 @@ def test_a_refused_candidate_is_crossed_and_a_lost_record_is_not_there(
     (root / "frozen.json").write_text("{")
     (root / "stages.jsonl").write_text('{"stage": "train", "took_s": 2.5}\n{"stage": "expo')
     loop = loop_of(config)
-    days = days_of(loop)
+    days = read_days(loop)
     assert (days[1].refused, dict(days[1].frozen), dict(days[1].took_s)) == (
         True,
         {},
@@ -122,16 +122,16 @@ def test_a_refused_candidate_is_crossed_and_a_lost_record_is_not_there(
     descriptions = [panel.description for panel in stream_chart(days).panels]
     assert any(", refused 0." in told for told in descriptions)
     assert not any("frozen" in told for told in descriptions)
-    page = stream_page(loop, status_of(loop))
+    page = render_stream(loop, read_status(loop))
     assert "refused: &lt;b&gt;worse&lt;/b&gt;" in page
 
 
 @pytest.mark.distributed
 def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
     loop = loop_of(followed / "stream.toml")
-    metrics = LoopMetrics(loop)
-    metrics.look()
-    live = LivePage(loop, metrics, "127.0.0.1:0")
+    metrics = PipelineMetrics(loop)
+    metrics.refresh()
+    live = StreamPageServer(loop, metrics, "127.0.0.1:0")
     try:
 
         def get(path: str) -> str:
@@ -143,8 +143,8 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
         assert 'http-equiv="refresh"' in page
         assert page.count("<svg role") == 8
         assert "train of increment 7" not in page
-        loop.under_way = UnderWay("train", 7, time.monotonic() - 300)
-        metrics.failed("no room")
+        loop.under_way = RunningStage("train", 7, time.monotonic() - 300)
+        metrics.note_failure("no room")
         assert "train of increment 7, 5.0 min" in get("/")
         assert "the next stage fails: no room" in get("/")
         measured = get("/metrics")
@@ -153,11 +153,11 @@ def test_the_live_page_and_its_metrics_are_of_now(followed: Path) -> None:
         assert "gmeta_follow_failing 1.0" in measured
         assert get("/healthz") == "serving\n"
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{live.port}: "):
-            LivePage(loop, metrics, f"127.0.0.1:{live.port}")
+            StreamPageServer(loop, metrics, f"127.0.0.1:{live.port}")
     finally:
         live.stop()
     with pytest.raises(AddressError, match="--listen is 'nowhere'"):
-        LivePage(loop, metrics, "nowhere")
+        StreamPageServer(loop, metrics, "nowhere")
 
 
 @pytest.mark.distributed
@@ -171,8 +171,8 @@ def test_a_page_that_cannot_be_drawn_says_why_and_is_drawn_once_it_can_be(
     best = tmp_path / "days.json"
     config.write_text(config.read_text().replace("[follow]", f'[follow]\nbest = "{best}"'))
     loop = loop_of(config)
-    metrics = LoopMetrics(loop)
-    live = LivePage(loop, metrics, "127.0.0.1:0")
+    metrics = PipelineMetrics(loop)
+    live = StreamPageServer(loop, metrics, "127.0.0.1:0")
     address = f"http://127.0.0.1:{live.port}/"
     try:
         with pytest.raises(urllib.error.HTTPError) as caught:
@@ -201,19 +201,19 @@ def test_a_page_that_cannot_be_drawn_says_why_and_is_drawn_once_it_can_be(
 
 def test_a_stream_without_an_increment_has_a_page(tmp_path: Path) -> None:
     loop = loop_of(write_loop(tmp_path))
-    status = status_of(loop)
-    assert status == Status()
-    page = page_of(draw_stream(loop), status)
+    status = read_status(loop)
+    assert status == PipelineStatus()
+    page = render_page(draw_stream(loop), status)
     assert "No increment yet." in page
-    metrics = LoopMetrics(loop)
-    metrics.look()
+    metrics = PipelineMetrics(loop)
+    metrics.refresh()
     age = metrics.registry.get_sample_value("gmeta_follow_event_age_seconds")
     assert age is not None
     assert age != age  # NaN: no rule fires for it
 
 
 def test_alarms_say_what_to_look_at() -> None:
-    status = Status(
+    status = PipelineStatus(
         prepared=9,
         event_end_s=time.time() - 7_201,
         fresh_s=3_600,
@@ -229,8 +229,8 @@ def test_alarms_say_what_to_look_at() -> None:
         "1 file quarantined, and in no increment",
         "increment 9: table item is 81 % full",
     ]
-    assert Status(event_end_s=0.0, fresh_s=0.0).alarms() == []
-    assert Status(refused=3).alarms() == ["3 candidates in a row refused: nothing of it is served"]
+    assert PipelineStatus(event_end_s=0.0, fresh_s=0.0).alarms() == []
+    assert PipelineStatus(refused=3).alarms() == ["3 candidates in a row refused: nothing of it is served"]
 
 
 def test_an_address_that_strangers_reach_needs_a_proof(tmp_path: Path) -> None:

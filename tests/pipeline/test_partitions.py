@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.pipeline.log_partitions import NotedFiles, closed_partitions, standing
+from gmeta.pipeline.log_partitions import QuarantineChecks, closed_partitions, sort_partitions
 from metaio.stream.taken_files import hash_file
 
 LONG_AGO_S = 1_000_000_000
@@ -49,12 +49,12 @@ def test_what_was_written_in_the_future_is_told_and_not_taken(tmp_path: Path) ->
     part.touch()
     os.utime(part, (time.time() + 10 * 86_400,) * 2)
     found = closed_partitions(f"{tmp_path}/*", 3_600.0)
-    log = standing(found, set(), [], {})
+    log = sort_partitions(found, set(), [], {})
     assert not log.waiting
     assert log.refused[str(part)].startswith("it was written 10.0 days from now, so that")
-    assert not standing(found, {str(part)}, [], {}).refused  # or the own clock went back since
+    assert not sort_partitions(found, {str(part)}, [], {}).refused  # or the own clock went back since
     (tmp_path / "day=1" / "_SUCCESS").touch()
-    assert standing(closed_partitions(f"{tmp_path}/*", 3_600.0), set(), [], {}).waiting
+    assert sort_partitions(closed_partitions(f"{tmp_path}/*", 3_600.0), set(), [], {}).waiting
 
 
 def test_links_to_files_are_files(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_note_holds_where_a_store_says_another_size_than_was_read() -> None:
     fs.pipe("/logs/a.parquet", b"refused")
     file = hash_file("memory:///logs/a.parquet")
     note = {"files": [{**file._asdict(), "num_bytes": 99}]}
-    noted = NotedFiles()
-    assert noted.holding([note], ()) == [note]
+    noted = QuarantineChecks()
+    assert noted.notes_in_force([note], ()) == [note]
     fs.pipe("/logs/a.parquet", b"is mended")
-    assert noted.holding([note], ()) == []
+    assert noted.notes_in_force([note], ()) == []

@@ -7,9 +7,9 @@ import pytest
 
 from gmeta.errors import GMetaError
 from gmeta.pipeline.follow_config import load_follow_config
-from gmeta.pipeline.pipeline_metrics import LoopMetrics
+from gmeta.pipeline.pipeline_metrics import PipelineMetrics
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.current_version import served_at
+from gmeta.serving.channel.current_version import current_at
 from metaio.errors import UrlError
 from tests.pipeline.days import write_day, write_loop
 from tests.pipeline.following import loop_of, run_stage, stages_of
@@ -37,7 +37,7 @@ def test_every_move_of_the_pointer_is_published_once(channel: Channel, tmp_path:
     for number in (2, 1):
         channel.rollback(number)
         assert stages_of(loop) == [("publish", 0)]
-        assert served_at(url) == channel.served()
+        assert current_at(url) == channel.require_current()
     # Another loop does not know: it looks once, and copies nothing.
     assert stages_of(loop_of(config)) == [("publish", 0)]
 
@@ -47,7 +47,7 @@ def test_a_place_that_cannot_be_written_is_told_and_tried_again(
 ) -> None:
     (tmp_path / "store").write_text("a file")
     loop = loop_of(config_with(tmp_path, f"file://{tmp_path}/store/clicks"))
-    name = f"2-{channel.served().checksum[:12]}"
+    name = f"2-{channel.require_current().checksum[:12]}"
     with pytest.raises(GMetaError, match=rf"^publish of version {name} ended with 1: .*directory"):
         loop.step()
     (tmp_path / "store").unlink()
@@ -65,18 +65,18 @@ def test_while_a_place_is_away_the_rest_goes_on_in_turns(channel: Channel, tmp_p
         return run_stage(arguments, log) if arguments[0] in ("publish", "prepare") else 1
 
     loop = loop_of(config_with(tmp_path, f"file://{tmp_path}/store/clicks"), stage)
-    measured = LoopMetrics(loop)
+    measured = PipelineMetrics(loop)
     for _ in range(5):
         with suppress(GMetaError):
             loop.step()
-        measured.look()
+        measured.refresh()
         assert "publish of version" in measured.status.failure
     assert asked == ["publish", "prepare", "publish", "train", "publish"]
     (tmp_path / "store").unlink()
     with suppress(GMetaError):
         loop.step()  # another stage fails meanwhile
     assert loop.step() is not None
-    measured.look()
+    measured.refresh()
     assert measured.status.failure == ""
     assert asked[5:] == ["train", "publish"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from gmeta.cli.commands import follow
 from gmeta.pipeline import stage_process as stages
-from gmeta_keys.stop_flag import Asked
+from gmeta_keys.stop_flag import StopFlag
 from tests.pipeline.days import write_loop
 from tests.support.interrupted import exit_code_of, interrupted
 
@@ -17,8 +17,8 @@ from tests.support.interrupted import exit_code_of, interrupted
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    stages._ending = Asked()
-    stages._dismiss()
+    stages._ending = StopFlag()
+    stages._end_waiting()
 
 
 def test_a_stage_that_sigterm_comes_before_is_ended_at_once(tmp_path: Path) -> None:
@@ -36,4 +36,4 @@ def test_a_signal_in_the_middle_of_a_wait_ends_the_loop_too(tmp_path: Path) -> N
 
 
 def follow_interrupted(config: Path) -> int:
-    return interrupted(partial(follow.follow, config), follow._run.__code__)
+    return interrupted(partial(follow.follow, config), follow._run_stages.__code__)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from gmeta_keys.stop_flag import Asked
+from gmeta_keys.stop_flag import StopFlag
 from tests.support.forked import Forked
 from tests.support.waiting import PATIENCE_S
 
-_WAITS = (threading.Event.wait.__code__, Asked.wait.__code__)
+_WAITS = (threading.Event.wait.__code__, StopFlag.wait.__code__)
 NOT_INTERRUPTED = 9
 
 

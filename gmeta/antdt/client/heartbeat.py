@@ -114,14 +114,14 @@ class HeartbeatSender:
 
     def _beat(self) -> None:
         # Taken before the call: the service counts the ttl from a later moment.
-        report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
+        set_report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
         with self._lock:
             readings = list(self._readings)
         response = self._session.call(
             "Heartbeat",
             budget_s=None if self._session.closed.is_set() else self._session.ttl_s / 3,
             tokens=tokens,
-            report=report,
+            report=set_report,
             readings=readings,
         )
         self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))

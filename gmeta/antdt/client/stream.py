@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 
 REPORT_EVERY_S = 0.25  # two durable calls: 0.4 % of a core a rank, and no later END
 
@@ -88,7 +88,7 @@ class ShardFeed:
     def _run(self) -> None:
         try:
             # Whatever it is: whoever waits for a shard must not wait for ever.
-            with failing_as(_wrap_defect, AntdtError):
+            with translate_errors(_wrap_defect, AntdtError):
                 while not self._closed.is_set() and not self._end_seen:
                     # Cleared before the missing shards are counted: a shard taken after that sets
                     # it again.
@@ -129,7 +129,7 @@ class ShardFeed:
 
 def _wrap_defect(error: Exception) -> AntdtError:
     return AntdtError(
-        f"no shard can be leased any more: {kind_and_text(error).rstrip('.')}. That is a defect; "
+        f"no shard can be leased any more: {format_foreign_error(error).rstrip('.')}. That is a defect; "
         "report it with its traceback."
     )
 

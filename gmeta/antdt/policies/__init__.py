@@ -7,7 +7,7 @@ from pathlib import Path
 from gmeta.antdt.policies import dd, nd
 from gmeta.antdt.policies.interface import Policy
 from gmeta.errors import ConfigError
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 
 POLICIES: dict[str, Policy] = {
     "none": lambda snapshot, config: [],
@@ -39,7 +39,7 @@ def find_policy(name: str) -> Policy:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look up their annotations
-    with failing_as(
+    with translate_errors(
         lambda error: ConfigError(f"the policy file {path} does not load: {error!r}. Mend it")
     ):
         spec.loader.exec_module(module)

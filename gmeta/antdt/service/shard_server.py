@@ -39,7 +39,7 @@ from gmeta.antdt.storage.store_urls import open_store
 from gmeta.antdt.stragglers.governor import Governor
 from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 from gmeta.errors import UserError
-from gmeta_keys.stop_flag import Asked
+from gmeta_keys.stop_flag import StopFlag
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 from gmeta_protos.antdt.v1 import shard_service_pb2_grpc as pb_grpc
 
@@ -245,9 +245,9 @@ def serve_until_signal(config: ServiceConfig) -> int:
     """Run a service until SIGTERM or SIGINT, then return 0; return 1 when another one takes the
     store."""
     _raise_descriptor_limit()
-    stop = Asked()
+    stop = StopFlag()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop.ask)
+        signal.signal(number, stop.stop)
     if config.ends_with_stdin:
         threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
     server = ShardServer(config)
@@ -301,12 +301,12 @@ def _decision_log(path: Path | None) -> DecisionLog | None:
         ) from error
 
 
-def _wait_for_end_of_stdin(stop: Asked) -> None:
+def _wait_for_end_of_stdin(stop: StopFlag) -> None:
     """Ask for the end when standard input ends. The parent holds the other end of the pipe: however
     it dies, the kernel closes it."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    stop.ask()
+    stop.stop()
 
 
 async def _drain_server(server: grpc.aio.Server, drain_s: float) -> None:

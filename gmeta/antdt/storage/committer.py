@@ -20,7 +20,7 @@ from gmeta.antdt.storage.request import Answer, LedgerView, Request, refusal_of
 from gmeta.antdt.storage.snapshot import load_state, mark_stored, take_snapshot
 from gmeta.antdt.storage.store import Store, damage_error
 from gmeta.antdt.storage.store_records import RecordBatch
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 
 SNAPSHOT_EVERY_EVENTS = 20_000  # this many take about 0.2 s to replay after a crash
 
@@ -123,7 +123,7 @@ class Committer:
                     answers.append(self._answer_view(request, now_s))
                     continue
                 try:
-                    with failing_as(partial(_log_defect, "command_failed"), RefusedError):
+                    with translate_errors(partial(_log_defect, "command_failed"), RefusedError):
                         reply, new, needs_sync = self.ledger.apply(request, now_s)
                     answers.append(reply)
                 except DefectError as error:
@@ -144,7 +144,7 @@ class Committer:
         """Return what the view shows. A defect in a view concerns its caller alone: it has changed
         nothing, so the other calls of the group go on."""
         try:
-            with failing_as(partial(_log_defect, "view_failed"), RefusedError):
+            with translate_errors(partial(_log_defect, "view_failed"), RefusedError):
                 return question.view(self.ledger, now_s)
         except RefusedError as error:
             return error
@@ -222,7 +222,7 @@ def _log_defect(name: str, error: Exception) -> DefectError:
     return DefectError(
         "INTERNAL",
         "INTERNAL",
-        f"the service could not answer: {kind_and_text(error)}. That is a defect of the "
+        f"the service could not answer: {format_foreign_error(error)}. That is a defect of the "
         "service, which goes on; report it with the traceback from its log.",
     )
 
@@ -230,7 +230,7 @@ def _log_defect(name: str, error: Exception) -> DefectError:
 def _replay(ledger: Ledger, record: bytes) -> None:
     """Take a stored record back in. Raise StoreFailedError for one that makes no sense to the
     state, such as a manifest that an older version did not check."""
-    with failing_as(
+    with translate_errors(
         lambda error: StoreFailedError(
             f"the store's event {ledger.num_events + 1} cannot be applied: {record[:80]!r}: "
             f"{str(error).rstrip('.') or repr(error)}. Restore the store from a backup, or delete "

@@ -21,7 +21,7 @@ from gmeta.antdt.policies.interface import (
 from gmeta.antdt.policies.task_split import proportional_split
 from gmeta.antdt.reports import WorkerHealth
 from gmeta.errors import UserError
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 
 HOUR_S = 3600.0
 SLOW_SHARE, USUAL_SHARE = 0.8, 0.9  # of the mean share: below, tasks were taken; above, given back
@@ -44,7 +44,7 @@ class Ruling(NamedTuple):
 
 def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[Ruling]:
     """Return the policy's decisions, each allowed or held back. Raise PolicyError."""
-    with failing_as(
+    with translate_errors(
         lambda error: PolicyError(
             f"policy {config.policy!r} failed: {error!r}. Mend it, or set controller.policy to "
             "nd, dd or none"
@@ -333,7 +333,7 @@ def replay_line(line: str, config: ControllerConfig, policy: Policy) -> tuple[An
     Raises:
         PolicyError: the line is not from a decision log.
     """
-    with failing_as(
+    with translate_errors(
         lambda error: PolicyError(
             f"{line[:60]!r} is no line of a decision log ({error!r}). Name the file that "
             "gmeta shard-service wrote with --decisions"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.cli.commands.rank_launch import importing
+from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_local, check_replaceable
 
@@ -49,7 +49,7 @@ def adapt(
             "Parquet. Name a file that ends with .parquet"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    with importing():
-        from gmeta.cli.commands.work.adapt_support import adapt_and_tell
+    with faster_import():
+        from gmeta.cli.commands.work.adapt_support import adapt_and_report
 
-    adapt_and_tell(model, support, out, processes, verify)
+    adapt_and_report(model, support, out, processes, verify)

@@ -39,13 +39,13 @@ def antdt_replay(
         logged, now = replay_line(line, controller, function)
         if logged != now:
             num_different += 1
-            typer.echo(f"line {number}\n  logged: {_told(logged)}\n  now:    {_told(now)}")
+            typer.echo(f"line {number}\n  logged: {_format_rulings(logged)}\n  now:    {_format_rulings(now)}")
     typer.echo(f"{len(lines)} evaluations replayed, {num_different} different")
     if num_different:
         raise typer.Exit(1)
 
 
-def _told(rulings: list[dict[str, object]]) -> str:
+def _format_rulings(rulings: list[dict[str, object]]) -> str:
     return (
         "; ".join(
             f"{r['kind']} {r['worker_id']}".strip() + ("" if r["allowed"] else f" ({r['note']})")

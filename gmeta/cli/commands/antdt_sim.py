@@ -12,7 +12,7 @@ from gmeta.antdt.simulation.job_config import JobConfig
 from gmeta.antdt.simulation.scenario_study import StudyResult, find_methods, run_study
 from gmeta.antdt.simulation.traces import SCENARIOS, recorded_trace
 from gmeta.antdt.stragglers.straggler_config import load_straggler_config
-from gmeta.cli.commands.console import print_result, progress_bars, screen, show_table
+from gmeta.cli.commands.console import print_result, progress_bars, make_console, show_table
 from gmeta.evaluation.report.chart_files import render_png
 from gmeta.evaluation.report.stragglers import completion_chart
 from gmeta.platform.files.atomic_write import write_atomically
@@ -78,15 +78,15 @@ def antdt_sim(
         bar = progress.add_task("simulating", total=scenarios * len(find_methods(method or [])))
         for result in run_study(job, scenario or [], method or [], trace):
             results.append(result)
-            told = f"{result.scenario}: {result.method} {result.slowdown:.2f}"
-            progress.update(bar, advance=1, description=f"{told:.28}")
-    print_result(_found(job, results))
-    show_table(screen(), _table(job, results))
+            progress_text = f"{result.scenario}: {result.method} {result.slowdown:.2f}"
+            progress.update(bar, advance=1, description=f"{progress_text:.28}")
+    print_result(_to_document(job, results))
+    show_table(make_console(), _results_table(job, results))
     if out is not None:
-        _write(out, job, results)
+        _write_results(out, job, results)
 
 
-def _table(job: JobConfig, results: list[StudyResult]) -> Table:
+def _results_table(job: JobConfig, results: list[StudyResult]) -> Table:
     bsp_s = {r.scenario: r.outcome.completion_s for r in results if r.method == "BSP"}
     table = Table("stragglers", "method", "completion", "times healthy", "faster than BSP",
                   "adjustments", "restarts", box=None, pad_edge=False)  # fmt: skip
@@ -104,14 +104,14 @@ def _table(job: JobConfig, results: list[StudyResult]) -> Table:
     return table
 
 
-def _found(job: JobConfig, results: list[StudyResult]) -> dict[str, Any]:
+def _to_document(job: JobConfig, results: list[StudyResult]) -> dict[str, Any]:
     rows = [{"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results]
     return {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
 
 
-def _write(out: Path, job: JobConfig, results: list[StudyResult]) -> None:
+def _write_results(out: Path, job: JobConfig, results: list[StudyResult]) -> None:
     write_atomically(
-        out / "results.json", f"{json.dumps(_found(job, results), indent=1)}\n".encode()
+        out / "results.json", f"{json.dumps(_to_document(job, results), indent=1)}\n".encode()
     )
     chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
     write_atomically(out / "completion.png", render_png(chart))

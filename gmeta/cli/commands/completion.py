@@ -10,7 +10,7 @@ from gmeta.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Words:
+class CommandWords:
     """What may follow a command."""
 
     flags: tuple[str, ...]
@@ -28,7 +28,7 @@ def completion(
 
     gmeta completion fish > ~/.config/fish/completions/gmeta.fish
     """
-    commands = {name: words_of(one) for name, one in context.obj().items()}
+    commands = {name: list_words(one) for name, one in context.obj().items()}
     keys = key_choices()
     if shell == "fish":
         typer.echo(fish_script(commands, keys))
@@ -39,12 +39,12 @@ def completion(
     typer.echo(f"{head if shell == 'zsh' else ''}{script}")
 
 
-def words_of(command: Any) -> Words:
+def list_words(command: Any) -> CommandWords:
     """Return what may follow a command of click's."""
     below = getattr(command, "commands", {})
     flags = {word for one in (command, *below.values()) for word in _flags(one)}
     takes_keys = any(str(one.metavar).startswith("[SECTION.KEY") for one in command.params)
-    return Words(tuple(sorted(flags)), tuple(below), takes_keys)
+    return CommandWords(tuple(sorted(flags)), tuple(below), takes_keys)
 
 
 def _flags(command: Any) -> list[str]:
@@ -67,7 +67,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
     return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
 
 
-def bash_script(commands: Mapping[str, Words], keys: Mapping[str, Sequence[str]]) -> str:
+def bash_script(commands: Mapping[str, CommandWords], keys: Mapping[str, Sequence[str]]) -> str:
     """Return a function of bash, which splits `key=value` at the =, and its registration."""
     cases = [
         f'    {name}) flags="{" ".join((*words.below, *words.flags))}"'
@@ -110,13 +110,13 @@ def bash_script(commands: Mapping[str, Words], keys: Mapping[str, Sequence[str]]
     )
 
 
-def fish_script(commands: Mapping[str, Words], keys: Mapping[str, Sequence[str]]) -> str:
+def fish_script(commands: Mapping[str, CommandWords], keys: Mapping[str, Sequence[str]]) -> str:
     """Return the lines that fish reads."""
     lines = [f"complete -c gmeta -n __fish_use_subcommand -f -a '{' '.join(commands)}'"]
-    told = " ".join(f"{key}={value}" for key, some in keys.items() for value in some or ("",))
+    keys_text = " ".join(f"{key}={value}" for key, some in keys.items() for value in some or ("",))
     for name, words in commands.items():
         after = f"complete -c gmeta -n '__fish_seen_subcommand_from {name}'"
         lines += [f"{after} -l {flag.removeprefix('--')}" for flag in words.flags]
         lines += [f"{after} -f -a '{' '.join(words.below)}'"] if words.below else []
-        lines += [f"{after} -a '{told}'"] if words.takes_keys else []
+        lines += [f"{after} -a '{keys_text}'"] if words.takes_keys else []
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from gmeta.cli.commands import rank_launch as on_ranks
-from gmeta.cli.commands.console import screen, show_table
+from gmeta.cli.commands.console import make_console, show_table
 from gmeta.config.train_config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
 from gmeta.tuning.config_toml import format_config
@@ -44,10 +44,10 @@ def config(
         table = Table("key", "default", "meaning")
         for key, default, meaning in describe_config():
             table.add_row(key, default, meaning)
-        return show_table(screen(), table)
+        return show_table(make_console(), table)
     if check:
-        resolved = checked(path, overrides or [])
-        screen().print(
+        resolved = load_checked_config(path, overrides or [])
+        make_console().print(
             f"{path} is right: {resolved.algorithm.name} with {resolved.model.name} on "
             f"{resolved.data.path}, into {resolved.run.dir}"
         )
@@ -58,7 +58,7 @@ def config(
     return None
 
 
-def checked(path: Path, overrides: Sequence[str]) -> TrainConfig:
+def load_checked_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
     """Return a config that was checked against its data, model and algorithm.
 
     Raises:
@@ -66,7 +66,7 @@ def checked(path: Path, overrides: Sequence[str]) -> TrainConfig:
     """
     resolved = load_config(path, overrides)
     # Loading torch takes seconds: not before the keys are known to be right.
-    with on_ranks.importing():
+    with on_ranks.faster_import():
         from gmeta.cli.commands.work.preflight import check_for_ranks
     check_for_ranks(resolved, is_new=False)
     return resolved

@@ -31,7 +31,7 @@ COLUMNS_OF_A_FILE = 250
 FOLDED_WIDTH = 16
 
 
-def screen(*, stderr: bool = False) -> Console:
+def make_console(*, stderr: bool = False) -> Console:
     """Return a console for standard output or standard error, which takes brackets for no markup:
     names and notes are other people's words. What is for standard error is left out with -q; with
     --json all of it goes there.
@@ -49,20 +49,20 @@ def screen(*, stderr: bool = False) -> Console:
     )
 
 
-def print_result(found: Mapping[str, Any]) -> None:
+def print_result(result: Mapping[str, Any]) -> None:
     """Print what a command found as one JSON object on standard output, if --json asks for it. NaN
     and infinities become null."""
     if is_json():
         stream = result_stream()
-        stream.write(json.dumps(_plain(found), default=str) + "\n")
+        stream.write(json.dumps(_to_json_value(result), default=str) + "\n")
         stream.flush()
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _to_json_value(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_json_value(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -82,14 +82,14 @@ def _least_width(console: Console, table: Table) -> int:
     """Return the width that shows a table's numbers whole, and enough of its text."""
     wide = console.options.update_width(COLUMNS_OF_A_FILE)
     for column in table.columns:
-        shown = (Measurement.get(console, wide, one) for one in (column.header, *column.cells))
-        widest = max(one.maximum for one in shown)
+        measurements = (Measurement.get(console, wide, one) for one in (column.header, *column.cells))
+        widest = max(one.maximum for one in measurements)
         column.overflow = "fold"
         column.min_width = column.width or (widest if column.no_wrap else min(widest, FOLDED_WIDTH))
     return sum(column.min_width or 0 for column in table.columns) + 3 * len(table.columns) + 1
 
 
-def table_of(title: str, *heads: str, text: Collection[str]) -> Table:
+def make_table(title: str, *heads: str, text: Collection[str]) -> Table:
     """Return an empty table with a title and these heads. Columns named in `text` are flush left
     and may be folded; all others are numbers, flush right and never folded.
     """
@@ -132,7 +132,7 @@ def progress_bars() -> Progress:
 
 
 @contextmanager
-def first_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], None]]:
+def show_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], None]]:
     """Yield a function (done, total) that shows the progress of one thing, on rank 0 alone."""
     if rank:
         yield lambda done, total: None
@@ -143,7 +143,7 @@ def first_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], No
 
 
 @contextmanager
-def phases() -> Iterator[Callable[[str, int, int], None]]:
+def show_phases() -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function (phase, done, total) that shows a progress bar for each phase."""
     bars: dict[str, TaskID] = {}
     with progress_bars() as progress:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.cli.commands.rank_launch import importing
+from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_local
 from gmeta.serving.table_format import TableFormat
@@ -58,8 +58,8 @@ def promote(
     channel (gmeta serve CHANNEL, gmeta.follow) take it up within seconds. Promoting what is served
     already changes nothing.
     """
-    _check(candidate, channel)
-    with importing():
+    _check_places(candidate, channel)
+    with faster_import():
         from gmeta.cli.commands.work.channel_changes import promote_candidate
 
     promote_candidate(candidate, channel, tables, step, verdict, force, keep)
@@ -78,7 +78,7 @@ def rollback(
     Only the pointer moves, and --to serves a later one again.
     """
     check_local("CHANNEL", channel)
-    with importing():
+    with faster_import():
         from gmeta.cli.commands.work.channel_changes import roll_back
 
     roll_back(channel, to)
@@ -102,7 +102,7 @@ def publish(
     increments go up, and what the next one needs to know.
     """
     check_local("CHANNEL|STREAM", path)
-    with importing():
+    with faster_import():
         from gmeta.cli.commands.work.channel_changes import publish_to
 
     publish_to(path, url)
@@ -140,17 +140,17 @@ def judge(
     labels', and the loss, paired task by task, is at most a margin worse at 95 %. Refuses with exit
     code 3, and keeps the verdict in the channel. Nothing is promoted: that is `gmeta promote`.
     """
-    _check(candidate, champion)
+    _check_places(candidate, champion)
     if out is not None:
         check_local("--out", out)
-    with importing():
+    with faster_import():
         from gmeta.cli.commands.work.channel_changes import judge_candidate
 
     if not judge_candidate(candidate, champion, on, split, margin, pool, out):
         raise typer.Exit(REFUSED)
 
 
-def _check(candidate: Path, channel: Path) -> None:
+def _check_places(candidate: Path, channel: Path) -> None:
     check_local("CHANNEL", channel)
     if not candidate.is_dir():
         raise UserError(

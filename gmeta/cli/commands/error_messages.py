@@ -35,24 +35,24 @@ WRONG_PATHS = (
 )
 
 
-def told_errors() -> tuple[type[Exception], ...]:
+def reportable_errors() -> tuple[type[Exception], ...]:
     """Return the errors that are printed as one line: those of libraries that are loaded by now."""
-    return (GMetaError, OSError, *_loaded(METAIO_ERRORS), *_loaded(STORE_ERRORS))
+    return (GMetaError, OSError, *_loaded_classes(METAIO_ERRORS), *_loaded_classes(STORE_ERRORS))
 
 
-def _loaded(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
-    found = [(sys.modules.get(module), name) for module, name in names]
-    return [getattr(module, name) for module, name in found if hasattr(module, name)]
+def _loaded_classes(names: Sequence[tuple[str, str]]) -> list[type[Exception]]:
+    candidates = [(sys.modules.get(module), name) for module, name in names]
+    return [getattr(module, name) for module, name in candidates if hasattr(module, name)]
 
 
-def told(error: Exception) -> tuple[str, int]:
+def format_error(error: Exception) -> tuple[str, int]:
     """Return the line to print for an error, and the exit code."""
-    line, code = _told(error)
+    line, code = _line_and_code(error)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return line + notes, code
 
 
-def _told(error: Exception) -> tuple[str, int]:
+def _line_and_code(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         if error.errno == errno.ENOSPC:
@@ -71,7 +71,7 @@ def _told(error: Exception) -> tuple[str, int]:
         return str(error), 1  # a full disk, whichever package met it
     if isinstance(error, GMetaError):
         return str(error), error.exit_code
-    if isinstance(error, tuple(_loaded(STORE_ERRORS))):
+    if isinstance(error, tuple(_loaded_classes(STORE_ERRORS))):
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         return (
             f"a remote store refused or did not answer: {type(error).__name__}: {reason}. "
@@ -83,7 +83,7 @@ def _told(error: Exception) -> tuple[str, int]:
     return str(error), next((code for code in codes if code is not None), 2)
 
 
-def let_others_tell(error: Exception) -> None:
+def wait_for_other_ranks(error: Exception) -> None:
     """Wait, under torchrun, where another rank of this machine may print the same error or its
     cause: once that rank has ended, torchrun's agent ends this one before it prints anything.
     """

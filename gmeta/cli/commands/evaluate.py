@@ -118,13 +118,13 @@ def evaluate(
         arguments += ["--draws", str(draws), "--support-sizes", support_sizes, "--on", on]
         arguments += ["--label", label]
         # No restarts: an evaluation keeps nothing that a second try could go on from.
-        on_ranks.start(arguments, nproc_per_node, master_port=0, max_restarts=0)
+        on_ranks.start_ranks_here(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
     # Loading torch takes seconds: not before the folders are known to be right.
-    with on_ranks.importing():
-        from gmeta.cli.commands.work.evaluation_rank import Asked, evaluate_on_rank
-    asked = Asked(splits or [], overrides, item_column, trees, draws, sizes, on, label)
-    evaluate_on_rank(roots, asked, out, config)
+    with on_ranks.faster_import():
+        from gmeta.cli.commands.work.evaluation_rank import EvaluateOptions, evaluate_on_rank
+    options = EvaluateOptions(splits or [], overrides, item_column, trees, draws, sizes, on, label)
+    evaluate_on_rank(roots, options, out, config)
 
 
 def _support_sizes(text: str) -> tuple[int, ...]:
@@ -172,9 +172,9 @@ def _check_comparable(roots: list[Path], configs: list[TrainConfig], label: str)
             raise UserError(
                 f"{root} is named twice: a run says nothing beside itself. Leave one out"
             )
-        own = config.loss_of(label or configs[0].labels.judged)
-        if not predicts_alike(own, loss):
+        loss_of_run = config.loss_of(label or configs[0].labels.judged)
+        if not predicts_alike(loss_of_run, loss):
             raise UserError(
-                f"run {root} was trained with loss {own}, {roots[0]} with {loss}: their "
+                f"run {root} was trained with loss {loss_of_run}, {roots[0]} with {loss}: their "
                 "predictions mean different things. Compare runs of one loss"
             )

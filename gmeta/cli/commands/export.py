@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from gmeta.cli.commands.rank_launch import importing
+from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_local, check_replaceable
 from gmeta.serving.table_format import TableFormat
@@ -65,11 +65,11 @@ def export(
             "Leave one of them out"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    with importing():
+    with faster_import():
         from gmeta.cli.commands.work.model_export import (
             export_changes,
             export_for_runtime,
-            export_whole,
+            export_full,
         )
 
     if runtime != "gmeta":
@@ -77,7 +77,7 @@ def export(
     elif since is not None:
         export_changes(run, out, since, tables or "float32", step, overwrite)
     else:
-        export_whole(run, out, tables or "float32", step, overwrite)
+        export_full(run, out, tables or "float32", step, overwrite)
 
 
 def predict(
@@ -127,7 +127,7 @@ def predict(
             "Name a file that ends with one of them"
         )
     # As above.
-    with importing():
+    with faster_import():
         from gmeta.cli.commands.work.row_predictions import predict_rows
 
     predict_rows(model, support, query, out, allow_no_support, verify)

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from gmeta.cli.commands.console import phases, print_result, screen
+from gmeta.cli.commands.console import show_phases, print_result, make_console
 from gmeta.cli.commands.prepare_spark import refuse_transform, spark_session
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import load_schema
@@ -40,12 +40,12 @@ def extend_stream(
             engine = make_spark_engine(session)
             record = append(inputs, stream, known, options, engine_of=engine)
     else:
-        with phases() as tell:
-            record = append(inputs, stream, known, options, progress=tell)
+        with show_phases() as report_phase:
+            record = append(inputs, stream, known, options, progress=report_phase)
     for refusal in left_out:
-        told = f"left out: {refusal.names}: {'; '.join(refusal.reasons)}"
-        screen(stderr=True).print(told)
-    _tell(stream, record)
+        notice = f"left out: {refusal.names}: {'; '.join(refusal.reasons)}"
+        make_console(stderr=True).print(notice)
+    _print_increment(stream, record)
     print_result(
         {
             "stream": stream,
@@ -57,8 +57,8 @@ def extend_stream(
     )
 
 
-def _tell(stream: str, record: IncrementRecord) -> None:
-    console, report = screen(stderr=True), record.report
+def _print_increment(stream: str, record: IncrementRecord) -> None:
+    console, report = make_console(stderr=True), record.report
     unit = open_stream(stream).description["time_unit"]
     begin, end = (format_event_time(ticks, unit) for ticks in record.window)
     tasks = {name: sum(counts.values()) for name, counts in report["tasks"].items()}

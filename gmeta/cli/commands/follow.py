@@ -13,19 +13,19 @@ import typer
 from gmeta.access.address import split_address
 from gmeta.access.credentials import is_loopback
 from gmeta.access.protection import Protection
-from gmeta.cli.commands.console import screen
+from gmeta.cli.commands.console import make_console
 from gmeta.cli.commands.server_options import TlsCert, TlsClientCa, TlsKey, TokenFolder
 from gmeta.errors import GMetaError, UserError
 from gmeta.pipeline.follow_config import load_follow_config
-from gmeta.pipeline.pipeline import Loop
-from gmeta.pipeline.pipeline_metrics import LoopMetrics
+from gmeta.pipeline.pipeline import Pipeline
+from gmeta.pipeline.pipeline_metrics import PipelineMetrics
 from gmeta.pipeline.stage_process import end_stage, last_line, run_stage
 from gmeta.platform.files.local_paths import check_local
-from gmeta_keys.stop_flag import Asked
+from gmeta_keys.stop_flag import StopFlag
 from metaio.errors import MetaIOError
 
 if TYPE_CHECKING:
-    from gmeta.pipeline.live_page import LivePage
+    from gmeta.pipeline.live_page import StreamPageServer
 
 _DRAWN_EVERY_S = 60.0  # of a page, while there is always something to do
 
@@ -55,33 +55,33 @@ def follow(
     was. A candidate that the judge refuses leaves the champion, which the next is trained on from.
     """
     settings = load_follow_config(config)
-    protected = Protection(
+    protection = Protection(
         tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca, tokens=tokens
     )
-    tls, proofs = protected.load_credentials()
-    _check_listen(listen, protected.secured)
+    tls, proofs = protection.load_credentials()
+    _check_listen(listen, protection.secured)
     if page is not None:
         check_local("--page", page)
         page.parent.mkdir(parents=True, exist_ok=True)
     # This process stays without torch: each stage runs in one of its own, which has it
     # (loop/stages.py).
-    loop = Loop(settings, run_stage, last_line)
-    measured, asked = LoopMetrics(loop), Asked()
+    loop = Pipeline(settings, run_stage, last_line)
+    metrics, stop = PipelineMetrics(loop), StopFlag()
     live, draw = None, None
     if listen or page is not None:
         # Drawing loads matplotlib, half a second: only where the page is asked for.
-        from gmeta.pipeline.live_page import LivePage, draw_page
+        from gmeta.pipeline.live_page import StreamPageServer, write_page
 
-        live = LivePage(loop, measured, listen, tls, proofs) if listen else None
-        draw = None if page is None else partial(draw_page, page, loop, measured)
+        live = StreamPageServer(loop, metrics, listen, tls, proofs) if listen else None
+        draw = None if page is None else partial(write_page, page, loop, metrics)
     if not once:
 
         def end(*_: object) -> None:
-            asked.ask()
+            stop.stop()
             end_stage()
 
         signal.signal(signal.SIGTERM, end)
-    _run(loop, measured, asked, once, draw, live)
+    _run_stages(loop, metrics, stop, once, draw, live)
 
 
 def _check_listen(address: str, is_secured: bool) -> None:
@@ -93,40 +93,40 @@ def _check_listen(address: str, is_secured: bool) -> None:
         )
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     """Print a line; where the disk of the log is full, it is left out: no reason to end."""
     try:
-        screen().print(line)
+        make_console().print(line)
     except BrokenPipeError:  # nobody looks any more
         raise
     except OSError:
         return
 
 
-def _run(
-    loop: Loop,
-    measured: LoopMetrics,
-    asked: Asked,
+def _run_stages(
+    pipeline: Pipeline,
+    metrics: PipelineMetrics,
+    stop: StopFlag,
     once: bool,
     draw: Callable[[], None] | None,
-    live: "LivePage | None",
+    live: "StreamPageServer | None",
 ) -> None:
     """Take stages until a signal has `asked` to end or, with `once`, nothing is left to do."""
-    told, drawn_s = "", 0.0
-    every_s = loop.config.follow.every_s
+    reported, drawn_s = "", 0.0
+    every_s = pipeline.config.follow.every_s
     is_drawn = False
-    while not asked:
+    while not stop:
         try:
-            done = loop.step()
+            done = pipeline.step()
             if done is not None:
-                told, is_drawn = "", False
-                measured.done(done)
+                reported, is_drawn = "", False
+                metrics.count_stage(done)
                 number, took = done.increment or "-", f"{done.took_s:7.1f} s"
-                _tell(f"increment {number}  {done.stage:<8}{took}  {done.told}")
-            measured.look()
+                _print_line(f"increment {number}  {done.stage:<8}{took}  {done.summary}")
+            metrics.refresh()
             if done is not None and live is not None:
                 live.redraw()
-            lacking = loop.without_input() if done is None else ""
+            lacking = pipeline.missing_input() if done is None else ""
             # When there is time, or at the latest after a minute: drawing takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if draw is not None and not is_drawn and is_idle:
@@ -135,22 +135,22 @@ def _run(
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
                 raise
-            if asked and str(error) != told:
-                _tell(f"stopped: {error}")
+            if stop and str(error) != reported:
+                _print_line(f"stopped: {error}")
                 return
-            measured.failed(str(error))
-            if str(error) != told:  # not every few seconds
-                told = str(error)
-                _tell(f"waiting: {told}")
+            metrics.note_failure(str(error))
+            if str(error) != reported:  # not every few seconds
+                reported = str(error)
+                _print_line(f"waiting: {reported}")
                 if draw is not None:
                     with suppress(GMetaError, MetaIOError, OSError):  # it may be what fails
                         draw()
-            asked.wait(every_s)
+            stop.wait(every_s)
             continue
         if done is None:
-            if lacking and lacking != told:
-                _tell(lacking if once else f"waiting: {lacking}")
-                told = lacking
+            if lacking and lacking != reported:
+                _print_line(lacking if once else f"waiting: {lacking}")
+                reported = lacking
             if once:
                 return
-            asked.wait(every_s)
+            stop.wait(every_s)

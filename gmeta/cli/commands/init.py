@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gmeta.cli.commands.console import screen
+from gmeta.cli.commands.console import make_console
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.errors import UserError
 from gmeta.platform.files.atomic_write import write_atomically
@@ -52,28 +52,28 @@ def init(
                 "--overwrite"
             )
     roles: tuple[tuple[Role, str], ...] = (("task", task), ("label", label), ("time", time))
-    given = {role: column for role, column in roles if column}
-    found = infer_roles(read_log_sample(inputs), given)
-    config = format_config(_config(found, out), _header(found), every=False)
+    roles_given = {role: column for role, column in roles if column}
+    guessed = infer_roles(read_log_sample(inputs), roles_given)
+    config = format_config(_first_config(guessed, out), _config_header(guessed), every=False)
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as undone:
-        for path, text in zip(paths, (format_schema(found, inputs), config), strict=True):
+        for path, text in zip(paths, (format_schema(guessed, inputs), config), strict=True):
             if not path.exists():  # one without the other would keep the next call out
                 undone.callback(path.unlink, missing_ok=True)
             write_atomically(path, text.encode())
         undone.pop_all()
-    console = screen()
-    (used_task,), (used_label,) = found.select("task"), found.select("label")
-    features = [column.name for column in found.inputs]
-    times = "".join(f", time {column.name}" for column in found.select("time"))
+    console = make_console()
+    (used_task,), (used_label,) = guessed.select("task"), guessed.select("label")
+    features = [column.name for column in guessed.inputs]
+    times = "".join(f", time {column.name}" for column in guessed.select("time"))
     console.print(
         f"task {used_task.name}, label {used_label.name}{times}, {len(features)} inputs: "
         f"{', '.join(features)}"
     )
-    for column in found.select("left out"):
-        console.print(f"left out: {column.name}: {found.reasons[column.name]}")
-    dealt = propose_episodes(found)
-    dropped = 1 - dealt.num_tasks / len(found.task_sizes)
+    for column in guessed.select("left out"):
+        console.print(f"left out: {column.name}: {guessed.reasons[column.name]}")
+    dealt = propose_episodes(guessed)
+    dropped = 1 - dealt.num_tasks / len(guessed.task_sizes)
     console.print(
         f"{dealt.num_tasks:,} tasks of at least {dealt.min_rows} rows ({dropped:.0%} have fewer); "
         f"the last {format_count(dealt.query_rows, 'row')} of each to be predicted"
@@ -100,26 +100,26 @@ def init(
     )
 
 
-def _config(found: InferredRoles, out: Path) -> TrainConfig:
+def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
     """Return a config that trains MAML on what the schema makes."""
     return config_from_dict(
         {
             "data": {
                 "path": str(out / "data"),
                 "valid_split": "valid",
-                "tasks_per_step": _tasks_per_step(propose_episodes(found).num_training_tasks),
+                "tasks_per_step": _tasks_per_step(propose_episodes(guessed).num_training_tasks),
             },
-            **_statistics(found),
-            **_evaluation(found),
-            "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(found)},
+            **_statistics_sections(guessed),
+            **_evaluation_section(guessed),
+            "model": {"name": "melu", "hidden": [64, 64], "output_bias": _output_bias(guessed)},
             "algorithm": {
                 "plain_epochs": EPOCHS // 2,
                 # What validation chose on several logs, or near it.
-                **({"inner_lr": 0.03, "inner_steps": 3} if found.is_rating else {"inner_lr": 0.1}),
+                **({"inner_lr": 0.03, "inner_steps": 3} if guessed.is_rating else {"inner_lr": 0.1}),
                 "support_prior": 10.0,
                 "adapt_embeddings": False,
             },
-            "outer": {"loss": "mse" if found.is_rating else "bce", "lr_schedule": "linear"},
+            "outer": {"loss": "mse" if guessed.is_rating else "bce", "lr_schedule": "linear"},
             "run": {
                 "dir": str(out / "runs" / "maml"),
                 "epochs": EPOCHS,
@@ -136,38 +136,38 @@ def _tasks_per_step(num_tasks: int) -> int:
     return min(max(1 << power, LEAST_TASKS), MOST_TASKS)
 
 
-def _output_bias(found: InferredRoles) -> float:
+def _output_bias(guessed: InferredRoles) -> float:
     """Return the output with which an untrained model predicts the mean label."""
-    mean = found.mean_label
-    if found.is_rating:
+    mean = guessed.mean_label
+    if guessed.is_rating:
         return float(f"{mean:.3g}")
-    if found.threshold is not None:  # of two values, not 0 and 1
-        mean = (mean - found.label.least) / (found.label.most - found.label.least)
-    if found.is_positives:
+    if guessed.threshold is not None:  # of two values, not 0 and 1
+        mean = (mean - guessed.label.least) / (guessed.label.most - guessed.label.least)
+    if guessed.is_positives:
         mean = 1 / (1 + NEGATIVES)
     share = min(max(mean, 1e-6), 1 - 1e-6)
     return round(math.log(share / (1 - share)), 2)
 
 
-def _evaluation(found: InferredRoles) -> dict[str, Any]:
+def _evaluation_section(guessed: InferredRoles) -> dict[str, Any]:
     """Return the section that says what a good label is, where labels are not stars up to 5."""
-    stars = found.label.least >= 0 and 4 <= found.label.most <= 5
-    if not found.is_rating or stars or found.median_label <= 0:
+    stars = guessed.label.least >= 0 and 4 <= guessed.label.most <= 5
+    if not guessed.is_rating or stars or guessed.median_label <= 0:
         return {}
-    return {"evaluation": {"positive_rating": found.median_label, "unit": f"of {found.label.name}"}}
+    return {"evaluation": {"positive_rating": guessed.median_label, "unit": f"of {guessed.label.name}"}}
 
 
-def _statistics(found: InferredRoles) -> dict[str, Any]:
+def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
     """Return the sections that give the model statistics of training and support rows, which the
     baselines of an evaluation have too."""
     sections: dict[str, Any] = {"support_features": {"task": True, "columns": ["*"]}}
-    if found.item:
+    if guessed.item:
         # A model that starts as the bias model, mean + item + task, is never far below it.
-        sections["support_features"] |= {"residual_of": found.item, "bias_start": True}
-        sections["item_features"] = {"columns": [column.name for column in found.ids]}
-        if not found.is_rating:
+        sections["support_features"] |= {"residual_of": guessed.item, "bias_start": True}
+        sections["item_features"] = {"columns": [column.name for column in guessed.ids]}
+        if not guessed.is_rating:
             sections["item_features"]["log_odds"] = True
-    if not found.select("time"):
+    if not guessed.select("time"):
         # Support that is the past is never drawn at random; else training draws its own: of the
         # clicks of MovieLens-100k without their time, validation's logloss is .579 with it, .615
         # without.
@@ -175,9 +175,9 @@ def _statistics(found: InferredRoles) -> dict[str, Any]:
     return sections
 
 
-def _header(found: InferredRoles) -> str:
+def _config_header(guessed: InferredRoles) -> str:
     return (
-        f"Made by gmeta init for the label {found.label.name}. Rates and sizes are only a start:\n"
+        f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a start:\n"
         "gmeta tune chooses them on the validation split (docs/tuning.md). The keys that are not "
         "here\nhave their defaults: gmeta config lists them."
     )

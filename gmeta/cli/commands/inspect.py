@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gmeta.cli.commands.console import first_progress, print_result, screen, show_table, table_of
+from gmeta.cli.commands.console import show_progress, print_result, make_console, show_table, make_table
 from gmeta.cli.commands.inspect_channel import inspect_channel
 from gmeta.cli.commands.inspect_model import inspect_model, is_model
 from gmeta.cli.commands.inspect_stream import inspect_stream
@@ -58,7 +58,7 @@ def inspect(
 
     gmeta inspect channels/clicks
     """
-    inspect_other = _other_kind(path)
+    inspect_other = _find_inspector(path)
     if inspect_other is not None:
         if picture is not None:
             raise UserError(f"{path} is no dataset: --picture is for datasets. Leave it out")
@@ -72,15 +72,15 @@ def inspect(
             )
     known: list[str] = []
     dataset = open_dataset(path, known if verify else None)
-    console = screen()
+    console = make_console()
     if verify:
-        with first_progress("reading") as advance:
+        with show_progress("reading") as advance:
             messages = find_damage(dataset, advance, known)
-        _verdict(console, dataset, messages)
+        _print_verdict(console, dataset, messages)
         return
-    with first_progress("reading") as advance:
+    with show_progress("reading") as advance:
         summaries = summarise(dataset, advance)
-    _describe(console, dataset, summaries)
+    _print_summary(console, dataset, summaries)
     if picture is not None:
         content = draw_summaries(summaries, picture)
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def inspect(
         console.print(f"picture: {picture}")
 
 
-def _other_kind(place: str) -> Callable[[bool], None] | None:
+def _find_inspector(place: str) -> Callable[[bool], None] | None:
     """Return what shows a model, stream, channel, run or checkpoint; None for a dataset."""
     if is_stream(place):
         return partial(inspect_stream, place)
@@ -123,7 +123,7 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
 
 
-def _verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
+def _print_verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
     for message in messages:
         console.print(message)
     print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
@@ -133,22 +133,22 @@ def _verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
     console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
 
 
-def _describe(console: Console, dataset: Dataset, summaries: list[SplitSummary]) -> None:
+def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSummary]) -> None:
     manifest = dataset.manifest
     console.print(
         f"task {dataset.task}, label {dataset.label}, seed {manifest.seed}, "
         f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
     )
-    show_table(console, _sizes(summaries))
+    show_table(console, _sizes_table(summaries))
     for split, bundle_tasks in _bundles(dataset).items():
         console.print(f"{split}: in bundles of {bundle_tasks:,} episodes that train together")
-    print_result(_found(dataset, summaries))
+    print_result(_to_document(dataset, summaries))
     if summaries:
-        show_table(console, _tables(summaries[0]))
-        console.print(_unknown(summaries))
+        show_table(console, _tables_table(summaries[0]))
+        console.print(_unknown_id_lines(summaries))
 
 
-def _found(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
+def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
     """Return what the tables say, as plain values."""
     return {
         "kind": "dataset",
@@ -162,8 +162,8 @@ def _found(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
                 "tasks": summary.num_tasks,
                 "episodes": len(summary.support_T),
                 "rows": summary.num_rows,
-                "support": _three(summary.support_T.tolist()),
-                "query": _three(summary.query_T.tolist()),
+                "support": _three_sizes(summary.support_T.tolist()),
+                "query": _three_sizes(summary.query_T.tolist()),
                 "label_mean": summary.labels[0].mean,
                 "labels": {
                     label.name: {"mean": label.mean, "rows": label.num_known}
@@ -191,17 +191,17 @@ def _bundles(dataset: Dataset) -> dict[str, int]:
     return {name: number for name, number in tasks.items() if number}
 
 
-def _three(sizes: list[int]) -> dict[str, int]:
+def _three_sizes(sizes: list[int]) -> dict[str, int]:
     if not sizes:
         return {}
     return {"least": min(sizes), "median": sorted(sizes)[len(sizes) // 2], "most": max(sizes)}
 
 
-def _sizes(summaries: list[SplitSummary]) -> Table:
+def _sizes_table(summaries: list[SplitSummary]) -> Table:
     title = "Episodes (support and query rows: least / median / most)"
     heads = ("split", "tasks", "episodes", "rows", "support", "query")
     names = [label.name for label in summaries[0].labels] if summaries else []
-    table = table_of(title, *heads, *names, text=("split",))
+    table = make_table(title, *heads, *names, text=("split",))
     for summary in summaries:
         table.add_row(
             summary.name,
@@ -222,27 +222,27 @@ def _mean(label: LabelUsage, num_rows: int) -> str:
 
 
 def _spread(sizes: list[int]) -> str:
-    return " / ".join(f"{size:,}" for size in _three(sizes).values()) or "-"
+    return " / ".join(f"{size:,}" for size in _three_sizes(sizes).values()) or "-"
 
 
-def _tables(summary: SplitSummary) -> Table:
+def _tables_table(summary: SplitSummary) -> Table:
     skew = [f"top {percent} %" for percent in SKEW_PERCENT]
     title = f"Embedding tables in {summary.name} (share of uses by the most used ids)"
-    table = table_of(title, "table", "rows", "ids used", *skew, text=("table",))
+    table = make_table(title, "table", "rows", "ids used", *skew, text=("table",))
     for use in summary.tables:
         shares = [_percent(use.top_share(percent)) for percent in SKEW_PERCENT]
         table.add_row(use.name, f"{use.num_rows:,}", f"{use.num_used:,}", *shares)
     return table
 
 
-def _unknown(summaries: list[SplitSummary]) -> str:
+def _unknown_id_lines(summaries: list[SplitSummary]) -> str:
     """Return a line for each table whose row 0 is used: the share of unknown ids in each split."""
     lines = []
     for index, table in enumerate(summaries[0].tables):
         shares = {s.name: s.tables[index].unknown_share for s in summaries}
-        told = [f"{name} {_percent(share)}" for name, share in shares.items() if share > 0]
-        if told:
-            lines.append(f"  {table.name}: {', '.join(told)}")
+        share_texts = [f"{name} {_percent(share)}" for name, share in shares.items() if share > 0]
+        if share_texts:
+            lines.append(f"  {table.name}: {', '.join(share_texts)}")
     return "\n".join(["Ids outside the vocabulary (row 0):", *lines]) if lines else ""
 
 

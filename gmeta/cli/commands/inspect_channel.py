@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gmeta.cli.commands.console import print_result, screen, show_table, size_text, table_of
+from gmeta.cli.commands.console import print_result, make_console, show_table, size_text, make_table
 from gmeta.errors import GMetaError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.channel.channel import Channel
@@ -12,7 +12,7 @@ from metaio.quantities import format_count
 _SHOWN = 20  # of the versions and of the verdicts: one screen
 
 
-def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], verify: bool) -> None:
+def inspect_channel(place: str, channel: Channel, promotions: list[dict[str, Any]], verify: bool) -> None:
     """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
     and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
 
@@ -20,7 +20,7 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
         GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
             files are checked against their checksums.
     """
-    console, current = screen(), channel.current()
+    console, current = make_console(), channel.current()
     numbers = channel.numbers()
     served = "nothing is served yet"
     if current is not None:
@@ -30,8 +30,8 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
         held += f" of what it serves, copied to {channel.root}"
     console.print(f"channel {place}: {held}; {served}")
     heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
-    table = table_of("Versions", *heads, text=("version", "verdict"))
-    verdicts = {entry.get("number"): entry for entry in told if entry.get("action") == "promoted"}
+    table = make_table("Versions", *heads, text=("version", "verdict"))
+    verdicts = {entry.get("number"): entry for entry in promotions if entry.get("action") == "promoted"}
     broken = []
     for number in numbers[-_SHOWN:]:
         try:
@@ -48,12 +48,12 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
             f"{version.num_bytes / max(version.full_bytes, 1):.1%}",
             f"{sum(one.rows for one in touched):,}" if version.delta else "all",
             str(entry.get("at", "never"))[:16].replace("T", " "),
-            _scores(entry.get("verdict")),
+            _format_scores(entry.get("verdict")),
         )
     show_table(console, table)
     for line in broken:
         console.print(f"damaged: {line}")
-    for entry in [one for one in told if one.get("action") == "refused"][-_SHOWN:]:
+    for entry in [one for one in promotions if one.get("action") == "refused"][-_SHOWN:]:
         verdict = entry.get("verdict") or {}
         console.print(
             f"refused {str(entry.get('at'))[:19]}: {'; '.join(verdict.get('reasons', []))}"
@@ -64,7 +64,7 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
             "path": place,
             "versions": numbers,
             "serves": None if current is None else current.number,
-            "decisions": told,
+            "decisions": promotions,
         }
     )
     if current is None:
@@ -74,19 +74,19 @@ def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], ve
         check_version(version)
     how = "every checksum matches" if verify else "--verify reads it and checks checksums"
     num_bytes = size_text(chain.base.num_bytes + chain.delta_bytes)
-    screen().print(
+    make_console().print(
         f"the chain of version {current.number} is complete: version {chain.base.number} and "
         f"{format_count(len(chain.deltas), 'delta')}, {num_bytes}; {how}"
     )
 
 
-def _scores(verdict: Any) -> str:
+def _format_scores(verdict: Any) -> str:
     """Return a verdict's scores in a few words; "-" where nobody judged."""
     if not isinstance(verdict, dict):
         return "-"
     scores = verdict.get("candidate") or {}
-    told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    scores_text = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
     difference = (verdict.get("difference") or {}).get("value")
     better = "" if difference is None else f", better by {difference:+.4g}"
     against = "refused, promoted by hand: " if verdict.get("verdict") == "refuse" else ""
-    return f"{against}{told}{better}" or "-"
+    return f"{against}{scores_text}{better}" or "-"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from gmeta.cli.commands.console import print_result, screen, show_table, size_text, table_of
+from gmeta.cli.commands.console import print_result, make_console, show_table, size_text, make_table
 from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.serving.exported_folder import (
@@ -36,19 +36,19 @@ def inspect_model(folder: Path, verify: bool) -> None:
         GMetaError: a file is missing or cut short, or with `verify` differs from its checksum.
     """
     config = read_config(folder)
-    source, console = config.source, screen()
+    source, console = config.source, make_console()
     console.print(
         f"model {folder}: {config.algorithm.name} with {config.model.name}, predicts "
-        f"{_predicts(config)}; step {source.get('step', '?')} of "
+        f"{_describe_predictions(config)}; step {source.get('step', '?')} of "
         f"{source.get('run', '?')}, exported {source.get('exported_at', '?')}"
     )
     heads = ("column", "used as", "table", "values")
-    columns = table_of("Columns", *heads, text=heads)
-    for row in _columns(config):
+    columns = make_table("Columns", *heads, text=heads)
+    for row in _list_columns(config):
         columns.add_row(*row)
     show_table(console, columns)
     described = ("table", "rows", "width", "type", "bytes")
-    tables = table_of("Tables", *described, text=("table", "type"))
+    tables = make_table("Tables", *described, text=("table", "type"))
     widths = widths_of_tables(config.features, config.model)
     for index, table in enumerate(config.features.tables):
         stored = config.files.get(table_file(index))
@@ -70,37 +70,37 @@ def inspect_model(folder: Path, verify: bool) -> None:
             "loss": config.judged_loss,
             "losses": dict(zip(config.features.labels, config.losses, strict=False)),
             "source": config.source,
-            "columns": [dict(zip(heads, row, strict=True)) for row in _columns(config)],
+            "columns": [dict(zip(heads, row, strict=True)) for row in _list_columns(config)],
             "tables": {table.name: table.num_rows for table in config.features.tables},
             "table_format": config.table_format,
         }
     )
-    screen().print(
+    make_console().print(
         "complete: every file is there, and as its checksum says"
         if verify
         else "complete: every file is there in full; --verify reads them and checks checksums"
     )
 
 
-def _predicts(config: ExportedConfig) -> str:
+def _describe_predictions(config: ExportedConfig) -> str:
     """Return what is predicted, in words: each of several labels with its loss."""
     names, losses = config.features.labels, config.losses
     if not names:
         return _PREDICTED[predicted_by(config.judged_loss)]
     among = config.labels.entire_space
-    told = [
+    label_texts = [
         f"{name} ({loss}{f', among {among[name]}' if name in among else ''})"
         for name, loss in zip(names, losses, strict=True)
     ]
-    return f"{', '.join(told)}, judged by {names[config.judged]}"
+    return f"{', '.join(label_texts)}, judged by {names[config.judged]}"
 
 
-def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
+def _list_columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
     """Yield what a row must hold: the name, role, table and values of each column."""
-    given, features = config.columns, config.features
-    yield given.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"
-    schema = given.schema
-    names = [given.label] if schema is None else [label.column for label in schema.labels]
+    columns, features = config.columns, config.features
+    yield columns.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"
+    schema = columns.schema
+    names = [columns.label] if schema is None else [label.column for label in schema.labels]
     for name, loss in zip(names, config.losses, strict=True):
         yield name, "label", "", "0 to 1" if loss == "bce" else "a number"
     for name in [] if schema is None else [x for x in schema.label_columns if x not in names]:
@@ -116,7 +116,7 @@ def _columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
     for role, described in (("single", schema.single), ("multi", schema.multi)):
         for column in described:
             nulls = "; nulls allowed" if column.null == "unknown" else ""
-            kind = given.kinds.get(column.column, "integer or text")
+            kind = columns.kinds.get(column.column, "integer or text")
             yield column.column, role, column.table_name, kind + nulls
     for dense in schema.dense:
         fill = "" if dense.fill is None else f"; nulls become {dense.fill:g}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from gmeta.cli.commands.console import print_result, screen, show_table, size_text, table_of
+from gmeta.cli.commands.console import print_result, make_console, show_table, size_text, make_table
 from gmeta.errors import GMetaError
 from gmeta.runs.checkpoints.checkpoint_summary import CheckpointSummary, summarise_checkpoint
 from gmeta.runs.checkpoints.lineage import describe_increments, read_lineage
@@ -22,7 +22,7 @@ def inspect_run(root: Path, verify: bool) -> None:
     with `verify` differs from its checksums."""
     folder = RunFolder(root)
     config, digest = folder.read_config_and_digest()
-    console = screen()
+    console = make_console()
     console.print(
         f"run {root}: {config.algorithm.name} with {config.model.name} on {config.data.path}, "
         f"config {digest}"
@@ -39,17 +39,17 @@ def inspect_run(root: Path, verify: bool) -> None:
         except GMetaError as error:
             unreadable.append(str(error))  # the others may be what is looked for
     if summaries:
-        _list(console, summaries, digest)
-        _show(console, summaries[-1])
+        _print_list(console, summaries, digest)
+        _print_checkpoint(console, summaries[-1])
     # Last, behind the tables: a terminal shows what is wrong without scrolling.
-    _end(summaries, verify, unreadable)
+    _finish(summaries, verify, unreadable)
 
 
-def _list(console: Console, summaries: list[CheckpointSummary], digest: str) -> None:
+def _print_list(console: Console, summaries: list[CheckpointSummary], digest: str) -> None:
     # As the newest says: each one was written when it, too, may have been the best so far.
     best_step = summaries[-1].about.get("best_step")
     heads = ("step", "epoch", "ranks", "config", "size", "", "")
-    table = table_of("Checkpoints", *heads, text=("epoch", "config", ""))
+    table = make_table("Checkpoints", *heads, text=("epoch", "config", ""))
     for summary in summaries:
         about = summary.about
         written_with = about.get("config_digest", "?")
@@ -72,7 +72,7 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
     from its checksums."""
     summary = summarise_checkpoint(path, verify)
     about = summary.about
-    console, num_ranks = screen(), about.get("world_size", "?")
+    console, num_ranks = make_console(), about.get("world_size", "?")
     place = f"epoch {about['epoch'] + 1}, {format_count(about['epoch_step'], 'step')} into it"
     if not about["epoch_step"]:
         place = f"behind epoch {about['epoch']}"
@@ -81,16 +81,16 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
         f"{'rank' if num_ranks == 1 else 'ranks'}, "
         f"config {about.get('config_digest', '?')}, {size_text(summary.disk_bytes)}"
     )
-    _show(console, summary)
-    _end([summary], verify)
+    _print_checkpoint(console, summary)
+    _finish([summary], verify)
 
 
-def _show(console: Console, summary: CheckpointSummary) -> None:
+def _print_checkpoint(console: Console, summary: CheckpointSummary) -> None:
     if lineage := read_lineage(summary.about):
         console.print(f"trained on {describe_increments(lineage)}")
     heads = ("table", "rows", "width", "type", "bytes", "optimizer state")
     text = ("table", "tensor", "shape", "type", "optimizer state")
-    tables = table_of(f"Tables of {summary.path.name}", *heads, text=text)
+    tables = make_table(f"Tables of {summary.path.name}", *heads, text=text)
     for table in summary.tables:
         state = ", ".join(f"{name} {size_text(size)}" for name, size in table.state_bytes.items())
         tables.add_row(
@@ -102,7 +102,7 @@ def _show(console: Console, summary: CheckpointSummary) -> None:
             state or "none",
         )
     show_table(console, tables)
-    layers = table_of("Layers", "tensor", "shape", "type", "bytes", "optimizer state", text=text)
+    layers = make_table("Layers", "tensor", "shape", "type", "bytes", "optimizer state", text=text)
     for layer in summary.layers:
         shape = " x ".join(map(str, layer.shape)) or "1"
         state = ", ".join(layer.state) or "none"
@@ -110,7 +110,7 @@ def _show(console: Console, summary: CheckpointSummary) -> None:
     show_table(console, layers)
 
 
-def _end(summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()) -> None:
+def _finish(summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()) -> None:
     """Print every problem and exit with code 1; without any, print how much was checked."""
     problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
     print_result(
@@ -132,18 +132,18 @@ def _end(summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[
         }
     )
     for problem in problems:
-        screen().print(problem)
+        make_console().print(problem)
     if problems:
         raise typer.Exit(1)
     without = [summary.path.name for summary in summaries if not summary.has_checksums]
     if without:
-        screen().print(
+        make_console().print(
             f"complete: every file is there in full; {', '.join(without)} came without checksums, "
             "from an older release"
         )
     elif verify:
-        screen().print("complete: every file is there, and as its checksum says")
+        make_console().print("complete: every file is there, and as its checksum says")
     else:
-        screen().print(
+        make_console().print(
             "complete: every file is there in full; --verify reads them and checks checksums"
         )

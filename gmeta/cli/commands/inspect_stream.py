@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from gmeta.cli.commands.console import print_result, screen, show_table, table_of
+from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
 from gmeta.platform.files.local_paths import is_url
 from metaio.errors import FormatError
 from metaio.format.inspection import find_damage
@@ -23,13 +23,13 @@ _SHOWN = 12
 def inspect_stream(path: str, verify: bool) -> None:
     """Show a stream's increments, windows, rows, ids, capacities and alarms; with `verify` check
     every checksum, exit code 1 if one differs."""
-    stream, console = open_stream(path), screen()
+    stream, console = open_stream(path), make_console()
     if verify:
-        found = _problems(stream)
-        for line in found:
+        problems = _find_problems(stream)
+        for line in problems:
             console.print(line)
-        print_result({"kind": "stream", "path": path, "problems": found})
-        if found:
+        print_result({"kind": "stream", "path": path, "problems": problems})
+        if problems:
             raise typer.Exit(1)
         num = format_count(len(stream.records), "increment")
         console.print(f"{path} is intact: {num}, every checksum matches.")
@@ -73,45 +73,45 @@ def inspect_stream(path: str, verify: bool) -> None:
         console.print(f"quarantined before {note['before']}: {first}{more}: {reasons}")
 
 
-def _problems(stream: Stream) -> list[str]:
+def _find_problems(stream: Stream) -> list[str]:
     """Return one message for each file that is missing or altered, of whichever increment."""
-    found: list[str] = []
+    messages: list[str] = []
     for number in stream.numbers:
         try:
             known: list[str] = []
-            found += find_damage(stream.dataset(number, known), known_problems=known)
+            messages += find_damage(stream.dataset(number, known), known_problems=known)
         except FormatError as error:  # its manifest: others may be whole
-            found.append(str(error))
+            messages.append(str(error))
     if not is_url(stream.url):
         try:
             load_state(Path(stream.url), stream.numbers[-1])
         except FormatError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def _show_increments(records: list[IncrementRecord], unit: str) -> None:
     heads = ("no", "window to", "rows", "late", "tasks", "back", "new ids", "freed", "!")
-    shown = records[-_SHOWN:]
-    begin = format_event_time(shown[0].window[0], unit)
+    newest = records[-_SHOWN:]
+    begin = format_event_time(newest[0].window[0], unit)
     title = f"Windows from {begin} on (back: returning tasks; !: alarms)"
-    table = table_of(title, *heads, text=())
-    for record in shown:
+    table = make_table(title, *heads, text=())
+    for record in newest:
         report = record.report
         tables = report["tables"].values()
         back = sum(counts["returning"] for counts in report["tasks"].values())
         table.add_row(
             str(record.number),
             format_event_time(record.window[1], unit),
-            _short(report["rows"]),
-            _short(report["late"] + report["too_late"]),
-            _short(back + sum(counts["new"] for counts in report["tasks"].values())),
-            _short(back),
-            _short(sum(own["new"] for own in tables)),
-            _short(sum(own["freed"] for own in tables)),
+            _shorten_count(report["rows"]),
+            _shorten_count(report["late"] + report["too_late"]),
+            _shorten_count(back + sum(counts["new"] for counts in report["tasks"].values())),
+            _shorten_count(back),
+            _shorten_count(sum(table_counts["new"] for table_counts in tables)),
+            _shorten_count(sum(own["freed"] for own in tables)),
             str(len(report["alarms"]) or ""),
         )
-    show_table(screen(), table)
+    show_table(make_console(), table)
 
 
 def _show_tables(stream: Stream) -> None:
@@ -119,14 +119,14 @@ def _show_tables(stream: Stream) -> None:
     if not tables:
         return
     heads = ("table", "rows in use", "capacity", "full", "pending")
-    table = table_of(f"Tables of increment {stream.newest.number}", *heads, text=("table",))
-    for name, own in tables.items():
-        full = f"{100 * own['rows'] / own['capacity']:.0f} %"
-        table.add_row(name, f"{own['rows']:,}", f"{own['capacity']:,}", full, f"{own['pending']:,}")
-    show_table(screen(), table)
+    table = make_table(f"Tables of increment {stream.newest.number}", *heads, text=("table",))
+    for name, counts in tables.items():
+        full = f"{100 * counts['rows'] / counts['capacity']:.0f} %"
+        table.add_row(name, f"{counts['rows']:,}", f"{counts['capacity']:,}", full, f"{counts['pending']:,}")
+    show_table(make_console(), table)
 
 
-def _short(number: int) -> str:
+def _shorten_count(number: int) -> str:
     """Return a count in at most six characters: eleven columns fit into 80."""
     if number < 100_000:
         return f"{number:,}"

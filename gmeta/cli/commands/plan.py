@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.cli.commands.rank_launch import importing
+from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.config.train_config import load_config
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.errors import UserError
@@ -63,15 +63,15 @@ def plan(
             f"--gpus {gpus} are no whole number of hosts with {gpus_per_host} GPUs each. Give a "
             "multiple, or another --gpus-per-host"
         )
-    of_tables = dict(_rows_of(entry) for entry in rows or [])
+    of_tables = dict(_parse_table_rows(entry) for entry in rows or [])
     per_host = min(gpus_per_host, gpus)
-    device_bytes = amount_of("--gpu-memory", gpu_memory, "")
-    host_bytes = amount_of("--host-memory", host_memory, "") / per_host
+    device_bytes = parse_amount("--gpu-memory", gpu_memory, "")
+    host_bytes = parse_amount("--host-memory", host_memory, "") / per_host
     bandwidths = {"--hbm": hbm, "--pcie": pcie, "--nvlink": nvlink, "--network": network}
-    bytes_a_s = {name[2:]: amount_of(name, text, "/s") for name, text in bandwidths.items()}
+    bytes_a_s = {name[2:]: parse_amount(name, text, "/s") for name, text in bandwidths.items()}
     flops = 1e12 * (tflops or {"float32": 60, "tf32": 400, "bf16": 800}[resolved.run.precision])
     # Loading torch takes seconds: not before the options are known to be right.
-    with importing():
+    with faster_import():
         from gmeta.cli.commands.work.plan_report import show_plan
 
     show_plan(
@@ -82,7 +82,7 @@ def plan(
     )
 
 
-def _rows_of(entry: str) -> tuple[str, int]:
+def _parse_table_rows(entry: str) -> tuple[str, int]:
     """Return table and rows of --rows."""
     name, _, text = entry.rpartition("=")
     try:
@@ -96,14 +96,14 @@ def _rows_of(entry: str) -> tuple[str, int]:
     return name, int(rows)
 
 
-def amount_of(option: str, text: str, per: str) -> float:
+def parse_amount(option: str, text: str, per: str) -> float:
     """Return bytes, or bytes a second: GB are powers of 1,000, GiB of 1,024, Gb/s bits."""
     pattern = rf"(\d+(?:\.\d+)?) *([KMGTkmgt]?)([iI]?)(b|B{'|bit' * bool(per)}){per}"
-    found = re.fullmatch(pattern, text.strip())
-    if found is None or float(found.group(1)) <= 0:
+    match = re.fullmatch(pattern, text.strip())
+    if match is None or float(match.group(1)) <= 0:
         raise UserError(
             f"{option} is {text!r}: a number and a unit are needed, such as 80GB{per}. Correct it"
         )
-    power = " KMGT".index(found.group(2).upper() or " ")
-    amount = float(found.group(1)) * float(1024 if found.group(3) else 1000) ** power
-    return amount / 8 if per and found.group(4) != "B" else amount  # no memory is sold in bits
+    power = " KMGT".index(match.group(2).upper() or " ")
+    amount = float(match.group(1)) * float(1024 if match.group(3) else 1000) ** power
+    return amount / 8 if per and match.group(4) != "B" else amount  # no memory is sold in bits

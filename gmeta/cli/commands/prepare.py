@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from gmeta.cli.commands.console import phases, print_result, screen, show_table, table_of
+from gmeta.cli.commands.console import show_phases, print_result, make_console, show_table, make_table
 from gmeta.cli.commands.extend_stream import extend_stream
 from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
@@ -172,7 +172,7 @@ def prepare(
     *inputs, out = paths
     _check_options(context, schema, recipe, spark, extend)
     options = PrepareOptions(
-        memory_bytes=_bytes(memory),
+        memory_bytes=_parse_bytes(memory),
         threads=threads or os.cpu_count() or 1,
         block_rows=block_rows,
         bundle_tasks=bundle_tasks,
@@ -186,14 +186,14 @@ def prepare(
             )
         extend_stream(paths, along or [], extend, schema, options, accept, spark)
         return
-    _tell_of_leftovers(out)
+    _warn_of_leftovers(out)
     if recipe == "synthetic-days":
         _expect_inputs(recipe, inputs, 0)
-        given = context.get_parameter_source("rows")
-        sizes = rows if given is not None and given.name == "COMMANDLINE" else DAILY_ROWS
+        rows_source = context.get_parameter_source("rows")
+        sizes = rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
         write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
         print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
-        screen(stderr=True).print(
+        make_console(stderr=True).print(
             f"written: {format_count(days, 'day')} of logs below {out}, and {out}/schema.toml  "
             "(run: "
             f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
@@ -222,7 +222,7 @@ def prepare(
         if not inputs:
             raise UserError("only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT")
         _prepare_tables(inputs, out, schema, options, spark)
-    _report(out)
+    _print_report(out)
 
 
 def _check_options(
@@ -270,25 +270,25 @@ def _prepare_tables(
         refuse_transform(schema, known)
         prepare_on_spark(inputs, out, known, options)
     else:
-        with phases() as tell:
-            prepare_on_one_machine(inputs, out, known, options, tell)
+        with show_phases() as report_phase:
+            prepare_on_one_machine(inputs, out, known, options, report_phase)
 
 
-def _tell_of_leftovers(out: str) -> None:
+def _warn_of_leftovers(out: str) -> None:
     left = find_unfinished(out)
     if left is not None:
-        screen(stderr=True).print(
+        make_console(stderr=True).print(
             f"an earlier prepare of {out} was interrupted: starting over, without {left}"
         )
 
 
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if found is None or float(found.group(1)) <= 0:
+def _parse_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match.group(1)) <= 0:
         raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it")
     # The letter's place is the power of 1,024; more than an exabyte is no more.
-    power = " KMGT".index(found.group(2).upper() or " ")
-    return int(min(float(found.group(1)) * 1024**power, 2.0**60))
+    power = " KMGT".index(match.group(2).upper() or " ")
+    return int(min(float(match.group(1)) * 1024**power, 2.0**60))
 
 
 def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
@@ -300,17 +300,17 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
         )
 
 
-def _report(out: str) -> None:
-    console = screen(stderr=True)
+def _print_report(out: str) -> None:
+    console = make_console(stderr=True)
     # Opened anew: what is printed is what a reader will find.
     dataset = open_dataset(out)
-    show_table(console, _counts(dataset))
+    show_table(console, _counts_table(dataset))
     lost = {
         name: count for name, count in dataset.manifest.report.get("dropped", {}).items() if count
     }
     if lost:
-        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in lost.items())
-        console.print(f"left out: {told}")
+        lost_text = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in lost.items())
+        console.print(f"left out: {lost_text}")
     for name, use in dataset.manifest.report.get("hashed_tables", {}).items():
         if use["values_sharing_a_row_estimated"]:
             console.print(
@@ -336,9 +336,9 @@ def _report(out: str) -> None:
     console.print(f"prepared: {out}  (look inside: gmeta inspect {out})")
 
 
-def _counts(dataset: Dataset) -> Table:
+def _counts_table(dataset: Dataset) -> Table:
     heads = ("split", "episodes", "rows", "shards", "blocks")
-    table = table_of(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
+    table = make_table(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
     for name, split in dataset.splits.items():
         counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
         table.add_row(name, *(f"{count:,}" for count in counts))

@@ -26,7 +26,7 @@ def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: Prepa
         UserError: there is no Spark, or an input is none that it reads as one machine would.
     """
     with spark_session(inputs, out) as session:
-        prepare_with_spark(_read(session, inputs, schema), out, schema, options)
+        prepare_with_spark(_read_frame(session, inputs, schema), out, schema, options)
 
 
 def refuse_transform(path: Path, schema: Schema) -> None:
@@ -75,7 +75,7 @@ def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
 
 
 @translate_failures()
-def _read(session: "SparkSession", inputs: list[str], schema: Schema) -> Any:
+def _read_frame(session: "SparkSession", inputs: list[str], schema: Schema) -> Any:
     from pyspark.errors import AnalysisException
 
     # Hadoop knows S3 by this name only; the dataset is written by fsspec, which knows both.

@@ -14,7 +14,7 @@ def starts_ranks(nproc_per_node: int) -> bool:
     return nproc_per_node > 1 and not under_torchrun()
 
 
-def start(
+def start_ranks_here(
     arguments: Sequence[str], nproc_per_node: int, master_port: int, max_restarts: int
 ) -> None:
     """Start ranks that run `gmeta ARGUMENTS`, wait for them, and end with their exit code if it is
@@ -26,7 +26,7 @@ def start(
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def faster_import() -> Iterator[None]:
     """Keep the garbage collector off what is imported inside: 600,000 objects that live as long as
     the rank. Looking through them took a quarter of the import.
 

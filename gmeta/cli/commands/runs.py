@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.cli.commands.console import screen, show_table, table_of
+from gmeta.cli.commands.console import make_console, show_table, make_table
 from gmeta.errors import GMetaError, UserError
 from gmeta.runs.listing import RunSummary, find_differing_keys, find_runs, summarise_run
 from gmeta.runs.run_folder import RunFolder
@@ -33,41 +33,41 @@ def runs(
 
     gmeta runs runs/demo/maml runs/demo/plain
     """
-    asked = folders or [_RUNS]
-    found = [run for folder in asked for run in find_runs(folder)]
-    if not found:
+    chosen_folders = folders or [_RUNS]
+    run_folders = [run for folder in chosen_folders for run in find_runs(folder)]
+    if not run_folders:
         raise UserError(
-            f"no run is in {', '.join(map(str, asked))}, nor three folders below. Name the folder "
+            f"no run is in {', '.join(map(str, chosen_folders))}, nor three folders below. Name the folder "
             "of your runs"
         )
     summaries, broken = [], []
-    for run in found:
+    for run in run_folders:
         try:
             summaries.append(summarise_run(run))
         except GMetaError as error:
             broken.append(str(error))  # the others may be what is looked for
     # Runs that were named one by one are to be compared.
-    compared = len(found) > 1 and [run.root for run in found] == asked
-    differing = find_differing_keys([run.read_config() for run in found]) if compared else []
+    compared = len(run_folders) > 1 and [run.root for run in run_folders] == chosen_folders
+    differing = find_differing_keys([run.read_config() for run in run_folders]) if compared else []
     if as_json:
         keys = [
-            {"key": key, **{str(run.root): value for run, value in zip(found, values, strict=True)}}
+            {"key": key, **{str(run.root): value for run, value in zip(run_folders, values, strict=True)}}
             for key, values in differing
         ]
         runs_told = [asdict(summary) for summary in summaries]
         typer.echo(json.dumps({"runs": runs_told, "differing": keys, "broken": broken}, indent=2))
         return
-    _list(summaries)
+    _print_list(summaries)
     if compared:
-        _compare(found, differing)
-        _scores(summaries)
+        _print_comparison(run_folders, differing)
+        _print_scores(summaries)
     for line in broken:
-        screen(stderr=True).print(f"not listed: {line}")
+        make_console(stderr=True).print(f"not listed: {line}")
 
 
-def _list(summaries: Sequence[RunSummary]) -> None:
+def _print_list(summaries: Sequence[RunSummary]) -> None:
     heads = ("run", "algorithm", "model", "step", "loss", "valid", "best", "at step", "last line")
-    table = table_of("Runs", *heads, text=("run", "algorithm", "model", "valid"))
+    table = make_table("Runs", *heads, text=("run", "algorithm", "model", "valid"))
     for one in summaries:
         table.add_row(
             one.run,
@@ -78,40 +78,40 @@ def _list(summaries: Sequence[RunSummary]) -> None:
             one.metric if one.best is not None else "",
             _number(one.best, ".4f"),
             _number(one.best_step, ","),
-            _ago(one.logged_s),
+            _format_age(one.logged_s),
         )
-    show_table(screen(), table)
+    show_table(make_console(), table)
 
 
-def _compare(found: Sequence[RunFolder], differing: Sequence[tuple[str, list[object]]]) -> None:
-    console = screen()
+def _print_comparison(run_folders: Sequence[RunFolder], differing: Sequence[tuple[str, list[object]]]) -> None:
+    console = make_console()
     if not differing:
         console.print("Their configs are the same.")
         return
-    names = [str(run.root) for run in found]
-    table = table_of("Keys that differ", "key", *names, text=("key", *names))
+    names = [str(run.root) for run in run_folders]
+    table = make_table("Keys that differ", "key", *names, text=("key", *names))
     for key, values in differing:
         table.add_row(key, *(format_toml_value(value) for value in values))
     show_table(console, table)
 
 
-def _scores(summaries: Sequence[RunSummary]) -> None:
+def _print_scores(summaries: Sequence[RunSummary]) -> None:
     """Show all metrics of each run's best validation, side by side."""
     metrics = list(dict.fromkeys(name for one in summaries for name in one.scores))
     if not metrics:
         return
     names = [one.run for one in summaries]
-    table = table_of("Scores of the best validation", "metric", *names, text=("metric",))
+    table = make_table("Scores of the best validation", "metric", *names, text=("metric",))
     for metric in metrics:
         table.add_row(metric, *(_number(one.scores.get(metric), ".4f") for one in summaries))
-    show_table(screen(), table)
+    show_table(make_console(), table)
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _ago(logged_s: float | None) -> str:
+def _format_age(logged_s: float | None) -> str:
     """Return how long ago that was, in the largest unit that leaves at least two."""
     if logged_s is None:
         return "nothing logged"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.cli.commands.rank_launch import importing
+from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_local
 
@@ -44,7 +44,7 @@ def score(
             "wrote, or CHANNEL/versions/NUMBER of a full version"
         )
     # Loading torch takes seconds: not before the options are known to be right.
-    with importing():
+    with faster_import():
         from gmeta.cli.commands.work.export_scores import score_export
 
     score_export(model, on, splits or [], out)

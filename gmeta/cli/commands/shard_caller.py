@@ -32,7 +32,7 @@ TlsKey = Annotated[
 Call = Callable[[str, Any], Any]  # (name of the RPC, request) -> response
 
 
-def caller_of(
+def make_caller(
     address: str,
     token_file: Path | None,
     tls_ca: Path | None,

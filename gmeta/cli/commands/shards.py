@@ -15,7 +15,7 @@ from gmeta.access.errors import AntdtError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.shard_manifest import load_manifest
 from gmeta.antdt.model import MAX_SHARDS
-from gmeta.cli.commands.console import screen, show_table
+from gmeta.cli.commands.console import make_console, show_table
 from gmeta.cli.commands.shard_caller import (
     Address,
     Call,
@@ -23,7 +23,7 @@ from gmeta.cli.commands.shard_caller import (
     TlsCert,
     TlsKey,
     TokenFile,
-    caller_of,
+    make_caller,
 )
 from gmeta.errors import UserError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
@@ -53,11 +53,11 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show datasets, workers and checkpoints at a glance."""
-    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
+    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     answer = call("Status", pb.StatusRequest())
     if as_json:
         return _print_json(answer)
-    console = screen()
+    console = make_console()
     state = "draining" if answer.draining else "serving"
     console.print(
         f"job {answer.job}: {state}, generation {answer.run_generation}, service epoch "
@@ -89,7 +89,7 @@ def status(
         for d in answer.datasets
     ]
     _print_table(console, names, rows)
-    workers = [(w.worker_id, w.num_leases, _silence(w), w.draining or "") for w in answer.workers]
+    workers = [(w.worker_id, w.num_leases, _format_silence(w), w.draining or "") for w in answer.workers]
     _print_table(console, ("worker", "leases", "last call", "draining"), workers)
     if answer.num_workers > len(workers):
         console.print(f"{answer.num_workers} workers; these are the first {len(workers)} by name")
@@ -123,27 +123,27 @@ def list_shards(
     if state and state.lower() not in numbers:
         raise typer.BadParameter(f"{state!r} is no shard state; known are {', '.join(numbers)}")
 
-    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
+    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
-    found: list[Any] = []
+    listed: list[Any] = []
     page_token = ""
-    while len(found) < limit:
+    while len(listed) < limit:
         answer = call(
             "ListShards",
             pb.ListShardsRequest(
                 dataset=name,
                 state=numbers.get(state.lower(), 0),
                 # 1000 is the largest page of the service.
-                page_size=min(1000, limit - len(found)),
+                page_size=min(1000, limit - len(listed)),
                 page_token=page_token,
             ),
         )
-        found.extend(answer.shards)
+        listed.extend(answer.shards)
         page_token = answer.next_page_token
         if not page_token:
             break
     if as_json:
-        return typer.echo(json.dumps([_to_dict(shard) for shard in found], indent=2))
+        return typer.echo(json.dumps([_to_dict(shard) for shard in listed], indent=2))
     names = ("shard", "state", "units", "trained", "attempts", "worker", "note")
     rows = [
         (
@@ -155,9 +155,9 @@ def list_shards(
             f"{s.worker_id} + {s.backup_worker_id}" if s.backup_worker_id else s.worker_id,
             s.note,
         )
-        for s in found
+        for s in listed
     ]
-    _print_table(screen(), names, rows)
+    _print_table(make_console(), names, rows)
     if page_token:
         typer.echo(f"more follow; this is --limit {limit}")
     return None
@@ -199,7 +199,7 @@ def requeue(
 ) -> None:
     """Offer quarantined or skipped shards again, with a clean count of attempts."""
 
-    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
+    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     # One id for all attempts of the call: an answer that was lost requeues nothing twice.
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
@@ -219,7 +219,7 @@ def skip(
 ) -> None:
     """Leave shards out of this epoch, on the record."""
 
-    call = caller_of(address, token_file, tls_ca, tls_cert, tls_key)
+    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     request = pb.SkipRequest(
         request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers, reason=reason
@@ -239,7 +239,7 @@ def drain(
 ) -> None:
     """Hand out no more shards: to one worker, or to nobody."""
     request = pb.DrainRequest(request_id=uuid.uuid4().hex, worker_id=worker, undo=undo)
-    answer = caller_of(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
+    answer = make_caller(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
     who = f"worker {worker}" if worker else "the service"
     typer.echo(
         f"{who} {'hands out again' if undo else 'is draining'}; shards that went back: "
@@ -272,7 +272,7 @@ def _state_name(state: int) -> str:
     return str(pb.ShardState.Name(state)).removeprefix("SHARD_STATE_").lower()
 
 
-def _silence(worker: Any) -> str:
+def _format_silence(worker: Any) -> str:
     return (
         f"{worker.silent_ms / 1000:.1f} s ago"
         if worker.HasField("silent_ms")

@@ -68,14 +68,14 @@ def train(
         _check_is_free(root)
     with ExitStack() as stack:
         if not (root / SHARDS_FOLDER).exists():
-            stack.callback(_drop_unused_store, root)
+            stack.callback(_remove_unused_store, root)
         # Loading torch takes seconds: not before the config is known to be right.
         if not starts_ranks:
-            with on_ranks.importing():
+            with on_ranks.faster_import():
                 from gmeta.cli.commands.work.training_rank import train_on_rank
             train_on_rank(resolved, is_new)
             return
-        with on_ranks.importing():
+        with on_ranks.faster_import():
             from gmeta.cli.commands.work.preflight import check_for_ranks
         check_for_ranks(resolved, is_new)
         # The run folder was checked above; by the time a rank looks, the service's store is in it.
@@ -86,10 +86,10 @@ def train(
                 start_embedded_service(resolved)
             ).address
             os.environ[AGENT_SERVES_VARIABLE] = "1"
-        on_ranks.start(arguments, nproc_per_node, master_port, max_restarts)
+        on_ranks.start_ranks_here(arguments, nproc_per_node, master_port, max_restarts)
 
 
-def _drop_unused_store(root: Path) -> None:
+def _remove_unused_store(root: Path) -> None:
     """Remove the store of a run that was refused before it began: the corrected command would find
     a folder that is not empty."""
     if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":

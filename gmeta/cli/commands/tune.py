@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from gmeta.cli.commands.console import print_result, screen, show_table, table_of
-from gmeta.cli.commands.rank_launch import importing
+from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
+from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.config.train_config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
@@ -118,47 +118,47 @@ def tune(
     base = _with_validations(base, dataset)
     labels = dataset.features.labels
     chosen = read_space(space, base) if space else make_default_space(base, labels)
-    ends_early = _pruner_of(pruner, with_plain)
+    ends_early = choose_pruner(pruner, with_plain)
     sides = {"": (folder, StudyPlan(base, chosen, ends_early, seed, dataset.fingerprint))}
     if with_plain:
         plain = make_plain_config(base)
         of_plain = make_plain_space(chosen, plain) if space else make_default_space(plain, labels)
-        beside = folder.with_name(f"{folder.name}-plain")
-        sides["plain"] = (beside, StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint))
+        plain_folder = folder.with_name(f"{folder.name}-plain")
+        sides["plain"] = (plain_folder, StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint))
     for place, plan in sides.values():
         check_metric(plan.space, plan.base)
         _check_folder(place)
-    found = {}
+    results = {}
     # One context for both: processes are forked from a server that is started once.
     with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
             with lock_run_folder(place):
                 _check_on_data(plan.base, place, context)
                 opened = Study(place, plan, decides)
-                runner = TrialRunner(opened, place, decides.metric, partial(_trial, False), context)
-                _try(opened, runner, plan.space, decides, trials, at_a_time)
-                found[side] = _conclude(opened, runner, place, plan, decides)
-    first = found.pop("")
-    print_result({**first, **found})
+                runner = TrialRunner(opened, place, decides.metric, partial(_run_trial, False), context)
+                _run_trials(opened, runner, plan.space, decides, trials, at_a_time)
+                results[side] = _print_results(opened, runner, place, plan, decides)
+    first = results.pop("")
+    print_result({**first, **results})
 
 
-def _trial(is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
+def _run_trial(is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
     # In the trial's process: this one stays without torch.
-    with importing():
-        from gmeta.cli.commands.work.trial_process import be_trial
+    with faster_import():
+        from gmeta.cli.commands.work.trial_process import run_as_trial
 
-    be_trial(is_check, config, log, place, says)
+    run_as_trial(is_check, config, log, place, says)
 
 
-def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
+def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
     """Return the pruner. Raise UserError where runs of both sides would be ended early, more of one
     side than of the other."""
-    if with_plain and asked not in (None, "none"):
+    if with_plain and pruner not in (None, "none"):
         raise UserError(
-            f"--pruner = {asked!r} with --with-plain: it ends more runs of one side than of the "
+            f"--pruner = {pruner!r} with --with-plain: it ends more runs of one side than of the "
             "other, and as many trials would not be as much work. Leave --pruner out"
         )
-    return "none" if with_plain else asked or "median"
+    return "none" if with_plain else pruner or "median"
 
 
 def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
@@ -190,14 +190,14 @@ def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
         )
 
 
-def _num_parallel(asked: int) -> int:
+def _num_parallel(parallel: int) -> int:
     cores = len(os.sched_getaffinity(0))
-    if asked > cores:
+    if parallel > cores:
         raise UserError(
-            f"--parallel = {asked}, but this process may use {format_count(cores, 'core')}: trials "
+            f"--parallel = {parallel}, but this process may use {format_count(cores, 'core')}: trials "
             f"would wait for each other. Choose 1 to {cores}"
         )
-    return asked or min(2, cores)
+    return parallel or min(2, cores)
 
 
 def _check_folder(folder: Path) -> None:
@@ -228,15 +228,15 @@ def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext
     """Check the config itself, before trials of it fail one by one. Raise GMetaError with the line
     of `gmeta train` where it does not fit its dataset."""
     log, checked = folder / CHECK_LOG, make_trial_config(config, folder / "check")
-    process, said = start_process(context, partial(_trial, True), checked, log)
-    if line := wait_for_report(process, said).failure:
+    process, receiver = start_process(context, partial(_run_trial, True), checked, log)
+    if line := wait_for_report(process, receiver).failure:
         raise UserError(line)
     if process.exitcode:
         raise GMetaError(f"the config's check ended with exit code {process.exitcode}; see {log}")
     log.unlink(missing_ok=True)
 
 
-def _try(
+def _run_trials(
     study: Study,
     runner: TrialRunner,
     space: Space,
@@ -245,7 +245,7 @@ def _try(
     parallel: int,
 ) -> None:
     """Run the trials that are left, and report each as it ends."""
-    console = screen(stderr=True)
+    console = make_console(stderr=True)
     for number in study.interrupted:
         # What it trained is tried anew, with the same values.
         folder = runner.folder_of(number).root
@@ -258,7 +258,7 @@ def _try(
         console.print(describe_trial(study, trial, space, decides.metric))
 
 
-def _conclude(
+def _print_results(
     study: Study, runner: TrialRunner, folder: Path, plan: StudyPlan, decides: EarlyStop
 ) -> dict[str, Any]:
     """Print all trials, the best first, write what was found and return it."""
@@ -266,7 +266,7 @@ def _conclude(
     best = check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
     write_atomically(path, format_best_config(study, best, splits, decides.metric, path).encode())
-    show_table(screen(), _table(study, plan.space, decides))
+    show_table(make_console(), _trials_table(study, plan.space, decides))
     lines = [
         *describe_edges(plan.space, best),
         f"best: {decides.metric} {format_score(best.score)} on split {splits!r}, trial "
@@ -275,17 +275,17 @@ def _conclude(
         f"train it: gmeta train {path}",
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
-    screen(stderr=True).print("\n".join(lines))
+    make_console(stderr=True).print("\n".join(lines))
     return {"best": path, **json.loads(format_results(study, decides))}
 
 
-def _table(study: Study, space: Space, decides: EarlyStop) -> Table:
+def _trials_table(study: Study, space: Space, decides: EarlyStop) -> Table:
     score_head = f"{decides.metric} {'↑' if decides.higher_is_better else '↓'}"
-    table = table_of("", "trial", score_head, "state", *shorten_keys(space), text=("state",))
+    table = make_table("", "trial", score_head, "state", *shorten_keys(space), text=("state",))
     table.title = None
     for trial in study.rank_trials():
         if trial.state == "interrupted":
             continue
-        shown = [format_value(trial.values.get(dimension.key)) for dimension in space]
-        table.add_row(str(trial.number), format_score(trial.score), trial.state, *shown)
+        values = [format_value(trial.values.get(dimension.key)) for dimension in space]
+        table.add_row(str(trial.number), format_score(trial.score), trial.state, *values)
     return table

@@ -8,7 +8,7 @@ import typer
 from gmeta.platform.verbosity import (
     JSON_VARIABLE,
     QUIET,
-    VARIABLE,
+    VERBOSITY_VARIABLE,
     VERBOSE,
     is_json,
     stdout_for_result,
@@ -29,11 +29,11 @@ def with_options(command: Any, name: str) -> Any:
     for below in getattr(command, "commands", {}).values():
         with_options(below, name)
     if not hasattr(command, "commands"):
-        command.params += _options()[: 3 if name in WITH_JSON else 2]
+        command.params += _verbosity_options()[: 3 if name in WITH_JSON else 2]
     return command
 
 
-def _talk(context: Any, variable: str, value: str) -> None:
+def _set_verbosity(context: Any, variable: str, value: str) -> None:
     """Set how the command talks, in the environment: its ranks and processes hear of it, too."""
     if context.meta.setdefault(variable, value) != value:
         context.fail("--quiet and --verbose are given, which say the opposite: leave one out")
@@ -42,39 +42,39 @@ def _talk(context: Any, variable: str, value: str) -> None:
         os.environ.setdefault("GMETA_TRACEBACK", "1")
 
 
-def _quiet(context: typer.Context, is_given: bool) -> None:
+def _set_quiet(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _talk(context, VARIABLE, QUIET)
+        _set_verbosity(context, VERBOSITY_VARIABLE, QUIET)
 
 
-def _verbose(context: typer.Context, is_given: bool) -> None:
+def _set_verbose(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _talk(context, VARIABLE, VERBOSE)
+        _set_verbosity(context, VERBOSITY_VARIABLE, VERBOSE)
 
 
-def _json(context: typer.Context, is_given: bool) -> None:
+def _set_json(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _talk(context, JSON_VARIABLE, "1")
+        _set_verbosity(context, JSON_VARIABLE, "1")
     if is_json():
         context.with_resource(stdout_for_result())
 
 
-def _only_options(
+def _declare_options(
     quiet: Annotated[
         bool,
-        typer.Option("-q", "--quiet", callback=_quiet, help="say nothing but results and errors"),
+        typer.Option("-q", "--quiet", callback=_set_quiet, help="say nothing but results and errors"),
     ] = False,
     verbose: Annotated[
         bool,
         typer.Option(
-            "-v", "--verbose", callback=_verbose, help="say more; tracebacks of errors too"
+            "-v", "--verbose", callback=_set_verbose, help="say more; tracebacks of errors too"
         ),
     ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
             "--json",
-            callback=_json,
+            callback=_set_json,
             help="print the result as one JSON object, all else on standard error",
         ),
     ] = False,
@@ -82,10 +82,10 @@ def _only_options(
     """Hold the options; nobody calls it."""
 
 
-def _options() -> list[Any]:
+def _verbosity_options() -> list[Any]:
     """Return the options as click knows them, which hand the command no value."""
     alone = typer.Typer(add_completion=False)
-    alone.command()(_only_options)
+    alone.command()(_declare_options)
     options = typer.main.get_command(alone).params
     for option in options:
         option.expose_value = False

@@ -3,11 +3,11 @@
 import re
 
 from gmeta.errors import GMetaError
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 from metaio.errors import MetaIOError
 
 
-def translate_storage_errors(what: str, remedy: str) -> failing_as:
+def translate_storage_errors(what: str, remedy: str) -> translate_errors:
     """Return a block in which any error that is not one of ours becomes a GMetaError of one line:
     `what` cannot be done, why, and the remedy."""
 
@@ -16,4 +16,4 @@ def translate_storage_errors(what: str, remedy: str) -> failing_as:
         reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
         return GMetaError(f"{what}: {reason}. {remedy}")
 
-    return failing_as(make_error, GMetaError, MetaIOError)
+    return translate_errors(make_error, GMetaError, MetaIOError)

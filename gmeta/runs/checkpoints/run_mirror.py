@@ -27,7 +27,7 @@ from gmeta.runs.run_folder import (
     list_checkpoints,
     parse_checkpoint_step,
 )
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 from metaio.format.atomic_folder import remove_folder, upload_file, upload_folder
 from metaio.format.storage import find_file_system
 
@@ -166,7 +166,7 @@ class RunMirror:
             if match
         )
 
-    def _translate_errors(self) -> failing_as:
+    def _translate_errors(self) -> translate_errors:
         what = f"run.mirror = {self._url!r} cannot be reached"
         return translate_storage_errors(what, "Look at the place and the credentials")
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import final
 
 from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 
 
 class NoAnswerError(Exception):
@@ -71,7 +71,7 @@ class AsyncLogger(Logger):
     def _work(self) -> None:
         while True:
             work, done = self._calls.get()
-            with suppress(_HandedOverError), failing_as(partial(_hand_over, done)):
+            with suppress(_HandedOverError), translate_errors(partial(_hand_over, done)):
                 work()
                 done.set_result(None)
 

@@ -23,7 +23,7 @@ from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
 from gmeta.runs.logging.progress_screen import ProgressScreen
 from gmeta.runs.run_folder import METRICS_FILE
 from gmeta.runs.run_progress import RunProgress
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 
 SCREEN_NAME = "the screen"
 Made = TypeVar("Made")
@@ -136,7 +136,7 @@ class RunHooks:
         own = {SCREEN_NAME: self._screen, METRICS_FILE: JsonLines()}
         for name, logger in {**own, **also, **made}.items():
             did_not_begin = f"the logger {name!r} of run.loggers did not begin"
-            with failing_as(
+            with translate_errors(
                 _make_error_translator(did_not_begin, "Mend it, or take it out of run.loggers"),
                 GMetaError,
                 OSError,
@@ -157,7 +157,7 @@ class RunHooks:
         if isinstance(logger, ProgressScreen | JsonLines | TensorBoard):
             return work(logger)
         try:
-            with failing_as(lambda error: _LoggerError(kind_and_text(error))):
+            with translate_errors(lambda error: _LoggerError(format_foreign_error(error))):
                 work(logger)
         except _LoggerError as error:
             del self._loggers[name]
@@ -168,7 +168,7 @@ class RunHooks:
         for name, callback in self._callbacks.items():
             what = f"the callback {name!r} of run.callbacks failed behind step {self._run.step}"
             remedy = "Mend it, or take it out; --resume goes on from the newest checkpoint"
-            with failing_as(_make_error_translator(what, remedy)):
+            with translate_errors(_make_error_translator(what, remedy)):
                 work(callback)
 
     def _call_callbacks_or_stop(self, work: Callable[[Callback], None]) -> None:
@@ -195,10 +195,10 @@ def _make_hook(what: str, name: str, kind: type[Made]) -> Made:
     """Return a logger or callback of its class. Raise GMetaError where it cannot be made without
     arguments."""
     remedy = "A class that is made without arguments is needed (docs/extending.md)"
-    with failing_as(_make_error_translator(f"the {what} {name!r} cannot be made", remedy)):
+    with translate_errors(_make_error_translator(f"the {what} {name!r} cannot be made", remedy)):
         return kind()
 
 
 def _make_error_translator(what: str, remedy: str) -> Callable[[Exception], GMetaError]:
     """Return a function that turns what somebody's own code raised into a GMetaError."""
-    return lambda error: GMetaError(f"{what}: {kind_and_text(error)}. {remedy}")
+    return lambda error: GMetaError(f"{what}: {format_foreign_error(error)}. {remedy}")

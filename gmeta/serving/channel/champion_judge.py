@@ -23,7 +23,7 @@ from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_in
 from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
 from gmeta.metrics.terms import Terms, sum_T
-from gmeta.serving.channel.gate_predictions import Predicted, predict_gate
+from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
@@ -87,12 +87,12 @@ def judge(
     """
     served = load(candidate)
     # Its checksums were checked by whoever found it: it serves.
-    against = None if champion is None else load(champion, verify=False)
+    champion_model = None if champion is None else load(champion, verify=False)
     scoring = served.config.judged_scoring
     metric = loss_metric(scoring.loss)
-    ours: list[Predicted] = []
-    theirs: list[Predicted] = []
-    compared = _Compared(scoring, metric, margin)
+    ours: list[GatePredictions] = []
+    theirs: list[GatePredictions] = []
+    compared = _Comparison(scoring, metric, margin)
     for window in range(pool + 1):
         dataset = datasets(window)
         if dataset is None:
@@ -100,22 +100,22 @@ def judge(
         if split in dataset.splits and not dataset.splits[split].num_episodes:
             continue
         ours.append(predict_gate(served, candidate, dataset, split))
-        if against is None or champion is None:
+        if champion_model is None or champion is None:
             break
-        theirs.append(predict_gate(against, champion, dataset, split))
+        theirs.append(predict_gate(champion_model, champion, dataset, split))
         # Windows are added by the width of the interval, never by where it lies: looking at the
         # difference and going on would promote by chance.
-        if not _finite(ours) or not _finite(theirs) or compared.is_narrow(ours, theirs):
+        if not _are_finite(ours) or not _are_finite(theirs) or compared.is_narrow(ours, theirs):
             break
     if not ours:
-        return refused(
+        return refuse_model(
             f"there is no task in split {split!r}, nor in that of earlier windows (pool {pool}): "
             "nothing to judge by"
         )
-    return compared.verdict(ours, theirs)
+    return compared.decide(ours, theirs)
 
 
-def refused(why: str) -> Verdict:
+def refuse_model(why: str) -> Verdict:
     """Return the verdict on a model of which nothing was predicted: one that cannot even be
     exported, as its weights ran away, or for which there is no task."""
     return Verdict(False, [why], "", 0, 0, 0, None, None, None, {})
@@ -128,12 +128,12 @@ def windows_before(newest: Dataset) -> Callable[[int], Dataset | None]:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _Comparison:
     scoring: Scoring
     metric: str
     margin: float | None
 
-    def is_narrow(self, ours: list[Predicted], theirs: list[Predicted]) -> bool:
+    def is_narrow(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> bool:
         """Return whether the rows can tell a difference of the margin's size from none."""
         interval, champion = self._difference(ours, theirs)
         widest = NARROW * self._margin(champion)
@@ -143,7 +143,7 @@ class _Compared:
         # Of the champion's loss: a share means the same for clicks as for ratings.
         return MARGIN_SHARE * champion.value if self.margin is None else self.margin
 
-    def _difference(self, ours: list[Predicted], theirs: list[Predicted]) -> tuple[Interval, Terms]:
+    def _difference(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> tuple[Interval, Terms]:
         candidate, champion = self._terms(ours)[self.metric], self._terms(theirs)[self.metric]
         values_MB = bootstrap([champion, candidate])
         # Both by the same resamples, so the tasks' own difficulty cancels out; rounded, so that
@@ -151,30 +151,30 @@ class _Compared:
         difference_B = np.round(values_MB[0] - values_MB[1], 12)
         return percentile_interval(difference_B, champion.num_tasks), champion
 
-    def _terms(self, predicted: list[Predicted]) -> dict[str, Terms]:
+    def _terms(self, predicted: list[GatePredictions]) -> dict[str, Terms]:
         names = {
             "probability": ["auc", "logloss"],
             "rating": ["mae", "rmse"],
             "score": ["ndcg@10", "gauc", self.metric],
         }[predicted_by(self.scoring.loss)]
-        return split_terms(*_joined(predicted), self.scoring, names)
+        return split_terms(*_join_windows(predicted), self.scoring, names)
 
-    def verdict(self, ours: list[Predicted], theirs: list[Predicted]) -> Verdict:
+    def decide(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> Verdict:
         """Return what follows from the predictions of both."""
         reasons: list[str] = []
         candidate = self._terms(ours)
-        label_N, prediction_N, task_N = _joined(ours)
-        is_finite = _finite(ours)
+        label_N, prediction_N, task_N = _join_windows(ours)
+        is_finite = _are_finite(ours)
         if not is_finite:
             count = int(np.count_nonzero(~np.isfinite(prediction_N)))
             reasons.append(f"{count:,} of {prediction_N.size:,} predictions are not finite")
         calibration = None
         if is_finite and self.scoring.loss == "bce":
-            calibration, why = _calibration(label_N, prediction_N, task_N)
+            calibration, why = _measure_calibration(label_N, prediction_N, task_N)
             # One that is nearer to 1 than the champion's is no reason to keep the champion.
-            reasons += [] if theirs and _is_nearer(calibration, *_joined(theirs)) else why
+            reasons += [] if theirs and _is_nearer(calibration, *_join_windows(theirs)) else why
         difference, margin, champion = None, None, {}
-        if theirs and is_finite and _finite(theirs):
+        if theirs and is_finite and _are_finite(theirs):
             interval, terms = self._difference(ours, theirs)
             margin = self._margin(terms)
             value = terms.value - candidate[self.metric].value
@@ -205,7 +205,7 @@ class _Compared:
         )
 
 
-def _calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure, list[str]]:
+def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure, list[str]]:
     """Return the mean prediction over the mean label, and why it is refused, if it is: the whole
     interval, or the value where there is none, lies outside the bounds."""
     _, code_N = np.unique(task_N, return_inverse=True)
@@ -219,24 +219,24 @@ def _calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure,
     interval = percentile_interval(values_B, num_tasks)
     low, high = (value, value) if interval.reason else (interval.low, interval.high)
     ends = f"it {interval.reason}" if interval.reason else f"95 % {low:.3g} to {high:.3g}"
-    told = []
+    problems = []
     if high < CALIBRATION[0] or low > CALIBRATION[1]:
-        told = [
+        problems = [
             f"predictions are {value:.3g} of the labels on average ({ends}), allowed are "
             f"{CALIBRATION[0]} to {CALIBRATION[1]}"
         ]
-    return _measure(value, interval), told
+    return _measure(value, interval), problems
 
 
 def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: Any) -> bool:
     """Return whether a calibration is nearer to 1 than that of these predictions."""
-    champion = _calibration(label_N, prediction_N, task_N)[0].value
+    champion = _measure_calibration(label_N, prediction_N, task_N)[0].value
     if calibration.value is None or champion is None:
         return False
     return abs(math.log(max(calibration.value, TINY))) < abs(math.log(max(champion, TINY)))
 
 
-def _joined(predicted: list[Predicted]) -> tuple[Any, Any, Any]:
+def _join_windows(predicted: list[GatePredictions]) -> tuple[Any, Any, Any]:
     """Return label_N, prediction_N and task_N of all windows; a task in several of them is one."""
     names = ("label_N", "prediction_N", "task_N")
     label_N, prediction_N, task_N = (
@@ -245,17 +245,17 @@ def _joined(predicted: list[Predicted]) -> tuple[Any, Any, Any]:
     return label_N, prediction_N, task_N
 
 
-def _finite(predicted: list[Predicted]) -> bool:
+def _are_finite(predicted: list[GatePredictions]) -> bool:
     return all(np.isfinite(one.prediction_N).all() for one in predicted)
 
 
 def _values(terms: dict[str, Terms]) -> dict[str, float | None]:
-    return {name: _number(one.value) for name, one in terms.items()}
+    return {name: _finite_or_none(one.value) for name, one in terms.items()}
 
 
 def _measure(value: float, interval: Interval) -> Measure:
-    return Measure(_number(value), _number(interval.low), _number(interval.high))
+    return Measure(_finite_or_none(value), _finite_or_none(interval.low), _finite_or_none(interval.high))
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None

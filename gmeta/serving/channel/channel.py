@@ -19,11 +19,11 @@ from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.checked_json import json_object
 from gmeta.platform.files.local_paths import link_or_copy
 from gmeta.serving.channel.model_version import (
-    Chain,
-    Parent,
+    VersionChain,
+    ParentVersion,
     Version,
     check_version,
-    checked_content,
+    parse_checked,
     copy_version,
     description_of,
     model_checksum,
@@ -34,15 +34,15 @@ from gmeta.serving.exported_folder import ExportedConfig, new_folder
 from metaio.format.atomic_folder import lock_writer
 from metaio.format.checked_json import write_checked_json
 
-POINTER = "current.json"
-POINTER_FORMAT = "gmeta-channel"
+CURRENT_FILE = "current.json"
+CURRENT_FORMAT = "gmeta-channel"
 VERSIONS = "versions"
 PROMOTIONS = "promotions.jsonl"
 PROMOTED, ROLLED_BACK, REFUSED = "promoted", "rolled back", "refused"
 
 
 @dataclass(frozen=True)
-class Current:
+class CurrentVersion:
     """What current.json says: the version that is served, since when, and by what verdict."""
 
     number: int
@@ -52,9 +52,9 @@ class Current:
     verdict: Mapping[str, Any] | None
 
     @property
-    def parent(self) -> Parent:
+    def parent(self) -> ParentVersion:
         """Return the version as the parent of the next one."""
-        return Parent(self.number, self.checksum)
+        return ParentVersion(self.number, self.checksum)
 
     @property
     def since_s(self) -> float:
@@ -62,26 +62,26 @@ class Current:
         return datetime.fromisoformat(self.at).timestamp()
 
 
-def current_of(content: bytes, name: str, channel: str) -> Current:
+def parse_current(content: bytes, name: str, channel: str) -> CurrentVersion:
     """Return what a pointer's content says; `name` and `channel` are for messages.
 
     Raises:
         GMetaError: it was altered.
     """
     remedy = f"Run: gmeta rollback {channel} --to N"
-    body = checked_content(content, name, POINTER_FORMAT, remedy)
+    body = parse_checked(content, name, CURRENT_FORMAT, remedy)
     try:
         at, action, verdict = str(body["at"]), str(body["action"]), body["verdict"]
-        found = Current(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
+        current = CurrentVersion(int(body["number"]), str(body["checksum_of"]), action, at, verdict)
         datetime.fromisoformat(at)
     except (LookupError, TypeError, ValueError) as error:
         raise GMetaError(f"{name} names no version ({error!r:.100}). {remedy}") from error
-    return found
+    return current
 
 
 def is_channel(path: Path) -> bool:
     """Return whether a folder is a channel, be it one whose pointer is damaged."""
-    return (path / POINTER).is_file() or (path / VERSIONS).is_dir()
+    return (path / CURRENT_FILE).is_file() or (path / VERSIONS).is_dir()
 
 
 class Channel:
@@ -90,16 +90,16 @@ class Channel:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
 
-    def current(self) -> Current | None:
+    def current(self) -> CurrentVersion | None:
         """Return what is served; None where nothing was promoted yet.
 
         Raises:
             GMetaError: current.json was altered.
             UserError: a file is in the place of the channel.
         """
-        path = self.root / POINTER
+        path = self.root / CURRENT_FILE
         try:
-            return current_of(path.read_bytes(), str(path), str(self.root))
+            return parse_current(path.read_bytes(), str(path), str(self.root))
         except FileNotFoundError:
             return None
         except NotADirectoryError as error:
@@ -107,7 +107,7 @@ class Channel:
                 f"{self.root} is a file: the folder of a channel is needed. Choose another"
             ) from error
 
-    def served(self) -> Current:
+    def require_current(self) -> CurrentVersion:
         """Return what is served. Raise UserError where there is nothing."""
         current = self.current()
         if current is None:
@@ -142,7 +142,7 @@ class Channel:
         """Return the folder of a version."""
         return self.root / VERSIONS / f"{number:08d}"
 
-    def chain(self, number: int) -> Chain:
+    def chain(self, number: int) -> VersionChain:
         """Return a version with all that it builds on.
 
         Raises:
@@ -167,12 +167,12 @@ class Channel:
                     "Promote a full export"
                 )
             version = below
-        return Chain(version, tuple(deltas))
+        return VersionChain(version, tuple(deltas))
 
     def promotions(self) -> list[dict[str, Any]]:
         """Return every verdict and every move of the pointer, oldest first."""
         path = self.root / PROMOTIONS
-        return entries_of(path.read_bytes() if path.exists() else b"")
+        return parse_entries(path.read_bytes() if path.exists() else b"")
 
     def promote(
         self,
@@ -180,8 +180,8 @@ class Channel:
         verdict: Mapping[str, Any] | None = None,
         *,
         is_own: bool = False,
-        named: Path | None = None,
-    ) -> Current:
+        named_in_messages: Path | None = None,
+    ) -> CurrentVersion:
         """Make the model in a folder that `gmeta export` wrote the one that is served, and return
         what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
         files never change, is linked. Where the model serves already, only the verdict is kept.
@@ -193,12 +193,12 @@ class Channel:
             GMetaError: a file is damaged, or the version that a delta is over is missing.
         """
         offered = read_version(candidate)
-        with self.changing() as current:
-            if current is not None and self.serves(offered):
+        with self.lock_for_change() as current:
+            if current is not None and self.serves_model_of(offered):
                 if verdict is None or verdict == current.verdict:
                     return current
-                return self._point(self.version(current.number), PROMOTED, verdict)
-            number = self._place_of(offered, current, named or candidate)
+                return self._set_current(self.version(current.number), PROMOTED, verdict)
+            number = self.number_for(offered, current, named_in_messages or candidate)
             if offered.delta is not None:
                 self.chain(offered.delta.parent.number)
             before = self._known_config(current)
@@ -208,9 +208,9 @@ class Channel:
             if not self.folder_of(number).exists():
                 with new_folder(self.folder_of(number), overwrite=False) as partial:
                     copy_version(offered, partial, link_or_copy if is_own else shutil.copyfile)
-            return self._point(self.version(number), PROMOTED, verdict)
+            return self._set_current(self.version(number), PROMOTED, verdict)
 
-    def serves(self, offered: Version) -> bool:
+    def serves_model_of(self, offered: Version) -> bool:
         """Return whether the channel serves the model of this version now, whenever that was
         exported; False where what it serves is missing or damaged."""
         current = self.current()
@@ -226,7 +226,7 @@ class Channel:
         )
         return first == second
 
-    def rollback(self, to: int | None = None) -> Current:
+    def rollback(self, to: int | None = None) -> CurrentVersion:
         """Serve an earlier version again, or version `to`; return what the pointer says.
 
         Raises:
@@ -234,14 +234,14 @@ class Channel:
             GMetaError: its chain is damaged.
         """
         # A pointer that is damaged is what `to` puts right.
-        with self.changing(pointer_needed=to is None) as current:
+        with self.lock_for_change(pointer_needed=to is None) as current:
             numbers = self.numbers()
             if to is None:
-                to = self.before(current)
+                to = self.version_before(current)
                 if to is None:
-                    told = "the first" if current is None else current.number
+                    current_name = "the first" if current is None else current.number
                     raise UserError(
-                        f"{self.root} has no version before {told}: there is nothing to roll back "
+                        f"{self.root} has no version before {current_name}: there is nothing to roll back "
                         "to. Promote another model"
                     )
             elif to not in numbers:
@@ -252,9 +252,9 @@ class Channel:
             chain = self.chain(to)
             for version in (chain.base, *chain.deltas):
                 check_version(version)
-            return self._point(chain.newest, ROLLED_BACK, None)
+            return self._set_current(chain.newest, ROLLED_BACK, None)
 
-    def before(self, current: Current | None) -> int | None:
+    def version_before(self, current: CurrentVersion | None) -> int | None:
         """Return the version that served before the present one, to which a rollback goes; None
         where there is none. Versions that were rolled back from do not count."""
         last, kept = current.number if current is not None else 0, set(self.numbers())
@@ -263,21 +263,21 @@ class Channel:
     def history(self) -> list[int]:
         """Return the versions that served, ascending, up to the last that the log names; those that
         were rolled back from do not count, and some may have been removed."""
-        found: list[int] = []
+        numbers: list[int] = []
         for number in (entry.get("number") for entry in self.promotions()):
             if isinstance(number, int):  # a refusal has none
-                while found and found[-1] >= number:
-                    found.pop()
-                found.append(number)
-        return found
+                while numbers and numbers[-1] >= number:
+                    numbers.pop()
+                numbers.append(number)
+        return numbers
 
     def record(self, verdict: Mapping[str, Any]) -> None:
         """Keep a verdict that refuses a candidate."""
-        with self.changing():
+        with self.lock_for_change():
             self._log({"action": REFUSED, "at": _now(), "number": None, "verdict": dict(verdict)})
 
     @contextmanager
-    def changing(self, pointer_needed: bool = True) -> Iterator[Current | None]:
+    def lock_for_change(self, must_be_readable: bool = True) -> Iterator[CurrentVersion | None]:
         """Keep other processes out, and yield what is served now; None where the pointer is damaged
         and not needed.
 
@@ -291,7 +291,7 @@ class Channel:
             try:
                 current = self.current()
             except GMetaError:
-                if pointer_needed:
+                if must_be_readable:
                     raise
                 current = None
             # A promotion that was killed after it wrote the pointer is not in the log yet.
@@ -299,25 +299,25 @@ class Channel:
                 self._log(asdict(current))
             yield current
 
-    def _place_of(self, offered: Version, current: Current | None, named: Path) -> int:
+    def number_for(self, offered: Version, current: CurrentVersion | None, named_in_messages: Path) -> int:
         """Return the number that a candidate gets. Raise UserError for one that does not follow."""
         numbers = self.numbers()
-        told = {entry.get("number") for entry in self.promotions()}
+        logged_numbers = {entry.get("number") for entry in self.promotions()}
         offered_checksum = model_checksum(offered.folder)
         for number in numbers:
             if self.model_of(number) == offered_checksum:
                 # A promotion that was killed before it wrote the pointer is taken up where it was.
-                if number == numbers[-1] and number not in told:
+                if number == numbers[-1] and number not in logged_numbers:
                     return number
                 raise UserError(
-                    f"{named} is version {number} of {self.root} already, and a version "
+                    f"{named_in_messages} is version {number} of {self.root} already, and a version "
                     f"is promoted once. To serve it again: gmeta rollback {self.root} --to {number}"
                 )
         if offered.delta is not None:
             parent = offered.delta.parent
             if current is None:
                 raise UserError(
-                    f"{named} is a delta over version {parent.name}, but {self.root} serves "
+                    f"{named_in_messages} is a delta over version {parent.name}, but {self.root} serves "
                     "none yet. Promote a full export first"
                 )
             if parent != current.parent:
@@ -326,11 +326,11 @@ class Channel:
                 )
                 why = "it is out of order" if is_known else f"{self.root} never had that version"
                 raise UserError(
-                    f"{named} is a delta over version {parent.name}, but {self.root} serves "
+                    f"{named_in_messages} is a delta over version {parent.name}, but {self.root} serves "
                     f"{current.parent.name}: {why}. Export it again with --since"
                 )
         # A version that was lost leaves its number: copies of the channel may have it.
-        return max((*numbers, *(one for one in told if isinstance(one, int))), default=0) + 1
+        return max((*numbers, *(one for one in logged_numbers if isinstance(one, int))), default=0) + 1
 
     def model_of(self, number: int) -> str:
         """Return the checksum of the model that a version leads to; "" of one that is missing."""
@@ -339,7 +339,7 @@ class Channel:
         except FileNotFoundError:
             return ""
 
-    def _known_config(self, current: Current | None) -> ExportedConfig | None:
+    def _known_config(self, current: CurrentVersion | None) -> ExportedConfig | None:
         """Return the config of the model that is served or, where it is missing or damaged, of the
         newest one that is not: all models of a channel take the same requests."""
         if current is None:
@@ -349,13 +349,13 @@ class Channel:
                 return model_config(self.version(number))
         return None
 
-    def _point(self, version: Version, action: str, verdict: Mapping[str, Any] | None) -> Current:
+    def _set_current(self, version: Version, action: str, verdict: Mapping[str, Any] | None) -> CurrentVersion:
         # By now the version's files are on the disk: a pointer never names what is not.
         kept = None if verdict is None else dict(verdict)
-        current = Current(version.number, version.checksum, action, _now(), kept)
+        current = CurrentVersion(version.number, version.checksum, action, _now(), kept)
         body = {"number": version.number, "checksum_of": version.checksum, "action": action}
         body |= {"at": current.at, "verdict": kept}
-        write_checked_json(self.root / POINTER, POINTER_FORMAT, body)
+        write_checked_json(self.root / CURRENT_FILE, CURRENT_FORMAT, body)
         self._log(asdict(current))
         return current
 
@@ -366,13 +366,13 @@ class Channel:
         write_atomically(self.root / PROMOTIONS, "".join(lines).encode())
 
 
-def entries_of(content: bytes) -> list[dict[str, Any]]:
+def parse_entries(content: bytes) -> list[dict[str, Any]]:
     """Return the entries of a log of promotions, oldest first, without a line that was cut off."""
     lines = content.decode(errors="replace").splitlines()
-    return [entry for entry in map(_entry, lines) if entry]
+    return [entry for entry in map(_parse_entry, lines) if entry]
 
 
-def _entry(line: str) -> dict[str, Any] | None:
+def _parse_entry(line: str) -> dict[str, Any] | None:
     """Return one line of the log; None for one that was cut short or edited."""
     try:
         return json_object(line)

@@ -9,18 +9,18 @@ from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.platform.files.storage_errors import translate_storage_errors
 from gmeta.serving.channel.channel import (
-    POINTER,
+    CURRENT_FILE,
     PROMOTIONS,
     Channel,
-    Current,
-    current_of,
-    entries_of,
+    CurrentVersion,
+    parse_current,
+    parse_entries,
 )
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 from metaio.format.storage import find_file_system
 
 
-def served_at(place: str | Path) -> Current:
+def current_at(place: str | Path) -> CurrentVersion:
     """Return what the channel at a path or a URL serves now; of a URL the pointer alone is read.
 
     Raises:
@@ -28,8 +28,8 @@ def served_at(place: str | Path) -> Current:
         GMetaError: its pointer was altered, or it cannot be reached.
     """
     if not is_url(place):
-        return Channel(place).served()
-    return pointer_at(str(place))[1]
+        return Channel(place).require_current()
+    return read_current_file(str(place))[1]
 
 
 def is_channel_at(place: str) -> bool:
@@ -40,8 +40,8 @@ def is_channel_at(place: str) -> bool:
         GMetaError: it cannot be reached.
     """
     fs, root = find_file_system(place)
-    with reached(place):
-        return bool(fs.exists(f"{root.rstrip('/')}/{POINTER}"))
+    with translate_access_errors(place):
+        return bool(fs.exists(f"{root.rstrip('/')}/{CURRENT_FILE}"))
 
 
 def promotions_at(place: str) -> list[dict[str, Any]]:
@@ -51,11 +51,11 @@ def promotions_at(place: str) -> list[dict[str, Any]]:
         GMetaError: it cannot be reached.
     """
     fs, root = find_file_system(place)
-    with reached(place):
-        return entries_of(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
+    with translate_access_errors(place):
+        return parse_entries(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
 
 
-def pointer_at(url: str) -> tuple[bytes, Current]:
+def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
     """Return the pointer of the channel at a URL, its bytes and what they say.
 
     Raises:
@@ -63,18 +63,18 @@ def pointer_at(url: str) -> tuple[bytes, Current]:
         GMetaError: the pointer was altered, or it cannot be reached.
     """
     fs, root = find_file_system(url)
-    name = f"{url}/{POINTER}"
-    with reached(url):
+    name = f"{url}/{CURRENT_FILE}"
+    with translate_access_errors(url):
         try:
-            content: bytes = fs.cat_file(f"{root.rstrip('/')}/{POINTER}")
+            content: bytes = fs.cat_file(f"{root.rstrip('/')}/{CURRENT_FILE}")
         except FileNotFoundError:
             raise UserError(
-                f"{url} holds no channel: there is no {POINTER}. Run: gmeta publish CHANNEL {url}"
+                f"{url} holds no channel: there is no {CURRENT_FILE}. Run: gmeta publish CHANNEL {url}"
             ) from None
-    return content, current_of(content, name, "CHANNEL")
+    return content, parse_current(content, name, "CHANNEL")
 
 
-def reached(place: str | Path) -> failing_as:
+def translate_access_errors(place: str | Path) -> translate_errors:
     """Return a block that says in one line what goes wrong at a URL or a path, or on the way from
     there to the cache: GMetaError."""
     return translate_storage_errors(

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any, final
 
 from gmeta.errors import GMetaError
-from gmeta.serving.channel.current_version import reached, served_at
-from gmeta.serving.channel.load_failure import Trouble
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.current_version import translate_access_errors, current_at
+from gmeta.serving.channel.load_failure import LoadFailure
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.remote_channel import channel_at
 from gmeta.serving.model_loader import load
 from gmeta.serving.served_model import ServedModel
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedVersion:
     """One version: rows, layers and vocabularies together."""
 
     model: ServedModel
@@ -37,7 +37,7 @@ class Served:
     since_s: float  # when it was promoted, in seconds since 1970
 
 
-def load_current(place: str | Path, verify: bool = True, cache: Path | None = None) -> Served:
+def load_current(place: str | Path, verify: bool = True, cache: Path | None = None) -> ServedVersion:
     """Return the version that the channel at a path or URL serves, after one computation with it,
     so that what fails does so here.
 
@@ -46,10 +46,10 @@ def load_current(place: str | Path, verify: bool = True, cache: Path | None = No
         GMetaError: a version of its chain is missing or damaged, or cannot be reached.
     """
     channel = channel_at(place, cache)
-    current = channel.served()
-    model = load(whole_version(channel, current.number, cache, verify), verify=False)
+    current = channel.require_current()
+    model = load(materialize_version(channel, current.number, cache, verify), verify=False)
     _ = model.unadapted
-    return Served(model, current.number, current.checksum, current.since_s)
+    return ServedVersion(model, current.number, current.checksum, current.since_s)
 
 
 @final
@@ -82,8 +82,8 @@ class Follower:
         self._place, self._verify = channel, verify
         self._cache = None if cache is None else Path(cache)
         self._served = load_current(channel, verify, self._cache)
-        self._trouble = Trouble()
-        self._retired: Served | None = None
+        self._load_failure = LoadFailure()
+        self._retired: ServedVersion | None = None
         self._checking, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if every_s > 0:
@@ -99,19 +99,19 @@ class Follower:
         return self._served.model
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedVersion:
         """Return the model with its version, of one moment."""
         return self._served
 
     @property
     def refused(self) -> str:
         """Return why the newest version does not serve; "" where it does."""
-        told = self._trouble.told
-        if told is None:
+        failure = self._load_failure.failure
+        if failure is None:
             return ""
         served = self._served
         return (
-            f"{told[1]} (version {served.number} of {self._place} serves on, promoted "
+            f"{failure[1]} (version {served.number} of {self._place} serves on, promoted "
             f"{self.age_s:,.0f} s ago)"
         )
 
@@ -125,18 +125,18 @@ class Follower:
         with self._checking:
             self._retired = None
             try:
-                with reached(self._place):
-                    current = served_at(self._place)
+                with translate_access_errors(self._place):
+                    current = current_at(self._place)
             except (GMetaError, MetaIOError) as error:
                 self._refuse("", error)
                 return False
             if current.checksum == self._served.checksum:
-                self._trouble.end()
+                self._load_failure.clear()
                 return False
-            if self._trouble.puts_off(current.checksum):
+            if self._load_failure.is_backing_off(current.checksum):
                 return False
             try:
-                with reached(self._place):
+                with translate_access_errors(self._place):
                     served = load_current(self._place, self._verify, self._cache)
             except (GMetaError, MetaIOError) as error:
                 self._refuse(current.checksum, error)
@@ -146,11 +146,11 @@ class Follower:
             # A collection of the cycles among its layers, a fifth of a second in which nobody
             # predicts, is left to Python.
             self._retired, self._served = self._served, served
-            self._trouble.end()
+            self._load_failure.clear()
             return True
 
     def _refuse(self, checksum: str, error: Exception) -> None:
-        if self._trouble.is_news(checksum, error):
+        if self._load_failure.note_failure(checksum, error):
             _log.warning("%s", self.refused)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Follower:
 
     def _watch(self, every_s: float) -> None:
         while not self._ended.wait(every_s):
-            with _in_small_pieces():
+            with _rest_between_calls():
                 self.check()
 
 
@@ -175,7 +175,7 @@ follow = Follower
 
 
 @contextmanager
-def _in_small_pieces() -> Iterator[None]:
+def _rest_between_calls() -> Iterator[None]:
     """Make this thread rest for 12 ms whenever a call in the block begins or ends half a
     millisecond after its last rest: requests beside a load are not held up.
 

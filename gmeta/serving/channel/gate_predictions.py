@@ -29,7 +29,7 @@ _TASKS_PER_BATCH = 256
 
 
 @dataclass(frozen=True)
-class Predicted:
+class GatePredictions:
     """One entry for each query row of a split whose label (of several, the judged one) is known."""
 
     task_N: Array
@@ -37,7 +37,7 @@ class Predicted:
     prediction_N: Array  # after adaptation: probabilities (bce) or ratings
 
 
-def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> Predicted:
+def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> GatePredictions:
     """Return what the model in the folder `model`, which is loaded, predicts of the split's query
     rows after it adapted to each task's support rows, as it would when served.
 
@@ -51,31 +51,31 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
             f"{', '.join(dataset.splits)}. Name one that is not trained on with --split"
         )
     served.choose_threads()
-    known = _rows_known(model, served.config, dataset)
-    whole = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
-    batches = read_ranges(dataset, whole, tasks_per_batch=_TASKS_PER_BATCH)
+    row_maps = _map_rows(model, served.config, dataset)
+    all_episodes = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
+    batches = read_ranges(dataset, all_episodes, tasks_per_batch=_TASKS_PER_BATCH)
     tasks, labels, predictions, judged = [], [], [], served.config.judged
     for batch in check_labels(batches, served.config.losses, dataset, split):
-        found = served.predict_batch(_as_known(batch, known))
-        after = served.learner.objectives.outer.predictions(found.after_N)
+        batch_predictions = served.predict_batch(_with_model_rows(batch, row_maps))
+        after = served.learner.objectives.outer.predictions(batch_predictions.after_N)
         label_N, after_N = (
-            values.reshape(len(found.label_N), -1)[:, judged] for values in (found.label_N, after)
+            values.reshape(len(batch_predictions.label_N), -1)[:, judged] for values in (batch_predictions.label_N, after)
         )
         is_known_N = ~label_N.isnan()
-        task_N = torch.repeat_interleave(batch.task_T, found.layout.lengths_T)
+        task_N = torch.repeat_interleave(batch.task_T, batch_predictions.layout.lengths_T)
         tasks.append(task_N[is_known_N])
         labels.append(label_N[is_known_N])
         predictions.append(after_N[is_known_N])
     joined = [torch.cat(parts).numpy() for parts in (tasks, labels, predictions)]
-    return Predicted(*joined)
+    return GatePredictions(*joined)
 
 
-def _rows_known(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
+def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
     """Return, for each table, the model's row [R] of each row of the dataset; None: the same one.
     Raise UserError where schema, columns or names of tables are others."""
     schema = dataset.manifest.recipe.get("schema")
     theirs = parse_schema(schema) if schema is not None else None
-    moments = {name: tuple(own) for name, own in dataset.manifest.recipe.get("moments", {}).items()}
+    moments = {name: tuple(moment) for name, moment in dataset.manifest.recipe.get("moments", {}).items()}
     ours = {table.name: table.num_rows for table in config.features.tables}
     fits = (
         config.columns.schema == theirs
@@ -92,12 +92,12 @@ def _rows_known(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[
             "or ids mean something else. Judge on data of the same stream or schema"
         )
     return [
-        None if is_own else _rows_of_table(folder, dataset, table.name, ours[table.name])
+        None if is_own else _map_table_rows(folder, dataset, table.name, ours[table.name])
         for table in dataset.features.tables
     ]
 
 
-def _rows_of_table(folder: Path, dataset: Dataset, name: str, num_rows: int) -> Tensor | None:
+def _map_table_rows(folder: Path, dataset: Dataset, name: str, num_rows: int) -> Tensor | None:
     entry = dataset.manifest.vocabularies.get(name)
     size = next(table.num_rows for table in dataset.features.tables if table.name == name)
     row_R = np.arange(size)
@@ -115,22 +115,22 @@ def _rows_of_table(folder: Path, dataset: Dataset, name: str, num_rows: int) -> 
     row_R[:] = 0
     present = values.is_valid().to_numpy(zero_copy_only=False)
     if known.type == values.type:
-        found = pc.index_in(values, value_set=known.drop_null() if known.null_count else known)
+        found_places = pc.index_in(values, value_set=known.drop_null() if known.null_count else known)
         places = np.flatnonzero(known.is_valid().to_numpy(zero_copy_only=False))
-        place = pc.fill_null(found, -1).to_numpy(zero_copy_only=False)
+        place = pc.fill_null(found_places, -1).to_numpy(zero_copy_only=False)
         hit = present & (place >= 0)
         row_R[1:][: len(values)][hit] = places[place[hit]] + 1
     return torch.from_numpy(row_R)
 
 
-def _as_known(batch: TaskBatch, known: list[Tensor | None]) -> TaskBatch:
+def _with_model_rows(batch: TaskBatch, row_maps: list[Tensor | None]) -> TaskBatch:
     """Return the batch with the rows of the model in place of the dataset's, each once."""
-    if all(rows is None for rows in known):
+    if all(rows is None for rows in row_maps):
         return batch
     ids, place, lengths, before = [], [], [], 0
     parts = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
-    for rows_R, own in zip(known, parts, strict=True):
-        mapped = own if rows_R is None else rows_R[own]
+    for rows_R, table_ids in zip(row_maps, parts, strict=True):
+        mapped = table_ids if rows_R is None else rows_R[table_ids]
         unique, inverse = torch.unique(mapped, return_inverse=True)
         ids.append(unique)
         place.append(inverse + before)

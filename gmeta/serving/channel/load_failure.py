@@ -7,30 +7,30 @@ RETRY_S = 60.0  # between two tries of a version that could not be loaded
 
 
 @final
-class Trouble:
+class LoadFailure:
     """Why the newest version does not serve: `told` names it ("" where not even that is known) with
     the reason, and is None where nothing is wrong. One that could not be loaded is not tried again
     at once: a disk or a network may have failed, and time mends that."""
 
     def __init__(self) -> None:
-        self.told: tuple[str, str] | None = None
-        self._failed: tuple[str, str] | None = None  # the version that is put off
+        self.failure: tuple[str, str] | None = None
+        self._failed_version: tuple[str, str] | None = None  # the version that is put off
         self._again_at_s = 0.0
 
-    def puts_off(self, version: str) -> bool:
+    def is_backing_off(self, version: str) -> bool:
         """Return whether a version failed a short while ago, whatever went wrong since."""
-        if (self._failed or ("",))[0] != version or time.monotonic() >= self._again_at_s:
+        if (self._failed_version or ("",))[0] != version or time.monotonic() >= self._again_at_s:
             return False
-        self.told = self._failed
+        self.failure = self._failed_version
         return True
 
-    def is_news(self, version: str, error: Exception) -> bool:
+    def note_failure(self, version: str, error: Exception) -> bool:
         """Note why a version does not serve, and return whether that was not reported yet."""
-        before, self.told = (self.told, self._failed), (version, str(error))
+        before, self.failure = (self.failure, self._failed_version), (version, str(error))
         if version:
-            self._failed, self._again_at_s = self.told, time.monotonic() + RETRY_S
-        return self.told not in before
+            self._failed_version, self._again_at_s = self.failure, time.monotonic() + RETRY_S
+        return self.failure not in before
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Note that the newest version serves."""
-        self.told = self._failed = None
+        self.failure = self._failed_version = None

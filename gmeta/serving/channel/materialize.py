@@ -9,9 +9,9 @@ from pathlib import Path
 from gmeta.errors import GMetaError
 from gmeta.platform.files.local_paths import link_or_copy
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.model_version import Chain
-from gmeta.serving.channel.version_cache import alone, cache_folder
-from gmeta.serving.channel.version_delta import write_whole_model
+from gmeta.serving.channel.model_version import VersionChain
+from gmeta.serving.channel.version_cache import lock_folder, cache_folder
+from gmeta.serving.channel.version_delta import materialize_model
 from gmeta.serving.exported_folder import CONFIG_FILE, check_files, read_config
 from metaio.format.atomic_folder import copy_folder, open_atomic_folder
 from metaio.format.manifest import xxh3_hex
@@ -21,7 +21,7 @@ _KEPT = 3  # the one that serves, the one before it, and the one that comes
 _log = logging.getLogger(__name__)
 
 
-def whole_version(
+def materialize_version(
     channel: Channel, number: int, cache: Path | None = None, verify: bool = True
 ) -> Path:
     """Return the folder of a version's model, which `gmeta.load` reads and needs not verify; made
@@ -43,30 +43,30 @@ def whole_version(
         folder = chain.base.folder
         check_files(folder, read_config(folder), checksums=verify)
         return folder
-    with alone(_own(channel, cache)) as own:
-        target = _made(chain, own, contents=False)
+    with lock_folder(_channel_folder(channel, cache)) as folder_of_channel:
+        target = _materialize(chain, folder_of_channel, contents=False)
         os.utime(target)
-        _drop_oldest(own)
+        _drop_oldest(folder_of_channel)
     try:
         # After the lock: all workers read at once.
         check_files(target, read_config(target), checksums=verify)
     except GMetaError:
-        with alone(own):
-            _made(chain, own, contents=True)  # one that is damaged goes
+        with lock_folder(folder_of_channel):
+            _materialize(chain, folder_of_channel, contents=True)  # one that is damaged goes
     return target
 
 
-def keep_whole(channel: Channel, checksum: str, model: Path) -> None:
+def keep_materialized(channel: Channel, checksum: str, model: Path) -> None:
     """Keep an exported folder in the cache as what the delta of this checksum leads to, so that
     nobody on this machine makes it again."""
-    with alone(_own(channel, None)) as own:
-        if not _is_sound(own / checksum, contents=True):
-            with open_atomic_folder(own / checksum) as partial:
+    with lock_folder(_channel_folder(channel, None)) as folder_of_channel:
+        if not _is_sound(folder_of_channel / checksum, contents=True):
+            with open_atomic_folder(folder_of_channel / checksum) as partial:
                 # Linked where it is on this disk already.
                 copy_folder(model, partial, link_or_copy)
 
 
-def _made(chain: Chain, cache: Path, contents: bool) -> Path:
+def _materialize(chain: VersionChain, cache: Path, contents: bool) -> Path:
     """Return the model that a chain leads to, from the newest of its versions that is whole."""
     base, deltas = chain.base.folder, list(chain.deltas)
     target = cache / chain.newest.checksum
@@ -80,11 +80,11 @@ def _made(chain: Chain, cache: Path, contents: bool) -> Path:
         return target
     try:
         with open_atomic_folder(target) as partial:
-            write_whole_model(base, deltas, partial)
+            materialize_model(base, deltas, partial)
     except GMetaError:
         if base == chain.base.folder or _is_sound(base, contents=True):
             raise
-        return _made(chain, cache, contents)  # without the copy that was damaged
+        return _materialize(chain, cache, contents)  # without the copy that was damaged
     return target
 
 
@@ -104,15 +104,15 @@ def _is_sound(copy: Path, contents: bool) -> bool:
 
 def _drop_oldest(cache: Path) -> None:
     """Keep the newest few; processes that mapped another keep its files until they close them."""
-    found = [path for path in cache.glob("[0-9a-f]*") if (path / CONFIG_FILE).is_file()]
-    found.sort(key=lambda path: path.stat().st_mtime)
+    copies = [path for path in cache.glob("[0-9a-f]*") if (path / CONFIG_FILE).is_file()]
+    copies.sort(key=lambda path: path.stat().st_mtime)
     # Also what was half removed before.
-    for path in set(cache.glob("[0-9a-f]*")).difference(found[-_KEPT:]):
+    for path in set(cache.glob("[0-9a-f]*")).difference(copies[-_KEPT:]):
         # First: what is half removed must not look whole.
         (path / CONFIG_FILE).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _own(channel: Channel, cache: Path | None) -> Path:
+def _channel_folder(channel: Channel, cache: Path | None) -> Path:
     """Return a channel's own folder of the cache: versions of other channels are not dropped."""
     return (cache or cache_folder()) / xxh3_hex(str(channel.root.absolute()).encode())

@@ -33,11 +33,11 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
     scoring = served.config.judged_scoring
     names = [name for name in scoring.names if not scoring.is_over_candidates(name)]
     chosen = splits or [name for name, split in dataset.splits.items() if split.num_episodes]
-    found = {}
+    scores = {}
     for split in chosen:
         rows = predict_gate(served, model, dataset, split)
         values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
-        found[split] = {
+        scores[split] = {
             "num_tasks": len(np.unique(rows.task_N)),
             "scores": {
                 name: float(one.value) if np.isfinite(one.value) else None
@@ -49,5 +49,5 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
         "increment": None if place is None else place.increment,
         "fingerprint": dataset.fingerprint,
         "model": read_version(model).checksum,
-        "splits": found,
+        "splits": scores,
     }

@@ -27,7 +27,7 @@ MODEL_FILE = "model.json"  # the config.json of the model that a delta leads to
 
 
 @dataclass(frozen=True)
-class Parent:
+class ParentVersion:
     """The version that a delta builds on: its number in the channel, and its checksum."""
 
     number: int
@@ -40,7 +40,7 @@ class Parent:
 
 
 @dataclass(frozen=True)
-class Touched:
+class ChangedRows:
     """How many rows of a table a delta holds, and how many the table has."""
 
     rows: int
@@ -52,10 +52,10 @@ class DeltaConfig:
     """What delta.json says; `vocabularies` is the checksum of the values of each vocabulary that
     the delta leads to, and `full_bytes` what the whole model takes."""
 
-    parent: Parent
+    parent: ParentVersion
     files: dict[str, FileChecksum]
     vocabularies: dict[str, str]
-    touched: dict[str, Touched]
+    touched: dict[str, ChangedRows]
     full_bytes: int
 
 
@@ -78,11 +78,11 @@ class Version:
     @property
     def name(self) -> str:
         """Return its name, as Parent.name."""
-        return Parent(self.number, self.checksum).name
+        return ParentVersion(self.number, self.checksum).name
 
 
 @dataclass(frozen=True)
-class Chain:
+class VersionChain:
     """A full version and the deltas over it, oldest first; the last of them is the version."""
 
     base: Version
@@ -114,8 +114,8 @@ def read_version(folder: Path, number: int = 0) -> Version:
     """
     if is_delta(folder):
         path = folder / DELTA_FILE
-        body = checked_content(path.read_bytes(), str(path), DELTA_FORMAT)
-        delta = _delta(folder, body)
+        body = parse_checked(path.read_bytes(), str(path), DELTA_FORMAT)
+        delta = _parse_delta(folder, body)
         num_bytes = sum(entry.num_bytes for entry in delta.files.values())
         return Version(folder, body["checksum"], num_bytes, delta.full_bytes, delta, number)
     config = read_config(folder)
@@ -161,12 +161,12 @@ def files_of(version: Version) -> Mapping[str, FileChecksum]:
     return read_config(version.folder).files if version.delta is None else version.delta.files
 
 
-def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
+def _parse_delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
     # The checksum held, but whoever can write the folder can make it hold.
     try:
-        told = {part.name: body[part.name] for part in fields(DeltaConfig)}
-        delta: DeltaConfig = parse_typed(DeltaConfig, told, "delta")
-        if MODEL_FILE not in parse_entries(told["files"]):  # all of which are below the folder
+        fields_by_name = {part.name: body[part.name] for part in fields(DeltaConfig)}
+        delta: DeltaConfig = parse_typed(DeltaConfig, fields_by_name, "delta")
+        if MODEL_FILE not in parse_entries(fields_by_name["files"]):  # all of which are below the folder
             raise ValueError(f"it lists no file {MODEL_FILE}")
     except (LookupError, ValueError, TypeError) as error:
         raise GMetaError(
@@ -175,7 +175,7 @@ def _delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
     return delta
 
 
-def checked_content(
+def parse_checked(
     content: bytes,
     name: str,
     kind: str,

@@ -11,18 +11,18 @@ from typing import Any
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import is_url
-from gmeta.serving.channel.channel import POINTER, PROMOTIONS, VERSIONS, Channel, Current
-from gmeta.serving.channel.current_version import pointer_at, reached
+from gmeta.serving.channel.channel import CURRENT_FILE, PROMOTIONS, VERSIONS, Channel, CurrentVersion
+from gmeta.serving.channel.current_version import read_current_file, translate_access_errors
 from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
-    Parent,
+    ParentVersion,
     check_version,
-    checked_content,
+    parse_checked,
     description_of,
     files_of,
     read_version,
 )
-from gmeta.serving.channel.version_cache import alone, cache_folder
+from gmeta.serving.channel.version_cache import lock_folder, cache_folder
 from gmeta.serving.channel.version_retention import remove_others
 from gmeta.serving.exported_folder import CONFIG_FILE, DELTA_FILE
 from metaio.errors import MetaIOError
@@ -47,14 +47,14 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
     if not is_url(place):
         return Channel(place)
     url = str(place).rstrip("/")
-    with alone((cache or cache_folder()) / "channels" / xxh3_hex(url.encode())) as root:
+    with lock_folder((cache or cache_folder()) / "channels" / xxh3_hex(url.encode())) as root:
         copy = Channel(root)
-        content, current = pointer_at(url)
-        with reached(url):
-            chain = _chain(url, current)
+        content, current = read_current_file(url)
+        with translate_access_errors(url):
+            chain = _remote_chain(url, current)
             for parent, name, described in reversed(chain):
-                _bring(url, copy, parent, name, described)
-        write_atomically(copy.root / POINTER, content)
+                _download_version(url, copy, parent, name, described)
+        write_atomically(copy.root / CURRENT_FILE, content)
         remove_others(copy, [parent.number for parent, _, _ in chain])
     return copy
 
@@ -70,7 +70,7 @@ def publish(channel: Channel, url: str) -> list[int]:
     """
     url = url.rstrip("/")
     fs, root = find_file_system(url)
-    with channel.changing() as current, reached(url):
+    with channel.lock_for_change() as current, translate_access_errors(url):
         if current is None:
             raise UserError(
                 f"{channel.root} has no version yet: there is nothing to publish. "
@@ -78,20 +78,20 @@ def publish(channel: Channel, url: str) -> list[int]:
             )
 
         def remove(name: str) -> None:
-            last = DELTA_FILE if DELTA_FILE in there[name] else CONFIG_FILE
+            last = DELTA_FILE if DELTA_FILE in remote_sizes[name] else CONFIG_FILE
             remove_folder(fs, f"{root}/{VERSIONS}/{name}", last)
 
         fs.invalidate_cache()
         # Versions without a pointer to them may be anybody's: they are replaced.
-        is_own, there = _is_own(channel, url), _sizes(fs, f"{root}/{VERSIONS}")
+        is_own, remote_sizes = _is_same_channel(channel, url), _remote_sizes(fs, f"{root}/{VERSIONS}")
         copied = []
         for number in channel.numbers():
             folder = channel.folder_of(number)
-            sizes, found = _sizes_here(folder), there.get(folder.name, {})
-            if not is_own or found != sizes:
+            sizes, remote_files = _local_sizes(folder), remote_sizes.get(folder.name, {})
+            if not is_own or remote_files != sizes:
                 # Old files must not stay beside the new ones: a delta.json would be read in place
                 # of config.json. On a disk the whole folder is swapped.
-                if not is_local(fs) and not found.keys() <= sizes.keys():
+                if not is_local(fs) and not remote_files.keys() <= sizes.keys():
                     remove(folder.name)
                 upload_folder(
                     fs, folder, f"{root}/{VERSIONS}/{folder.name}", description_of(folder)
@@ -99,40 +99,40 @@ def publish(channel: Channel, url: str) -> list[int]:
                 copied.append(number)
         upload_file(fs, channel.root / PROMOTIONS, f"{root}/{PROMOTIONS}")
         if is_local(fs):  # elsewhere an object appears whole
-            write_atomically(Path(root) / POINTER, (channel.root / POINTER).read_bytes())
+            write_atomically(Path(root) / CURRENT_FILE, (channel.root / CURRENT_FILE).read_bytes())
         else:
-            fs.put_file(str(channel.root / POINTER), f"{root}/{POINTER}")
+            fs.put_file(str(channel.root / CURRENT_FILE), f"{root}/{CURRENT_FILE}")
         if is_own:
             kept = {channel.folder_of(number).name for number in channel.numbers()}
-            for name in set(there) - kept:
+            for name in set(remote_sizes) - kept:
                 remove(name)
     return copied
 
 
-def _chain(url: str, current: Current) -> list[tuple[Parent, str, bytes]]:
+def _remote_chain(url: str, current: CurrentVersion) -> list[tuple[ParentVersion, str, bytes]]:
     """Return the version that is served and those that it builds on, newest first, each with the
     name and the content of its description."""
-    found, wanted = [], current.parent
+    versions, next_parent = [], current.parent
     while True:
-        name, content = _description(url, wanted.number)
-        found.append((wanted, name, content))
-        where = f"{url}/{VERSIONS}/{wanted.number:08d}/{name}"
+        name, content = _description(url, next_parent.number)
+        versions.append((next_parent, name, content))
+        where = f"{url}/{VERSIONS}/{next_parent.number:08d}/{name}"
         if name == CONFIG_FILE:
             checksum, parent = xxh3_hex(content), None
         else:
-            body = checked_content(content, where, DELTA_FORMAT)
-            checksum, parent = body["checksum"], Parent(**body["parent"])
-        if checksum != wanted.checksum:
+            body = parse_checked(content, where, DELTA_FORMAT)
+            checksum, parent = body["checksum"], ParentVersion(**body["parent"])
+        if checksum != next_parent.checksum:
             raise GMetaError(
-                f"{where} is of version {Parent(wanted.number, checksum).name}, but "
-                f"{wanted.name} is served or built on: it was replaced. "
+                f"{where} is of version {ParentVersion(next_parent.number, checksum).name}, but "
+                f"{next_parent.name} is served or built on: it was replaced. "
                 f"Run: gmeta publish CHANNEL {url}"
             )
         if parent is None:
-            return found
-        if parent.number >= wanted.number:
+            return versions
+        if parent.number >= next_parent.number:
             raise GMetaError(f"{where} builds on version {parent.number}, which comes after it")
-        wanted = parent
+        next_parent = parent
 
 
 def _description(url: str, number: int) -> tuple[str, bytes]:
@@ -143,13 +143,13 @@ def _description(url: str, number: int) -> tuple[str, bytes]:
         return CONFIG_FILE, fs.cat_file(f"{root}/{CONFIG_FILE}")
 
 
-def _bring(url: str, copy: Channel, wanted: Parent, name: str, description: bytes) -> None:
+def _download_version(url: str, copy: Channel, wanted: ParentVersion, name: str, description: bytes) -> None:
     """Bring a version to a copy of the channel, unless it is there and undamaged."""
     target = copy.folder_of(wanted.number)
     try:
-        held = read_version(target, wanted.number)
-        check_version(held)
-        if held.checksum == wanted.checksum:
+        local_version = read_version(target, wanted.number)
+        check_version(local_version)
+        if local_version.checksum == wanted.checksum:
             return
     except GMetaError:
         pass  # it is brought anew
@@ -170,11 +170,11 @@ def _bring(url: str, copy: Channel, wanted: Parent, name: str, description: byte
             ) from error
 
 
-def _is_own(channel: Channel, url: str) -> bool:
+def _is_same_channel(channel: Channel, url: str) -> bool:
     """Return whether the pointer at a URL names a version of this channel; False where there is no
     pointer, or a torn one. Raise UserError where it names a version of another."""
     try:
-        _, there = pointer_at(url)
+        _, there = read_current_file(url)
     except UserError:
         return False
     except GMetaError as error:
@@ -191,19 +191,19 @@ def _is_own(channel: Channel, url: str) -> bool:
     )
 
 
-def _sizes(fs: Any, versions: str) -> dict[str, dict[str, int]]:
+def _remote_sizes(fs: Any, versions: str) -> dict[str, dict[str, int]]:
     """Return the bytes of each file of each version at a URL."""
     try:
         listed = fs.find(versions, detail=True)
     except FileNotFoundError:
         return {}
-    found: dict[str, dict[str, int]] = {}
+    sizes_by_version: dict[str, dict[str, int]] = {}
     for path, entry in listed.items():
         folder, _, file = str(path).rpartition(f"{versions.rsplit('/', 1)[-1]}/")[2].partition("/")
-        found.setdefault(folder, {})[file] = int(entry["size"])
-    return found
+        sizes_by_version.setdefault(folder, {})[file] = int(entry["size"])
+    return sizes_by_version
 
 
-def _sizes_here(folder: Path) -> dict[str, int]:
+def _local_sizes(folder: Path) -> dict[str, int]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}

@@ -34,20 +34,20 @@ def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
     """
     after = read_tensors(new)
     before = {} if old is None else read_tensors(old)
-    if not _alike(before, after):
+    if not _is_stored_alike(before, after):
         before = {name: tensor[:0] for name, tensor in after.items()}
-    ids_C = _changed_C(before, after)
+    ids_C = _find_changed_C(before, after)
     num_rows = len(next(iter(after.values())))
     if not len(ids_C) and len(next(iter(before.values()))) == num_rows:
         return 0
-    taken = torch.from_numpy(ids_C)
-    rows = {name: tensor.index_select(0, taken).numpy() for name, tensor in after.items()}
+    ids = torch.from_numpy(ids_C)
+    rows = {name: tensor.index_select(0, ids).numpy() for name, tensor in after.items()}
     with translate_write_errors(out):
         save_arrays({_GAPS: _gaps_C(ids_C), **rows}, out)
     return len(ids_C)
 
 
-def write_whole_table(
+def materialize_table(
     base: Path, changes: Sequence[Path], out: Path, table: str, num_rows: int
 ) -> None:
     """Write the table file of the last version: the rows of the full one with those of each delta
@@ -56,41 +56,41 @@ def write_whole_table(
     Raises:
         GMetaError: the files do not fit each other. OSError: the disk does not take it.
     """
-    whole: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, stored in read_tensors(base).items():
-        whole[name] = stored.new_empty((num_rows, *stored.shape[1:]))
-        whole[name][: len(stored)] = stored[:num_rows]
+        tensors[name] = stored.new_empty((num_rows, *stored.shape[1:]))
+        tensors[name][: len(stored)] = stored[:num_rows]
     for change in changes:
         try:
             rows = load_arrays(change)
             ids = torch.from_numpy(np.cumsum(rows.pop(_GAPS).astype(np.int64)))
-            if rows.keys() != whole.keys():
+            if rows.keys() != tensors.keys():
                 raise KeyError(", ".join(rows))
             is_kept = ids < num_rows  # a version between may have had more rows than the last
             for name, values in rows.items():
-                whole[name].index_copy_(0, ids[is_kept], torch.from_numpy(values)[is_kept])
+                tensors[name].index_copy_(0, ids[is_kept], torch.from_numpy(values)[is_kept])
         except (SafetensorError, OSError, KeyError, IndexError, RuntimeError) as error:
             raise GMetaError(
                 f"{change} does not fit table {table} of {base.parent} "
                 f"({str(error).splitlines()[0]:.200}). {REMEDY}"
             ) from error
     with translate_write_errors(out):
-        save_file(whole, out, {"table": table})
+        save_file(tensors, out, {"table": table})
 
 
-def _changed_C(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:
+def _find_changed_C(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:
     """Return the ids of rows that differ in a byte, or are new; ascending."""
     num_rows = len(next(iter(after.values())))
     kept = min(num_rows, len(next(iter(before.values()))))
-    found = [np.arange(kept, num_rows, dtype=np.int64)]
+    parts = [np.arange(kept, num_rows, dtype=np.int64)]
     for first in range(0, kept, _BLOCK_ROWS):
         stop = min(kept, first + _BLOCK_ROWS)
         differs_R = np.zeros(stop - first, np.bool_)
         for name, tensor in after.items():
             was, now = (_bytes(each[first:stop]) for each in (before[name], tensor))
             differs_R |= (was != now).any(axis=1)
-        found.append(first + np.flatnonzero(differs_R))
-    return np.sort(np.concatenate(found))
+        parts.append(first + np.flatnonzero(differs_R))
+    return np.sort(np.concatenate(parts))
 
 
 def _bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
@@ -105,7 +105,7 @@ def _gaps_C(ids_C: Int64) -> npt.NDArray[np.unsignedinteger]:
     return gaps_C.astype(kind)
 
 
-def _alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+def _is_stored_alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
     """Return whether rows of both are stored the same way."""
 
     was, now = (

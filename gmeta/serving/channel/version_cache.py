@@ -16,14 +16,14 @@ CACHE_VARIABLE = "GMETA_CACHE"
 
 def cache_folder() -> Path:
     """Return where versions are made whole: GMETA_CACHE, or a folder of the user's own cache."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
+    named_folder = os.environ.get(CACHE_VARIABLE)
+    if named_folder:
+        return Path(named_folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gmeta"
 
 
 @contextmanager
-def alone(own: Path) -> Iterator[Path]:
+def lock_folder(folder: Path) -> Iterator[Path]:
     """Wait until no other process works in a folder of the cache, making it if need be, and yield
     it.
 
@@ -31,11 +31,11 @@ def alone(own: Path) -> Iterator[Path]:
         UserError: it cannot be written.
     """
     try:
-        own.mkdir(parents=True, exist_ok=True)
-        lock = (own / ".cache.lock").open("a")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".cache.lock").open("a")
     except OSError as error:
         raise UserError(
-            f"the cache {own} cannot be written: {error.strerror}. "
+            f"the cache {folder} cannot be written: {error.strerror}. "
             f"Set {CACHE_VARIABLE} to a folder that can"
         ) from error
     with lock:
@@ -44,4 +44,4 @@ def alone(own: Path) -> Iterator[Path]:
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
-        yield own
+        yield folder

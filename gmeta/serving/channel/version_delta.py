@@ -14,14 +14,14 @@ from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
     MODEL_FILE,
     DeltaConfig,
-    Parent,
-    Touched,
+    ParentVersion,
+    ChangedRows,
     Version,
     check_version,
     model_config,
 )
-from gmeta.serving.channel.table_changes import write_changed_rows, write_whole_table
-from gmeta.serving.channel.vocabulary_changes import checksum_of, whole_values, write_changed_values
+from gmeta.serving.channel.table_changes import write_changed_rows, materialize_table
+from gmeta.serving.channel.vocabulary_changes import checksum_of, materialize_values, write_changed_values
 from gmeta.serving.exported_folder import (
     CONFIG_FILE,
     DELTA_FILE,
@@ -38,7 +38,7 @@ from metaio.format.layout import write_vocabulary
 _VOCABULARY = "vocabulary/"
 
 
-def write_delta(old: Path, parent: Parent, new: Path, out: Path) -> DeltaConfig:
+def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> DeltaConfig:
     """Write into the empty folder `out` what changed from the exported folder `old`, which is
     version `parent` made whole, to `new`.
 
@@ -55,16 +55,16 @@ def write_delta(old: Path, parent: Parent, new: Path, out: Path) -> DeltaConfig:
         # A table that is new goes up whole.
         source = None if place is None else old / table_file(place)
         num_changed = write_changed_rows(source, new / file, out / file)
-        touched[table.name] = Touched(num_changed, table.num_rows)
+        touched[table.name] = ChangedRows(num_changed, table.num_rows)
     vocabularies = {}
     for name in _vocabularies(after):
         values = read_vocabulary(new / vocabulary_file(name))
         known = old / vocabulary_file(name)
-        was = read_vocabulary(known) if known.is_file() else None
-        write_changed_values(was, values, out / vocabulary_file(name))
+        old_values = read_vocabulary(known) if known.is_file() else None
+        write_changed_values(old_values, values, out / vocabulary_file(name))
         vocabularies[name] = checksum_of(values)
     # Layers change at every step: whole, they are a few hundred kilobytes.
-    for name in _whole_files(after):
+    for name in _unchunked_files(after):
         shutil.copyfile(new / name, out / name)
     shutil.copyfile(new / CONFIG_FILE, out / MODEL_FILE)
     paths = sorted(path for path in out.rglob("*") if path.is_file())
@@ -75,7 +75,7 @@ def write_delta(old: Path, parent: Parent, new: Path, out: Path) -> DeltaConfig:
     return delta
 
 
-def write_whole_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
+def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
     """Write into the empty folder `out` the model that a chain leads to: the exported folder
     `base`, then each delta, oldest first.
 
@@ -88,22 +88,22 @@ def write_whole_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
     # Layers are the newest's alone; rows and values come from every step of the chain.
     config, start = model_config(newest), read_config(base)
     _write_tables(base, start, deltas, config, out)
-    for name in _whole_files(config):
+    for name in _unchunked_files(config):
         shutil.copyfile(newest.folder / name, out / name)
     files = dict(config.files)
     for name, checksum in (newest.delta.vocabularies if newest.delta else {}).items():
         file = vocabulary_file(name)
-        own = base / file if (base / file).is_file() else None
+        base_file = base / file if (base / file).is_file() else None
         changes = [path for path in (one.folder / file for one in deltas) if path.is_file()]
-        values = whole_values(own, changes)
+        values = materialize_values(base_file, changes)
         if checksum_of(values) != checksum:
-            raise _not_as_exported(newest, file)
+            raise _altered_error(newest, file)
         write_vocabulary(values, out / file)
         # Another release of Arrow writes the same values in other bytes.
         files[file] = describe_file(out / file)
     for file, entry in files.items():
         if not (out / file).is_file() or describe_file(out / file) != entry:
-            raise _not_as_exported(newest, file)
+            raise _altered_error(newest, file)
     if files == config.files:
         shutil.copyfile(newest.folder / MODEL_FILE, out / CONFIG_FILE)
     else:
@@ -117,33 +117,33 @@ def _write_tables(
     stands in a version."""
     steps = [(one, model_config(one)) for one in deltas]
     for index, table in enumerate(config.features.tables):
-        known = _file_of(base, start, table.name)
+        known = _table_file_of(base, start, table.name)
         changes = [
-            path for path in (_file_of(one.folder, each, table.name) for one, each in steps) if path
+            path for path in (_table_file_of(one.folder, each, table.name) for one, each in steps) if path
         ]
         if known is None:
             raise GMetaError(
                 f"version {deltas[-1].name} has table {table.name}, which its base {base} lacks. "
                 "Export the run again without --since"
             )
-        write_whole_table(known, changes, out / table_file(index), table.name, table.num_rows)
+        materialize_table(known, changes, out / table_file(index), table.name, table.num_rows)
 
 
-def _file_of(folder: Path, config: ExportedConfig, table: str) -> Path | None:
+def _table_file_of(folder: Path, config: ExportedConfig, table: str) -> Path | None:
     """Return the file of a table in a version, if it has one."""
     names = [each.name for each in config.features.tables]
     path = folder / table_file(names.index(table)) if table in names else None
     return path if path is not None and path.is_file() else None
 
 
-def _not_as_exported(version: Version, file: str) -> GMetaError:
+def _altered_error(version: Version, file: str) -> GMetaError:
     return GMetaError(
         f"version {version.name} made whole differs from its export in {file}: a version of its "
         "chain was altered. Promote a full export, or roll back"
     )
 
 
-def _whole_files(config: ExportedConfig) -> list[str]:
+def _unchunked_files(config: ExportedConfig) -> list[str]:
     """Return what a delta holds whole: the layers, and any file but tables and vocabularies."""
     tables = {table_file(index) for index in range(len(config.features.tables))}
     return [name for name in config.files if name not in tables and _VOCABULARY not in name]

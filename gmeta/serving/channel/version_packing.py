@@ -6,7 +6,7 @@ from pathlib import Path
 from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.errors import GMetaError, UserError
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.materialize import keep_whole, whole_version
+from gmeta.serving.channel.materialize import keep_materialized, materialize_version
 from gmeta.serving.channel.model_version import Version, read_version
 from gmeta.serving.channel.version_delta import write_delta
 from gmeta.serving.exported_folder import ExportedConfig, new_folder, read_config
@@ -30,41 +30,41 @@ def pack(
     """
     current = channel.current()
     if current is None:
-        return _packed_whole(model, out, overwrite, "the channel has no version yet")
+        return _pack_full(model, out, overwrite, "the channel has no version yet")
     try:
         # Every file is checked: rows beside a damaged one would not be in the delta, and no server
         # could make that whole.
-        chain, known = channel.chain(current.number), whole_version(channel, current.number)
+        chain, champion_folder = channel.chain(current.number), materialize_version(channel, current.number)
     except UserError:
         raise
     except GMetaError as error:
         # A version that no delta can be made over must not serve for ever.
         why = f"version {current.number}, which is served, is damaged: {error}"
         _log.warning("the next version of %s is whole: %s", channel.root, why)
-        return _packed_whole(model, out, overwrite, why)
-    why = _misfit(read_config(known), read_config(model))
+        return _pack_full(model, out, overwrite, why)
+    why = _delta_obstacle(read_config(champion_folder), read_config(model))
     if not why and len(chain.deltas) >= max_chain:
         why = f"{len(chain.deltas)} deltas stand over version {chain.base.number} already"
     if why:
-        return _packed_whole(model, out, overwrite, why)
+        return _pack_full(model, out, overwrite, why)
     with new_folder(out, overwrite) as partial:
-        write_delta(known, current.parent, model, partial)
+        write_delta(champion_folder, current.parent, model, partial)
     version = read_version(out)
     if chain.delta_bytes + version.num_bytes > int(MAX_SHARE * version.full_bytes):
         why = f"the deltas over version {chain.base.number} are half of it"
-        return _packed_whole(model, out, True, why)
-    keep_whole(channel, version.checksum, model)
+        return _pack_full(model, out, True, why)
+    keep_materialized(channel, version.checksum, model)
     return version, ""
 
 
-def _packed_whole(model: Path, out: Path, overwrite: bool, why: str) -> tuple[Version, str]:
+def _pack_full(model: Path, out: Path, overwrite: bool, why: str) -> tuple[Version, str]:
     with new_folder(out, overwrite) as partial:
         partial.rmdir()
         model.rename(partial)
     return read_version(out), why
 
 
-def _misfit(old: ExportedConfig, new: ExportedConfig) -> str:
+def _delta_obstacle(old: ExportedConfig, new: ExportedConfig) -> str:
     """Return why no row of one model is a row of the other; "" where they may be."""
     if [table.name for table in old.features.tables] != [one.name for one in new.features.tables]:
         return "its tables are others"

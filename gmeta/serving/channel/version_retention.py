@@ -13,7 +13,7 @@ def kept_versions(channel: Channel, keep: int) -> set[int]:
     """Return the versions that stay when `keep` are kept: the newest ones, the one that is served,
     and the one that a rollback goes back to."""
     current = channel.current()
-    wanted = {*channel.numbers()[-keep:], channel.before(current)}
+    wanted = {*channel.numbers()[-keep:], channel.version_before(current)}
     wanted |= {current.number} if current is not None else set()
     return {number for number in wanted if number is not None}
 
@@ -26,7 +26,7 @@ def prune(channel: Channel, keep: int) -> list[int]:
         GMetaError: a version that stays is damaged: what it builds on is not known.
         DataError: another process changes the channel.
     """
-    with channel.changing():
+    with channel.lock_for_change():
         stay: set[int] = set()
         for number in kept_versions(channel, keep):
             chain = channel.chain(number)

@@ -41,19 +41,19 @@ def write_changed_values(old: pa.Array | None, new: pa.Array, out: Path) -> None
     rows = np.arange(len(new))
     if old is not None and old.type == new.type:
         kept = min(len(old), len(new))
-        was, now = old.slice(0, kept), new.slice(0, kept)
+        old_value, now = old.slice(0, kept), new.slice(0, kept)
         differs = pc.or_(
-            pc.not_equal(was.is_null(), now.is_null()), pc.fill_null(pc.not_equal(was, now), False)
+            pc.not_equal(old_value.is_null(), now.is_null()), pc.fill_null(pc.not_equal(old_value, now), False)
         )
         differs_N = differs.to_numpy(zero_copy_only=False)
         rows = np.concatenate([np.flatnonzero(differs_N), rows[kept:]])
     table = pa.table({"row": rows, "value": new.take(pa.array(rows))})
-    told = {_LENGTH: str(len(new)).encode()}
+    metadata = {_LENGTH: str(len(new)).encode()}
     out.parent.mkdir(exist_ok=True)
-    pq.write_table(table.replace_schema_metadata(told), out)
+    pq.write_table(table.replace_schema_metadata(metadata), out)
 
 
-def whole_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
+def materialize_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
     """Return the values of the last version: those of the full one, then each delta's over them.
 
     Raises:
@@ -61,7 +61,7 @@ def whole_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
     """
     values = None if base is None else read_vocabulary(base)
     for change in changes:
-        table = _read(change)
+        table = _read_changes(change)
         try:
             rows, changed = table["row"].to_numpy(), table["value"].combine_chunks()
             length = int(table.schema.metadata[_LENGTH])
@@ -82,7 +82,7 @@ def whole_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
     return values
 
 
-def _read(file: Path) -> pa.Table:
+def _read_changes(file: Path) -> pa.Table:
     try:
         with pq.ParquetFile(file) as vocabulary:
             return vocabulary.read(use_threads=False)  # one column

@@ -21,10 +21,10 @@ from gmeta.serving.formats.program_export import (
     ADAPTED_FILE,
     FORWARD_FILE,
     ONNX_FILE,
-    adapted_program,
+    export_adapted,
     adapted_shapes,
     check_onnx,
-    forward_program,
+    export_forward,
     forward_shapes,
     write_onnx,
 )
@@ -41,7 +41,7 @@ _REPOSITORY = FolderKind("exported Triton model", is_repository)
 
 
 @dataclass(frozen=True)
-class Written:
+class RuntimeExport:
     """What was written: the bytes of all files, and a line for what could not be."""
 
     num_bytes: int
@@ -55,7 +55,7 @@ def export_for(
     table_format: TableFormat | None = None,
     step: int | None = None,
     overwrite: bool = False,
-) -> Written:
+) -> RuntimeExport:
     """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`,
     which appears whole or not at all.
 
@@ -90,7 +90,7 @@ def export_for(
             if not was_exported:
                 shutil.rmtree(model)
         num_bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
-    return Written(num_bytes, left_out)
+    return RuntimeExport(num_bytes, left_out)
 
 
 def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runtime) -> str:
@@ -99,10 +99,10 @@ def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runt
         write_onnx(served, folder / ONNX_FILE)
         programs[ONNX_FILE] = forward_shapes(served)
     else:
-        _save(forward_program(served), folder / FORWARD_FILE)
+        _save(export_forward(served), folder / FORWARD_FILE)
         programs[FORWARD_FILE] = forward_shapes(served)
         try:
-            _save(adapted_program(served), folder / ADAPTED_FILE)
+            _save(export_adapted(served), folder / ADAPTED_FILE)
             programs[ADAPTED_FILE] = adapted_shapes(served)
         except GMetaError as error:  # said, not silent: the other program is whole
             left_out = f"without {ADAPTED_FILE}: {error}"

@@ -33,7 +33,7 @@ from gmeta.serving.formats.program_modules import (
     WEIGHT,
     AdaptAndPredict,
     UnadaptedForward,
-    recorded,
+    record_graph,
 )
 from gmeta.serving.served_model import ServedModel
 from metaio.format.features import Features
@@ -50,7 +50,7 @@ Example = dict[str, Tensor]
 Shapes = dict[str, list[int | str]]
 
 
-def forward_program(served: ServedModel) -> ExportedProgram:
+def export_forward(served: ServedModel) -> ExportedProgram:
     """Return the predictions without adaptation as a program of one dict: `ids`, `dense`, `lists`
     and `list_lengths` as UnadaptedForward says, of any number of rows.
 
@@ -59,8 +59,8 @@ def forward_program(served: ServedModel) -> ExportedProgram:
     """
     what = "predictions without adaptation"
     example, _ = draw_rows(served, *_ALONE)
-    with _told(what):
-        program = _exported(UnadaptedForward(served).eval(), example)
+    with _translate_errors(what):
+        program = _export_program(UnadaptedForward(served).eval(), example)
     compute = program.module()
     for num_rows, longest in (_ALONE, _FEWEST):
         example, rows = draw_rows(served, num_rows, longest)
@@ -69,7 +69,7 @@ def forward_program(served: ServedModel) -> ExportedProgram:
     return program
 
 
-def adapted_program(served: ServedModel) -> ExportedProgram:
+def export_adapted(served: ServedModel) -> ExportedProgram:
     """Return adaptation to one task and the predictions of its query rows as a program of one dict:
     the same names behind `support.` and `query.`, and `support.label` [S].
 
@@ -86,13 +86,13 @@ def adapted_program(served: ServedModel) -> ExportedProgram:
     checks = []
     # Before recording: a constant that the model keeps must not be first made as one recorded.
     for support, query in (adapting_sizes(served.config.features), (_FEWEST, _FEWEST)):
-        example, support_rows, query_rows = _adapting(served, support, query)
+        example, support_rows, query_rows = _draw_both_sides(served, support, query)
         task = served.adapt_encoded(support_rows, [support_rows.num_rows])
         expected = served.predict_encoded(task, query_rows, [query_rows.num_rows])
         checks.append((example, expected))
     example, _ = checks[0]
-    with _told(what):
-        program = _exported(recorded(AdaptAndPredict(served).eval(), example), example)
+    with _translate_errors(what):
+        program = _export_program(record_graph(AdaptAndPredict(served).eval(), example), example)
     compute = program.module()
     for example, expected in checks:
         _check(compute(example), expected, what)
@@ -106,16 +106,16 @@ def write_onnx(served: ServedModel, path: Path) -> None:
     Raises:
         GMetaError: the model cannot be exported.
     """
-    program = forward_program(served)
+    program = export_forward(served)
     example, _ = draw_rows(served, *_ALONE)
-    with _told("an ONNX model"):
+    with _translate_errors("an ONNX model"):
         made = torch.onnx.export(
             program,
             dynamo=True,
             opset_version=_OPSET,
             input_names=list(example),
             output_names=[OUTPUT],
-            dynamic_shapes=(_dynamic(example),),  # the names of the dimensions
+            dynamic_shapes=(_dynamic_dims(example),),  # the names of the dimensions
             verbose=False,
             optimize=True,
         )
@@ -139,12 +139,12 @@ def forward_shapes(served: ServedModel) -> Shapes:
     """Return the shape of each input of the predictions without adaptation, with a name for each
     dimension that may be of any size from 1 on.
     """
-    return shapes_of(draw_rows(served, *_ALONE)[0])
+    return name_shapes(draw_rows(served, *_ALONE)[0])
 
 
 def adapted_shapes(served: ServedModel) -> Shapes:
     """Return the shapes of the inputs of adaptation and predictions."""
-    return shapes_of(_adapting(served, *adapting_sizes(served.config.features))[0])
+    return name_shapes(_draw_both_sides(served, *adapting_sizes(served.config.features))[0])
 
 
 def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -157,22 +157,22 @@ def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]
     return (support_rows, support_longest), (query_rows, query_longest)
 
 
-def _adapting(
+def _draw_both_sides(
     served: ServedModel, support_size: tuple[int, int], query_size: tuple[int, int]
 ) -> tuple[Example, EncodedColumns, EncodedColumns]:
     """Return inputs of both sides, and the rows of each."""
     support, support_rows = draw_rows(served, *support_size, side=SUPPORT)
     query, query_rows = draw_rows(served, *query_size, side=QUERY)
-    return {**support, **labels_of(support_rows), **query}, support_rows, query_rows
+    return {**support, **select_labels(support_rows), **query}, support_rows, query_rows
 
 
-def labels_of(support: EncodedColumns) -> Example:
+def select_labels(support: EncodedColumns) -> Example:
     """Return the labels of support rows, and their weights if they have some, as a program takes
     them."""
-    given = {SUPPORT + LABEL: torch.from_numpy(support.label_N)}
+    labels = {SUPPORT + LABEL: torch.from_numpy(support.label_N)}
     if support.weight_NW.shape[1]:
-        given[SUPPORT + WEIGHT] = torch.from_numpy(support.weight_NW[:, 0])
-    return given
+        labels[SUPPORT + WEIGHT] = torch.from_numpy(support.weight_NW[:, 0])
+    return labels
 
 
 def draw_rows(
@@ -216,12 +216,12 @@ def draw_rows(
     return example, rows
 
 
-def shapes_of(example: Mapping[str, Tensor]) -> Shapes:
+def name_shapes(example: Mapping[str, Tensor]) -> Shapes:
     """Return the shape of each input, with a name for each dimension that may be of any size."""
-    return {name: list(_dims(name, value)) for name, value in example.items()}
+    return {name: list(_name_dims(name, value)) for name, value in example.items()}
 
 
-def _dims(name: str, value: Tensor) -> list[int | str]:
+def _name_dims(name: str, value: Tensor) -> list[int | str]:
     side = name.rpartition(".")[0]
     prefix = f"{side}_" if side else ""
     dims: list[int | str] = [f"{prefix}rows", *value.shape[1:]]
@@ -230,19 +230,19 @@ def _dims(name: str, value: Tensor) -> list[int | str]:
     return dims
 
 
-def _dynamic(example: Example) -> dict[str, dict[int, str]]:
+def _dynamic_dims(example: Example) -> dict[str, dict[int, str]]:
     """Return the names of the dimensions that may be of any size, for each input, by their
     place."""
     return {
         name: {place: dim for place, dim in enumerate(shape) if isinstance(dim, str)}
-        for name, shape in shapes_of(example).items()
+        for name, shape in name_shapes(example).items()
     }
 
 
-def _exported(module: nn.Module, example: Example) -> ExportedProgram:
+def _export_program(module: nn.Module, example: Example) -> ExportedProgram:
     dims = {
-        name: {place: Dim(dim, min=1) for place, dim in named.items()}
-        for name, named in _dynamic(example).items()
+        name: {place: Dim(dim, min=1) for place, dim in dims_by_place.items()}
+        for name, dims_by_place in _dynamic_dims(example).items()
     }
     with torch.no_grad():
         program = torch.export.export(module, (example,), dynamic_shapes=(dims,))
@@ -252,10 +252,10 @@ def _exported(module: nn.Module, example: Example) -> ExportedProgram:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _translate_errors(what: str) -> Iterator[None]:
     """Raise what torch cannot export as one line; its own warnings are for those who write it."""
     try:
-        with warnings.catch_warnings(), _quiet():
+        with warnings.catch_warnings(), _silence_loggers():
             warnings.simplefilter("ignore")
             yield
     except (UserError, GMetaError, OSError):
@@ -272,7 +272,7 @@ def _told(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_loggers() -> Iterator[None]:
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

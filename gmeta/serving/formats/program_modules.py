@@ -58,17 +58,17 @@ class PaddedInputs(RowInputs):
 
     def bags_NHD(self, feature: int) -> History:
         """Return one multi-id feature, unpooled."""
-        values_NMLD, there_NML = self._there()
+        values_NMLD, there_NML = self._masked_values()
         return History(values_NMLD[:, feature], there_NML[:, feature])
 
     def pooled_NMD(self, mode: Pooling) -> Tensor:
         """Return a vector for each list; an empty one is zero."""
-        sums_NMD = self._there()[0].sum(dim=2)
+        sums_NMD = self._masked_values()[0].sum(dim=2)
         if mode == "sum":
             return sums_NMD
         return sums_NMD / self.lengths_NM.clamp(min=1).to(sums_NMD.dtype).unsqueeze(2)
 
-    def _there(self) -> tuple[Tensor, Tensor]:
+    def _masked_values(self) -> tuple[Tensor, Tensor]:
         """Return the values with zeros in place of padding, and which of them are there."""
         places_L = torch.arange(self.values_NMLD.shape[2], device=self.lengths_NM.device)
         there_NML = places_L < self.lengths_NM.unsqueeze(2)
@@ -115,7 +115,7 @@ class KeyedTables(nn.Module):
         return torch.searchsorted(self.first_B, keys_U, right=True) - 1
 
 
-class Columns(nn.Module):
+class ColumnKeys(nn.Module):
     """From the ids of each column to keys, and what training rows say of them to dense columns.
 
     A program cannot raise: where an id is of no row of its table, or a length of no list, the key
@@ -148,17 +148,17 @@ class Columns(nn.Module):
         """
         ids_NF, dense_NK = inputs.get(side + IDS), inputs.get(side + DENSE)
         ids_NML, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
-        given = next(each for each in (ids_NF, ids_NML) if each is not None)
-        rows = given.shape[0]
+        ids = next(each for each in (ids_NF, ids_NML) if each is not None)
+        rows = ids.shape[0]
         if ids_NF is None:
-            ids_NF = given.new_zeros(rows, 0)
+            ids_NF = ids.new_zeros(rows, 0)
         if dense_NK is None:
-            dense_NK = given.new_zeros(rows, 0, dtype=torch.float32)
+            dense_NK = ids.new_zeros(rows, 0, dtype=torch.float32)
         if ids_NML is None or lengths_NM is None:
-            ids_NML, lengths_NM = given.new_zeros(rows, 0, 1), given.new_zeros(rows, 0)
+            ids_NML, lengths_NM = ids.new_zeros(rows, 0, 1), ids.new_zeros(rows, 0)
         if self.items is not None:
-            said = self.items.features_of_ids(ids_NF, ids_NML, lengths_NM)
-            dense_NK = torch.cat([dense_NK, said], dim=1)
+            statistics = self.items.features_of_ids(ids_NF, ids_NML, lengths_NM)
+            dense_NK = torch.cat([dense_NK, statistics], dim=1)
         are_rows_NF = (ids_NF >= 0) & (ids_NF < self.size_F)
         are_rows_NML = (ids_NML >= 0) & (ids_NML < self.size_M.unsqueeze(1))
         are_lists_NM = (lengths_NM >= 0) & (lengths_NM <= ids_NML.shape[2])
@@ -182,9 +182,9 @@ class UnadaptedForward(nn.Module):
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
         learner = served.learner
-        self.columns = Columns(served)
+        self.columns = ColumnKeys(served)
         self.tables = KeyedTables(served)
-        self.model = _gated(deepcopy(learner.model), served.unadapted.gates_1MO)
+        self.model = _apply_gates(deepcopy(learner.model), served.unadapted.gates_1MO)
         self.generator = learner.generator
         self._num_statistics = learner.statistics.width
         self._losses = learner.objectives.outer
@@ -207,7 +207,7 @@ class UnadaptedForward(nn.Module):
 
 
 @torch.no_grad()
-def _gated(model: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
+def _apply_gates(model: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     """Return the model with each gate's scale and shift in its layer: s (W x + b) + t."""
     layers = row_layers(model)
     for name, gate_1MO in gates.items():
@@ -220,7 +220,7 @@ def _gated(model: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class KeyedSide:
+class KeyedRows:
     """The rows of one task by key, as far as the inner loop asks for a Side."""
 
     layout: RowLayout
@@ -248,7 +248,7 @@ class AdaptAndPredict(nn.Module):
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
         learner = served.learner
-        self.columns = Columns(served)
+        self.columns = ColumnKeys(served)
         self.tables = KeyedTables(served)
         self.learner = learner
         self._losses = learner.objectives.outer
@@ -271,8 +271,8 @@ class AdaptAndPredict(nn.Module):
         label_S, weight = inputs[SUPPORT + LABEL], None
         if self._may_lack_labels:
             weight = known_weights(label_S, inputs.get(SUPPORT + WEIGHT))
-        layout = _one_task(key_SF)
-        support = KeyedSide(layout, label_S, place_SF, place_SML, dense_SK, lengths_SM, weight)
+        layout = _layout_of_one_task(key_SF)
+        support = KeyedRows(layout, label_S, place_SF, place_SML, dense_SK, lengths_SM, weight)
         rows_PD, inner = self.tables(key_P), self.learner.general_loop
         working = WorkingRows(rows_PD, self._rate_of(key_P))
         with torch.enable_grad():
@@ -290,8 +290,8 @@ class AdaptAndPredict(nn.Module):
         place_Q = torch.arange(keys_Q.shape[0], device=keys_Q.device)
         place_NF, place_NML = place_Q.split([key_NF.numel(), key_NML.numel()])
         label_N = dense_NK.new_zeros(dense_NK.shape[0])
-        query = KeyedSide(
-            _one_task(key_NF),
+        query = KeyedRows(
+            _layout_of_one_task(key_NF),
             label_N,
             place_NF.view(key_NF.shape),
             place_NML.view(key_NML.shape),
@@ -299,8 +299,8 @@ class AdaptAndPredict(nn.Module):
             lengths_NM,
         )
         layers = adapted.layers
-        asked = inner.restore_adapted(layers.changes, layers.gates_TMO, fetched_QD)
-        logits = inner.output_N(asked, cast(Side, query)).detach()
+        query_inputs = inner.restore_adapted(layers.changes, layers.gates_TMO, fetched_QD)
+        logits = inner.output_N(query_inputs, cast(Side, query)).detach()
         return self._losses.predictions(logits)
 
     def _rate_of(self, key_P: Tensor) -> float | Tensor:
@@ -309,7 +309,7 @@ class AdaptAndPredict(nn.Module):
         return self._rate.index_select(0, self.tables.table_of(key_P))
 
 
-def recorded(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:
+def record_graph(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:
     """Return the operations that the module does for inputs like these, of any number of rows, as a
     module that takes them by name ("." as "_").
     """
@@ -320,7 +320,7 @@ def recorded(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule
     return graph
 
 
-def _one_task(key_NF: Tensor) -> RowLayout:
+def _layout_of_one_task(key_NF: Tensor) -> RowLayout:
     """Return the layout of the rows of one task, however many a trace is run with."""
     num_rows = key_NF.shape[0]
     # Counted by an operation: an int of Python would stand in the recorded graph as a constant.

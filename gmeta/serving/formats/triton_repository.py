@@ -33,33 +33,33 @@ def config_text(name: str, config: ExportedConfig) -> str:
     first dimension for one batch of both: max_batch_size is 0, and a request holds many rows.
     """
     columns = describe_columns(config)
-    inputs = [each for column in columns.read for each in _inputs("", column)]
+    inputs = [each for column in columns.read for each in _input_entries("", column)]
     support = {column.name: column for column in (*columns.read, *columns.labels)}
-    inputs += [each for column in support.values() for each in _inputs(SUPPORT, column)]
-    outputs = [_tensor(output.name, "FP32") for output in columns.outputs]
+    inputs += [each for column in support.values() for each in _input_entries(SUPPORT, column)]
+    outputs = [_tensor_entry(output.name, "FP32") for output in columns.outputs]
     return (
-        f'name: {_quoted(name)}\nbackend: "python"\nmax_batch_size: 0\n'
-        f"input [\n{_joined(inputs)}\n]\noutput [\n{_joined(outputs)}\n]\n"
+        f'name: {_quote(name)}\nbackend: "python"\nmax_batch_size: 0\n'
+        f"input [\n{_join_entries(inputs)}\n]\noutput [\n{_join_entries(outputs)}\n]\n"
         "instance_group [\n  { count: 1 kind: KIND_CPU }\n]\n"
     )
 
 
-def _inputs(prefix: str, column: InputColumn) -> Iterator[str]:
+def _input_entries(prefix: str, column: InputColumn) -> Iterator[str]:
     """Yield an input, and of a list its lengths: in one dimension rows may differ in them."""
     optional = " optional: true" if prefix else ""
-    yield _tensor(prefix + column.name, column.datatype, optional)
+    yield _tensor_entry(prefix + column.name, column.datatype, optional)
     if column.is_list:
-        yield _tensor(prefix + column.name + LENGTHS, "INT64", optional)
+        yield _tensor_entry(prefix + column.name + LENGTHS, "INT64", optional)
 
 
-def _tensor(name: str, datatype: str, more: str = "") -> str:
-    return f"  {{ name: {_quoted(name)} data_type: {_DATATYPES[datatype]} dims: [ -1 ]{more} }}"
+def _tensor_entry(name: str, datatype: str, more: str = "") -> str:
+    return f"  {{ name: {_quote(name)} data_type: {_DATATYPES[datatype]} dims: [ -1 ]{more} }}"
 
 
-def _joined(entries: list[str]) -> str:
+def _join_entries(entries: list[str]) -> str:
     return ",\n".join(entries)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     # JSON's escapes of quotes, backslashes and line ends are those of protobuf's text format.
     return json.dumps(text, ensure_ascii=False)

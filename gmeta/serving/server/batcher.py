@@ -19,7 +19,7 @@ from typing import final
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
 from gmeta.serving.server.request_errors import RequestError, defect_error
 from gmeta.serving.server.server_limits import BatchLimits
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 
 Run = Callable[[Sequence[InferenceRequest]], list[Outcome]]
 _RATE_MEMORY = 0.8  # weight of the rate so far against a new batch's
@@ -208,7 +208,7 @@ class Batcher:
         try:
             # One batch must not end the server, nor one request fail the others; the log reports a
             # defect with the one request that causes it.
-            with failing_as(_isolate_failure if half else defect_error):
+            with translate_errors(_isolate_failure if half else defect_error):
                 return self._run(requests)
         except RequestError as error:
             if not half:

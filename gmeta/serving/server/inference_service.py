@@ -13,8 +13,8 @@ from gmeta.access.log import event
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.runs.environment import package_versions
-from gmeta.serving.channel.current_version import reached
-from gmeta.serving.channel.load_failure import Trouble
+from gmeta.serving.channel.current_version import translate_access_errors
+from gmeta.serving.channel.load_failure import LoadFailure
 from gmeta.serving.server.access import ServerAccess
 from gmeta.serving.server.batcher import Batcher
 from gmeta.serving.server.compute import answer_all
@@ -31,7 +31,7 @@ from gmeta.serving.server.server_metrics import ServerMetrics
 from gmeta.serving.server.task_cache import TaskCache
 from gmeta.serving.server.tracing import Tracing
 from gmeta.serving.server.versions import LoadedModel, check_successor, version_in
-from gmeta_keys.translate_errors import failing_as
+from gmeta_keys.translate_errors import translate_errors
 from metaio.errors import MetaIOError
 
 CALLER_LEFT = 499  # before the answer: nginx's number, since HTTP has none
@@ -60,7 +60,7 @@ class InferenceService:
         self.loaded = load(config.folder, config.verify)
         # Made last: each worker has metrics files of its own, which would stay if loading failed.
         self.metrics = metrics()
-        self._load_failure = Trouble()
+        self._load_failure = LoadFailure()
         self._is_away = False  # no version could be seen at the last look
         self._load = load
         self._cache = cache
@@ -70,7 +70,7 @@ class InferenceService:
     @property
     def refused(self) -> tuple[str, str] | None:
         """Return a version that does not serve, and why; None where the newest does."""
-        return self._load_failure.told
+        return self._load_failure.failure
 
     def warm_up(self) -> None:
         """Compute once: the first request must not pay for what torch does once."""
@@ -116,7 +116,7 @@ class InferenceService:
                 self.check_model(model, version)
                 with (
                     self._batcher.reading(),
-                    failing_as(defect_error, RequestError, CallerLeftError),
+                    translate_errors(defect_error, RequestError, CallerLeftError),
                 ):
                     request = await read()
                 num_rows = request.num_rows
@@ -205,7 +205,7 @@ class InferenceService:
         before. One that cannot serve is named in the log and the status, and the old one stays."""
         folder, before = self.config.folder, self.loaded
         try:
-            with reached(folder):
+            with translate_access_errors(folder):
                 version = version_in(folder)
         except (GMetaError, MetaIOError) as error:
             # An exported folder may be between the old one and the new, but not for two looks.
@@ -215,13 +215,13 @@ class InferenceService:
             return False
         self._is_away = False
         if version == before.version:
-            self._load_failure.end()  # the old one was put back
+            self._load_failure.clear()  # the old one was put back
             self.metrics.refused.set(0)
             return False
-        if self._load_failure.puts_off(version):
+        if self._load_failure.is_backing_off(version):
             return False
         try:
-            with reached(folder):
+            with translate_access_errors(folder):
                 loaded = self._load(folder, self.config.verify)
                 check_successor(before, loaded.model.config, loaded.version)
                 # Computes once, with all of its layers: what fails here fails before anybody asks.
@@ -230,7 +230,7 @@ class InferenceService:
             self._refuse(version, error)
             return False
         self.loaded = loaded
-        self._load_failure.end()
+        self._load_failure.clear()
         # Support rows stay: a task adapts anew when it is next asked for.
         self._cache.forget_states(loaded.version)
         self.metrics.reloads.labels("loaded").inc()
@@ -244,7 +244,7 @@ class InferenceService:
 
     def _refuse(self, version: str, error: Exception) -> None:
         self.metrics.refused.set(1)
-        if not self._load_failure.is_news(version, error):
+        if not self._load_failure.note_failure(version, error):
             return
         self.metrics.reloads.labels("refused").inc()
         event(

@@ -5,7 +5,7 @@ from pathlib import Path
 from gmeta.errors import GMetaError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.channel.channel import is_channel
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.remote_channel import channel_at
 from gmeta.serving.exported_folder import check_files, read_config
 from gmeta.serving.model_loader import load
@@ -27,7 +27,7 @@ def model_folder(folder: Path | str, verify: bool) -> Path:
         check_files(Path(folder), read_config(Path(folder)), checksums=verify)
         return Path(folder)
     channel = channel_at(folder)
-    return whole_version(channel, channel.served().number, verify=verify)
+    return materialize_version(channel, channel.require_current().number, verify=verify)
 
 
 def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:

@@ -98,9 +98,9 @@ class ServerMetrics:
     def _gauge(self, name: str, text: str, mode: Any) -> Gauge:
         return Gauge(f"gmeta_serve_{name}", text, registry=self.registry, multiprocess_mode=mode)
 
-    def observe_stage(self, stage: str, seconds: float) -> None:
+    def observe_stage(self, observe_stage: str, seconds: float) -> None:
         """Count the seconds of one stage."""
-        self.stage_seconds.labels(stage).observe(seconds)
+        self.stage_seconds.labels(observe_stage).observe(seconds)
 
     def observe_batch(self, what: str, value: float) -> None:
         """Count what a batcher measures."""

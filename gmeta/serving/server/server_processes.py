@@ -27,7 +27,7 @@ from gmeta.serving.channel.load_failure import RETRY_S
 from gmeta.serving.server.model_loading import model_folder
 from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_metrics import MULTIPROCESS_DIR
-from gmeta_keys.stop_flag import Asked, ending_signals
+from gmeta_keys.stop_flag import StopFlag, stop_signals
 from metaio.format.atomic_folder import open_temporary_folder
 
 _LOOK_EVERY_S = 0.2
@@ -90,15 +90,15 @@ class _WorkerGroup:
         self._run_worker = run_worker
         # Forked: they share what is imported. This process has one thread, now and later.
         self._context = mp.get_context("fork")
-        self._stop_flag = Asked()
+        self._stop_flag = StopFlag()
         # Nothing is ever sent: its end tells the workers that this process has died.
         self._workers_side, self._own_side = self._context.Pipe(duplex=False)
 
     def run(self) -> int:
         """Start the workers, and again each that dies, until a signal; return the exit code, which
         is that of a worker that could not start the first time."""
-        for number in ending_signals():
-            signal.signal(number, self._stop_flag.ask)
+        for number in stop_signals():
+            signal.signal(number, self._stop_flag.stop)
         workers = [self._start() for _ in range(self._config.workers)]
         code = 0
         while not code and not self._stop_flag.wait(_LOOK_EVERY_S):
@@ -137,11 +137,11 @@ class _WorkerGroup:
         )
         # Held back until the child has set its own: in between it would take this process's, and
         # a worker that is told to end at once would serve on.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
         try:
             process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
         its_sign.close()
         return _WorkerProcess(process, sign, pause_s)
 
@@ -159,9 +159,9 @@ class _WorkerGroup:
 
     def _work(self, sign: Connection) -> None:
         """Be a worker, which checks the model again as it loads it, now and when it is replaced."""
-        for number in ending_signals():
+        for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)  # until the worker has its own
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
         self._own_side.close()
         threading.Thread(target=_end_with, args=(self._workers_side,), daemon=True).start()
         try:

@@ -26,7 +26,7 @@ from gmeta.serving.server.server_metrics import ServerMetrics, share_metrics
 from gmeta.serving.server.shared_support import SharedSupport
 from gmeta.serving.server.task_cache import TaskCache
 from gmeta.serving.server.tracing import tracing_from_environment
-from gmeta_keys.stop_flag import ending_signals
+from gmeta_keys.stop_flag import stop_signals
 
 BACKLOG = 1024
 _HANDSHAKE_MS = 10_000
@@ -117,7 +117,7 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
 def _stop_on_signal() -> asyncio.Event:
     """Return an event that is set when the process is told to end."""
     ended = asyncio.Event()
-    for number in ending_signals():
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     return ended
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.channel.channel import is_channel
-from gmeta.serving.channel.current_version import served_at
+from gmeta.serving.channel.current_version import current_at
 from gmeta.serving.exported_folder import ExportedConfig, checksum_in
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.server.input_columns import ModelColumns, describe_columns
@@ -40,7 +40,7 @@ def version_in(folder: Path | str) -> str:
     """Return the version that stands in a folder now, or that a channel at a path or URL serves.
     Raise UserError where there is none, GMetaError where a URL cannot be reached."""
     if is_url(folder) or is_channel(Path(folder)):
-        return served_at(folder).checksum[:VERSION_CHARS]
+        return current_at(folder).checksum[:VERSION_CHARS]
     return checksum_in(Path(folder))[:VERSION_CHARS]
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gmeta_keys.plugins import Registry
-from gmeta_keys.translate_errors import failing_as, kind_and_text
+from gmeta_keys.translate_errors import translate_errors, format_foreign_error
 from metaio.errors import DataError, SchemaError, to_one_line
 from metaio.prepare.schema.rules import TransformRule
 from metaio.prepare.source.input_files import InputFiles, make_no_rows_error
@@ -108,10 +108,10 @@ def transform_inputs(
 def _call_transform(
     function: Transform, function_name: str, batch: pa.RecordBatch, name: str
 ) -> pa.RecordBatch:
-    with failing_as(
+    with translate_errors(
         lambda error: DataError(
             f"transform.function = {function_name!r} failed on {batch.num_rows:,} rows of {name}: "
-            f"{kind_and_text(error)}. Mend it, or leave [transform] out"
+            f"{format_foreign_error(error)}. Mend it, or leave [transform] out"
         )
     ):
         rows = function(batch)

@@ -51,7 +51,7 @@ def test_the_pod_makes_a_version_of_each_day_though_it_is_killed(tmp_path: Path)
             assert cluster.pod("gmeta-follow-0") is not pod
             assert open_ports(cluster.pod("gmeta-follow-0")) == {8090}
             assert channel.numbers() == [1, 2]
-            assert channel.served().number == 2
+            assert channel.require_current().number == 2
             # Nobody but the one that made the Secrets has asked the API server for anything.
             assert set(cluster.api.accounts.values()) == {"gmeta-credentials"}
     except NoNamespacesError as error:

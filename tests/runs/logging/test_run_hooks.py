@@ -20,7 +20,7 @@ from tensorboard.summary.writer import event_file_writer, record_writer
 from gmeta.config.train_config import RunConfig, TrainConfig
 from gmeta.distributed.stopping import Stop, StoppedError
 from gmeta.errors import ConfigError, GMetaError
-from gmeta.platform.verbosity import QUIET, VARIABLE, VERBOSE
+from gmeta.platform.verbosity import QUIET, VERBOSITY_VARIABLE, VERBOSE
 from gmeta.runs.logging import run_hooks
 from gmeta.runs.logging.callback import Callback, Run
 from gmeta.runs.logging.file_loggers import TensorBoard
@@ -175,7 +175,7 @@ def test_how_much_is_shown(
     verbosity: str,
     shown: str,
 ) -> None:
-    monkeypatch.setenv(VARIABLE, verbosity)
+    monkeypatch.setenv(VERBOSITY_VARIABLE, verbosity)
     with begun(tmp_path, loggers=()) as (hooks, _):
         hooks.show_lines(["as it is" if verbosity else ""])
         hooks.log(10, 0, {"loss": 0.5, "dense_lr": 0.001})

@@ -17,7 +17,7 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.serving.channel import channel as channel_module
 from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.follower import load_current
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.channel.version_retention import kept_versions
 from gmeta.serving.exported_folder import read_config, write_config
@@ -46,7 +46,7 @@ def message(caught: pytest.ExceptionInfo[BaseException]) -> str:
 
 def test_the_log_tells_every_promotion_with_its_verdict(tmp_path: Path) -> None:
     channel, packed = versions(tmp_path, 3)
-    assert channel.served().number == 3
+    assert channel.require_current().number == 3
     assert channel.promote(packed[3]).number == 3  # once more: nothing happens
     channel.record({"verdict": "refuse"})
     channel.rollback()
@@ -73,7 +73,7 @@ def test_a_delta_that_does_not_follow_is_refused_by_name(tmp_path: Path) -> None
         f"serve it again: gmeta rollback {channel.root} --to 2"
     )
     with pytest.raises(UserError, match=r"^runs/7/model is version 2 of "):
-        channel.promote(packed[2], named=Path("runs/7/model"))
+        channel.promote(packed[2], named_in_messages=Path("runs/7/model"))
     rng = np.random.default_rng(9)
     late, other = tmp_path / "late", Channel(tmp_path / "other")
     channel.rollback(1)
@@ -99,7 +99,7 @@ def test_a_delta_that_does_not_follow_is_refused_by_name(tmp_path: Path) -> None
         f"{other.version(1).name}: {other.root} never had that version. Export it again with "
         "--since"
     )
-    assert other.served().number == 1
+    assert other.require_current().number == 1
 
 
 def test_a_chain_with_a_missing_or_foreign_parent_is_refused_by_name(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_chain_with_a_missing_or_foreign_parent_is_refused_by_name(tmp_path: P
     )
     shutil.copytree(channel.folder_of(1), channel.folder_of(2))
     with pytest.raises(GMetaError) as caught:
-        whole_version(channel, 3)
+        materialize_version(channel, 3)
     third = channel.version(3)
     assert third.delta is not None
     assert message(caught) == (
@@ -146,7 +146,7 @@ def test_a_promotion_killed_anywhere_is_taken_up_by_the_next(
             with pytest.raises(KilledError):
                 channel.promote(model)
         # Killed before the pointer the old version serves, behind it the new one does.
-        assert channel.served().number == (2 if step == "write_checked" else 3)
+        assert channel.require_current().number == (2 if step == "write_checked" else 3)
         if step == "write_checked":
             assert channel.numbers() == [1, 2, 3]
     assert channel.promote(model).number == 3
@@ -248,13 +248,13 @@ def test_a_full_export_mends_a_channel_that_lost_a_version(
     assert done.returncode == 0, done.stderr
     assert f"the next version of {channel.root} is whole: version 3, which is se" in done.stderr
     # Its own number is used once, also where a copy of the channel has that version still.
-    assert channel.served().number == 4
-    assert content(whole_version(channel, 4)) == content(model)
+    assert channel.require_current().number == 4
+    assert content(materialize_version(channel, 4)) == content(model)
     # What lost its parent stays until it is none of the newest.
     assert ("nothing is removed: " in done.stderr) == (number < 3 or damage != "removed")
     done = gmeta("promote", Model.of(SIZES, seed=5).write(tmp_path / "next"), channel.root)
     assert done.returncode == 0, done.stderr
-    assert channel.served().number == 5
+    assert channel.require_current().number == 5
 
 
 def test_a_rollback_mends_a_pointer(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_rollback_mends_a_pointer(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (1, f"error: {told}--to N\n")
     done = gmeta("rollback", channel.root, "--to", "2")
     assert done.returncode == 0, done.stderr
-    assert channel.served().number == 2
+    assert channel.require_current().number == 2
 
 
 def test_a_rollback_goes_to_what_served_before_and_not_to_what_was_left(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_rollback_goes_to_what_served_before_and_not_to_what_was_left(tmp_path
 
 def test_a_version_that_was_replaced_by_another_is_not_served_as_it(tmp_path: Path) -> None:
     channel, _ = versions(tmp_path, 1)
-    named = channel.served()
+    named = channel.require_current()
     shutil.rmtree(channel.folder_of(1))
     other = Model.of(SIZES, seed=8).write(channel.folder_of(1))
     with pytest.raises(GMetaError) as caught:
@@ -320,7 +320,7 @@ def test_a_version_is_a_copy_of_what_an_export_lists_and_of_nothing_else(tmp_pat
     for path in (store, model / "table-00000.safetensors"):
         path.write_bytes(b"")  # in place
     assert content(channel.folder_of(1)) == listed
-    assert content(whole_version(channel, 1)) == listed
+    assert content(materialize_version(channel, 1)) == listed
 
 
 def test_what_cannot_be_rolled_back_to_is_said(tmp_path: Path) -> None:
@@ -364,13 +364,13 @@ def test_a_model_that_was_exported_again_is_served_already(tmp_path: Path) -> No
     again = shutil.copytree(channel.folder_of(1), tmp_path / "again")
     config = read_config(again)
     write_config(again, replace(config, source={**config.source, "exported_at": "later"}))
-    before = channel.served()
+    before = channel.require_current()
     assert channel.promote(again) == before
     # What was promoted without its verdict is told once that is there.
     told = channel.promote(again, {"model": "of a run"})
     assert (told.number, told.verdict) == (1, {"model": "of a run"})
     assert (
-        channel.promote(again, told.verdict) == channel.promote(again) == channel.served() == told
+        channel.promote(again, told.verdict) == channel.promote(again) == channel.require_current() == told
     )
     moves = [(one["number"], one["verdict"]) for one in channel.promotions()]
     assert moves == [(1, before.verdict), (1, told.verdict)]
@@ -380,9 +380,9 @@ def test_a_model_that_was_exported_again_is_served_already(tmp_path: Path) -> No
 
 def test_two_promotions_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
     channel, _ = versions(tmp_path, 2)
-    with channel.changing(), pytest.raises(DataError, match="is writing"):
+    with channel.lock_for_change(), pytest.raises(DataError, match="is writing"):
         channel.rollback()
-    assert channel.served().number == 2
+    assert channel.require_current().number == 2
 
 
 def test_a_promotion_beside_another_waits_for_it(
@@ -401,12 +401,12 @@ def test_a_promotion_beside_another_waits_for_it(
 
     monkeypatch.setattr(delivery, "pack", packed)
     delivery.promote_candidate(first, channel.root, "float32", None, None)
-    assert content(whole_version(channel, 2)) == content(first)
+    assert content(materialize_version(channel, 2)) == content(first)
     told = f"process {os.getpid()} on {socket.gethostname()} is writing {channel.root}. Wait for it"
     assert refused == [told]
     monkeypatch.undo()
     delivery.promote_candidate(second, channel.root, "float32", None, None)
-    assert channel.served().number == 3
+    assert channel.require_current().number == 3
     assert sorted(path.name for path in channel.root.iterdir()) == [
         "current.json",
         "promotions.jsonl",

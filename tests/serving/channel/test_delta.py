@@ -13,7 +13,7 @@ import gmeta
 from gmeta.errors import GMetaError
 from gmeta.serving.channel import materialize as whole
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.model_version import Version, is_delta
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.table_format import TableFormat
@@ -47,10 +47,10 @@ def test_a_chain_over_its_base_is_the_full_export_to_the_byte(
         assert version.kind == "delta"
     for number in (2, 3, 4):
         for cache in (None, tmp_path / "fresh"):  # left by the export, and made of the chain
-            found = whole_version(channel, number, cache)
+            found = materialize_version(channel, number, cache)
             assert content(found) == content(tmp_path / str(number))
     shutil.rmtree(tmp_path / "fresh")
-    made = whole_version(channel, 4, tmp_path / "fresh")
+    made = materialize_version(channel, 4, tmp_path / "fresh")
     gmeta.load(made)  # checks every checksum
 
 
@@ -79,7 +79,7 @@ def test_a_table_may_grow_and_shrink_along_a_chain(tmp_path: Path) -> None:
         deliver(channel, model, tmp_path / str(number))
     assert [channel.version(number).kind for number in (2, 3, 4)] == ["delta"] * 3
     for number in (3, 4):
-        made = whole_version(channel, number, tmp_path / f"fresh-{number}")
+        made = materialize_version(channel, number, tmp_path / f"fresh-{number}")
         assert content(made) == content(tmp_path / str(number))
 
 
@@ -91,7 +91,7 @@ def test_rows_that_differ_only_in_the_sign_of_zero_are_shipped(tmp_path: Path) -
     version = deliver(channel, model, tmp_path / "2")
     assert version.delta is not None
     assert version.delta.touched["item"].rows == 1
-    assert content(whole_version(channel, 2, tmp_path / "own")) == content(tmp_path / "2")
+    assert content(materialize_version(channel, 2, tmp_path / "own")) == content(tmp_path / "2")
 
 
 def test_a_long_or_heavy_chain_becomes_a_full_version(tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def test_a_damaged_file_of_a_delta_is_named(tmp_path: Path) -> None:
     altered(channel.folder_of(2))
     told = re.escape(f"{table} differs from the checksum in delta.json")
     with pytest.raises(GMetaError, match=told):
-        whole_version(channel, 3, tmp_path / "own")
+        materialize_version(channel, 3, tmp_path / "own")
     assert list((tmp_path / "own").rglob("config.json")) == []
     table.write_bytes(intact)
-    assert content(whole_version(channel, 3, tmp_path / "own")) == content(tmp_path / "3")
+    assert content(materialize_version(channel, 3, tmp_path / "own")) == content(tmp_path / "3")
     (channel.folder_of(2) / "delta.json").write_text("{}")
     with pytest.raises(GMetaError, match=r"delta\.json is no file of format gmeta-delta"):
-        whole_version(channel, 3, tmp_path / "other")
+        materialize_version(channel, 3, tmp_path / "other")
 
 
 def cut(copy: Path) -> None:
@@ -156,17 +156,17 @@ def test_a_damaged_model_in_the_cache_is_made_anew(
     for number in (1, 2, 3):
         deliver(channel, model, tmp_path / str(number))
         model = model.changed(rng)
-    copies = {number: whole_version(channel, number) for number in (2, 3)}
+    copies = {number: materialize_version(channel, number) for number in (2, 3)}
     damage(copies[3])
-    assert content(whole_version(channel, 3)) == content(tmp_path / "3")
+    assert content(materialize_version(channel, 3)) == content(tmp_path / "3")
     # What is made from: the copy of the version before.
     shutil.rmtree(copies[3])
     damage(copies[2])
-    assert content(whole_version(channel, 3)) == content(tmp_path / "3")
+    assert content(materialize_version(channel, 3)) == content(tmp_path / "3")
     # A delta over a damaged copy would be one that no server can make whole.
     damage(copies[3])
     assert deliver(channel, model, tmp_path / "4").kind == "delta"
-    assert content(whole_version(channel, 4, tmp_path / "fresh")) == content(tmp_path / "4")
+    assert content(materialize_version(channel, 4, tmp_path / "fresh")) == content(tmp_path / "4")
     assert {path.name for path in copies[3].parent.iterdir()} == {
         ".cache.lock",
         *(channel.version(number).checksum for number in (3, 4)),
@@ -201,7 +201,7 @@ def test_a_copy_to_the_cache_that_is_killed_is_no_model_there(
     assert [path.name[0] for path in own.iterdir()] == [".", "."]  # the lock, and what is left
     pack(channel, made, tmp_path / "packed", overwrite=True)
     channel.promote(tmp_path / "packed")
-    copy = whole_version(channel, 2)
+    copy = materialize_version(channel, 2)
     assert {path.name for path in own.iterdir()} == {".cache.lock", copy.name}
     shutil.rmtree(copy)
-    assert content(whole_version(channel, 2)) == content(made)
+    assert content(materialize_version(channel, 2)) == content(made)

@@ -155,7 +155,7 @@ def test_the_server_reloads_from_a_channel(tmp_path: Path) -> None:
         assert not service.reload()
         promote(channel, model.changed(np.random.default_rng(0)), tmp_path / "2")
         assert service.reload()
-        assert service.loaded.version == channel.served().checksum[:12]
+        assert service.loaded.version == channel.require_current().checksum[:12]
         assert np.abs(values(post(service, request_of(ROWS))) - before).max() > 0
         (channel.folder_of(2) / "model.json").write_text("{")
         channel.rollback(1)
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_for_a_while_delays_a_version_and_no_more(
         assert 'gmeta_serve_reloads_total{result="refused"} 1.0' in page
         assert service.reload()
         assert follower.check()
-        assert service.loaded.version == channel.served().checksum[:12]
+        assert service.loaded.version == channel.require_current().checksum[:12]
         assert (follower.served.number, follower.refused) == (2, "")
         assert "gmeta_serve_model_refused 0.0" in get(service, "/metrics").text
 
@@ -243,7 +243,7 @@ def test_work_in_small_pieces_rests_and_lets_other_threads_on(
     def piece() -> None:
         clock[0] += 0.0002
 
-    with follow_module._in_small_pieces():
+    with follow_module._rest_between_calls():
         for _ in range(9):
             piece()
     assert len(rests) == 3

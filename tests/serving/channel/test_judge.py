@@ -10,30 +10,30 @@ import torch
 from gmeta.cli.commands.work.channel_changes import promote_candidate
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import Scoring
-from gmeta.serving.channel.champion_judge import Verdict, _Compared, judge, windows_before
+from gmeta.serving.channel.champion_judge import Verdict, _Comparison, judge, windows_before
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.gate_predictions import Predicted, predict_gate
+from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import open_dataset
 from tests.serving.channel.models import Model
 from tests.support.commands import gmeta
 from tests.support.increments import write_increments
 
-CLICKS = _Compared(Scoring("bce"), "logloss", None)
+CLICKS = _Comparison(Scoring("bce"), "logloss", None)
 
 
-def predicted(num_tasks: int, seed: int, noise: float = 0.2, rate: float = 1.0) -> Predicted:
+def predicted(num_tasks: int, seed: int, noise: float = 0.2, rate: float = 1.0) -> GatePredictions:
     """Predictions of a model whose logit is off by `noise`: the rows are the same for all seeds."""
     rows = np.random.default_rng(0)
     task_N = np.repeat(np.arange(num_tasks), 10)
     logit_N = rows.normal(-0.5, 1.2, task_N.size)
     label_N = (rows.random(task_N.size) < 1 / (1 + np.exp(-logit_N))).astype(np.float32)
     own = np.random.default_rng(seed).normal(0, noise, task_N.size)
-    return Predicted(task_N, label_N, 1 / (1 + np.exp(-rate * (logit_N + own))))
+    return GatePredictions(task_N, label_N, 1 / (1 + np.exp(-rate * (logit_N + own))))
 
 
-def verdict(candidate: Predicted, champion: Predicted) -> Verdict:
-    return CLICKS.verdict([candidate], [champion])
+def verdict(candidate: GatePredictions, champion: GatePredictions) -> Verdict:
+    return CLICKS.decide([candidate], [champion])
 
 
 def test_equal_models_are_refused_one_time_in_twenty_at_most() -> None:
@@ -74,13 +74,13 @@ def test_too_few_tasks_are_no_proof() -> None:
 
 def test_scores_of_a_ranking_loss_are_judged_by_it_and_have_no_calibration() -> None:
     champion, wild = predicted(400, 1, noise=0.1), predicted(400, 2, noise=2.0)
-    judge_of_scores = _Compared(Scoring("pairwise"), "pairwise", None)
+    judge_of_scores = _Comparison(Scoring("pairwise"), "pairwise", None)
     # Probabilities are scores too; in other units they are still judged by their order.
     high = replace(champion, prediction_N=champion.prediction_N + 5.0)
-    kept = judge_of_scores.verdict([high], [champion])
+    kept = judge_of_scores.decide([high], [champion])
     assert (kept.promote, kept.calibration) == (True, None)
     assert list(kept.candidate) == ["ndcg@10", "gauc", "pairwise"]
-    refused = judge_of_scores.verdict([wild], [champion])
+    refused = judge_of_scores.decide([wild], [champion])
     assert refused.reasons[-1].startswith("pairwise may be worse by ")
 
 
@@ -128,7 +128,7 @@ def test_a_model_of_an_earlier_increment_takes_what_it_never_saw_as_unknown(
         grown.tables[name] = torch.cat([table, table[:1].expand(60, -1)])
     # Without an inner step rows do not adapt, and row 0's copies stay its copies.
 
-    def of_gate(folder: Path, split: str = "gate") -> Predicted:
+    def of_gate(folder: Path, split: str = "gate") -> GatePredictions:
         return predict_gate(load(folder), folder, newest, split)
 
     found = [
@@ -164,7 +164,7 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
         f"--verdict = '{verdict}' refuses it: {'; '.join(kept['verdict']['reasons'])}. "
         "Pass --force to promote it all the same"
     )
-    assert channel.served().number == 1
+    assert channel.require_current().number == 1
     done = gmeta("promote", tmp_path / "bad", channel.root, "--verdict", verdict, "--force")
     assert done.returncode == 0, done.stderr
     assert channel.promotions()[-1]["verdict"]["verdict"] == "refuse"
@@ -172,4 +172,4 @@ def test_the_command_says_and_keeps_why_it_refuses(tmp_path: Path) -> None:
     assert "refused, promoted by hand: auc " in gmeta("inspect", channel.root).stdout
     done = gmeta("rollback", channel.root)
     assert done.returncode == 0, done.stderr
-    assert channel.served().number == 1
+    assert channel.require_current().number == 1

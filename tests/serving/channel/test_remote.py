@@ -19,10 +19,10 @@ from gmeta.errors import GMetaError, UserError
 from gmeta.serving.channel import load_failure as trouble
 from gmeta.serving.channel import remote_channel as remote
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.current_version import served_at
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.current_version import current_at
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.remote_channel import channel_at, publish
-from gmeta.serving.channel.version_cache import alone
+from gmeta.serving.channel.version_cache import lock_folder
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.channel.version_retention import prune, remove_others
 from metaio.format import atomic_folder as destination
@@ -71,7 +71,7 @@ def channel(made: Path, tmp_path: Path) -> Channel:
 def served_model(place: str | Path, cache: Path) -> dict[str, bytes]:
     """Every file of the model that a channel serves, as a machine with this cache sees it."""
     found = channel_at(place, cache)
-    return content(whole_version(found, found.served().number, cache))
+    return content(materialize_version(found, found.require_current().number, cache))
 
 
 def store_of(url: str) -> tuple[Any, str]:
@@ -87,7 +87,7 @@ def test_every_machine_has_the_model_that_the_channel_serves(
     for number in (1, 3, 2, 3):
         channel.rollback(number)
         told.append(publish(channel, url))
-        assert served_at(url) == channel.served()
+        assert current_at(url) == channel.require_current()
         expected = served_model(channel.root, tmp_path / "here")
         assert served_model(url, other) == expected
     assert served_model(url, own) == expected
@@ -173,7 +173,7 @@ def test_a_reader_sees_the_old_or_the_new_model_after_every_prefix_of_the_writes
         assert found in (old, new)
         seen.append(found == new)
         publish(channel, place)
-        assert served_at(place) == channel.served()
+        assert current_at(place) == channel.require_current()
         assert left_at(place) == {path.name for path in (channel.root / "versions").iterdir()}
     assert all("connection reset" in failure for failure in failures)
     assert seen == sorted(seen)  # behind the pointer it is new for good
@@ -223,7 +223,7 @@ def test_a_damaged_version_is_not_served_and_tried_again_later(
             fs.pipe_file(path, damaged)
             monkeypatch.setattr(trouble, "RETRY_S", 0.0)
             assert not follower.check()
-            name = channel.served().checksum[:12]
+            name = channel.require_current().checksum[:12]
             told = f"version 3-{name} did not come whole from {url}: "
             assert follower.refused.startswith(told)
             assert follower.served.number == 1
@@ -232,7 +232,7 @@ def test_a_damaged_version_is_not_served_and_tried_again_later(
             assert not follower.check()
             fs.pipe_file(path, whole)
             assert not follower.check()
-            follower._trouble.end()
+            follower._load_failure.clear()
         assert follower.check()
         assert follower.served.number == 3
 
@@ -265,7 +265,7 @@ def test_a_version_that_the_disk_did_not_take_leaves_nothing_behind(
                 assert not follower.check()
             assert "[Errno 27] File too large" in follower.refused
             assert list(cache.rglob(".*.partial")) == []
-            follower._trouble.end()
+            follower._load_failure.clear()
         (copy,) = (cache / "channels").iterdir()
         (own,) = (path for path in cache.iterdir() if path.name != "channels")
         for killed in (copy / "versions" / ".00000002.partial", own / ".0123.partial"):
@@ -302,7 +302,7 @@ def test_the_server_reloads_from_a_url_and_says_when_it_cannot(
         assert values(post(service, request_of(ROWS))).tolist() == before.tolist()
         assert service.reload()
         assert service.status()["refused"] is None
-        assert service.loaded.version == channel.served().checksum[:12]
+        assert service.loaded.version == channel.require_current().checksum[:12]
         assert np.abs(values(post(service, request_of(ROWS))) - before).max() > 0
 
 
@@ -314,7 +314,7 @@ def test_a_channel_is_published_to_a_place_of_its_own(
     other.promote(Model.of(SIZES, seed=3).write(tmp_path / "model"))
     with pytest.raises(UserError) as caught:
         publish(other, url)
-    name = f"3-{channel.served().checksum[:12]}"
+    name = f"3-{channel.require_current().checksum[:12]}"
     assert str(caught.value) == (
         f"{url} holds another channel, which serves version {name}: no version of {other.root} is "
         "that. Choose another URL, or empty that one"
@@ -378,7 +378,7 @@ def test_the_command_publishes_and_refuses_what_is_no_channel(
     done = gmeta_command("publish", channel.root, url, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["copied"] == [1, 2, 3]
-    name = f"3-{channel.served().checksum[:12]}"
+    name = f"3-{channel.require_current().checksum[:12]}"
     assert done.stderr == (
         f"published: version {name} of {channel.root} at {url}  (3 versions copied)\n"
     )
@@ -427,5 +427,5 @@ def test_a_cache_on_a_read_only_disk_is_told(
 
     monkeypatch.setattr(Path, "mkdir", refused)
     told = "cannot be written: Read-only file system. Set GMETA_CACHE to a folder that can"
-    with pytest.raises(UserError, match=told), alone(tmp_path / "cache"):
+    with pytest.raises(UserError, match=told), lock_folder(tmp_path / "cache"):
         pass

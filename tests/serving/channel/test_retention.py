@@ -13,7 +13,7 @@ from gmeta.errors import GMetaError
 from gmeta.serving.channel import version_retention as retention
 from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.follower import follow
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.channel.version_retention import kept_versions, prune
 from tests.serving.channel.models import Model, content
@@ -63,7 +63,7 @@ def test_the_newest_the_served_one_its_rollback_and_their_chains_stay(
     assert kept_versions(channel, keep) <= set(left)
     assert prune(channel, keep) == []
     for number in left:
-        whole_version(channel, number)
+        materialize_version(channel, number)
     if served > 1:
         assert channel.rollback().number == served - 1
     # Numbers are never given twice, and what was told of those that are gone still is.
@@ -129,7 +129,7 @@ def test_a_promotion_beside_another_process_removes_nothing_and_is_no_failure(
     model = Model.of(SIZES, seed=9).write(tmp_path / "m")
 
     def pruned(channel: Channel, keep: int) -> list[int]:
-        with Channel(channel.root).changing():  # another began in between
+        with Channel(channel.root).lock_for_change():  # another began in between
             return prune(channel, keep)
 
     monkeypatch.setattr(delivery, "prune", pruned)

@@ -12,7 +12,7 @@ import gmeta
 from gmeta.errors import UserError
 from gmeta.serving.channel import model_scores as scored
 from gmeta.serving.channel.channel import Channel
-from gmeta.serving.channel.gate_predictions import Predicted, predict_gate
+from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.channel.model_scores import score_model
 from gmeta.serving.channel.version_packing import pack
 from metaio.format.dataset import open_dataset
@@ -53,7 +53,7 @@ def test_a_task_of_several_episodes_counts_once(
     path = write_increments(tmp_path / "s", (60,), num_tasks=40)[0]
     model = Model.of(SIZES).write(tmp_path / "model", stream="shop")
 
-    def of_two(*asked: Any) -> Predicted:
+    def of_two(*asked: Any) -> GatePredictions:
         rows = predict_gate(*asked)
         return replace(rows, task_N=rows.task_N % 2)
 

@@ -22,10 +22,10 @@ from gmeta.losses import objectives
 from gmeta.serving.formats import program_export as programs
 from gmeta.serving.formats.program_export import (
     Example,
-    adapted_program,
+    export_adapted,
     draw_rows,
-    forward_program,
-    labels_of,
+    export_forward,
+    select_labels,
     write_onnx,
 )
 from gmeta.serving.formats.program_modules import QUERY, SUPPORT, AdaptAndPredict, UnadaptedForward
@@ -60,7 +60,7 @@ def adapted(served: ServedModel, support: int, query: int, longest: int) -> tupl
     first, support_rows = draw_rows(served, support, longest, SUPPORT, seed=1)
     second, query_rows = draw_rows(served, query, longest, QUERY, seed=1)
     task = served.adapt_encoded(support_rows, [support])
-    return {**first, **labels_of(support_rows), **second}, served.predict_encoded(
+    return {**first, **select_labels(support_rows), **second}, served.predict_encoded(
         task, query_rows, [query]
     )
 
@@ -165,7 +165,7 @@ def test_a_program_adapts_to_a_task_of_any_size(
 ) -> None:
     served = model_of(tmp_path / "model", model, algorithm, features=features)
     objectives._tensor.cache_clear()  # as in a process that has predicted nothing before
-    torch.export.save(adapted_program(served), tmp_path / "adapt.pt2")
+    torch.export.save(export_adapted(served), tmp_path / "adapt.pt2")
     program = torch.export.load(tmp_path / "adapt.pt2").module()
     assert str(Path.cwd()).encode() not in (tmp_path / "adapt.pt2").read_bytes()
     for support, query, longest in ((1, 1, 1), (5, 7, 3), (30, 2, 5)):
@@ -200,12 +200,12 @@ def test_a_program_adapts_by_weights_and_by_the_labels_that_are_known(
 
 def test_statistics_of_support_rows_are_those_of_none_without_adaptation(tmp_path: Path) -> None:
     served = model_of(tmp_path / "model", support_features=STATISTICS)
-    program = forward_program(served).module()
+    program = export_forward(served).module()
     for size in SIZES:
         example, expected = unadapted(served, *size)
         torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
     with pytest.raises(UserError) as caught:
-        adapted_program(served)
+        export_adapted(served)
     assert str(caught.value) == (
         "adaptation cannot become a program of torch: support_features are counted from the rows "
         "outside the model. Train without them, or adapt by gmeta.load or gmeta serve"
@@ -224,7 +224,7 @@ def test_what_training_rows_say_of_items_is_part_of_programs(
         torch.testing.assert_close(AdaptAndPredict(served)(example), after, rtol=0, atol=1e-6)
     if columns == ("*",):
         example, expected = unadapted(served, 7, 3)
-        program = forward_program(served).module()
+        program = export_forward(served).module()
         torch.testing.assert_close(program(example), expected, rtol=0, atol=1e-6)
 
 
@@ -260,7 +260,7 @@ def test_a_program_that_predicts_something_else_is_refused(
     monkeypatch.setitem(MODELS, "melu", ReadsBags)
     served = model_of(tmp_path / "model", "melu", loss="mse")
     with pytest.raises(GMetaError) as caught:
-        forward_program(served)
+        export_forward(served)
     told = str(caught.value)
     assert told.startswith(
         "the program's predictions without adaptation differ from the model's by"
@@ -273,7 +273,7 @@ def test_a_program_that_predicts_something_else_is_refused(
 
 
 def test_what_torch_could_not_export_is_told_by_its_cause() -> None:
-    with pytest.raises(GMetaError) as caught, programs._told("an ONNX model"):
+    with pytest.raises(GMetaError) as caught, programs._translate_errors("an ONNX model"):
         raise RuntimeError("step 3/3 failed") from ValueError("no 3D attention.\nSee ...")
     assert str(caught.value) == (
         "an ONNX model cannot be exported from this model: ValueError: no 3D attention. "

@@ -39,7 +39,7 @@ from gmeta.serving.server.serve_config import ServeConfig
 from gmeta.serving.server.server_processes import _folder_in_memory, _WorkerGroup, _WorkerProcess
 from gmeta.serving.server.server_worker import _serve_until_stopped, bind_socket
 from gmeta.serving.server.versions import version_in
-from gmeta_keys.stop_flag import ending_signals
+from gmeta_keys.stop_flag import stop_signals
 from gmeta_protos.inference.v2 import open_inference_pb2 as pb
 from gmeta_protos.inference.v2 import open_inference_pb2_grpc as pb_grpc
 from metaio.format.atomic_folder import replace_folder
@@ -319,7 +319,7 @@ def test_what_a_stranger_left_in_memory_is_not_opened(
 def test_a_server_under_nohup_outlives_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert ending_signals() == [signal.SIGTERM, signal.SIGINT]
+        assert stop_signals() == [signal.SIGTERM, signal.SIGINT]
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -601,7 +601,7 @@ def test_a_worker_that_is_told_to_end_as_it_starts_does(
 
     monkeypatch.setattr(_WorkerGroup, "_work", told_at_once)
     workers = _WorkerGroup(ServeConfig(tmp_path, "model"), serve_on)
-    before = signal.signal(signal.SIGTERM, workers._stop_flag.ask)
+    before = signal.signal(signal.SIGTERM, workers._stop_flag.stop)
     try:
         worker = workers._start()
         worker.process.terminate()

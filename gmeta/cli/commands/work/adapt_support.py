@@ -3,17 +3,17 @@
 import time
 from pathlib import Path
 
-from gmeta.cli.commands.console import first_progress, print_result, screen, size_text
+from gmeta.cli.commands.console import show_progress, print_result, make_console, size_text
 from gmeta.serving.offline.adapt_job import adapt_files
 from metaio.quantities import format_count
 
 
-def adapt_and_tell(
+def adapt_and_report(
     model: Path, support: list[str], out: Path, processes: int, verify: bool
 ) -> None:
     """Write the states of all tasks to `out`, with a progress bar, and print how many there are."""
     begin_s = time.perf_counter()
-    with first_progress("rows") as advance:
+    with show_progress("rows") as advance:
         written = adapt_files(model, support, out, processes, verify, advance)
     spent_s = time.perf_counter() - begin_s
     num_bytes = out.stat().st_size
@@ -26,7 +26,7 @@ def adapt_and_tell(
             "seconds": spent_s,
         }
     )
-    screen(stderr=True).print(
+    make_console(stderr=True).print(
         f"adapted: {out}  ({format_count(written.num_tasks, 'task')} of "
         f"{format_count(written.num_rows, 'row')}, {size_text(num_bytes)}, in {spent_s:.2f} s)"
     )

@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gmeta.cli.commands.console import print_result, screen, show_table, table_of
+from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
 from gmeta.cli.commands.inspect import is_run
-from gmeta.cli.commands.work.next_version import beside, channel_to_be, export_since, told
+from gmeta.cli.commands.work.next_version import temporary_beside, open_or_new_channel, export_since, describe_version
 from gmeta.data.opening import open_by_name, open_data
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.platform.files.checked_json import read_json
 from gmeta.runs.run_folder import RunFolder, write_json
-from gmeta.serving.channel.champion_judge import Verdict, judge, refused, windows_before
-from gmeta.serving.channel.channel import POINTER, Channel, is_channel
-from gmeta.serving.channel.current_version import reached
-from gmeta.serving.channel.materialize import whole_version
+from gmeta.serving.channel.champion_judge import Verdict, judge, refuse_model, windows_before
+from gmeta.serving.channel.channel import CURRENT_FILE, Channel, is_channel
+from gmeta.serving.channel.current_version import translate_access_errors
+from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.model_version import copy_version, is_delta, read_version
 from gmeta.serving.channel.remote_channel import publish
 from gmeta.serving.channel.version_packing import pack
@@ -45,8 +45,8 @@ def promote_candidate(
 ) -> None:
     """Promote a run or an export, and print what is served from here on; with `keep`, remove the
     versions that nobody needs. Raise UserError for one that its verdict refuses, unless `force`."""
-    channel = channel_to_be(root)
-    kept = None if verdict is None else _verdict(verdict)
+    channel = open_or_new_channel(root)
+    kept = None if verdict is None else _read_verdict(verdict)
     is_refused = kept is not None and kept.get("verdict") == "refuse"
     reasons = "; ".join(kept.get("reasons", [])) if kept is not None else ""
     if is_refused and not force:
@@ -55,24 +55,24 @@ def promote_candidate(
             "same"
         )
     offered = None if is_run(candidate) else read_version(candidate)
-    with beside(root / "candidate", str(root)) as packed:
+    with temporary_beside(root / "candidate", str(root)) as packed:
         if offered is None:
             export_since(candidate, packed, root, tables, step, True)
-        elif offered.delta is not None or channel.serves(offered):
+        elif offered.delta is not None or channel.serves_model_of(offered):
             packed = candidate
         else:
-            with beside(root / "model", str(root)) as model:
+            with temporary_beside(root / "model", str(root)) as model:
                 check_files(candidate, read_config(candidate), checksums=False)
                 # No links: what its owner does to the folder later must not reach the channel.
                 copy_version(offered, model, shutil.copyfile)
                 pack(channel, model, packed, overwrite=True)
         is_own = packed != candidate
-        current = channel.promote(packed, kept, is_own=is_own, named=candidate)
+        current = channel.promote(packed, kept, is_own=is_own, named_in_messages=candidate)
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
-    screen(stderr=True).print(f"served: version {version.name} of {root}  ({told(version)})")
+    make_console(stderr=True).print(f"served: version {version.name} of {root}  ({describe_version(version)})")
     if is_refused:
-        screen(stderr=True).print(f"against its verdict: {reasons}")
+        make_console(stderr=True).print(f"against its verdict: {reasons}")
     if keep:
         _remove_older(channel, keep)
 
@@ -83,10 +83,10 @@ def _remove_older(channel: Channel, keep: int) -> None:
     try:
         gone = prune(channel, keep)
     except (GMetaError, MetaIOError) as error:
-        screen(stderr=True).print(f"nothing is removed: {error}")
+        make_console(stderr=True).print(f"nothing is removed: {error}")
         return
     if gone:
-        screen(stderr=True).print(f"removed: version {', '.join(map(str, reversed(gone)))}")
+        make_console(stderr=True).print(f"removed: version {', '.join(map(str, reversed(gone)))}")
 
 
 def judge_candidate(
@@ -100,15 +100,15 @@ def judge_candidate(
 ) -> bool:
     """Judge a run or an export against what a channel serves, print the verdict, write it to `out`
     and keep a refusal in the channel; return whether it is to be promoted."""
-    channel = channel_to_be(root)
-    own_folder = beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
-    with own_folder if is_run(candidate) else nullcontext(candidate) as whole:
+    channel = open_or_new_channel(root)
+    own_folder = temporary_beside(root.parent / f"{root.name}.judged", f"what {root} is judged by")
+    with own_folder if is_run(candidate) else nullcontext(candidate) as model_place:
         try:
-            model, own = _model_and_data(candidate, whole)
-            dataset = open_by_name(on) if on else own()
+            model, dataset_of_run = _model_and_data(candidate, model_place)
+            dataset = open_by_name(on) if on else dataset_of_run()
             verdict = judge_model(channel, model, dataset, split, margin, pool)
         except NotFiniteError as error:
-            verdict = refused(str(error))
+            verdict = refuse_model(str(error))
     if not verdict.promote:
         channel.record(verdict.to_json())
     if out is not None:
@@ -124,7 +124,7 @@ def judge_model(
     """Return the verdict on an exported model by a dataset and the increments before it in its
     stream, if it is of one."""
     current = channel.current()
-    champion = None if current is None else whole_version(channel, current.number)
+    champion = None if current is None else materialize_version(channel, current.number)
     windows = windows_before(dataset)
     verdict = judge(model, champion, windows, split, margin, pool)
     return replace(
@@ -137,14 +137,14 @@ def judge_model(
 def show_verdict(verdict: Verdict) -> None:
     """Print a verdict on one screen."""
     print_result(verdict.to_json())
-    console = screen()
+    console = make_console()
     heads = ("model", *verdict.candidate)
-    table = table_of("Gate", *heads, text=("model",))
+    table = make_table("Gate", *heads, text=("model",))
     champion = f"champion (version {verdict.champion_version})"
     for name, scores in (("candidate", verdict.candidate), (champion, verdict.champion)):
         if scores:
-            told = ("-" if value is None else f"{value:.4f}" for value in scores.values())
-            table.add_row(name, *told)
+            score_texts = ("-" if value is None else f"{value:.4f}" for value in scores.values())
+            table.add_row(name, *score_texts)
     show_table(console, table)
     measured = {
         f"{verdict.metric} better by": verdict.difference,
@@ -166,12 +166,12 @@ def show_verdict(verdict: Verdict) -> None:
     console.print("promote" if verdict.promote else f"refuse: {'; '.join(verdict.reasons)}")
 
 
-def _model_and_data(candidate: Path, whole: Path) -> tuple[Path, Callable[[], Dataset]]:
+def _model_and_data(candidate: Path, model_place: Path) -> tuple[Path, Callable[[], Dataset]]:
     """Return the exported model of a candidate (a run's is made at `whole`), and a function that
     opens its dataset."""
     if is_run(candidate):
-        export_run(candidate, whole, overwrite=True)
-        return whole, partial(open_data, RunFolder(candidate).read_config().data)
+        export_run(candidate, model_place, overwrite=True)
+        return model_place, partial(open_data, RunFolder(candidate).read_config().data)
     if is_delta(candidate):
         raise UserError(
             f"{candidate} is a delta, which predicts nothing alone. Judge the run or a full export"
@@ -183,11 +183,11 @@ def roll_back(root: Path, to: int | None) -> None:
     """Serve an earlier version, and print which."""
     if not is_channel(root):
         raise UserError(
-            f"{root} is no channel: there is no {POINTER}. Give a folder that `gmeta promote` wrote"
+            f"{root} is no channel: there is no {CURRENT_FILE}. Give a folder that `gmeta promote` wrote"
         )
     current = Channel(root).rollback(to)
     print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
-    screen(stderr=True).print(f"served: version {current.parent.name} of {root} again")
+    make_console(stderr=True).print(f"served: version {current.parent.name} of {root} again")
 
 
 def publish_to(root: Path, url: str) -> None:
@@ -196,23 +196,23 @@ def publish_to(root: Path, url: str) -> None:
     if is_channel(root):
         channel = Channel(root)
         copied, noun = publish(channel, url), "version"
-        newest = f"version {channel.served().parent.name}"
+        newest = f"version {channel.require_current().parent.name}"
     elif is_stream(str(root)):
-        with reached(url):
+        with translate_access_errors(url):
             copied, noun = publish_stream(root, url), "increment"
         newest = f"increment {open_stream(str(root)).numbers[-1]}"
     else:
         raise UserError(
-            f"{root} is no channel and no stream: there is neither {POINTER} nor {STREAM_FILE}. "
+            f"{root} is no channel and no stream: there is neither {CURRENT_FILE} nor {STREAM_FILE}. "
             "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
         )
     print_result({"path": root, "url": url, "copied": copied})
-    screen(stderr=True).print(
+    make_console(stderr=True).print(
         f"published: {newest} of {root} at {url}  ({format_count(len(copied), noun)} copied)"
     )
 
 
-def _verdict(path: Path) -> dict[str, Any]:
+def _read_verdict(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:

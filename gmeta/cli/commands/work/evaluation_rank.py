@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gmeta.cli.commands.console import first_progress, print_result, screen, show_table
-from gmeta.cli.commands.work.rank_process import be_rank
+from gmeta.cli.commands.console import show_progress, print_result, make_console, show_table
+from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.algorithm import PLAIN
 from gmeta.config.train_config import TrainConfig, overridden
 from gmeta.data.label_checks import scored_labels
@@ -37,7 +37,7 @@ from metaio.prepare.episodes.raw_ids import describe_missing_ids
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluateOptions:
     """What the command line asks for: `overrides` change the first run's algorithm, and what is
     measured of all runs."""
 
@@ -51,9 +51,9 @@ class Asked:
     label: str = ""
 
 
-def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainConfig) -> None:
+def evaluate_on_rank(roots: list[Path], options: EvaluateOptions, out: Path, config: TrainConfig) -> None:
     """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
-    wanted = EvalProtocol(asked.draws, asked.support_sizes)
+    wanted_protocol = EvalProtocol(options.draws, options.support_sizes)
 
     def work(ranks: Ranks) -> None:
         # Folders of the same name in different places are told apart by their paths.
@@ -61,23 +61,23 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         for root in roots:
             checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
-        label = _label(dataset, asked.label) or config.labels.judged
+        label = _choose_label(dataset, options.label) or config.labels.judged
         configs = {root: RunFolder(root).read_config() for root in roots}
         own_data = {root: open_data(own.data) for root, own in configs.items()}
-        for root, own in configs.items():
-            with_judged_label(label, own, own_data[root])
-        chosen = with_judged_label(label, overridden(config, asked.overrides), dataset)
+        for root, config_of_run in configs.items():
+            with_judged_label(label, config_of_run, own_data[root])
+        chosen = with_judged_label(label, overridden(config, options.overrides), dataset)
         if chosen.evaluation.candidates:
             _check_same_items(own_data, chosen.evaluation.candidates)
-        if asked.item_column:  # an error is reported before minutes are spent
-            find_item_index(dataset, asked.item_column)
+        if options.item_column:  # an error is reported before minutes are spent
+            find_item_index(dataset, options.item_column)
         # One for all runs and ranks, whatever lands in a stream meanwhile.
-        named = broadcast_value(resolve_newest(asked.on), ranks) if asked.on else ""
-        on = translate_dataset(open_by_name(named), dataset) if named else None
-        shown, note = limit_to_one_draw(wanted, on or dataset)
+        increment_name = broadcast_value(resolve_newest(options.on), ranks) if options.on else ""
+        on = translate_dataset(open_by_name(increment_name), dataset) if increment_name else None
+        protocol, note = limit_to_one_draw(wanted_protocol, on or dataset)
         notes = [one for one in (describe_missing_ids(on or dataset), note) if one]
         scored = chosen if on is None else replace(chosen, data=data_config_for(chosen.data, on))
-        splits = choose_splits(scored, on or dataset, asked.splits)
+        splits = choose_splits(scored, on or dataset, options.splits)
         names = {root: root.name if short else str(root) for root in roots}
         for root, name in names.items():
             notes += describe_trained_splits(
@@ -85,21 +85,21 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             )
         if ranks.rank == 0:
             for one in notes:
-                screen(stderr=True).print(one)
-        candidates = _candidates(scored, on or dataset, splits, asked.item_column, ranks)
-        overrides_adapting = any(each.startswith("algorithm.") for each in asked.overrides)
+                make_console(stderr=True).print(one)
+        candidates = _sample_candidates(scored, on or dataset, splits, options.item_column, ranks)
+        overrides_adapting = any(each.startswith("algorithm.") for each in options.overrides)
         runs = []
         for root, name in names.items():
-            with first_progress(f"scoring {name:.16}", ranks.rank) as advance:
+            with show_progress(f"scoring {name:.16}", ranks.rank) as advance:
                 runs.append(
                     evaluate_run(
                         root,
                         name,
-                        asked.splits,
+                        options.splits,
                         ranks,
                         chosen.algorithm if overrides_adapting and root == roots[0] else None,
-                        shown,
-                        named,
+                        protocol,
+                        increment_name,
                         candidates,
                         advance,
                         label,
@@ -108,64 +108,64 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                 )
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
-            console = screen()
-            screen(stderr=True).print("the runs are scored; now the baselines, from training rows")
-            yardsticks = [
+            console = make_console()
+            make_console(stderr=True).print("the runs are scored; now the baselines, from training rows")
+            baselines = [
                 predict_baselines(
                     chosen,
                     dataset,
                     splits,
-                    asked.item_column,
-                    asked.trees,
-                    shown,
+                    options.item_column,
+                    options.trees,
+                    protocol,
                     on,
                     candidates if one.is_judged else None,
                     one,
                 )
                 for one in scored_labels(chosen, dataset)
             ]
-            models = [model for found in yardsticks for model in found.models]
-            told = dict.fromkeys(note for found in yardsticks for note in found.notes)
+            models = [model for baseline in baselines for model in baseline.models]
+            baseline_notes = dict.fromkeys(note for found in baselines for note in found.notes)
             paths = write_report(
                 out,
                 evaluated,
                 models,
-                [*told, *notes],
+                [*baseline_notes, *notes],
                 lambda found: show_table(console, make_console_table(found)),
             )
             for root, each in zip(roots, evaluated, strict=True):
-                _keep_chosen(root, each)
+                _save_choice(root, each)
             evaluation = json.loads(Path(paths.evaluation_json).read_text())
             print_result({"report": paths.html, "evaluation": evaluation})
             for line in filter(None, (best_not_kept(RunFolder(root)) for root in roots)):
-                screen(stderr=True).print(line)
+                make_console(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
     # A run that was trained on a GPU is evaluated on the device that is here.
     device = "cpu" if config.run.device == "cpu" else "auto"
     configs = [RunFolder(root).read_config().digest for root in roots]
-    told = {**vars(asked), "the config of each RUN": configs}
-    be_rank(device, config.run.collective_timeout_s, told, work)
+    shared_options = {**vars(options), "the config of each RUN": configs}
+    run_as_rank(device, config.run.collective_timeout_s, shared_options, work)
 
 
-def _keep_chosen(root: Path, run: EvaluatedRun) -> None:
+def _save_choice(root: Path, run: EvaluatedRun) -> None:
     """Keep what validation chose for a run that adapts: `gmeta export` uses it."""
     if run.algorithm == PLAIN or not run.fine_tuning:
         return
     tuning = run.fine_tuning[0]
     (best,) = tuning.chosen
-    told = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
+    choice = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
     try:
-        write_chosen_adaptation(RunFolder(root), run.step, best.inner_lr, best.inner_steps, **told)
+        write_chosen_adaptation(RunFolder(root), run.step, best.inner_lr, best.inner_steps, **choice)
     except OSError as error:
-        screen(stderr=True).print(
+        make_console(stderr=True).print(
             f"{root / CHOSEN_ADAPTATION_FILE} cannot be written ({error}): an export of this run "
             "adapts as "
             "its config says"
         )
 
 
-def _label(dataset: Dataset, label: str) -> str:
+def _choose_label(dataset: Dataset, label: str) -> str:
     """Return the label asked for, "" for none. Raise UserError where the dataset has one label
     without a name."""
     if label and not dataset.features.labels:
@@ -189,14 +189,14 @@ def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
             )
 
 
-def _candidates(
+def _sample_candidates(
     config: TrainConfig, dataset: Dataset, splits: list[str], item_column: str, ranks: Ranks
 ) -> Candidates | None:
     """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
     Collective."""
     if not config.evaluation.candidates:
         return None
-    found: list[Candidates] = []
+    sampled: list[Candidates] = []
 
     def sample() -> None:
         scoring = Scoring(config.loss_of(), config.evaluation)
@@ -209,7 +209,7 @@ def _candidates(
             item_column,
             judged,
         )
-        found.append(made)
+        sampled.append(made)
 
     run_on_first(sample, ranks)
-    return broadcast_value(found[0] if found else None, ranks)
+    return broadcast_value(sampled[0] if sampled else None, ranks)

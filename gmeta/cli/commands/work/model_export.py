@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from gmeta.cli.commands.console import print_result, screen, size_text
-from gmeta.cli.commands.work.next_version import export_since, told
+from gmeta.cli.commands.console import print_result, make_console, size_text
+from gmeta.cli.commands.work.next_version import export_since, describe_version
 from gmeta.runs.checkpoints.choice import best_not_kept
 from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE
 from gmeta.runs.run_folder import RunFolder
@@ -18,13 +18,13 @@ _USES = {
 }
 
 
-def export_whole(
+def export_full(
     run: Path, out: Path, tables: TableFormat, step: int | None, overwrite: bool
 ) -> None:
     """Export the run's checkpoint, and print how large it became and how to use it."""
     written = export_run(run, out, tables, step, overwrite)
     share = written.table_bytes / max(written.float32_table_bytes, 1)
-    console = screen(stderr=True)
+    console = make_console(stderr=True)
     if step is None and (line := best_not_kept(RunFolder(run))):
         console.print(line)
     if written.adaptation is not None:
@@ -63,7 +63,7 @@ def export_for_runtime(
     lines = [f"exported: {out}  ({runtime}, {size_text(written.num_bytes)})"]
     lines += [written.left_out] if written.left_out else []
     lines += ["use it: " + _USES[runtime].format(out=out, parent=out.absolute().parent)]
-    screen(stderr=True).print("\n".join(lines))
+    make_console(stderr=True).print("\n".join(lines))
 
 
 def export_changes(
@@ -73,7 +73,7 @@ def export_changes(
     print how large it became."""
     version, why = export_since(run, out, since, tables, step, overwrite)
     print_result({"model": out, "kind": version.kind, "bytes": version.num_bytes, "whole": why})
-    screen(stderr=True).print(
-        f"exported: {out}  ({told(version)}{f'; whole, since {why}' if why else ''})\n"
+    make_console(stderr=True).print(
+        f"exported: {out}  ({describe_version(version)}{f'; whole, since {why}' if why else ''})\n"
         f"serve it: gmeta promote {out} {since}"
     )

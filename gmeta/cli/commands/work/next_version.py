@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gmeta.cli.commands.console import size_text
 from gmeta.errors import UserError
-from gmeta.serving.channel.channel import POINTER, Channel, is_channel
+from gmeta.serving.channel.channel import CURRENT_FILE, Channel, is_channel
 from gmeta.serving.channel.model_version import Version
 from gmeta.serving.channel.version_packing import pack
 from gmeta.serving.export import export_run
@@ -21,12 +21,12 @@ def export_since(
 ) -> tuple[Version, str]:
     """Return what was written, and why it is whole ("" of a delta)."""
     check_free(out, overwrite)
-    with beside(out, str(out)) as whole:
-        export_run(run, whole, tables, step, overwrite=True)
-        return pack(channel_to_be(since), whole, out, overwrite)
+    with temporary_beside(out, str(out)) as full_export:
+        export_run(run, full_export, tables, step, overwrite=True)
+        return pack(open_or_new_channel(since), full_export, out, overwrite)
 
 
-def told(version: Version) -> str:
+def describe_version(version: Version) -> str:
     """Return a line on what a version holds."""
     if version.delta is None:
         return f"full, {size_text(version.num_bytes)}"
@@ -38,21 +38,21 @@ def told(version: Version) -> str:
     )
 
 
-def channel_to_be(root: Path) -> Channel:
+def open_or_new_channel(root: Path) -> Channel:
     """Return the channel at a path, or one that is to be made there. Raise UserError where
     something else is."""
     # What begins with a dot is what a killed promotion left.
-    found = root.iterdir() if root.is_dir() else [root] if root.exists() else []
-    if not is_channel(root) and any(not path.name.startswith(".") for path in found):
+    entries = root.iterdir() if root.is_dir() else [root] if root.exists() else []
+    if not is_channel(root) and any(not path.name.startswith(".") for path in entries):
         raise UserError(
-            f"{root} is no channel: there is no {POINTER}, but something else. Give the folder of "
+            f"{root} is no channel: there is no {CURRENT_FILE}, but something else. Give the folder of "
             "a channel, or one that does not exist yet"
         )
     return Channel(root)
 
 
 @contextmanager
-def beside(out: Path, name: str) -> Iterator[Path]:
+def temporary_beside(out: Path, name: str) -> Iterator[Path]:
     """Yield a place on the file system of `out` to make something; what is left there is removed.
     Raise DataError where another process writes `name`, as messages call it."""
     path = out.parent / f".{out.name}.whole"

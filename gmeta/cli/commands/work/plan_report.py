@@ -1,7 +1,7 @@
 """What `gmeta plan` prints."""
 
 from gmeta.cli.capacity import Capacity, plan_capacity
-from gmeta.cli.commands.console import print_result, screen, show_table, table_of
+from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.distributed.estimate import RESERVED
@@ -9,19 +9,19 @@ from gmeta.distributed.ranks import quieten
 
 
 def show_plan(
-    config: TrainConfig, asked: CapacityOverrides, cluster: Cluster, speeds: Speeds
+    config: TrainConfig, overrides: CapacityOverrides, cluster: Cluster, speeds: Speeds
 ) -> None:
     """Print where training would put the tables, and what a step costs."""
     quieten()
-    found = plan_capacity(config, asked, cluster, speeds)
-    _result(found, cluster)
-    _tables(found)
-    _memory(found, cluster, config.run.checkpoint_in_background)
-    _step(found, config, cluster)
+    planned = plan_capacity(config, overrides, cluster, speeds)
+    _print_result(planned, cluster)
+    _print_tables(planned)
+    _print_memory(planned, cluster, config.run.checkpoint_in_background)
+    _print_step(planned, config, cluster)
 
 
-def _result(found: Capacity, cluster: Cluster) -> None:
-    estimate, step = found.estimate, found.step
+def _print_result(planned: Capacity, cluster: Cluster) -> None:
+    estimate, step = planned.estimate, planned.step
     print_result(
         {
             "gpus": cluster.world_size,
@@ -34,7 +34,7 @@ def _result(found: Capacity, cluster: Cluster) -> None:
             "step": {
                 "tasks_per_gpu": step.tasks,
                 "rows_per_gpu": step.rows,
-                "ids_measured": found.measured,
+                "ids_measured": planned.measured,
                 "flop_per_gpu": step.flops,
                 "seconds": estimate.step_s,
                 "parts": {
@@ -46,79 +46,79 @@ def _result(found: Capacity, cluster: Cluster) -> None:
     )
 
 
-def _tables(found: Capacity) -> None:
+def _print_tables(planned: Capacity) -> None:
     heads = ("table", "rows", "width", "sharded", "memory", "GPUs", "bytes")
-    placed = table_of("Tables", *heads, text=("table", "sharded", "memory"))
+    placed = make_table("Tables", *heads, text=("table", "sharded", "memory"))
     sent_heads = ("table", "ids", "bytes of ids", "of rows and gradients")
-    sent = table_of("What a GPU sends in a step", *sent_heads, text=("table",))
-    for name, table in found.estimate.tables.items():
+    sent = make_table("What a GPU sends in a step", *sent_heads, text=("table",))
+    for name, table in planned.estimate.tables.items():
         placed.add_row(
             name,
             f"{table['rows']:,}",
             str(table["width"]),
             table["kind"],
             table["placement"],
-            span_of(table["ranks"]),
-            _bytes(table["bytes"]),
+            format_ranks(table["ranks"]),
+            _format_bytes(table["bytes"]),
         )
         sent.add_row(
             name,
             f"{table['ids_per_step']:,.0f}",
-            _bytes(table["id_bytes_per_step"]),
-            _bytes(table["row_bytes_per_step"]),
+            _format_bytes(table["id_bytes_per_step"]),
+            _format_bytes(table["row_bytes_per_step"]),
         )
-    show_table(screen(), placed)
-    show_table(screen(), sent)
+    show_table(make_console(), placed)
+    show_table(make_console(), sent)
 
 
-def span_of(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Return which GPUs hold rows of a table: 0-6, or 3, 5, 9-11."""
     cuts = [place for place in range(1, len(ranks)) if ranks[place] != ranks[place - 1] + 1]
     runs = [ranks[low:high] for low, high in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
-    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     # More would not fit beside the other columns.
-    return ", ".join(told) if len(told) <= 3 else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
+    return ", ".join(spans) if len(spans) <= 3 else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
-def _memory(found: Capacity, cluster: Cluster, in_background: bool) -> None:
-    estimate = found.estimate
+def _print_memory(planned: Capacity, cluster: Cluster, in_background: bool) -> None:
+    estimate = planned.estimate
     device_W, copied_W = estimate.device_bytes_W, estimate.copied_bytes_W * in_background
     host_W = estimate.host_bytes_W + copied_W
     lines = [
-        f"memory of a GPU: {_bytes(device_W.min())} to {_bytes(device_W.max())} of "
-        f"{_bytes(cluster.device_bytes)}",
+        f"memory of a GPU: {_format_bytes(device_W.min())} to {_format_bytes(device_W.max())} of "
+        f"{_format_bytes(cluster.device_bytes)}",
         f"  tables, optimizers, layers and the rows of a step; {RESERVED:.0%} are kept free",
     ]
     if host_W.any():
         most, there = float(host_W.max()), cluster.host_bytes
-        lines.append(f"memory of the host for a GPU: up to {_bytes(most)} of {_bytes(there)}")
+        lines.append(f"memory of the host for a GPU: up to {_format_bytes(most)} of {_format_bytes(there)}")
         if in_background:
             too_much = "; too much: set run.checkpoint_in_background = false" * (most > there)
-            lines.append(f"  {_bytes(copied_W.max())} for a checkpoint's copy of them{too_much}")
-    screen().print("\n".join(lines))
+            lines.append(f"  {_format_bytes(copied_W.max())} for a checkpoint's copy of them{too_much}")
+    make_console().print("\n".join(lines))
 
 
-def _step(found: Capacity, config: TrainConfig, cluster: Cluster) -> None:
-    estimate, step = found.estimate, found.step
-    how = "counted in the dataset" if found.measured else "as stated"
-    screen().print(
+def _print_step(planned: Capacity, config: TrainConfig, cluster: Cluster) -> None:
+    estimate, step = planned.estimate, planned.step
+    how = "counted in the dataset" if planned.measured else "as stated"
+    make_console().print(
         f"\nstep: {config.data.tasks_per_step:,} tasks, {step.tasks:,.0f} on a GPU with "
         f"{step.rows:,.0f} rows; ids {how}"
     )
-    table = table_of("Time of a step", "part", "bytes", "ms", text=("part",))
+    table = make_table("Time of a step", "part", "bytes", "ms", text=("part",))
     for name, (num_bytes, seconds) in estimate.parts.items():
         if num_bytes >= 1 or (seconds and not num_bytes):  # sums of floats are not quite 0
-            table.add_row(name, _bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}")
+            table.add_row(name, _format_bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}")
     table.add_row("products and bytes alone, one by one", "", f"{estimate.step_s * 1e3:.3f}")
-    show_table(screen(), table)
-    screen().print(
+    show_table(make_console(), table)
+    make_console().print(
         "A step takes longer. Not in it: launches of kernels, element-wise work, latency,\n"
         "reading. Forward and backward of a small MAML with 128 tasks took an H200 0.9 ms as a\n"
         "CUDA graph and 3.7 to 5.3 ms without: docs/gpu.md"
     )
 
 
-def _bytes(num_bytes: float) -> str:
+def _format_bytes(num_bytes: float) -> str:
     """Return bytes in powers of 1,000, as memory and networks are sold."""
     for unit in ("B", "KB", "MB", "GB"):
         if num_bytes < 1000:

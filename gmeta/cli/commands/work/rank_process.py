@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gmeta.cli.commands.work.shared_error import told_once
+from gmeta.cli.commands.work.shared_error import report_once
 from gmeta.distributed.ranks import (
     Ranks,
     explain_lost_peers,
@@ -15,10 +15,10 @@ from gmeta.distributed.stopping import end_with_agent
 from gmeta.runs.alike import check_alike
 
 
-def be_rank(
+def run_as_rank(
     device: str,
     timeout_s: int,
-    told: Mapping[str, Any],
+    alike: Mapping[str, Any],
     work: Callable[[Ranks], None],
     *,
     shared_memory: bool = False,
@@ -28,7 +28,7 @@ def be_rank(
     end_with_agent()
     with explain_lost_peers():
         ranks = start_ranks(device, timeout_s)
-        with told_once(ranks):
-            check_alike(told, ranks)
+        with report_once(ranks):
+            check_alike(alike, ranks)
             work(with_shared_memory(ranks, timeout_s) if shared_memory else ranks)
         stop_ranks()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.cli.commands.console import first_progress, print_result, screen
+from gmeta.cli.commands.console import show_progress, print_result, make_console
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_replaceable
 from gmeta.serving.bulk.predict_files import predict_files, schema_of
@@ -27,19 +27,19 @@ def predict_rows(
                 "Rename or drop it"
             )
     check_fits(query_rows.schema, out)
-    with first_progress("predicting") as advance:
-        found = predict_files(served, support_rows, query_rows, out, allow_no_support, advance)
-    without = found.rows_without_support
-    told = f", {without:,} of them without support rows and so not adapted" if without else ""
+    with show_progress("predicting") as advance:
+        summary = predict_files(served, support_rows, query_rows, out, allow_no_support, advance)
+    without = summary.rows_without_support
+    note = f", {without:,} of them without support rows and so not adapted" if without else ""
     print_result(
         {
             "out": out,
-            "rows": found.num_rows,
+            "rows": summary.num_rows,
             "rows_without_support": without,
-            "seconds": found.seconds,
+            "seconds": summary.seconds,
         }
     )
-    screen(stderr=True).print(
-        f"predicted: {out}  ({format_count(found.num_rows, 'row')}{told}, in {found.seconds:.2f} "
+    make_console(stderr=True).print(
+        f"predicted: {out}  ({format_count(summary.num_rows, 'row')}{note}, in {summary.seconds:.2f} "
         "s)",
     )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from gmeta.cli.commands.error_messages import told, told_errors, write_error
+from gmeta.cli.commands.error_messages import format_error, reportable_errors, write_error
 from gmeta.distributed.ranks import Ranks
 from gmeta.platform.internals import job_store
 
@@ -23,30 +23,30 @@ PAUSE_S = 0.02
 
 
 @contextmanager
-def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def report_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Print the error that is raised inside, on one rank if all would print the same, and end with
     its exit code.
 
     Raises:
-        SystemExit: an error of `told_errors` was raised on one of several ranks, and printed.
+        SystemExit: an error of `reportable_errors` was raised on one of several ranks, and printed.
     """
     try:
         yield
-    except told_errors() as error:
+    except reportable_errors() as error:
         if ranks.world_size == 1 or os.environ.get("GMETA_TRACEBACK"):
             raise
-        line, code = told(error)
+        line, code = format_error(error)
         store = PrefixStore("gmeta-told-once", job_store())
         if ranks.rank == 0:
             # First of all: the rank that leaves first has the others ended.
             write_error(line)
-            _tell_others(store, line, ranks.world_size - 1, patience_s)
-        elif not _first_said(store, line, patience_s):
+            _share_line(store, line, ranks.world_size - 1, patience_s)
+        elif not _was_printed_by_first(store, line, patience_s):
             write_error(line)
         sys.exit(code)
 
 
-def _tell_others(store: Store, line: str, num_others: int, patience_s: float) -> None:
+def _share_line(store: Store, line: str, num_others: int, patience_s: float) -> None:
     """Leave the line in the store, which may end with rank 0: wait until the others read it."""
     try:
         store.set("line", line)
@@ -55,16 +55,16 @@ def _tell_others(store: Store, line: str, num_others: int, patience_s: float) ->
         return  # the store is gone, and with it whoever would have asked
 
 
-def _first_said(store: Store, line: str, patience_s: float) -> bool:
+def _was_printed_by_first(store: Store, line: str, patience_s: float) -> bool:
     """Return whether rank 0 has printed this very line."""
     try:
         if not _wait_until(lambda: store.check(["line"]), patience_s):
             return False
-        said = store.get("line").decode()
+        first_line = store.get("line").decode()
         store.add("heard", 1)
     except RuntimeError:
         return False  # rank 0 is gone
-    return bool(said == line)
+    return bool(first_line == line)
 
 
 def _wait_until(holds: Callable[[], bool], patience_s: float) -> bool:

@@ -3,8 +3,8 @@
 import statistics
 from pathlib import Path
 
-from gmeta.cli.commands.console import print_result, screen
-from gmeta.cli.commands.work.rank_process import be_rank
+from gmeta.cli.commands.console import print_result, make_console
+from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.launch import restarts
 from gmeta.distributed.ranks import Ranks
@@ -24,7 +24,7 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
     def work(ranks: Ranks) -> None:
         used, allowed = restarts()
         if used and ranks.rank == 0:
-            screen(stderr=True).print(f"restart {used} of {allowed}: all ranks begin again")
+            make_console(stderr=True).print(f"restart {used} of {allowed}: all ranks begin again")
         try:
             folder = train(config, ranks)
         except OSError as error:  # as of a full disk
@@ -32,9 +32,9 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
                 error.add_note("go on with --resume")
             raise
         if ranks.rank == 0:
-            _tell(folder)
+            _print_outcome(folder)
 
-    be_rank(
+    run_as_rank(
         config.run.device,
         config.run.collective_timeout_s,
         settings_of_all(config),
@@ -43,7 +43,7 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
     )
 
 
-def _tell(folder: RunFolder) -> None:
+def _print_outcome(folder: RunFolder) -> None:
     # Numbers that every logged step has, unless its line was edited.
     history = folder.read_metrics()
     speeds, waits = (
@@ -63,12 +63,12 @@ def _tell(folder: RunFolder) -> None:
         }
     )
     parts = ("metrics.jsonl", "tensorboard/", "checkpoints/")
-    found = ", ".join(part for part in parts if (folder.root / part).exists())
-    lines = [f"\ntrained: {folder.root}  ({found})"]
+    folders = ", ".join(part for part in parts if (folder.root / part).exists())
+    lines = [f"\ntrained: {folder.root}  ({folders})"]
     # A finished run that is resumed takes no step, and its log may be gone.
     if speed is not None and wait is not None:
         lines += [f"speed: {speed:,.0f} samples/s, {wait:.1%} of the time waiting for data"]
     if line := best_not_kept(folder):
         lines += [line]
     lines += [f"evaluate it: gmeta evaluate {folder.root}"]
-    screen(stderr=True).print("\n".join(lines))
+    make_console(stderr=True).print("\n".join(lines))

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow.compute as pc
 import torch
 
-from gmeta.cli.commands.error_messages import WRONG_PATHS, told, told_errors
-from gmeta.cli.commands.work.rank_process import be_rank
+from gmeta.cli.commands.error_messages import WRONG_PATHS, format_error, reportable_errors
+from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.data.opening import open_data
 from gmeta.distributed.ranks import Ranks
@@ -28,7 +28,7 @@ from gmeta.train import train
 from gmeta.tuning.trials import TrialReport
 
 
-def be_trial(
+def run_as_trial(
     is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
 ) -> None:
     """Train and score a trial, whose config comes as JSON, in this process, which ends with it; or
@@ -49,8 +49,8 @@ def be_trial(
             check_on_data(config_from_dict(config))
         else:
             _train(config_from_dict(config), says)
-    except told_errors() as error:
-        line, code = told(error)
+    except reportable_errors() as error:
+        line, code = format_error(error)
         sys.stderr.write(f"error: {line}\n")
         is_path = isinstance(error, WRONG_PATHS)
         unwritten = isinstance(error, NotWrittenError | OSError) and not is_path
@@ -88,7 +88,7 @@ def _train(config: TrainConfig, says: Connection) -> None:
         )
 
     run = config.run
-    be_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
+    run_as_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
 
 
 def _leave_with_tune() -> None:
