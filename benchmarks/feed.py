@@ -119,7 +119,7 @@ def write_data(folder: Path, tasks: int) -> str:
 def without_gpu() -> Iterator[None]:
     """Have the host do what it does for CUDA, and nobody what the GPU does."""
 
-    def sent(trees: Sequence[Any], _: torch.device) -> list[Any]:
+    def send_to_device(trees: Sequence[Any], _: torch.device) -> list[Any]:
         """As transfer.sent to a GPU, but for the copy itself."""
         return list(trees) if isinstance(trees[0], transfer.Packed) else transfer.pack(trees)
 
@@ -144,7 +144,7 @@ def without_gpu() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name, value in (
             (torch, "empty", unpinned),
-            (episodes, "sent", sent),
+            (episodes, "sent", send_to_device),
             (updates, "_HostRows", updates._DeviceRowStore),
             (updates._DeviceRowStore, "copy", copy),
             (updates.FastGroup, "update", update),
@@ -195,16 +195,16 @@ class Turns(StepAgent):
         finally:
             processes.close()
 
-    def arranged(self, batches: Iterator[TaskBatch], arrange: CollateFunction) -> Batches:
-        def prepared(batch: TaskBatch) -> Any:
-            return self._local.exchange.prepare(arrange(batch))
+    def collate_batches(self, batches: Iterator[TaskBatch], collate: CollateFunction) -> Batches:
+        def collate_and_prepare(batch: TaskBatch) -> Any:
+            return self._local.exchange.prepare(collate(batch))
 
         sources: dict[str, Batches] = {
-            f"threads = {n}": map_ahead(prepared, self._stored(n), n, self._waited)
+            f"threads = {n}": map_ahead(collate_and_prepare, self._stored(n), n, self._add_wait)
             for n in self._feeds.threads
         }
         sources |= {f"processes = {n}": self._from_processes(n) for n in self._feeds.processes}
-        some = itertools.islice(map_ahead(prepared, self._stored(1), 1), 16)
+        some = itertools.islice(map_ahead(collate_and_prepare, self._stored(1), 1), 16)
         sources[FED] = itertools.cycle(list(some))
         for turn in range(self._turns):
             for way in list(sources) if turn % 2 == 0 else reversed(list(sources)):
@@ -214,10 +214,10 @@ class Turns(StepAgent):
             if isinstance(source, Generator):
                 source.close()
 
-    def _waited(self, seconds: float) -> None:
+    def _add_wait(self, seconds: float) -> None:
         self._wait_s += seconds
 
-    def stepped(self, num_tasks: int) -> None:
+    def finish_step(self, num_tasks: int) -> None:
         """Note what each clock shows."""
         waited_s = self._wait_s + sum(reader.wait_s for reader in self._readers)
         times_s = time.perf_counter(), *cpu_and_core_s(), waited_s

@@ -6,12 +6,16 @@ loads nothing.
 
 from typing import TYPE_CHECKING, Any
 
+from gmeta.platform import former_paths
+
 if TYPE_CHECKING:
     from gmeta.serving.channel.follower import follow
     from gmeta.serving.model_loader import load
 
 __version__ = "0.1.0"  # pyproject.toml and `gmeta --version` take it from here
 __all__ = ["__version__", "follow", "load"]
+
+former_paths.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -97,7 +97,7 @@ class TrainingRun:
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         self._scored = EvalContext(config, self._dataset, self._sharded, ranks)
         plan = describe_sharding(self._sharded, ranks)
-        self._told_at_start = [*messages, *describe_in_words(plan)]
+        self._start_messages = [*messages, *describe_in_words(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
         run_on_first(lambda: resources.enter_context(lock_run_folder(self.folder.root)), ranks)
@@ -106,11 +106,11 @@ class TrainingRun:
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_batch_source(config, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
-        self._told_at_start += self._beginning.told
+        self._start_messages += self._beginning.told
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:
-            self._told_at_start += self._take_item_statistics()
+            self._start_messages += self._take_item_statistics()
         run_on_first(lambda: self._describe_run(plan), ranks)
 
         self._step_limit = config.run.max_steps or sys.maxsize
@@ -151,7 +151,7 @@ class TrainingRun:
             StoppedError: SIGTERM asked a rank to stop.
         """
         self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
-        self.hooks.show_lines(self._told_at_start)
+        self.hooks.show_lines(self._start_messages)
         if self._forecasts:
             self._forecast()
             self.hooks.show_lines(self._take_item_statistics())

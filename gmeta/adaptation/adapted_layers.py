@@ -51,15 +51,15 @@ class Tape:
         """
         if len(args) != 1:
             raise _uncalled_layer_error(name)
-        (rows,) = args
-        if rows.shape[0] != self.layout.num_rows:
+        (record_rows,) = args
+        if record_rows.shape[0] != self.layout.num_rows:
             raise ConfigError(
-                f"layer {name!r} works on {rows.shape[0]} rows, the tasks have "
+                f"layer {name!r} works on {record_rows.shape[0]} rows, the tasks have "
                 f"{self.layout.num_rows}: only layers applied row by row can adapt. Leave it out "
                 "of algorithm.adapt_layers"
             )
         self.called.add(name)
-        return rows
+        return record_rows
 
 
 class AdaptedLayers:

@@ -78,7 +78,10 @@ class _WorkerHistory:
         totals_of_window = self.totals_of_window()
         if totals_of_window is None or not self.short:
             return False
-        now_ms, then_ms = sum(totals_of_window.own_ms) / totals_of_window.tasks_done, self.short[-1].own_ms
+        now_ms, then_ms = (
+            sum(totals_of_window.own_ms) / totals_of_window.tasks_done,
+            self.short[-1].own_ms,
+        )
         return not then_ms / ratio < now_ms < then_ms * ratio
 
 

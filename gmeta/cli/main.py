@@ -15,7 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from gmeta import __version__
-from gmeta.cli.commands.error_messages import wait_for_other_ranks, format_error, reportable_errors, write_error
+from gmeta.cli.commands.error_messages import (
+    format_error,
+    reportable_errors,
+    wait_for_other_ranks,
+    write_error,
+)
 from gmeta.cli.commands.verbosity_options import with_options
 from gmeta.errors import is_of_memory
 from gmeta_keys.translate_errors import translate_errors
@@ -213,7 +218,9 @@ def _run(work: Callable[[], object]) -> None:
     except (KeyboardInterrupt, _InterruptedError):
         if os.environ.get("RANK", "0") != "0":
             _exit_now(130)  # every rank is interrupted, and the first tells it
-        _exit_with_error("interrupted: what was committed stays, what was half-written is dropped", 130)
+        _exit_with_error(
+            "interrupted: what was committed stays, what was half-written is dropped", 130
+        )
 
 
 def _exit_with_error(message: str, code: int) -> None:

@@ -50,6 +50,6 @@ class CollateOptions:
             support_T, query_T = side_lengths(batch)
             # Reptile's terms are tasks with support rows; a loss is shown of those with query rows,
             # too.
-            num_terms, num_shown = np.count_nonzero([support_T, support_T * query_T], axis=1)
-            episodes = replace(episodes, num_terms=int(num_terms), num_reported=int(num_shown))
+            num_terms, num_reported = np.count_nonzero([support_T, support_T * query_T], axis=1)
+            episodes = replace(episodes, num_terms=int(num_terms), num_reported=int(num_reported))
         return episodes

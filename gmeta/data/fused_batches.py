@@ -70,15 +70,15 @@ def _groups_in_buckets(
         ]
         group = TaskGroup(part, *sizes)
         if groups:
-            both = TaskGroup(
+            merged = TaskGroup(
                 np.concatenate([groups[-1].tasks, part]),
                 max(groups[-1].support_rows, group.support_rows),
                 max(groups[-1].query_rows, group.query_rows),
             )
-            apart = groups[-1].num_rows + group.num_rows
+            separate_rows = groups[-1].num_rows + group.num_rows
             # Padding tasks alone make no rectangle.
-            if not groups[-1].num_rows or both.num_rows - apart < gain:
-                groups[-1] = both
+            if not groups[-1].num_rows or merged.num_rows - separate_rows < gain:
+                groups[-1] = merged
                 continue
         groups.append(group)
     return groups
@@ -96,7 +96,7 @@ def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedL
         layout = replace(layout, in_buckets=False)
     if layout.in_buckets:
         num_rows, num_fetched = FETCHED.round_up(num_rows), FETCHED.round_up(num_fetched)
-    whole, common_F = batch, _common_features(batch, layout)
+    unsplit, common_F = batch, _common_features(batch, layout)
     if common_F is not None:
         batch = replace(batch, positions_NF=batch.positions_NF[:, ~common_F])
     starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
@@ -117,7 +117,7 @@ def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedL
     common = None
     if common_F is not None:
         in_order_T = np.concatenate(tasks)
-        common = _common_block(whole, common_F, in_order_T, num_rows, layout)
+        common = _common_block(unsplit, common_F, in_order_T, num_rows, layout)
     rows = PaddedTasks(support, query, features, common)
     num_terms = sum(int(np.count_nonzero(group >= 0)) for group in tasks)
     if not layout.in_buckets:
@@ -262,14 +262,14 @@ def _make_bags(
     weight_V = None
     if layout.pooling == "mean" and num_multi:
         weights = np.ones(entries.size)
-        taken = lengths_NM.ravel()
-        weights[place_V] = np.repeat(1.0 / np.maximum(taken, 1), taken)
+        bag_sizes = lengths_NM.ravel()
+        weights[place_V] = np.repeat(1.0 / np.maximum(bag_sizes, 1), bag_sizes)
         weight_V = torch.from_numpy(weights)
     entries_V = torch.from_numpy(entries)
     # In few shapes: a batch none of whose bags has two values is arranged as any other.
-    several = layout.in_buckets and pooled_M.size > 0
+    multi_row = layout.in_buckets and pooled_M.size > 0
     sizes = num_rows, constant, num_entries
-    return Bags.of(entries_V, lengths, weight_V, *sizes, layout.device, several)
+    return Bags.of(entries_V, lengths, weight_V, *sizes, layout.device, multi_row)
 
 
 def _make_history(
@@ -298,6 +298,6 @@ def _values(batch: TaskBatch, rows_N: Int64, features_M: Int64) -> tuple[Int64, 
     lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
     starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
     chosen = np.ix_(rows_N, features_M)
-    taken_NM = lengths_NM[chosen]
-    index_V = ragged_indices(starts_NM[chosen].ravel(), taken_NM.ravel())
-    return batch.multi_positions_V.numpy()[index_V], taken_NM
+    chosen_lengths_NM = lengths_NM[chosen]
+    index_V = ragged_indices(starts_NM[chosen].ravel(), chosen_lengths_NM.ravel())
+    return batch.multi_positions_V.numpy()[index_V], chosen_lengths_NM

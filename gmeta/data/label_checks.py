@@ -24,13 +24,13 @@ def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
     entire space, each given the label that it takes place among.
     """
     names = dataset.features.labels
-    judged = config.labels.judged_index(names)
-    labels = [ScoredLabel(name, at == judged, at) for at, name in enumerate(names or ("",))]
-    given = [
+    headline = config.labels.judged_index(names)
+    labels = [ScoredLabel(name, at == headline, at) for at, name in enumerate(names or ("",))]
+    conditional = [
         ScoredLabel(f"{name}|{among}", False, names.index(name), names.index(among))
         for name, among in config.labels.entire_space.items()
     ]
-    return labels + given
+    return labels + conditional
 
 
 def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:

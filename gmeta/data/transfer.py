@@ -49,11 +49,13 @@ class TreeLayout(Generic[T]):
     def __init__(self, tree: Any, num_bytes: int) -> None:
         self.tree, self.num_bytes = tree, num_bytes
         # Flat: a step looks its graph up by it, and dataclasses compare themselves in Python.
-        self._told = tuple(_iterate_tree(tree))
-        self._hash = hash(self._told)
+        self._key = tuple(_iterate_tree(tree))
+        self._hash = hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, TreeLayout) and self._told == other._told)
+        return self is other or (
+            isinstance(other, TreeLayout) and self._key == other._key
+        )
 
     def __hash__(self) -> int:
         return self._hash

@@ -78,7 +78,7 @@ def estimate(
     """
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
-    device_W, host_W, copied_W, asked_W, sent_W, from_host_W = np.zeros((6, num_ranks))
+    device_W, host_W, copied_W, requested_W, sent_W, from_host_W = np.zeros((6, num_ranks))
     tables = {}
     copied_values = 0
     held = {
@@ -96,19 +96,19 @@ def estimate(
         copied_W += (1 + of_values) * _pinned_bytes(FLOAT_BYTES * rows_W * columns_W)
         copied_W += of_rows * _pinned_bytes(FLOAT_BYTES * rows_W)
         ids = step.ids[name]
-        given_W = ids * rows_W / num_rows * columns_W  # values that a rank gives each that asks
+        given_out_W = ids * rows_W / num_rows * columns_W  # values that a rank gives each that asks
         if table["kind"] == "data_parallel":
             copied_values += num_rows * width
-            asked_W += ids * width / num_ranks
-            given_W = np.zeros(num_ranks)
+            requested_W += ids * width / num_ranks
+            given_out_W = np.zeros(num_ranks)
             ids_sent = 0.0
         else:
-            asked_W += given_W
-            sent_W += given_W
+            requested_W += given_out_W
+            sent_W += given_out_W
             ids_sent = ids * float((rows_W / num_rows).sum()) * (num_ranks - 1) / num_ranks
         if table["placement"] in IN_HOST_MEMORY:
-            from_host_W += given_W * (2 + 2 * _count_states(outer)[0])
-        rows_sent = 2 * float(given_W.mean()) * (num_ranks - 1) * wire_bytes
+            from_host_W += given_out_W * (2 + 2 * _count_states(outer)[0])
+        rows_sent = 2 * float(given_out_W.mean()) * (num_ranks - 1) * wire_bytes
         tables[name] = {
             "rows": num_rows,
             "width": width,
@@ -121,7 +121,7 @@ def estimate(
             "id_bytes_per_step": ids_sent * id_bytes,
             "row_bytes_per_step": rows_sent,
         }
-    moved_W = asked_W * num_ranks * PASSES_OF_HOLDER + asked_W.sum() * PASSES_OF_ASKER
+    moved_W = requested_W * num_ranks * PASSES_OF_HOLDER + requested_W.sum() * PASSES_OF_ASKER
     hbm_bytes = float(moved_W.max()) * FLOAT_BYTES
     pcie_bytes = float(from_host_W.max()) * num_ranks * FLOAT_BYTES
     near, far = _busiest(sent_W * wire_bytes, cluster.ranks_per_host)
@@ -131,7 +131,7 @@ def estimate(
     states = DENSE_STATES[outer.dense_optimizer] + (outer.momentum > 0)
     layers = step.num_weights * FLOAT_BYTES * (2 + states)
     # Rows of a step and their gradients: those that came, and those that go out.
-    in_flight = 2 * FLOAT_BYTES * float(asked_W.sum() + asked_W.max() * num_ranks)
+    in_flight = 2 * FLOAT_BYTES * float(requested_W.sum() + requested_W.max() * num_ranks)
     return ShardingEstimate(
         tables,
         device_W + layers + in_flight,
@@ -155,13 +155,13 @@ def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> 
     """
     of_values, of_rows = _count_states(outer)
     weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
-    whole = weights * (1 + of_values)
+    table_size = weights * (1 + of_values)
     if placement not in IN_HOST_MEMORY:
-        return whole + row_states, 0.0 * rows
+        return table_size + row_states, 0.0 * rows
     cache = 0.0 * rows
     if placement == "uvm_cached":
         cache = CACHED_SHARE * weights + rows * (CACHE_ROW_BYTES + CACHED_SHARE * CACHE_SLOT_BYTES)
-    return row_states + cache, whole
+    return row_states + cache, table_size
 
 
 def _count_states(outer: OuterConfig) -> tuple[int, int]:
@@ -188,15 +188,15 @@ def _held_rows(
     return rows_W, columns_W
 
 
-def _busiest(given_W: Values, ranks_per_host: int) -> tuple[float, float]:
+def _busiest(sent_W: Values, ranks_per_host: int) -> tuple[float, float]:
     """Return the bytes that the busiest rank sends, or takes in, within its host and beyond it,
     where each rank gives every other one `given_W`.
     """
-    host_W = np.arange(len(given_W)) // ranks_per_host
-    of_host_W = np.bincount(host_W, given_W)[host_W]
+    host_W = np.arange(len(sent_W)) // ranks_per_host
+    of_host_W = np.bincount(host_W, sent_W)[host_W]
     peers_W = np.bincount(host_W)[host_W]
-    near_W = np.maximum(given_W * (peers_W - 1), of_host_W - given_W)
-    far_W = np.maximum(given_W * (len(given_W) - peers_W), given_W.sum() - of_host_W)
+    near_W = np.maximum(sent_W * (peers_W - 1), of_host_W - sent_W)
+    far_W = np.maximum(sent_W * (len(sent_W) - peers_W), sent_W.sum() - of_host_W)
     return float(near_W.max()), float(far_W.max())
 
 

@@ -20,7 +20,7 @@ from gmeta.errors import ConfigError, GMetaError, is_of_memory
 from gmeta.platform.numerics import autocast
 from gmeta.platform.threads import ThreadChoice, work_to_predict
 from gmeta_keys.plugins import is_ours
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.eval_mode import in_eval_mode
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
@@ -83,7 +83,8 @@ class ShardedLearner(nn.Module):
         if is_ours(kind) or is_of_device or lost_contact(error) or is_of_memory(error):
             return error
         message = (
-            f"a step fails in {kind.__module__}:{kind.__qualname__}: {format_foreign_error(error)}. "
+            f"a step fails in {kind.__module__}:{kind.__qualname__}: "
+            f"{format_foreign_error(error)}. "
             "Mend it, --verbose shows the line"
         )
         if isinstance(error, RuntimeError):  # as torch raises

@@ -167,11 +167,11 @@ def _with_candidates(
 
 def gather_columns(columns: list[Columns], ranks: Ranks) -> Columns | None:
     """Return the columns of all ranks' batches as one on rank 0, None elsewhere."""
-    gathered = gather_values(columns, ranks)
-    if gathered is None:
+    gather_columns = gather_values(columns, ranks)
+    if gather_columns is None:
         return None
     # Empty batches keep the collectives of a rank's peers whole, and hold no row.
-    parts = [part for of_rank in gathered for part in of_rank if len(part["task"])]
+    parts = [part for of_rank in gather_columns for part in of_rank if len(part["task"])]
     if not parts:
         return {"task": np.zeros(0, np.int64)}
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -122,8 +122,8 @@ class BatchWorkers:
         self._workers = [_BatchWorker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
         self.number = number
-        self._is_told = False
-        self._asked: deque[tuple[_BatchWorker, BatchRequest]] = deque()  # and not yet received
+        self._has_work = False
+        self._requested: deque[tuple[_BatchWorker, BatchRequest]] = deque()  # and not yet received
         self._coming: deque[Future[Episodes | MicroBatches]] = (
             deque()
         )  # received, and not yet taken
@@ -163,15 +163,15 @@ class BatchWorkers:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
         """
         assert batches_ahead <= BLOCKS * self.number, "a block is written before it is read"
-        if not self._is_told:
+        if not self._has_work:
             self._send_work(local)
         began_s = perf_counter()
-        self._receive(len(self._asked))  # what their processes say next is still about them
+        self._receive(len(self._requested))  # what their processes say next is still about them
         wait(self._coming)
         self._coming.clear()
         self.wait_s += perf_counter() - began_s
         while True:
-            while len(self._asked) + len(self._coming) < batches_ahead and (
+            while len(self._requested) + len(self._coming) < batches_ahead and (
                 request := next(requests, None)
             ):
                 self._request(next(self._turns), request)
@@ -194,7 +194,7 @@ class BatchWorkers:
 
     def _send_work(self, local: "ShardedLearner") -> None:
         """Tell the processes how batches are made."""
-        self._is_told = True
+        self._has_work = True
         options = self._config, local.learner.collate_options(), local.exchange.planner
         work = BatchWork(*options, self._ranks.rank, self._ranks.world_size, self.number)
         for worker in self._workers:
@@ -208,12 +208,14 @@ class BatchWorkers:
 
     def _request(self, worker: _BatchWorker, request: BatchRequest) -> None:
         self._send(worker, request)
-        self._asked.append((worker, request))
+        self._requested.append((worker, request))
 
     def _receive(self, most: int) -> None:
         """Receive up to `most` of the batches that were asked for, in their order."""
-        for _ in range(min(most, len(self._asked))):
-            self._coming.append(self._receiver.submit(self._receive_batch, *self._asked.popleft()))
+        for _ in range(min(most, len(self._requested))):
+            self._coming.append(
+                self._receiver.submit(self._receive_batch, *self._requested.popleft())
+            )
 
     def _receive_batch(
         self, worker: _BatchWorker, request: BatchRequest

@@ -209,11 +209,11 @@ class LeasedBatchSource(BatchSource):
         def make_episodes(
             groups: Iterator[list[UnitRange]], step: int
         ) -> Generator[Episodes | MicroBatches]:
-            asks = (
+            requests = (
                 BatchRequest((epoch, at), np.array(group, np.int64).reshape(-1, 2), self._num_parts)
                 for at, group in enumerate(groups, step)
             )
-            return processes.make_batches(local, asks, self.batches_ahead)
+            return processes.make_batches(local, requests, self.batches_ahead)
 
         return self._iterate_epoch(make_episodes, epoch, first_step)
 
@@ -265,8 +265,8 @@ class LeasedBatchSource(BatchSource):
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
-            taken = stream.take_units(self.share)
-            if taken:
+            ranges = stream.take_units(self.share)
+            if ranges:
                 warn_at_s = began_s + WARN_AFTER_S
             else:
                 # Its peers have data, or the end is being confirmed: they must not be held up.
@@ -275,8 +275,8 @@ class LeasedBatchSource(BatchSource):
                 warn_at_s = began_s + WARN_AFTER_S
                 _log.warning("rank %d has no shard: %s", self._ranks.rank, stream.waiting_for)
             self._lease_wait_s += time.perf_counter() - began_s
-            planned.append(sum(part.number for part in taken))
-            yield taken
+            planned.append(sum(part.number for part in ranges))
+            yield ranges
 
     def report_trained(self, num_tasks: int) -> None:
         """Report the tasks to the service. Where a lease was lost, the next batch and the next

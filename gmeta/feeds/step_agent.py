@@ -183,9 +183,9 @@ class LeasedStepAgent(StepAgent):
         local_learner(sharded).clock = self._clock
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
-        self._asked: tuple[BatchPlan, Tensor, Swap] | None = None
-        self._arranged_s = 0.0  # since the last step
-        self._hiding = ReadOverlap(feed.batches_ahead)
+        self._plan_swap: tuple[BatchPlan, Tensor, Swap] | None = None
+        self._collate_s = 0.0  # since the last step
+        self._overlap = ReadOverlap(feed.batches_ahead)
         self._read_time = ReadTime()
         self._wait_s = feed.wait_s
         self._ended_s = time.perf_counter()
@@ -199,24 +199,24 @@ class LeasedStepAgent(StepAgent):
         for batch in batches:
             began_s = time.perf_counter()
             episodes = collate_in_parts(collate, self._worker.plan.micro_batches)(batch)
-            self._arranged_s += time.perf_counter() - began_s
+            self._collate_s += time.perf_counter() - began_s
             yield episodes
 
     def finish_step(self, num_tasks: int) -> None:
         """Report the step's times, and ask all ranks which plan is the newest."""
         now_s, wait_s = time.perf_counter(), self._feed.wait_s
-        compute_s = self._clock.take_s() + self._arranged_s
+        compute_s = self._clock.take_s() + self._collate_s
         task_s = self._read_time.task_s(self._feed.read_s, self._feed.tasks_read)
-        exposed_s = self._hiding.exposed_s(task_s * num_tasks, compute_s)
+        exposed_s = self._overlap.exposed_s(task_s * num_tasks, compute_s)
         data_s = max(wait_s - self._wait_s, exposed_s)
         own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
         peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
         times_s = (compute_s, data_s, own_transfers_s, peers_s)
         changed = self._worker.count_step(num_tasks, *(1000 * seconds for seconds in times_s))
-        self._wait_s, self._ended_s, self._arranged_s = wait_s, now_s, 0.0
+        self._wait_s, self._ended_s, self._collate_s = wait_s, now_s, 0.0
         with request_stop_on_error(self._stop):
             self._worker.take_actions()
-        self._ask(changed)
+        self._start_plan_swap(changed)
         if self._worker.totals.step % PROBE_EVERY_STEPS == 0:
             self._swaps_s.append(self._probe.swap_s())
 
@@ -225,9 +225,9 @@ class LeasedStepAgent(StepAgent):
         behind the same step, so it is in force for the same batch everywhere. If the speed of any
         rank changed, all report at once, and the controller sees the same step of everybody.
         """
-        if self._asked is None:
+        if self._plan_swap is None:
             return False
-        (plan, mine, swap), self._asked = self._asked, None
+        (plan, mine, swap), self._plan_swap = self._plan_swap, None
         answers = torch.stack([mine, *swap.parts()])
         versions, any_changed = answers[:, 0], bool(answers[:, 1].any())
         if any_changed:
@@ -241,7 +241,7 @@ class LeasedStepAgent(StepAgent):
         self._read_time.skip(-(-read_ahead // max(1, self._feed.share)))
         return True
 
-    def _ask(self, changed: bool) -> None:
+    def _start_plan_swap(self, changed: bool) -> None:
         """Ask all ranks which plan is their newest, and whether the speed of any changed."""
         plan = self._worker.newest
         mine = torch.tensor([plan.version, int(changed)])
@@ -249,7 +249,11 @@ class LeasedStepAgent(StepAgent):
         # may wait for a rank that is not scheduled.
         others = self._ranks.world_size - 1
         counts = [mine.numel()] * others
-        self._asked = plan, mine, self._ranks.transport.swap(mine.repeat(others), counts, counts)
+        self._plan_swap = (
+            plan,
+            mine,
+            self._ranks.transport.swap(mine.repeat(others), counts, counts),
+        )
 
     def _end_for_restart(self) -> str:
         """Ask all ranks to keep the steps so far and end; torchrun starts them again. Return why

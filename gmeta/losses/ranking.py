@@ -153,10 +153,10 @@ class _PairGrads(torch.autograd.Function):
 
         def curvatures(pairs: _Pairs) -> Tensor:
             share_TrR = pairs.gap_TrR.sigmoid()
-            slopes_TrR = share_TrR * pairs.difference(grads[0])
+            grads_TrR = share_TrR * pairs.difference(grads[0])
             # sigmoid' = s (1 - s), times how far apart the two outputs are moved: the Hessian of a
             # pair has one direction.
-            return slopes_TrR * (1.0 - share_TrR) * pairs.both(weight_TR)
+            return grads_TrR * (1.0 - share_TrR) * pairs.both(weight_TR)
 
         above, below = _sums_over_pairs(output_TR, label_TR, curvatures)
         of_weight = None

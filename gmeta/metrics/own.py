@@ -12,7 +12,7 @@ import numpy as np
 from gmeta.errors import GMetaError
 from gmeta.metrics.terms import Floats, Ints, Terms, undefined_terms, with_influence
 from gmeta_keys.plugins import Registry, describe_package
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 # N rows, T tasks, G groups of tasks
 

@@ -31,8 +31,8 @@ class ScoredLabel(NamedTuple):
         own_N: npt.NDArray[Any] = label_NL[:, self.at]
         if self.among < 0:
             return own_N
-        given_N: npt.NDArray[Any] = np.where(label_NL[:, self.among] == 1, own_N, np.nan)
-        return given_N
+        conditional_N: npt.NDArray[Any] = np.where(label_NL[:, self.among] == 1, own_N, np.nan)
+        return conditional_N
 
     def prediction_N(self, prediction_NL: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the prediction of this label, from those of all labels: for one given another, the

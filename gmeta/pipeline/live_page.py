@@ -16,7 +16,7 @@ from gmeta.pipeline.pipeline import Pipeline
 from gmeta.pipeline.pipeline_metrics import PipelineMetrics
 from gmeta.pipeline.stream_page import StreamPicture, draw_stream, render_page, render_stream
 from gmeta.platform.files.atomic_write import write_atomically
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from metaio.errors import MetaIOError
 
 _REFRESH_S = 10

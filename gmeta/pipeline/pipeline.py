@@ -19,14 +19,14 @@ from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.pipeline.follow_config import FollowConfig
 from gmeta.pipeline.log_partitions import (
     SUCCESS,
-    QuarantineChecks,
     LogPartition,
     LogState,
+    QuarantineChecks,
     TakenFiles,
     closed_partitions,
     sort_partitions,
 )
-from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, StageOutcome, RunningStage
+from gmeta.pipeline.stage_outcome import ENDED_FILE, FROZEN_FILE, RunningStage, StageOutcome
 from gmeta.platform.files.checked_json import read_json
 from gmeta.runs.run_folder import CONFIG_FILE as RUN_CONFIG_FILE
 from gmeta.runs.run_folder import RunFolder, write_json
@@ -133,7 +133,9 @@ class Pipeline:
             mark = fingerprint_schema(load_schema(follow.schema))
             notes = [note for note in notes if note.get("schema", mark) == mark]
         # An empty file may have just been opened by its writer: no row of it was trained.
-        old = {name: taken[name] for name in self._quarantine_checks.find_rewritten(partitions, taken)}
+        old = {
+            name: taken[name] for name in self._quarantine_checks.find_rewritten(partitions, taken)
+        }
         new = {name for name, file in old.items() if not file["num_bytes"]}
         rewritten = {
             name: f"it was rewritten since increment {file['increment']} took it, and increments "
@@ -167,7 +169,9 @@ class Pipeline:
         """Return the first increment that was neither promoted nor refused yet."""
         for number in list_increment_numbers(self._stream):
             verdict = self.verdict(number)
-            if verdict is None or (verdict["verdict"] == "promote" and not self.promoted_version(number)):
+            if verdict is None or (
+                verdict["verdict"] == "promote" and not self.promoted_version(number)
+            ):
                 return number
         return None
 
@@ -418,5 +422,7 @@ def _format_verdict(verdict: dict[str, Any]) -> str:
     if verdict.get("verdict") != "promote":
         return f"refused: {'; '.join(verdict.get('reasons', []))}"
     scores = verdict["candidate"]
-    scores_text = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    scores_text = ", ".join(
+        f"{name} {value:.4f}" for name, value in scores.items() if value is not None
+    )
     return f"promote: {scores_text}, over {verdict['num_tasks']:,} tasks"

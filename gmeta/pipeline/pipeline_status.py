@@ -61,7 +61,9 @@ class PipelineStatus:
         if self.refused:
             is_served = self.event_end_s is not None
             serves = "an earlier model serves on" if is_served else "nothing of it is served"
-            alarm_lines.append(f"{format_count(self.refused, 'candidate')} in a row refused: {serves}")
+            alarm_lines.append(
+                f"{format_count(self.refused, 'candidate')} in a row refused: {serves}"
+            )
         if self.quarantined:
             alarm_lines.append(
                 f"{format_count(self.quarantined, 'file')} quarantined, and in no increment"
@@ -86,7 +88,9 @@ def read_status(pipeline: Pipeline) -> PipelineStatus:
     if not numbers:
         return PipelineStatus(**shared)
     stream = open_stream(follow.stream)
-    served = [n for n in numbers if current is not None and pipeline.promoted_version(n) == current.number]
+    served = [
+        n for n in numbers if current is not None and pipeline.promoted_version(n) == current.number
+    ]
     end_s = stream.record(served[-1]).window[1] / stream.ticks_per_s if served else None
     return PipelineStatus(
         prepared=numbers[-1],

@@ -27,7 +27,9 @@ def stream_chart(days: Sequence[Day]) -> Chart:
     if not days:
         return Chart("stream", "Stream", "", [])
     panels = [
-        _bar_panel(days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]),
+        _bar_panel(
+            days, "Training rows", "rows", [("rows", [day.record.num_rows for day in days])]
+        ),
         _bar_panel(
             days,
             "Ids that came (up) and went (down)",
@@ -70,7 +72,9 @@ def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
 def _gate_panels(days: Sequence[Day]) -> list[Panel | None]:
     """Return what the judge compared; a candidate that was refused is crossed."""
     panels = []
-    for info, name in _metric_infos(name for day in days for name in day.verdict.get("candidate", {})):
+    for info, name in _metric_infos(
+        name for day in days for name in day.verdict.get("candidate", {})
+    ):
         candidates = _judged_values("candidate", name, days)
         pairs = zip(candidates, days, strict=True)
         refused = [value if day.refused else None for value, day in pairs]
@@ -96,7 +100,9 @@ def _delivery_panel(days: Sequence[Day]) -> Panel | None:
                 if day.version is not None and day.version.kind == kind
             ]
             if points:
-                axes.bar(*zip(*points, strict=True), color=light_color(color), width=0.7, label=kind)
+                axes.bar(
+                    *zip(*points, strict=True), color=light_color(color), width=0.7, label=kind
+                )
         full_bytes = [day.version.full_bytes for day in known if day.version is not None]
         numbers = [day.record.number for day in known]
         style = {"color": light_color("muted"), "linestyle": "--", "label": "whole model"}
@@ -114,7 +120,9 @@ def _bar_panel(
 ) -> Panel | None:
     """Return a panel of stacked bars; negative values are stacked downwards."""
     numbers = [day.record.number for day in days]
-    values = [(label, [value or 0 for value in numbers_of_part]) for label, numbers_of_part in parts]
+    values = [
+        (label, [value or 0 for value in numbers_of_part]) for label, numbers_of_part in parts
+    ]
     if not any(any(heights) for _, heights in values):
         return None
 

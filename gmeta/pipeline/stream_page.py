@@ -61,7 +61,10 @@ def draw_stream(pipeline: Pipeline) -> StreamPicture:
 
 
 def render_page(
-    picture: StreamPicture, status: PipelineStatus, under_way: RunningStage | None = None, refresh_s: int = 0
+    picture: StreamPicture,
+    status: PipelineStatus,
+    under_way: RunningStage | None = None,
+    refresh_s: int = 0,
 ) -> str:
     """Return the page of the stream's state now; it reloads itself every `refresh_s` seconds (0: it
     is a file)."""

@@ -75,7 +75,7 @@ class Trial:
 class Study:
     """Proposes trials and remembers them; one process at a time has a study open."""
 
-    def __init__(self, folder: Path, plan: StudyPlan, best: EarlyStop) -> None:
+    def __init__(self, folder: Path, plan: StudyPlan, best_trial: EarlyStop) -> None:
         """Open the study in `folder`, which exists, or begin it there; `best` says which metric
         decides.
 
@@ -83,7 +83,7 @@ class Study:
             UserError: the study there is of something else, or Optuna is missing.
         """
         optuna = import_optuna()
-        self._plan, self._metric = plan, best
+        self._plan, self._metric = plan, best_trial
         self._states = optuna.trial.TrialState
         _check_same(folder, plan)
         with warnings.catch_warnings():
@@ -98,7 +98,7 @@ class Study:
                     storage=storage,
                     study_name="tune",
                     load_if_exists=True,
-                    direction="maximize" if best.higher_is_better else "minimize",
+                    direction="maximize" if best_trial.higher_is_better else "minimize",
                     pruner=_make_pruner(optuna, plan.pruner),
                 )
             except (LookupError, TypeError, ValueError) as error:
@@ -207,8 +207,8 @@ class Study:
 
     def count_tried(self) -> int:
         """Return how many trials ended or run; an interrupted one is tried anew and not counted."""
-        ended = sum(trial.state != "interrupted" for trial in self.trials())
-        return ended + len(self._running)
+        finish_trial = sum(trial.state != "interrupted" for trial in self.trials())
+        return finish_trial + len(self._running)
 
     def rank_trials(self) -> list[Trial]:
         """Return the trials, the best first: complete ones, then pruned, then failed."""

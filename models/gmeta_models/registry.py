@@ -10,7 +10,7 @@ from torch import nn
 
 from gmeta_keys import Wording, parse
 from gmeta_keys.plugins import Registry, is_subclass_of
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.cbml import CBML
 from gmeta_models.dcnv2 import dcnv2
 from gmeta_models.deepfm import DeepFM

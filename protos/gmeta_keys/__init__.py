@@ -109,9 +109,7 @@ def _first_fitting(
     raise wording.error(wording.wrong_type(name, hint, value))
 
 
-def _convert(
-    name: str, kind: Any, bounds: Mapping[str, Any], value: Any, wording: Wording
-) -> Any:
+def _convert(name: str, kind: Any, bounds: Mapping[str, Any], value: Any, wording: Wording) -> Any:
     """Return `value` as the type `kind`; None where it is of another type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
@@ -120,7 +118,8 @@ def _convert(
         if not dataclasses.is_dataclass(inner[0]):
             entries = enumerate(value)
             return tuple(
-                _first_fitting(f"{name}[{i}]", inner[0], bounds, entry, wording) for i, entry in entries
+                _first_fitting(f"{name}[{i}]", inner[0], bounds, entry, wording)
+                for i, entry in entries
             )
         if all(isinstance(part, Mapping) for part in value):
             tables = [parse(inner[0], part, wording, f"{name}.") for part in value]  # type: ignore

@@ -21,7 +21,7 @@ from importlib.metadata import (
 )
 from typing import Any, Generic, TypeVar
 
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 Part = TypeVar("Part")
 
@@ -64,7 +64,8 @@ class Registry(Generic[Part]):
         part = _import_part(self.key, name, path)
         if not self.fits(part):
             raise ValueError(
-                f"{self.key} = {name!r} is {_describe_part(part)}: {self.wanted} is needed. Name that "
+                f"{self.key} = {name!r} is {_describe_part(part)}: {self.wanted} is needed. Name "
+                "that "
                 "(docs/extending.md)"
             )
         return part  # type: ignore[no-any-return]
@@ -143,7 +144,9 @@ def trusted_packages() -> set[str]:
     groups = _entry_points(tuple(sys.path))
     for group in groups.groups:
         if group.startswith(GROUPS):
-            named_packages |= {entry.module.partition(".")[0] for entry in groups.select(group=group)}
+            named_packages |= {
+                entry.module.partition(".")[0] for entry in groups.select(group=group)
+            }
     return named_packages
 
 

@@ -15,7 +15,9 @@ class translate_errors:  # noqa: N801 - it reads as a word of the language: with
     unchanged, Ctrl-C and the end of the process.
     """
 
-    def __init__(self, translate: Callable[[Exception], Exception], *passing: type[Exception]) -> None:
+    def __init__(
+        self, translate: Callable[[Exception], Exception], *passing: type[Exception]
+    ) -> None:
         self._translate, self._passing = translate, passing
 
     def __enter__(self) -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from gmeta.cli.commands.console import show_progress, print_result, make_console, show_table, make_table
+from gmeta.cli.commands.console import (
+    make_console,
+    make_table,
+    print_result,
+    show_progress,
+    show_table,
+)
 from gmeta.platform.verbosity import JSON_VARIABLE, QUIET, VERBOSITY_VARIABLE
 
 LONG = "a long line of words, " * 8

@@ -80,7 +80,7 @@ def test_a_run_that_met_a_full_disk_is_told_to_go_on(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(work, "train", full)
-    monkeypatch.setattr(work, "be_rank", lambda *given, **_: given[3](None))
+    monkeypatch.setattr(work, "run_as_rank", lambda *given, **_: given[3](None))
     with pytest.raises(OSError) as caught:
         work.train_on_rank(config, is_new=False)
     assert telling.format_error(caught.value)[0].endswith("was kept")  # no run has begun

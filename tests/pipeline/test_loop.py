@@ -469,7 +469,7 @@ def test_a_full_disk_of_the_log_ends_no_loop(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     loop, asked = loop_of(write_loop(tmp_path)), StopFlag()
-    monkeypatch.setattr(loop, "without_input", lambda: asked.stop() or "no input yet")
+    monkeypatch.setattr(loop, "missing_input", lambda: asked.stop() or "no input yet")
     monkeypatch.setattr("sys.stdout", Full())
     take_stages(loop, PipelineMetrics(loop), asked, False, None, None)
 

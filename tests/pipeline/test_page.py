@@ -230,7 +230,9 @@ def test_alarms_say_what_to_look_at() -> None:
         "increment 9: table item is 81 % full",
     ]
     assert PipelineStatus(event_end_s=0.0, fresh_s=0.0).alarms() == []
-    assert PipelineStatus(refused=3).alarms() == ["3 candidates in a row refused: nothing of it is served"]
+    assert PipelineStatus(refused=3).alarms() == [
+        "3 candidates in a row refused: nothing of it is served"
+    ]
 
 
 def test_an_address_that_strangers_reach_needs_a_proof(tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ def test_what_was_written_in_the_future_is_told_and_not_taken(tmp_path: Path) ->
     log = sort_partitions(found, set(), [], {})
     assert not log.waiting
     assert log.refused[str(part)].startswith("it was written 10.0 days from now, so that")
-    assert not sort_partitions(found, {str(part)}, [], {}).refused  # or the own clock went back since
+    assert not sort_partitions(
+        found, {str(part)}, [], {}
+    ).refused  # or the own clock went back since
     (tmp_path / "day=1" / "_SUCCESS").touch()
     assert sort_partitions(closed_partitions(f"{tmp_path}/*", 3_600.0), set(), [], {}).waiting
 

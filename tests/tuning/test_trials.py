@@ -72,7 +72,7 @@ def test_a_trial_that_a_full_disk_ended_ends_the_study_and_is_not_counted(
     runner = TrialRunner(study, tmp_path, "auc", Mock(), Mock())
     trial = Mock(**{"process.exitcode": left.call_args.args[0]}, pruned=False)
     runner._running[3] = trial
-    monkeypatch.setattr(trials, "said_by", lambda *_: told)
+    monkeypatch.setattr(trials, "wait_for_report", lambda *_: told)
     if is_counted:
         runner._end(3, trial)
         study.ended.assert_called_once_with(3, "failed", told.failure)

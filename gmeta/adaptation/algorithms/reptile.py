@@ -53,11 +53,11 @@ def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -
         losses_N = inner_loop.losses_N(adapted, query)
         counted_N = query.layout.spread(support.layout.lengths_T > 0)
         weights_N = query.layout.mean_weights_N(losses_N.dtype)
-        shown = weighted_sum(losses_N * counted_N, weights_N)
+        reported = weighted_sum(losses_N * counted_N, weights_N)
     # The value shown is the query loss, the gradient that of the path: pull - pull.detach() is 0,
     # and its gradient is not. `shown * 0.0` starts the sum where no task has support rows.
-    pull = sum(adapted.support_loss_sums, shown * 0.0) * rates.rate
-    return shown + pull - pull.detach()
+    pull = sum(adapted.support_loss_sums, reported * 0.0) * rates.rate
+    return reported + pull - pull.detach()
 
 
 def one_rate(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:

@@ -125,17 +125,21 @@ def compute_first_outputs(
     support, query = tasks.support, tasks.query
     alone = layer.in_common_T is None  # the rows of a task share no inputs
     tensors = layer.weight_OV, layer.bias if alone else None, support.rectangles
-    asked = query.rectangles if layer.adapts else ()
+    query_rectangles = query.rectangles if layer.adapts else ()
     own = support.rectangles if layer.adapts and several_steps else ()
     if constant_SV is None:
-        outputs_RO, *overlaps = _FirstProducts.apply(inputs, None, *tensors, asked, bool(own))
+        outputs_RO, *overlaps = _FirstProducts.apply(
+            inputs, None, *tensors, query_rectangles, bool(own)
+        )
         if layer.differs_by_task:
             outputs_RO = _apply_task_terms(
                 layer, outputs_RO, torch.cat([support.task_N, query.task_N])
             )
         support_SO, query_NO = outputs_RO.split([support.num_rows, query.num_rows])
     else:
-        query_NO, *overlaps = _FirstProducts.apply(inputs, constant_SV, *tensors, asked, False)
+        query_NO, *overlaps = _FirstProducts.apply(
+            inputs, constant_SV, *tensors, query_rectangles, False
+        )
         query_NO = _apply_task_terms(layer, query_NO, query.task_N)
         with torch.no_grad():
             support_SO, *more = _FirstProducts.apply(constant_SV, constant_SV, *tensors, own, False)
@@ -145,7 +149,7 @@ def compute_first_outputs(
         common = layer.in_common_T.view(-1, 1, 1).split([mine.tasks for mine in support.rectangles])
         # Query rectangles come first, then the support's own, if asked for: of the same tasks.
         overlaps = [each + mine for each, mine in zip(overlaps, [*common, *common], strict=False)]
-    of_query, of_support = overlaps[: len(asked)], overlaps[len(asked) :]
+    of_query, of_support = overlaps[: len(query_rectangles)], overlaps[len(query_rectangles) :]
     return FirstOutputs(support_SO, of_support), FirstOutputs(query_NO, of_query)
 
 

@@ -211,7 +211,7 @@ class _AddStep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         activations_SI, scaled_SO = ctx.saved_tensors
-        count = sum(mine.tasks * mine.rows for mine in ctx.support)
+        count = sum(rectangle.tasks * rectangle.rows for rectangle in ctx.support)
         # Rows of rectangles that keep factors are not written here: their gradient is 0.
         like = torch.empty_like if count == len(activations_SI) else torch.zeros_like
         activations_grad, scaled_grad = like(activations_SI), like(scaled_SO)

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.client.lease import EndOfEpoch, Lease, WaitFor
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 REPORT_EVERY_S = 0.25  # two durable calls: 0.4 % of a core a rank, and no later END
 
@@ -129,7 +129,8 @@ class ShardFeed:
 
 def _wrap_defect(error: Exception) -> AntdtError:
     return AntdtError(
-        f"no shard can be leased any more: {format_foreign_error(error).rstrip('.')}. That is a defect; "
+        f"no shard can be leased any more: {format_foreign_error(error).rstrip('.')}. That is a "
+        "defect; "
         "report it with its traceback."
     )
 

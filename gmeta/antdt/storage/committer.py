@@ -20,7 +20,7 @@ from gmeta.antdt.storage.request import Answer, LedgerView, Request, refusal_of
 from gmeta.antdt.storage.snapshot import load_state, mark_stored, take_snapshot
 from gmeta.antdt.storage.store import Store, damage_error
 from gmeta.antdt.storage.store_records import RecordBatch
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 SNAPSHOT_EVERY_EVENTS = 20_000  # this many take about 0.2 s to replay after a crash
 

@@ -22,7 +22,7 @@ from gmeta.antdt.policies import find_policy
 from gmeta.antdt.reports import Report, WorkerHealth
 from gmeta.antdt.storage.request import LedgerView, Request
 from gmeta.antdt.stragglers.controller import Controller, Ruling
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -186,7 +186,9 @@ class Governor:
         while not self._stopping.wait(tick_s):
             try:
                 # Whatever it is: a thread that ended would leave stragglers alone in silence.
-                with translate_errors(lambda error: AntdtError(format_foreign_error(error)), AntdtError):
+                with translate_errors(
+                    lambda error: AntdtError(format_foreign_error(error)), AntdtError
+                ):
                     self.tick()
             except RefusedError as error:  # recovering, or shutting down
                 event(logging.DEBUG, "governor_waits", message=str(error))

@@ -39,7 +39,10 @@ def antdt_replay(
         logged, now = replay_line(line, controller, function)
         if logged != now:
             num_different += 1
-            typer.echo(f"line {number}\n  logged: {_format_rulings(logged)}\n  now:    {_format_rulings(now)}")
+            typer.echo(
+                f"line {number}\n  logged: {_format_rulings(logged)}\n"
+                f"  now:    {_format_rulings(now)}"
+            )
     typer.echo(f"{len(lines)} evaluations replayed, {num_different} different")
     if num_different:
         raise typer.Exit(1)

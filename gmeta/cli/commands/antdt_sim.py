@@ -12,7 +12,7 @@ from gmeta.antdt.simulation.job_config import JobConfig
 from gmeta.antdt.simulation.scenario_study import StudyResult, find_methods, run_study
 from gmeta.antdt.simulation.traces import SCENARIOS, recorded_trace
 from gmeta.antdt.stragglers.straggler_config import load_straggler_config
-from gmeta.cli.commands.console import print_result, progress_bars, make_console, show_table
+from gmeta.cli.commands.console import make_console, print_result, progress_bars, show_table
 from gmeta.evaluation.report.chart_files import render_png
 from gmeta.evaluation.report.stragglers import completion_chart
 from gmeta.platform.files.atomic_write import write_atomically

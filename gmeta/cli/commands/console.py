@@ -82,7 +82,9 @@ def _least_width(console: Console, table: Table) -> int:
     """Return the width that shows a table's numbers whole, and enough of its text."""
     wide = console.options.update_width(COLUMNS_OF_A_FILE)
     for column in table.columns:
-        measurements = (Measurement.get(console, wide, one) for one in (column.header, *column.cells))
+        measurements = (
+            Measurement.get(console, wide, one) for one in (column.header, *column.cells)
+        )
         widest = max(one.maximum for one in measurements)
         column.overflow = "fold"
         column.min_width = column.width or (widest if column.no_wrap else min(widest, FOLDED_WIDTH))

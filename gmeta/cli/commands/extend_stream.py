@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from gmeta.cli.commands.console import show_phases, print_result, make_console
+from gmeta.cli.commands.console import make_console, print_result, show_phases
 from gmeta.cli.commands.prepare_spark import refuse_transform, spark_session
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.schema.schema_file import load_schema

@@ -115,7 +115,9 @@ def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
             "algorithm": {
                 "plain_epochs": EPOCHS // 2,
                 # What validation chose on several logs, or near it.
-                **({"inner_lr": 0.03, "inner_steps": 3} if guessed.is_rating else {"inner_lr": 0.1}),
+                **(
+                    {"inner_lr": 0.03, "inner_steps": 3} if guessed.is_rating else {"inner_lr": 0.1}
+                ),
                 "support_prior": 10.0,
                 "adapt_embeddings": False,
             },
@@ -154,7 +156,9 @@ def _evaluation_section(guessed: InferredRoles) -> dict[str, Any]:
     stars = guessed.label.least >= 0 and 4 <= guessed.label.most <= 5
     if not guessed.is_rating or stars or guessed.median_label <= 0:
         return {}
-    return {"evaluation": {"positive_rating": guessed.median_label, "unit": f"of {guessed.label.name}"}}
+    return {
+        "evaluation": {"positive_rating": guessed.median_label, "unit": f"of {guessed.label.name}"}
+    }
 
 
 def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
@@ -177,7 +181,8 @@ def _statistics_sections(guessed: InferredRoles) -> dict[str, Any]:
 
 def _config_header(guessed: InferredRoles) -> str:
     return (
-        f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a start:\n"
+        f"Made by gmeta init for the label {guessed.label.name}. Rates and sizes are only a "
+        "start:\n"
         "gmeta tune chooses them on the validation split (docs/tuning.md). The keys that are not "
         "here\nhave their defaults: gmeta config lists them."
     )

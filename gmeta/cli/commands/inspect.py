@@ -9,7 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gmeta.cli.commands.console import show_progress, print_result, make_console, show_table, make_table
+from gmeta.cli.commands.console import (
+    make_console,
+    make_table,
+    print_result,
+    show_progress,
+    show_table,
+)
 from gmeta.cli.commands.inspect_channel import inspect_channel
 from gmeta.cli.commands.inspect_model import inspect_model, is_model
 from gmeta.cli.commands.inspect_stream import inspect_stream

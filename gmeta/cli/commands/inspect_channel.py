@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gmeta.cli.commands.console import print_result, make_console, show_table, size_text, make_table
+from gmeta.cli.commands.console import make_console, make_table, print_result, show_table, size_text
 from gmeta.errors import GMetaError
 from gmeta.platform.files.local_paths import is_url
 from gmeta.serving.channel.channel import Channel
@@ -12,7 +12,9 @@ from metaio.quantities import format_count
 _SHOWN = 20  # of the versions and of the verdicts: one screen
 
 
-def inspect_channel(place: str, channel: Channel, promotions: list[dict[str, Any]], verify: bool) -> None:
+def inspect_channel(
+    place: str, channel: Channel, promotions: list[dict[str, Any]], verify: bool
+) -> None:
     """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
     and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
 
@@ -31,7 +33,9 @@ def inspect_channel(place: str, channel: Channel, promotions: list[dict[str, Any
     console.print(f"channel {place}: {held}; {served}")
     heads = ("version", "kind", "over", "bytes", "of full", "rows", "promoted", "verdict")
     table = make_table("Versions", *heads, text=("version", "verdict"))
-    verdicts = {entry.get("number"): entry for entry in promotions if entry.get("action") == "promoted"}
+    verdicts = {
+        entry.get("number"): entry for entry in promotions if entry.get("action") == "promoted"
+    }
     broken = []
     for number in numbers[-_SHOWN:]:
         try:
@@ -85,7 +89,9 @@ def _format_scores(verdict: Any) -> str:
     if not isinstance(verdict, dict):
         return "-"
     scores = verdict.get("candidate") or {}
-    scores_text = ", ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
+    scores_text = ", ".join(
+        f"{name} {value:.4f}" for name, value in scores.items() if value is not None
+    )
     difference = (verdict.get("difference") or {}).get("value")
     better = "" if difference is None else f", better by {difference:+.4g}"
     against = "refused, promoted by hand: " if verdict.get("verdict") == "refuse" else ""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from gmeta.cli.commands.console import print_result, make_console, show_table, size_text, make_table
+from gmeta.cli.commands.console import make_console, make_table, print_result, show_table, size_text
 from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.serving.exported_folder import (

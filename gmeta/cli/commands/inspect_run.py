@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from gmeta.cli.commands.console import print_result, make_console, show_table, size_text, make_table
+from gmeta.cli.commands.console import make_console, make_table, print_result, show_table, size_text
 from gmeta.errors import GMetaError
 from gmeta.runs.checkpoints.checkpoint_summary import CheckpointSummary, summarise_checkpoint
 from gmeta.runs.checkpoints.lineage import describe_increments, read_lineage
@@ -110,7 +110,9 @@ def _print_checkpoint(console: Console, summary: CheckpointSummary) -> None:
     show_table(console, layers)
 
 
-def _finish(summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()) -> None:
+def _finish(
+    summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()
+) -> None:
     """Print every problem and exit with code 1; without any, print how much was checked."""
     problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
     print_result(

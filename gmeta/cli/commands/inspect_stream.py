@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
+from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.platform.files.local_paths import is_url
 from metaio.errors import FormatError
 from metaio.format.inspection import find_damage
@@ -122,7 +122,9 @@ def _show_tables(stream: Stream) -> None:
     table = make_table(f"Tables of increment {stream.newest.number}", *heads, text=("table",))
     for name, counts in tables.items():
         full = f"{100 * counts['rows'] / counts['capacity']:.0f} %"
-        table.add_row(name, f"{counts['rows']:,}", f"{counts['capacity']:,}", full, f"{counts['pending']:,}")
+        table.add_row(
+            name, f"{counts['rows']:,}", f"{counts['capacity']:,}", full, f"{counts['pending']:,}"
+        )
     show_table(make_console(), table)
 
 

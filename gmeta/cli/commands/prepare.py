@@ -8,7 +8,13 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from gmeta.cli.commands.console import show_phases, print_result, make_console, show_table, make_table
+from gmeta.cli.commands.console import (
+    make_console,
+    make_table,
+    print_result,
+    show_phases,
+    show_table,
+)
 from gmeta.cli.commands.extend_stream import extend_stream
 from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
@@ -190,7 +196,9 @@ def prepare(
     if recipe == "synthetic-days":
         _expect_inputs(recipe, inputs, 0)
         rows_source = context.get_parameter_source("rows")
-        sizes = rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
+        sizes = (
+            rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
+        )
         write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
         print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
         make_console(stderr=True).print(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gmeta.cli.commands.console import make_console, show_table, make_table
+from gmeta.cli.commands.console import make_console, make_table, show_table
 from gmeta.errors import GMetaError, UserError
 from gmeta.runs.listing import RunSummary, find_differing_keys, find_runs, summarise_run
 from gmeta.runs.run_folder import RunFolder
@@ -37,7 +37,8 @@ def runs(
     run_folders = [run for folder in chosen_folders for run in find_runs(folder)]
     if not run_folders:
         raise UserError(
-            f"no run is in {', '.join(map(str, chosen_folders))}, nor three folders below. Name the folder "
+            f"no run is in {', '.join(map(str, chosen_folders))}, nor three folders below. Name "
+            "the folder "
             "of your runs"
         )
     summaries, broken = [], []
@@ -51,7 +52,10 @@ def runs(
     differing = find_differing_keys([run.read_config() for run in run_folders]) if compared else []
     if as_json:
         keys = [
-            {"key": key, **{str(run.root): value for run, value in zip(run_folders, values, strict=True)}}
+            {
+                "key": key,
+                **{str(run.root): value for run, value in zip(run_folders, values, strict=True)},
+            }
             for key, values in differing
         ]
         runs_told = [asdict(summary) for summary in summaries]
@@ -83,7 +87,9 @@ def _print_list(summaries: Sequence[RunSummary]) -> None:
     show_table(make_console(), table)
 
 
-def _print_comparison(run_folders: Sequence[RunFolder], differing: Sequence[tuple[str, list[object]]]) -> None:
+def _print_comparison(
+    run_folders: Sequence[RunFolder], differing: Sequence[tuple[str, list[object]]]
+) -> None:
     console = make_console()
     if not differing:
         console.print("Their configs are the same.")

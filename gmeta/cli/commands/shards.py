@@ -89,7 +89,9 @@ def status(
         for d in answer.datasets
     ]
     _print_table(console, names, rows)
-    workers = [(w.worker_id, w.num_leases, _format_silence(w), w.draining or "") for w in answer.workers]
+    workers = [
+        (w.worker_id, w.num_leases, _format_silence(w), w.draining or "") for w in answer.workers
+    ]
     _print_table(console, ("worker", "leases", "last call", "draining"), workers)
     if answer.num_workers > len(workers):
         console.print(f"{answer.num_workers} workers; these are the first {len(workers)} by name")

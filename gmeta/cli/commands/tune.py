@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
+from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.config.train_config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
@@ -124,7 +124,10 @@ def tune(
         plain = make_plain_config(base)
         of_plain = make_plain_space(chosen, plain) if space else make_default_space(plain, labels)
         plain_folder = folder.with_name(f"{folder.name}-plain")
-        sides["plain"] = (plain_folder, StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint))
+        sides["plain"] = (
+            plain_folder,
+            StudyPlan(plain, of_plain, ends_early, seed, dataset.fingerprint),
+        )
     for place, plan in sides.values():
         check_metric(plan.space, plan.base)
         _check_folder(place)
@@ -135,14 +138,18 @@ def tune(
             with lock_run_folder(place):
                 _check_on_data(plan.base, place, context)
                 opened = Study(place, plan, decides)
-                runner = TrialRunner(opened, place, decides.metric, partial(_run_trial, False), context)
+                runner = TrialRunner(
+                    opened, place, decides.metric, partial(_run_trial, False), context
+                )
                 _run_trials(opened, runner, plan.space, decides, trials, at_a_time)
                 results[side] = _print_results(opened, runner, place, plan, decides)
     first = results.pop("")
     print_result({**first, **results})
 
 
-def _run_trial(is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection) -> None:
+def _run_trial(
+    is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
+) -> None:
     # In the trial's process: this one stays without torch.
     with faster_import():
         from gmeta.cli.commands.work.trial_process import run_as_trial
@@ -194,7 +201,8 @@ def _num_parallel(parallel: int) -> int:
     cores = len(os.sched_getaffinity(0))
     if parallel > cores:
         raise UserError(
-            f"--parallel = {parallel}, but this process may use {format_count(cores, 'core')}: trials "
+            f"--parallel = {parallel}, but this process may use {format_count(cores, 'core')}: "
+            "trials "
             f"would wait for each other. Choose 1 to {cores}"
         )
     return parallel or min(2, cores)

@@ -8,8 +8,8 @@ import typer
 from gmeta.platform.verbosity import (
     JSON_VARIABLE,
     QUIET,
-    VERBOSITY_VARIABLE,
     VERBOSE,
+    VERBOSITY_VARIABLE,
     is_json,
     stdout_for_result,
 )
@@ -62,7 +62,9 @@ def _set_json(context: typer.Context, is_given: bool) -> None:
 def _declare_options(
     quiet: Annotated[
         bool,
-        typer.Option("-q", "--quiet", callback=_set_quiet, help="say nothing but results and errors"),
+        typer.Option(
+            "-q", "--quiet", callback=_set_quiet, help="say nothing but results and errors"
+        ),
     ] = False,
     verbose: Annotated[
         bool,

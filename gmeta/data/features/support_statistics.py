@@ -126,8 +126,8 @@ class SupportStatistics:
         mean_N = self._smooth(tasks.sum_N, tasks.count_N, np.zeros(len(tasks.sum_N)))
         found: list[Floats] = []
         if self.of_task:
-            shown_N = self._log_odds_N(rows, tasks, expected_N) if self.log_odds else mean_N
-            found += [shown_N, scale_count(tasks.count_N), self._spread_N(tasks)]
+            task_mean_N = self._log_odds_N(rows, tasks, expected_N) if self.log_odds else mean_N
+            found += [task_mean_N, scale_count(tasks.count_N), self._spread_N(tasks)]
         pairs = deduplicate_task_rows(batch) if self.single_columns or self.multi_columns else None
         for entries in _columns(batch, pairs, self.single_columns, self.multi_columns):
             sum_N, count_N = rows.shared_label_sums(entries)
@@ -291,8 +291,8 @@ def log_odds(share: float | Floats) -> Floats:
 
 def scale_count(count_N: Floats) -> Floats:
     """Return log(1 + n) / log(1 + 100): 0 for none, 1 for a hundred."""
-    shown_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
-    return shown_N
+    scaled_N: Floats = np.log1p(count_N) / np.log1p(_MANY_ROWS)
+    return scaled_N
 
 
 NO_STATISTICS = SupportStatistics(False, (), (), (), 0.0, NO_PRIOR)

@@ -51,8 +51,10 @@ class RowSwap:
         self.wire_dtype = wire_dtype  # None: as they are
         self.on_gradient = on_gradient
         self._transport, self._device = transport, device
-        self.asked = torch.empty(sum(num_requested), device=device)
-        self.taken, own = self.asked.split_with_sizes([sum(num_requested[:-1]), num_requested[-1]])
+        self.requested = torch.empty(sum(num_requested), device=device)
+        self.remote_values, own = self.requested.split_with_sizes(
+            [sum(num_requested[:-1]), num_requested[-1]]
+        )
         num_remote = sum(self.num_sent[:-1])
         send_buffer = torch.empty(num_remote, device=device)
         rows_of_group = [
@@ -63,7 +65,7 @@ class RowSwap:
             self._look_up(
                 [remote_N for remote_N, _ in rows_of_group], self.sizes_WG[:-1], send_buffer
             )
-        self.message = self.send(send_buffer, self.num_sent, num_requested, self.taken)
+        self.message = self.send(send_buffer, self.num_sent, num_requested, self.remote_values)
         # This rank's own rows are looked up while those of the others travel.
         self._look_up([own_N for _, own_N in rows_of_group], self.sizes_WG[-1:], own)
 
@@ -137,9 +139,9 @@ class _SwapRows(torch.autograd.Function):
     def forward(ctx: Any, swap: RowSwap, gradient_scale: float, _: Tensor) -> Tensor:
         parts = swap.receive(swap.message)
         if swap.wire_dtype is not None:
-            torch.cat([*parts, swap.taken[:0]], out=swap.taken)
+            torch.cat([*parts, swap.remote_values[:0]], out=swap.remote_values)
         ctx.swap, ctx.scale = swap, gradient_scale
-        return swap.asked.detach()  # itself it would lead to this node, and the node to it
+        return swap.requested.detach()  # itself it would lead to this node, and the node to it
 
     @staticmethod
     @once_differentiable

@@ -48,7 +48,7 @@ class _TorchRecFetch(RowFetch):
         self._names = names
         self._context = tables.create_context()
         self._travelling = tables.input_dist(self._context, ids)
-        self._saw_gradient = on_gradient
+        self._on_gradient = on_gradient
         self._sent = False
         self._fetched: Any = None  # by table, once they are on their way
 
@@ -71,5 +71,5 @@ class _TorchRecFetch(RowFetch):
         fetched, self._fetched = self._fetched, None
         rows_UD = torch.cat([fetched[name].values() for name in self._names])
         if rows_UD.requires_grad:
-            rows_UD.register_hook(self._saw_gradient)
+            rows_UD.register_hook(self._on_gradient)
         return rows_UD

@@ -55,14 +55,14 @@ class _HoldingFastGroup:
         """
         if not self._held:
             return torch.zeros((), device=self._group.rows.values_RD.device)
-        row_N = torch.cat([given.row_N for given, _ in self._held])
+        row_N = torch.cat([to_update.row_N for to_update, _ in self._held])
         return _squared_norm(row_N, torch.cat([grad_ND for _, grad_ND in self._held]))
 
     def release(self, scale: Tensor) -> None:
         """Update the rows with `scale` times the gradients."""
         held, self._held = self._held, []
-        for given, grad_ND in held:
-            self._group.update(given, grad_ND * scale)
+        for to_update, grad_ND in held:
+            self._group.update(to_update, grad_ND * scale)
 
 
 class _HoldingGroup:
@@ -71,7 +71,7 @@ class _HoldingGroup:
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._lookup = group.forward
         self._first_row_F = group.hash_size_cumsum[:-1]
-        self._given: list[_HeldRows] = []
+        self._held: list[_HeldRows] = []
 
     def __call__(self, indices: Tensor, offsets: Tensor, *rest: Any, **named: Any) -> Tensor:
         rows_ND: Tensor = self._lookup(indices, offsets, *rest, **named)
@@ -80,12 +80,12 @@ class _HoldingGroup:
         # backward ends at the leaf: behind it fbgemm would update the rows at once.
         leaf_ND = rows_ND.detach().requires_grad_()
         row_N = row_numbers_N(self._first_row_F, indices, offsets)
-        self._given.append(_HeldRows(row_N, rows_ND, leaf_ND))
+        self._held.append(_HeldRows(row_N, rows_ND, leaf_ND))
         return leaf_ND
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of the gradient that has reached the leaves: a scalar."""
-        waiting = [given for given in self._given if given.leaf_ND.grad is not None]
+        waiting = [rows for rows in self._held if rows.leaf_ND.grad is not None]
         if not waiting:
             return torch.zeros((), device=self._first_row_F.device)
         row_N = torch.cat([given.row_N for given in waiting])
@@ -94,8 +94,8 @@ class _HoldingGroup:
 
     def release(self, scale: Tensor) -> None:
         """Let backward go on from the leaves, with `scale` times their gradients."""
-        given, self._given = self._given, []
-        for _, rows_ND, leaf_ND in given:
+        released, self._held = self._held, []
+        for _, rows_ND, leaf_ND in released:
             if leaf_ND.grad is not None:
                 rows_ND.backward(leaf_ND.grad * scale)
 

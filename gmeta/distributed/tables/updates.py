@@ -63,14 +63,14 @@ class _HostRowStore(_RowStore):
     def __init__(self, values_RD: Tensor) -> None:
         super().__init__(values_RD)
         self._row = np.dtype((np.void, values_RD.shape[1] * values_RD.element_size()))
-        self._whole_R = self._as_records(values_RD)
+        self._records_R = self._as_records(values_RD)
 
     def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
         # Only with "clip" numpy fills `out` without a buffer; no row is beyond the tables.
-        self._whole_R.take(row_U.numpy(), out=self._as_records(values_UD), mode="clip")
+        self._records_R.take(row_U.numpy(), out=self._as_records(values_UD), mode="clip")
 
     def write(self, row_U: Tensor, values_UD: Tensor) -> None:
-        self._whole_R.put(row_U.numpy(), self._as_records(values_UD))
+        self._records_R.put(row_U.numpy(), self._as_records(values_UD))
         torch.autograd.graph.increment_version(self.values_RD)  # torch sees no write of numpy's
 
     def _as_records(self, values_UD: Tensor) -> npt.NDArray[Any]:

@@ -323,16 +323,16 @@ class _SharedSwap(Swap):
     def __init__(self, message: _Message, dtype: torch.dtype, out: Sequence[Tensor] | None) -> None:
         self._message = message
         self._dtype = dtype
-        self._taken = out
+        self._out = out
 
     def parts(self) -> list[Tensor]:
         """Wait for what every peer gave; copy it to where it is wanted, if anywhere."""
         found = self._message.parts(self._dtype)
-        if self._taken is None:
+        if self._out is None:
             return found
-        for mine, part in zip(self._taken, found, strict=True):
+        for mine, part in zip(self._out, found, strict=True):
             mine.copy_(part)
-        return list(self._taken)
+        return list(self._out)
 
 
 @final

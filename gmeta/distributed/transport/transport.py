@@ -96,13 +96,13 @@ class GlooTransport(Transport):
 class _GlooSwap(Swap):
     def __init__(self, work: dist.Work, out: Tensor, receive_counts: Sequence[int]) -> None:
         self._work = work
-        self._taken = out
-        self._counts_taken = receive_counts
+        self._out = out
+        self._receive_counts = receive_counts
 
     def parts(self) -> list[Tensor]:
         """Wait for the AlltoAll, and return each rank's part."""
         self._work.wait()
-        return list(self._taken.split_with_sizes(list(self._counts_taken)))
+        return list(self._out.split_with_sizes(list(self._receive_counts)))
 
 
 @final

@@ -23,7 +23,7 @@ from gmeta.runs.logging.logger import Logger, Reading, RunInfo, Status
 from gmeta.runs.logging.progress_screen import ProgressScreen
 from gmeta.runs.run_folder import METRICS_FILE
 from gmeta.runs.run_progress import RunProgress
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 SCREEN_NAME = "the screen"
 Made = TypeVar("Made")

@@ -143,7 +143,9 @@ class _Comparison:
         # Of the champion's loss: a share means the same for clicks as for ratings.
         return MARGIN_SHARE * champion.value if self.margin is None else self.margin
 
-    def _difference(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> tuple[Interval, Terms]:
+    def _difference(
+        self, ours: list[GatePredictions], theirs: list[GatePredictions]
+    ) -> tuple[Interval, Terms]:
         candidate, champion = self._terms(ours)[self.metric], self._terms(theirs)[self.metric]
         values_MB = bootstrap([champion, candidate])
         # Both by the same resamples, so the tasks' own difficulty cancels out; rounded, so that
@@ -254,7 +256,9 @@ def _values(terms: dict[str, Terms]) -> dict[str, float | None]:
 
 
 def _measure(value: float, interval: Interval) -> Measure:
-    return Measure(_finite_or_none(value), _finite_or_none(interval.low), _finite_or_none(interval.high))
+    return Measure(
+        _finite_or_none(value), _finite_or_none(interval.low), _finite_or_none(interval.high)
+    )
 
 
 def _finite_or_none(value: float) -> float | None:

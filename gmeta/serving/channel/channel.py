@@ -19,15 +19,15 @@ from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.checked_json import json_object
 from gmeta.platform.files.local_paths import link_or_copy
 from gmeta.serving.channel.model_version import (
-    VersionChain,
     ParentVersion,
     Version,
+    VersionChain,
     check_version,
-    parse_checked,
     copy_version,
     description_of,
     model_checksum,
     model_config,
+    parse_checked,
     read_version,
 )
 from gmeta.serving.exported_folder import ExportedConfig, new_folder
@@ -234,14 +234,15 @@ class Channel:
             GMetaError: its chain is damaged.
         """
         # A pointer that is damaged is what `to` puts right.
-        with self.lock_for_change(pointer_needed=to is None) as current:
+        with self.lock_for_change(must_be_readable=to is None) as current:
             numbers = self.numbers()
             if to is None:
                 to = self.version_before(current)
                 if to is None:
                     current_name = "the first" if current is None else current.number
                     raise UserError(
-                        f"{self.root} has no version before {current_name}: there is nothing to roll back "
+                        f"{self.root} has no version before {current_name}: there is nothing to "
+                        "roll back "
                         "to. Promote another model"
                     )
             elif to not in numbers:
@@ -299,7 +300,9 @@ class Channel:
                 self._log(asdict(current))
             yield current
 
-    def number_for(self, offered: Version, current: CurrentVersion | None, named_in_messages: Path) -> int:
+    def number_for(
+        self, offered: Version, current: CurrentVersion | None, named_in_messages: Path
+    ) -> int:
         """Return the number that a candidate gets. Raise UserError for one that does not follow."""
         numbers = self.numbers()
         logged_numbers = {entry.get("number") for entry in self.promotions()}
@@ -310,14 +313,16 @@ class Channel:
                 if number == numbers[-1] and number not in logged_numbers:
                     return number
                 raise UserError(
-                    f"{named_in_messages} is version {number} of {self.root} already, and a version "
+                    f"{named_in_messages} is version {number} of {self.root} already, and a "
+                    "version "
                     f"is promoted once. To serve it again: gmeta rollback {self.root} --to {number}"
                 )
         if offered.delta is not None:
             parent = offered.delta.parent
             if current is None:
                 raise UserError(
-                    f"{named_in_messages} is a delta over version {parent.name}, but {self.root} serves "
+                    f"{named_in_messages} is a delta over version {parent.name}, but {self.root} "
+                    "serves "
                     "none yet. Promote a full export first"
                 )
             if parent != current.parent:
@@ -326,11 +331,14 @@ class Channel:
                 )
                 why = "it is out of order" if is_known else f"{self.root} never had that version"
                 raise UserError(
-                    f"{named_in_messages} is a delta over version {parent.name}, but {self.root} serves "
+                    f"{named_in_messages} is a delta over version {parent.name}, but {self.root} "
+                    "serves "
                     f"{current.parent.name}: {why}. Export it again with --since"
                 )
         # A version that was lost leaves its number: copies of the channel may have it.
-        return max((*numbers, *(one for one in logged_numbers if isinstance(one, int))), default=0) + 1
+        return (
+            max((*numbers, *(one for one in logged_numbers if isinstance(one, int))), default=0) + 1
+        )
 
     def model_of(self, number: int) -> str:
         """Return the checksum of the model that a version leads to; "" of one that is missing."""
@@ -349,7 +357,9 @@ class Channel:
                 return model_config(self.version(number))
         return None
 
-    def _set_current(self, version: Version, action: str, verdict: Mapping[str, Any] | None) -> CurrentVersion:
+    def _set_current(
+        self, version: Version, action: str, verdict: Mapping[str, Any] | None
+    ) -> CurrentVersion:
         # By now the version's files are on the disk: a pointer never names what is not.
         kept = None if verdict is None else dict(verdict)
         current = CurrentVersion(version.number, version.checksum, action, _now(), kept)

@@ -69,7 +69,8 @@ def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
             content: bytes = fs.cat_file(f"{root.rstrip('/')}/{CURRENT_FILE}")
         except FileNotFoundError:
             raise UserError(
-                f"{url} holds no channel: there is no {CURRENT_FILE}. Run: gmeta publish CHANNEL {url}"
+                f"{url} holds no channel: there is no {CURRENT_FILE}. Run: gmeta publish CHANNEL "
+                f"{url}"
             ) from None
     return content, parse_current(content, name, "CHANNEL")
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, final
 
 from gmeta.errors import GMetaError
-from gmeta.serving.channel.current_version import translate_access_errors, current_at
+from gmeta.serving.channel.current_version import current_at, translate_access_errors
 from gmeta.serving.channel.load_failure import LoadFailure
 from gmeta.serving.channel.materialize import materialize_version
 from gmeta.serving.channel.remote_channel import channel_at
@@ -37,7 +37,9 @@ class ServedVersion:
     since_s: float  # when it was promoted, in seconds since 1970
 
 
-def load_current(place: str | Path, verify: bool = True, cache: Path | None = None) -> ServedVersion:
+def load_current(
+    place: str | Path, verify: bool = True, cache: Path | None = None
+) -> ServedVersion:
     """Return the version that the channel at a path or URL serves, after one computation with it,
     so that what fails does so here.
 

@@ -59,7 +59,8 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
         batch_predictions = served.predict_batch(_with_model_rows(batch, row_maps))
         after = served.learner.objectives.outer.predictions(batch_predictions.after_N)
         label_N, after_N = (
-            values.reshape(len(batch_predictions.label_N), -1)[:, judged] for values in (batch_predictions.label_N, after)
+            values.reshape(len(batch_predictions.label_N), -1)[:, judged]
+            for values in (batch_predictions.label_N, after)
         )
         is_known_N = ~label_N.isnan()
         task_N = torch.repeat_interleave(batch.task_T, batch_predictions.layout.lengths_T)
@@ -75,7 +76,9 @@ def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Te
     Raise UserError where schema, columns or names of tables are others."""
     schema = dataset.manifest.recipe.get("schema")
     theirs = parse_schema(schema) if schema is not None else None
-    moments = {name: tuple(moment) for name, moment in dataset.manifest.recipe.get("moments", {}).items()}
+    moments = {
+        name: tuple(moment) for name, moment in dataset.manifest.recipe.get("moments", {}).items()
+    }
     ours = {table.name: table.num_rows for table in config.features.tables}
     fits = (
         config.columns.schema == theirs
@@ -115,7 +118,9 @@ def _map_table_rows(folder: Path, dataset: Dataset, name: str, num_rows: int) ->
     row_R[:] = 0
     present = values.is_valid().to_numpy(zero_copy_only=False)
     if known.type == values.type:
-        found_places = pc.index_in(values, value_set=known.drop_null() if known.null_count else known)
+        found_places = pc.index_in(
+            values, value_set=known.drop_null() if known.null_count else known
+        )
         places = np.flatnonzero(known.is_valid().to_numpy(zero_copy_only=False))
         place = pc.fill_null(found_places, -1).to_numpy(zero_copy_only=False)
         hit = present & (place >= 0)

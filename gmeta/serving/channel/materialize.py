@@ -10,7 +10,7 @@ from gmeta.errors import GMetaError
 from gmeta.platform.files.local_paths import link_or_copy
 from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.model_version import VersionChain
-from gmeta.serving.channel.version_cache import lock_folder, cache_folder
+from gmeta.serving.channel.version_cache import cache_folder, lock_folder
 from gmeta.serving.channel.version_delta import materialize_model
 from gmeta.serving.exported_folder import CONFIG_FILE, check_files, read_config
 from metaio.format.atomic_folder import copy_folder, open_atomic_folder

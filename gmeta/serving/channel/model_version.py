@@ -166,7 +166,9 @@ def _parse_delta(folder: Path, body: dict[str, Any]) -> DeltaConfig:
     try:
         fields_by_name = {part.name: body[part.name] for part in fields(DeltaConfig)}
         delta: DeltaConfig = parse_typed(DeltaConfig, fields_by_name, "delta")
-        if MODEL_FILE not in parse_entries(fields_by_name["files"]):  # all of which are below the folder
+        if MODEL_FILE not in parse_entries(
+            fields_by_name["files"]
+        ):  # all of which are below the folder
             raise ValueError(f"it lists no file {MODEL_FILE}")
     except (LookupError, ValueError, TypeError) as error:
         raise GMetaError(

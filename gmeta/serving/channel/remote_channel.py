@@ -11,18 +11,24 @@ from typing import Any
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.files.atomic_write import write_atomically
 from gmeta.platform.files.local_paths import is_url
-from gmeta.serving.channel.channel import CURRENT_FILE, PROMOTIONS, VERSIONS, Channel, CurrentVersion
+from gmeta.serving.channel.channel import (
+    CURRENT_FILE,
+    PROMOTIONS,
+    VERSIONS,
+    Channel,
+    CurrentVersion,
+)
 from gmeta.serving.channel.current_version import read_current_file, translate_access_errors
 from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
     ParentVersion,
     check_version,
-    parse_checked,
     description_of,
     files_of,
+    parse_checked,
     read_version,
 )
-from gmeta.serving.channel.version_cache import lock_folder, cache_folder
+from gmeta.serving.channel.version_cache import cache_folder, lock_folder
 from gmeta.serving.channel.version_retention import remove_others
 from gmeta.serving.exported_folder import CONFIG_FILE, DELTA_FILE
 from metaio.errors import MetaIOError
@@ -83,7 +89,10 @@ def publish(channel: Channel, url: str) -> list[int]:
 
         fs.invalidate_cache()
         # Versions without a pointer to them may be anybody's: they are replaced.
-        is_own, remote_sizes = _is_same_channel(channel, url), _remote_sizes(fs, f"{root}/{VERSIONS}")
+        is_own, remote_sizes = (
+            _is_same_channel(channel, url),
+            _remote_sizes(fs, f"{root}/{VERSIONS}"),
+        )
         copied = []
         for number in channel.numbers():
             folder = channel.folder_of(number)
@@ -143,7 +152,9 @@ def _description(url: str, number: int) -> tuple[str, bytes]:
         return CONFIG_FILE, fs.cat_file(f"{root}/{CONFIG_FILE}")
 
 
-def _download_version(url: str, copy: Channel, wanted: ParentVersion, name: str, description: bytes) -> None:
+def _download_version(
+    url: str, copy: Channel, wanted: ParentVersion, name: str, description: bytes
+) -> None:
     """Bring a version to a copy of the channel, unless it is there and undamaged."""
     target = copy.folder_of(wanted.number)
     try:

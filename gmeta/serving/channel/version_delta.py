@@ -13,15 +13,19 @@ from gmeta.platform.files.checksums import describe_file
 from gmeta.serving.channel.model_version import (
     DELTA_FORMAT,
     MODEL_FILE,
+    ChangedRows,
     DeltaConfig,
     ParentVersion,
-    ChangedRows,
     Version,
     check_version,
     model_config,
 )
-from gmeta.serving.channel.table_changes import write_changed_rows, materialize_table
-from gmeta.serving.channel.vocabulary_changes import checksum_of, materialize_values, write_changed_values
+from gmeta.serving.channel.table_changes import materialize_table, write_changed_rows
+from gmeta.serving.channel.vocabulary_changes import (
+    checksum_of,
+    materialize_values,
+    write_changed_values,
+)
 from gmeta.serving.exported_folder import (
     CONFIG_FILE,
     DELTA_FILE,
@@ -119,7 +123,9 @@ def _write_tables(
     for index, table in enumerate(config.features.tables):
         known = _table_file_of(base, start, table.name)
         changes = [
-            path for path in (_table_file_of(one.folder, each, table.name) for one, each in steps) if path
+            path
+            for path in (_table_file_of(one.folder, each, table.name) for one, each in steps)
+            if path
         ]
         if known is None:
             raise GMetaError(

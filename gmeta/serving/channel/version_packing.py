@@ -34,7 +34,10 @@ def pack(
     try:
         # Every file is checked: rows beside a damaged one would not be in the delta, and no server
         # could make that whole.
-        chain, champion_folder = channel.chain(current.number), materialize_version(channel, current.number)
+        chain, champion_folder = (
+            channel.chain(current.number),
+            materialize_version(channel, current.number),
+        )
     except UserError:
         raise
     except GMetaError as error:

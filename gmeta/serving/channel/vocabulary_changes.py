@@ -43,7 +43,8 @@ def write_changed_values(old: pa.Array | None, new: pa.Array, out: Path) -> None
         kept = min(len(old), len(new))
         old_value, now = old.slice(0, kept), new.slice(0, kept)
         differs = pc.or_(
-            pc.not_equal(old_value.is_null(), now.is_null()), pc.fill_null(pc.not_equal(old_value, now), False)
+            pc.not_equal(old_value.is_null(), now.is_null()),
+            pc.fill_null(pc.not_equal(old_value, now), False),
         )
         differs_N = differs.to_numpy(zero_copy_only=False)
         rows = np.concatenate([np.flatnonzero(differs_N), rows[kept:]])

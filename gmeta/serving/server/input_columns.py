@@ -124,7 +124,8 @@ def _label_columns(config: ExportedConfig) -> list[InputColumn]:
             "; null allowed" if label.null == "unknown" else ""
         )
     return [
-        InputColumn(name, "label", "FP32", False, range_text) for name, range_text in values_by_column.items()
+        InputColumn(name, "label", "FP32", False, range_text)
+        for name, range_text in values_by_column.items()
     ]
 
 

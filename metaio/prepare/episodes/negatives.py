@@ -160,8 +160,10 @@ class NegativeSampler:
 
     def count_negatives(self, chosen_C: Int64) -> Int64:
         """Return how many negatives stand behind each chosen row."""
-        counts: Int64 = self._per_positive * (self._rows.label_N[chosen_C] > 0).astype(np.int64)
-        return counts
+        count_negatives: Int64 = self._per_positive * (self._rows.label_N[chosen_C] > 0).astype(
+            np.int64
+        )
+        return count_negatives
 
     def draw(self, chosen_C: Int64) -> Int64:
         """Return the items of the negatives of each positive among the chosen rows, as places in

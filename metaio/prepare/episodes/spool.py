@@ -42,9 +42,9 @@ class BucketPlan:
         bounds = offsets(self.buckets_of_split)
         return range(int(bounds[split]), int(bounds[split + 1]))
 
-    def find_split(self, bucket: int) -> int:
+    def find_split(self, assign: int) -> int:
         """Return the split that a bucket belongs to."""
-        return int(np.searchsorted(offsets(self.buckets_of_split), bucket, side="right")) - 1
+        return int(np.searchsorted(offsets(self.buckets_of_split), assign, side="right")) - 1
 
 
 def plan_buckets(rows_of_split: list[int], rows_per_bucket: int) -> BucketPlan:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gmeta_keys.plugins import Registry
-from gmeta_keys.translate_errors import translate_errors, format_foreign_error
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from metaio.errors import DataError, SchemaError, to_one_line
 from metaio.prepare.schema.rules import TransformRule
 from metaio.prepare.source.input_files import InputFiles, make_no_rows_error

@@ -26,7 +26,7 @@ DOUBLE = SimpleNamespace(as_dtype=lambda: torch.float64)  # as fbgemm's SparseTy
 def _(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows as numpy moves them on the host, and as torch does on a device."""
     if request.param == "device":
-        monkeypatch.setattr(updates, "_HostRows", updates._DeviceRowStore)
+        monkeypatch.setattr(updates, "_HostRowStore", updates._DeviceRowStore)
 
 
 def some_tables(optimizer: EmbOptimType) -> PlainTables:

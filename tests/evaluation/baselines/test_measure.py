@@ -92,7 +92,7 @@ def test_of_large_tasks_at_least_one_is_drawn(num_tasks: int, tmp_path: Path) ->
 def test_without_lightgbm_the_report_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trees, "available", lambda: False)
+    monkeypatch.setattr(trees, "is_available", lambda: False)
     found = measured(write_data(tmp_path / "data", "mse"), "mse")
     assert [model.name for model in found.models] == ["bias model"]
     assert found.notes == ("boosted trees: they need the extra, pip install 'gmeta[lightgbm]'",)
@@ -100,8 +100,8 @@ def test_without_lightgbm_the_report_says_how_to_get_it(
 
 def test_trees_have_the_run_s_huber_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(trees, "available", lambda: True)
-    monkeypatch.setattr(trees, "grow", lambda *given: asked.extend(given))
+    monkeypatch.setattr(trees, "is_available", lambda: True)
+    monkeypatch.setattr(trees, "grow_trees", lambda *given: asked.extend(given))
     config = config_of(write_data(tmp_path / "data", "huber"), "huber")
     config = replace(config, outer=replace(config.outer, huber_delta=7.0))
     found = predict_baselines(config, open_dataset(str(tmp_path / "data")), ["cold"])

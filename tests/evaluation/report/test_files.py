@@ -32,8 +32,8 @@ def names_of(kind: Any) -> list[str]:
 
 def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pictures be empty files: to draw them takes longer than all else of a report."""
-    monkeypatch.setattr(files, "png_sheet", lambda chart: b"")
-    monkeypatch.setattr(page, "svg_panel", lambda chart, index: "<svg></svg>")
+    monkeypatch.setattr(files, "render_png", lambda chart: b"")
+    monkeypatch.setattr(page, "render_svg", lambda chart, index: "<svg></svg>")
 
 
 def write(folder: Path, loss: Loss) -> files.ReportPaths:

@@ -183,7 +183,7 @@ def test_pages_are_let_go_of_with_the_last_array_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[int, int]] = []
-    monkeypatch.setattr(ByteWindow, "done", lambda _, begin, end: done.append((begin, end)))
+    monkeypatch.setattr(ByteWindow, "release", lambda _, begin, end: done.append((begin, end)))
     group = row_group(tmp_path, column(VALUES), **PLAIN)
     (found,) = group.decode(in_place=True)
     rows = found.reshape(-1, 3)[5:]
@@ -202,7 +202,7 @@ def test_an_epoch_of_bundles_lets_go_of_every_block(
     dataset = open_dataset(write({"train": make_rows(200)}, bundle_tasks=4, block_rows=100))
     read = dataset.split("train").num_blocks
     done: list[int] = []
-    monkeypatch.setattr(ByteWindow, "done", lambda _, begin, end: done.append(end))
+    monkeypatch.setattr(ByteWindow, "release", lambda _, begin, end: done.append(end))
     with BatchReader(dataset, "train", tasks_per_step=8) as reader:
         assert sum(batch.num_tasks for batch in reader.batches(0)) == 200
     del reader

@@ -151,7 +151,7 @@ def test_init_writes_both_files_or_none(tmp_path: Path, monkeypatch: pytest.Monk
             raise OSError("no space")
         path.write_bytes(content)
 
-    monkeypatch.setattr(init, "write_whole", full)
+    monkeypatch.setattr(init, "write_atomically", full)
     call = ["init", str(tmp_path / "log.parquet"), "--out", str(tmp_path / "made")]
     assert str(CliRunner().invoke(app, call).exception) == "no space"
     assert list((tmp_path / "made").iterdir()) == []

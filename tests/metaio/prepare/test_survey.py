@@ -26,7 +26,7 @@ def test_work_follows_the_rows_and_memory_the_values(
         read += sum(map(len, parts))
         return real(parts)
 
-    monkeypatch.setattr(survey, "merged", counting)
+    monkeypatch.setattr(survey, "merge_counts", counting)
     batches = 250
     for batch in range(batches):
         total.add(part_of(range(batch * apart, batch * apart + 10)))

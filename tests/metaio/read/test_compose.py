@@ -53,7 +53,7 @@ def test_whole_bundles_are_moved_and_not_looked_up(monkeypatch: pytest.MonkeyPat
     def refuse(*_: object) -> None:
         raise AssertionError("an id was marked")
 
-    monkeypatch.setattr("metaio.read.compose.distinct_below", refuse)
+    monkeypatch.setattr("metaio.read.compose.find_distinct", refuse)
     assert episodes_of_batch(compose(FEATURES, [(block, np.arange(4, 12))])) == wanted
     with pytest.raises(AssertionError):
         compose(FEATURES, [(block, np.arange(4, 11))])

@@ -77,7 +77,7 @@ def test_rows_that_come_into_an_empty_file_while_others_are_read_are_taken_later
     class Filling(LocalEngine):
         """Somebody writes the file once it was found empty."""
 
-        def described(self, names: list[str]) -> list[InputFile]:
+        def describe_files(self, names: list[str]) -> list[InputFile]:
             pq.write_table(log(1), late)
             return super().describe_files(names)
 

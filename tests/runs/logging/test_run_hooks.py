@@ -20,7 +20,7 @@ from tensorboard.summary.writer import event_file_writer, record_writer
 from gmeta.config.train_config import RunConfig, TrainConfig
 from gmeta.distributed.stopping import Stop, StoppedError
 from gmeta.errors import ConfigError, GMetaError
-from gmeta.platform.verbosity import QUIET, VERBOSITY_VARIABLE, VERBOSE
+from gmeta.platform.verbosity import QUIET, VERBOSE, VERBOSITY_VARIABLE
 from gmeta.runs.logging import run_hooks
 from gmeta.runs.logging.callback import Callback, Run
 from gmeta.runs.logging.file_loggers import TensorBoard

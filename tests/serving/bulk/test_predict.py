@@ -181,7 +181,7 @@ def test_what_fails_while_it_is_written_leaves_the_old_file(
         with real(path, schema, suffix) as writer:
             yield Stops(writer.write_batch)
 
-    monkeypatch.setattr(predict, "writer_of", failing)
+    monkeypatch.setattr(predict, "open_writer", failing)
     result = invoked(exported, *inputs, "--out", out, "--overwrite")
     assert str(result.exception) == (
         f"{out} could not be written: [Errno 28] No space left on device. Free space or choose "

@@ -139,15 +139,15 @@ def test_a_promotion_killed_anywhere_is_taken_up_by_the_next(
 
     channel, _ = versions(tmp_path, 2)
     model = Model.of(SIZES, seed=4).write(tmp_path / "m")
-    for step in ("write_checked", "Channel._log"):
+    for step in ("write_checked_json", "Channel._log"):
         owner = Channel if "." in step else channel_module
         with monkeypatch.context() as patched:
             patched.setattr(owner, step.rpartition(".")[2], killed)
             with pytest.raises(KilledError):
                 channel.promote(model)
         # Killed before the pointer the old version serves, behind it the new one does.
-        assert channel.require_current().number == (2 if step == "write_checked" else 3)
-        if step == "write_checked":
+        assert channel.require_current().number == (2 if step == "write_checked_json" else 3)
+        if step == "write_checked_json":
             assert channel.numbers() == [1, 2, 3]
     assert channel.promote(model).number == 3
     assert [one["number"] for one in channel.promotions()] == [1, 2, 3]
@@ -176,7 +176,7 @@ def test_the_pointer_is_written_once_the_version_is_on_the_disk(
         write(path, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(channel_module, "write_checked", looked)
+    monkeypatch.setattr(channel_module, "write_checked_json", looked)
     channel.promote(model)
     assert seen == [content(model)]
     assert not_flushed == []
@@ -370,7 +370,10 @@ def test_a_model_that_was_exported_again_is_served_already(tmp_path: Path) -> No
     told = channel.promote(again, {"model": "of a run"})
     assert (told.number, told.verdict) == (1, {"model": "of a run"})
     assert (
-        channel.promote(again, told.verdict) == channel.promote(again) == channel.require_current() == told
+        channel.promote(again, told.verdict)
+        == channel.promote(again)
+        == channel.require_current()
+        == told
     )
     moves = [(one["number"], one["verdict"]) for one in channel.promotions()]
     assert moves == [(1, before.verdict), (1, told.verdict)]

@@ -135,7 +135,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, url: str, last: int) -> None:
         monkeypatch.setattr(kind, name, failing(getattr(kind, name)))
     if url.startswith("file"):
         monkeypatch.setattr(destination, "replace_folder", failing(destination.replace_folder))
-        monkeypatch.setattr(remote, "write_whole", failing(remote.write_atomically))
+        monkeypatch.setattr(remote, "write_atomically", failing(remote.write_atomically))
 
 
 @pytest.mark.parametrize("removes", [False, True])

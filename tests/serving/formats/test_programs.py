@@ -22,8 +22,8 @@ from gmeta.losses import objectives
 from gmeta.serving.formats import program_export as programs
 from gmeta.serving.formats.program_export import (
     Example,
-    export_adapted,
     draw_rows,
+    export_adapted,
     export_forward,
     select_labels,
     write_onnx,

@@ -35,7 +35,7 @@ def test_a_program_is_there_whole_or_not_at_all(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "program"
-    monkeypatch.setattr(write, "adapted_program", refused)
+    monkeypatch.setattr(write, "export_adapted", refused)
     written = export_for(exported, out, "torch")
     assert written.left_out == "without adapt_predict.pt2: such a model cannot"
     names = sorted(path.name for path in out.rglob("*"))

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from gmeta.cli.commands.console import show_progress, print_result, make_console, size_text
+from gmeta.cli.commands.console import make_console, print_result, show_progress, size_text
 from gmeta.serving.offline.adapt_job import adapt_files
 from metaio.quantities import format_count
 

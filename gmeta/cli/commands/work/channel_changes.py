@@ -8,9 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
+from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.cli.commands.inspect import is_run
-from gmeta.cli.commands.work.next_version import temporary_beside, open_or_new_channel, export_since, describe_version
+from gmeta.cli.commands.work.next_version import (
+    describe_version,
+    export_since,
+    open_or_new_channel,
+    temporary_beside,
+)
 from gmeta.data.opening import open_by_name, open_data
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.metrics.catalogue import LIST_LOSSES
@@ -70,7 +75,9 @@ def promote_candidate(
         current = channel.promote(packed, kept, is_own=is_own, named_in_messages=candidate)
     version = channel.version(current.number)
     print_result({"channel": root, "serves": version.number, "checksum": version.checksum})
-    make_console(stderr=True).print(f"served: version {version.name} of {root}  ({describe_version(version)})")
+    make_console(stderr=True).print(
+        f"served: version {version.name} of {root}  ({describe_version(version)})"
+    )
     if is_refused:
         make_console(stderr=True).print(f"against its verdict: {reasons}")
     if keep:
@@ -183,7 +190,8 @@ def roll_back(root: Path, to: int | None) -> None:
     """Serve an earlier version, and print which."""
     if not is_channel(root):
         raise UserError(
-            f"{root} is no channel: there is no {CURRENT_FILE}. Give a folder that `gmeta promote` wrote"
+            f"{root} is no channel: there is no {CURRENT_FILE}. Give a folder that `gmeta "
+            "promote` wrote"
         )
     current = Channel(root).rollback(to)
     print_result({"channel": root, "serves": current.number, "checksum": current.checksum})
@@ -203,7 +211,8 @@ def publish_to(root: Path, url: str) -> None:
         newest = f"increment {open_stream(str(root)).numbers[-1]}"
     else:
         raise UserError(
-            f"{root} is no channel and no stream: there is neither {CURRENT_FILE} nor {STREAM_FILE}. "
+            f"{root} is no channel and no stream: there is neither {CURRENT_FILE} nor "
+            f"{STREAM_FILE}. "
             "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
         )
     print_result({"path": root, "url": url, "copied": copied})

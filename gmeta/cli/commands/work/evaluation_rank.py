@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gmeta.cli.commands.console import show_progress, print_result, make_console, show_table
+from gmeta.cli.commands.console import make_console, print_result, show_progress, show_table
 from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.algorithm import PLAIN
 from gmeta.config.train_config import TrainConfig, overridden
@@ -51,7 +51,9 @@ class EvaluateOptions:
     label: str = ""
 
 
-def evaluate_on_rank(roots: list[Path], options: EvaluateOptions, out: Path, config: TrainConfig) -> None:
+def evaluate_on_rank(
+    roots: list[Path], options: EvaluateOptions, out: Path, config: TrainConfig
+) -> None:
     """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
     wanted_protocol = EvalProtocol(options.draws, options.support_sizes)
 
@@ -109,7 +111,9 @@ def evaluate_on_rank(roots: list[Path], options: EvaluateOptions, out: Path, con
         if ranks.rank == 0:
             evaluated = [each for each in runs if each is not None]
             console = make_console()
-            make_console(stderr=True).print("the runs are scored; now the baselines, from training rows")
+            make_console(stderr=True).print(
+                "the runs are scored; now the baselines, from training rows"
+            )
             baselines = [
                 predict_baselines(
                     chosen,
@@ -156,7 +160,9 @@ def _save_choice(root: Path, run: EvaluatedRun) -> None:
     (best,) = tuning.chosen
     choice = {"metric": tuning.metric, "value": best.value, "chosen_on": tuning.split}
     try:
-        write_chosen_adaptation(RunFolder(root), run.step, best.inner_lr, best.inner_steps, **choice)
+        write_chosen_adaptation(
+            RunFolder(root), run.step, best.inner_lr, best.inner_steps, **choice
+        )
     except OSError as error:
         make_console(stderr=True).print(
             f"{root / CHOSEN_ADAPTATION_FILE} cannot be written ({error}): an export of this run "

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from gmeta.cli.commands.console import print_result, make_console, size_text
-from gmeta.cli.commands.work.next_version import export_since, describe_version
+from gmeta.cli.commands.console import make_console, print_result, size_text
+from gmeta.cli.commands.work.next_version import describe_version, export_since
 from gmeta.runs.checkpoints.choice import best_not_kept
 from gmeta.runs.chosen_adaptation import CHOSEN_ADAPTATION_FILE
 from gmeta.runs.run_folder import RunFolder

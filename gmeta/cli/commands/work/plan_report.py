@@ -1,7 +1,7 @@
 """What `gmeta plan` prints."""
 
 from gmeta.cli.capacity import Capacity, plan_capacity
-from gmeta.cli.commands.console import print_result, make_console, show_table, make_table
+from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.distributed.estimate import RESERVED
@@ -91,10 +91,14 @@ def _print_memory(planned: Capacity, cluster: Cluster, in_background: bool) -> N
     ]
     if host_W.any():
         most, there = float(host_W.max()), cluster.host_bytes
-        lines.append(f"memory of the host for a GPU: up to {_format_bytes(most)} of {_format_bytes(there)}")
+        lines.append(
+            f"memory of the host for a GPU: up to {_format_bytes(most)} of {_format_bytes(there)}"
+        )
         if in_background:
             too_much = "; too much: set run.checkpoint_in_background = false" * (most > there)
-            lines.append(f"  {_format_bytes(copied_W.max())} for a checkpoint's copy of them{too_much}")
+            lines.append(
+                f"  {_format_bytes(copied_W.max())} for a checkpoint's copy of them{too_much}"
+            )
     make_console().print("\n".join(lines))
 
 
@@ -108,7 +112,9 @@ def _print_step(planned: Capacity, config: TrainConfig, cluster: Cluster) -> Non
     table = make_table("Time of a step", "part", "bytes", "ms", text=("part",))
     for name, (num_bytes, seconds) in estimate.parts.items():
         if num_bytes >= 1 or (seconds and not num_bytes):  # sums of floats are not quite 0
-            table.add_row(name, _format_bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}")
+            table.add_row(
+                name, _format_bytes(num_bytes) if num_bytes else "", f"{seconds * 1e3:.3f}"
+            )
     table.add_row("products and bytes alone, one by one", "", f"{estimate.step_s * 1e3:.3f}")
     show_table(make_console(), table)
     make_console().print(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gmeta.cli.commands.console import show_progress, print_result, make_console
+from gmeta.cli.commands.console import make_console, print_result, show_progress
 from gmeta.errors import UserError
 from gmeta.platform.files.local_paths import check_replaceable
 from gmeta.serving.bulk.predict_files import predict_files, schema_of
@@ -40,6 +40,7 @@ def predict_rows(
         }
     )
     make_console(stderr=True).print(
-        f"predicted: {out}  ({format_count(summary.num_rows, 'row')}{note}, in {summary.seconds:.2f} "
+        f"predicted: {out}  ({format_count(summary.num_rows, 'row')}{note}, in "
+        f"{summary.seconds:.2f} "
         "s)",
     )

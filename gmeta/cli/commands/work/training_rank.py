@@ -3,7 +3,7 @@
 import statistics
 from pathlib import Path
 
-from gmeta.cli.commands.console import print_result, make_console
+from gmeta.cli.commands.console import make_console, print_result
 from gmeta.cli.commands.work.rank_process import run_as_rank
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.launch import restarts

@@ -1,0 +1,49 @@
+"""Modules that packages of users import and that have moved: the former path still works, and warns
+with the new one.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# What docs/extending.md named before. "": a folder that is gone, on the way to its modules.
+FORMER_PATHS = {
+    "gmeta.adaptation.config": "gmeta.config.algorithm",
+    "gmeta.guards": "gmeta.runs.guards",
+    "gmeta.hooks": "",
+    "gmeta.hooks.callback": "gmeta.runs.logging.callback",
+    "gmeta.hooks.logger": "gmeta.runs.logging.logger",
+    "gmeta.rows": "",
+    "gmeta.rows.sides": "gmeta.adaptation.layout.sides",
+}
+
+
+class FormerPathFinder(MetaPathFinder, Loader):
+    """Finds a module by its former path; last in `sys.meta_path`, so a module that exists wins."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for a former path, None for any other name."""
+        if fullname not in FORMER_PATHS:
+            return None
+        return ModuleSpec(fullname, self, is_package=not FORMER_PATHS[fullname])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill the module of the former path with what the new one defines: the same objects."""
+        if path := FORMER_PATHS[module.__name__]:
+            moved = importlib.import_module(path)
+            names = {name: value for name, value in vars(moved).items() if name[:2] != "__"}
+            vars(module).update(names)
+            # 4: the user's own import, behind three frames of the import system.
+            warnings.warn(f"{module.__name__} has moved: import {path}", FutureWarning, 4)
+
+
+def install() -> None:
+    """Let former paths be imported, once a process."""
+    if not any(isinstance(finder, FormerPathFinder) for finder in sys.meta_path):
+        sys.meta_path.append(FormerPathFinder())

@@ -1,0 +1,22 @@
+import importlib
+import sys
+
+import pytest
+
+from gmeta.platform.former_paths import FORMER_PATHS
+
+
+@pytest.mark.parametrize("former", [old for old, new in FORMER_PATHS.items() if new])
+def test_a_former_path_gives_the_same_objects_and_names_the_new_path(former: str) -> None:
+    sys.modules.pop(former, None)
+    moved = importlib.import_module(FORMER_PATHS[former])
+    with pytest.warns(FutureWarning, match=f"^{former} has moved: import {FORMER_PATHS[former]}$"):
+        module = importlib.import_module(former)
+    assert all(
+        getattr(module, name) is value for name, value in vars(moved).items() if name[:2] != "__"
+    )
+
+
+def test_a_path_that_never_was_is_refused_as_python_does() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'gmeta.hooks.nothing'"):
+        importlib.import_module("gmeta.hooks.nothing")
