@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import check_sharding
+from gmeta.config.table_widths import WIDTH_MULTIPLE, widths_of_tables
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.features.support_statistics import NO_STATISTICS
 from gmeta.data.reader import open_reader
@@ -23,7 +24,6 @@ from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.distributed.estimate import RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits
 from gmeta.distributed.planner import NoPlaceError
 from gmeta.distributed.sharding_plan import check_clipping, describe_plan, merge_plans, plan_on
-from gmeta.distributed.tables.widths import WIDTH_MULTIPLE, widths_of_tables
 from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta.errors import ConfigError, UserError
 from gmeta.learner import MetaLearner

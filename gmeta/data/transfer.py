@@ -53,9 +53,7 @@ class TreeLayout(Generic[T]):
         self._hash = hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, TreeLayout) and self._key == other._key
-        )
+        return self is other or (isinstance(other, TreeLayout) and self._key == other._key)
 
     def __hash__(self) -> int:
         return self._hash

@@ -22,6 +22,7 @@ from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from gmeta.config.sharding import WireDtype
+from gmeta.config.table_names import module_name
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.cuda_graphs import CudaCapture
 from gmeta.distributed.averaging import LayerAverage
@@ -37,7 +38,6 @@ from gmeta.distributed.sharding_plan import (
     merge_plans,
 )
 from gmeta.distributed.tables.plain_tables import PlainTables
-from gmeta.distributed.tables.table_names import module_name
 from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS, make_unsharded_tables
 from gmeta.errors import ConfigError
 from gmeta.platform.internals import ShardedTensor, keep_tables_in

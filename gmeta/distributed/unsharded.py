@@ -5,9 +5,9 @@ import torchrec.optim
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
+from gmeta.config.table_names import module_name
+from gmeta.config.table_widths import collections_of_tables, widths_of_tables
 from gmeta.config.train_config import TrainConfig
-from gmeta.distributed.tables.table_names import module_name
-from gmeta.distributed.tables.widths import collections_of_tables, widths_of_tables
 from gmeta.platform.internals import update_in_backward
 from gmeta_models.model_config import ModelConfig
 from metaio.format.features import Features

@@ -18,14 +18,14 @@ from gmeta.config.algorithm import PLAIN, AlgorithmConfig
 from gmeta.config.inputs import NO_PRIOR, ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import check_sharding
+from gmeta.config.table_names import module_name
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.augment import check_augment
 from gmeta.data.features.item_statistics import ItemStatistics
 from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics, log_odds
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
-from gmeta.distributed.tables.table_names import module_name
-from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.losses.objectives import make_objectives

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.table_names import weight_name
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import TrainConfig
-from gmeta.distributed.tables.table_names import weight_name
-from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.errors import GMetaError, NotFiniteError, UserError
 from gmeta.platform.files.checksums import describe_file
 from gmeta.platform.files.tensor_files import translate_write_errors

@@ -18,8 +18,8 @@ from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.inputs import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config.labels import LabelsConfig, Loss
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import config_from_dict
-from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.metrics.catalogue import Scoring
 from gmeta.platform.files.checked_json import read_json

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy  # noqa: F401  # torch would import it in C, and swallow a Ctrl-C meanwhile
 import torch
 
-from gmeta.distributed.tables.widths import widths_of_tables
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.errors import GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.platform.files.tensor_files import read_tensors

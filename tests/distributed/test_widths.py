@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gmeta.config.sharding import ShardingConfig
+from gmeta.config.table_names import table_of_weight
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import shard_learner, table_shards
-from gmeta.distributed.tables.table_names import table_of_weight
-from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.errors import ConfigError
 from gmeta.runs.build import build_learner
 from metaio.read.batch import TaskBatch

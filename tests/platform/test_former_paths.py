@@ -10,7 +10,7 @@ from gmeta.platform.former_paths import FORMER_PATHS
 def test_a_former_path_gives_the_same_objects_and_names_the_new_path(former: str) -> None:
     sys.modules.pop(former, None)
     moved = importlib.import_module(FORMER_PATHS[former])
-    with pytest.warns(FutureWarning, match=f"^{former} has moved: import {FORMER_PATHS[former]}$"):
+    with pytest.warns(FutureWarning, match=rf"^{former} has moved: import {FORMER_PATHS[former]}$"):
         module = importlib.import_module(former)
     assert all(
         getattr(module, name) is value for name, value in vars(moved).items() if name[:2] != "__"

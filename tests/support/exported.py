@@ -8,8 +8,8 @@ import torch
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.tables.widths import widths_of_tables
 from gmeta.evaluation.evaluate import evaluate_run
 from gmeta.runs.build import build_learner, build_statistics
 from gmeta.serving.export import write_model

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table, size_text
-from gmeta.distributed.tables.widths import widths_of_tables
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.serving.exported_folder import (
     LAYERS_FILE,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from gmeta.distributed.tables.table_names import module_name, table_of_weight
+from gmeta.config.table_names import module_name, table_of_weight
 from gmeta.runs.checkpoints.integrity import find_file_problems, read_intact_index, translate_damage
 from gmeta.runs.checkpoints.progress_file import read_about
 

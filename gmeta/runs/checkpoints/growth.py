@@ -13,10 +13,10 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
+from gmeta.config.table_names import table_of_weight
 from gmeta.config.train_config import ADAGRADS, OuterConfig
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharded_learner import TABLES_PREFIX, local_learner
-from gmeta.distributed.tables.table_names import table_of_weight
 from gmeta.platform.internals import ShardedTensor
 from gmeta.runs.checkpoints.loader import collect_state, load_checkpoint
 from metaio.ragged import Int64

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from gmeta.distributed.tables.widths import widths_of_tables
+from gmeta.config.table_widths import widths_of_tables
 from gmeta.errors import GMetaError, UserError
 from gmeta.serving.channel.channel import Channel
 from gmeta.serving.channel.materialize import keep_materialized, materialize_version

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gmeta.distributed.tables.table_names import table_of_weight, weight_name
-from gmeta.distributed.tables.widths import auto_width, collections_of_tables, widths_of_tables
+from gmeta.config.table_names import table_of_weight, weight_name
+from gmeta.config.table_widths import auto_width, collections_of_tables, widths_of_tables
 from gmeta_models import ModelConfig
 from metaio.format.features import Features, FeatureSpec, TableSpec
 

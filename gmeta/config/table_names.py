@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from gmeta.distributed.tables.widths import collections_of_tables
+from gmeta.config.table_widths import collections_of_tables
 
 _OF_EVERY_DICT = nn.ModuleDict()
 
