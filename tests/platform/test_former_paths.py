@@ -1,4 +1,5 @@
 import importlib
+import re
 import sys
 
 import pytest
@@ -10,7 +11,9 @@ from gmeta.platform.former_paths import FORMER_PATHS
 def test_a_former_path_gives_the_same_objects_and_names_the_new_path(former: str) -> None:
     sys.modules.pop(former, None)
     moved = importlib.import_module(FORMER_PATHS[former])
-    with pytest.warns(FutureWarning, match=rf"^{former} has moved: import {FORMER_PATHS[former]}$"):
+    with pytest.warns(
+        FutureWarning, match=re.escape(f"{former} has moved: import {FORMER_PATHS[former]}")
+    ):
         module = importlib.import_module(former)
     assert all(
         getattr(module, name) is value for name, value in vars(moved).items() if name[:2] != "__"
@@ -18,5 +21,5 @@ def test_a_former_path_gives_the_same_objects_and_names_the_new_path(former: str
 
 
 def test_a_path_that_never_was_is_refused_as_python_does() -> None:
-    with pytest.raises(ModuleNotFoundError, match="No module named 'gmeta.hooks.nothing'"):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named .gmeta\.hooks\.nothing."):
         importlib.import_module("gmeta.hooks.nothing")
