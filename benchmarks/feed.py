@@ -248,7 +248,7 @@ def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, fl
     dataset = open_dataset(config.data.path)
     split = dataset.splits["train"]
     order = EpisodeOrder(
-        split.blocks.num_episodes_X,
+        split.blocks.num_episodes_Z,
         OrderConfig(config.data.tasks_per_step),
         bundle_tasks=split.blocks.bundle_tasks,
     )

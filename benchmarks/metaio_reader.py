@@ -90,7 +90,7 @@ class Readers:
         split = dataset.splits["train"]
         self._plans: list[Plan] = [
             [("train", BlockEpisodes(block, np.arange(count)))]
-            for block, count in enumerate(split.blocks.num_episodes_X.tolist())
+            for block, count in enumerate(split.blocks.num_episodes_Z.tolist())
         ]
         self._epochs = itertools.count()
 

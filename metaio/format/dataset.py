@@ -1,7 +1,6 @@
 """Opens a prepared dataset and reads one block at a time, each checked at its first read.
 
-Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features, B tables, U unique ids of all tables, X blocks of a split; T1 = T + 1.
+Shape suffixes: B tables, Z blocks.
 """
 
 import threading
@@ -55,12 +54,12 @@ class Split:
     @property
     def num_blocks(self) -> int:
         """Return the number of row groups of all shards."""
-        return len(self.blocks.shard_X)
+        return len(self.blocks.shard_Z)
 
     @cached_property
     def episode_offsets(self) -> Int64:
         """Return the first episode of each block, then the number of episodes."""
-        return offsets(self.blocks.num_episodes_X)
+        return offsets(self.blocks.num_episodes_Z)
 
     @cached_property
     def first_block(self) -> Int64:
@@ -121,7 +120,7 @@ class Dataset:
         return other
 
     def block_bytes(self, split: str) -> Int64:
-        """Return the decoded size of each block [X], in bytes, from counts alone."""
+        """Return the decoded size of each block [Z], in bytes, from counts alone."""
         features, table = self.features, self.split(split).blocks
         # As Block holds them: 4 bytes for each number of a row, four times 8 for an episode, 8 for
         # an id.
@@ -134,9 +133,9 @@ class Dataset:
         )
         per_row += 8 if features.row_id else 0
         sizes: Int64 = (
-            table.num_rows_X * per_row + table.num_episodes_X * 32 + table.num_values_X * 4
+            table.num_rows_Z * per_row + table.num_episodes_Z * 32 + table.num_values_Z * 4
         )
-        sizes += 8 * table.unique_lengths_XB.sum(axis=1)
+        sizes += 8 * table.unique_lengths_ZB.sum(axis=1)
         return sizes
 
     def files(self) -> Iterator[tuple[str, FileEntry]]:
@@ -168,14 +167,14 @@ class Dataset:
             FormatError: a file is missing, truncated or altered; it names file, row group, column.
         """
         entry = self.split(split)
-        shard = int(entry.blocks.shard_X[block])
+        shard = int(entry.blocks.shard_Z[block])
         row_group = block - int(entry.first_block[shard])
         # A remote read may go wrong each time, and checking costs little beside the transfer.
         with self._lock:
             verify = not self.is_local or (split, block) not in self._verified
         groups = self._row_groups(split, shard, row_group)
         # One list for all files of the shard, in the order of layout.checksum_columns.
-        checksums = iter(entry.blocks.xxh3_XC[block].tolist())
+        checksums = iter(entry.blocks.xxh3_Z[block].tolist())
         columns = {}
         bundles = entry.blocks.bundles(block)
         for stream, group in zip(self._streams, groups, strict=True):
@@ -189,15 +188,15 @@ class Dataset:
             decoded = assemble(
                 self.manifest.features,
                 columns,
-                entry.blocks.unique_lengths_XB[block],
+                entry.blocks.unique_lengths_ZB[block],
                 bundles,
             )
         except ValueError as error:
             raise faulty(f"{place}: {error}") from error
         if verify:
             table = entry.blocks
-            counts = (table.num_episodes_X, table.num_rows_X, table.num_values_X)
-            own = (int(counts_X[block]) for counts_X in counts)
+            counts = (table.num_episodes_Z, table.num_rows_Z, table.num_values_Z)
+            own = (int(counts_Z[block]) for counts_Z in counts)
             check_counts(place, self.manifest.features, decoded, *own)
             with self._lock:
                 self._verified.add((split, block))

@@ -1,6 +1,7 @@
 """Checks and decodes the row groups of one block.
 
-Shape suffixes: T episodes, N rows, M multi-id features, B tables, U unique ids of all tables.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids.
 """
 
 import itertools

@@ -1,7 +1,8 @@
 """What a prepared dataset holds: counts, episode sizes, ids in use and their skew; and whether it
 is intact.
 
-Shape suffixes: T episodes, U unique ids of a block, B tables, R rows of a table.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, L labels, B tables, U
+unique ids, R rows of tables.
 """
 
 import itertools

@@ -116,7 +116,7 @@ class ShardWriter:
                 "bundle_tasks": 0 if block.bundles is None else block.bundles.num_tasks,
                 "bundle_unique_lengths": ()
                 if block.bundles is None
-                else block.bundles.lengths_GB.ravel(),
+                else block.bundles.bundle_lengths.ravel(),
             }
         )
 

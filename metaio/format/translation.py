@@ -1,7 +1,8 @@
 """A dataset as a model sees it that was trained on another one of the same columns: each id is the
 row that its value has in that model's tables, and row 0 where it has none.
 
-Shape suffixes: R rows of one table, U unique ids of all tables, N rows, K dense columns.
+Shape suffixes: N rows, F single-id or pooled features, V values, K dense columns, B tables, U
+unique ids, R rows of tables.
 """
 
 from dataclasses import dataclass, replace

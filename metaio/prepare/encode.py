@@ -3,9 +3,8 @@ order.
 
 The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
 
-Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
-S is 1 where sides are given, I where negatives are drawn, R where rows have ids, W where they have
-weights, else 0.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, L labels.
 """
 
 from collections.abc import Mapping
@@ -184,8 +183,8 @@ class Encoder:
         return _row_hash(bits_N ^ seed, *columns)
 
     def _row_ids(self, batch: pa.RecordBatch) -> Int64:
-        """Return the ids of rows [N, R]: integers as they are, text as its xxh3_64, as with
-        tasks."""
+        """Return the ids of rows, [N, 1] or [N, 0]: integers as they are, text as its xxh3_64, as
+        with tasks."""
         rule = self.schema.row_id
         if rule is None:
             return np.zeros((batch.num_rows, 0), np.int64)

@@ -1,6 +1,6 @@
 """Cuts the sorted rows of whole tasks into episodes of support and query rows.
 
-Shape suffixes: N rows, T tasks or episodes, V ids of all multi-id features; T1 = T + 1.
+Shape suffixes: T tasks, N rows, E chosen episodes.
 """
 
 from __future__ import annotations

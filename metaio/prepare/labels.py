@@ -1,6 +1,6 @@
 """Labels and weights of raw rows, as their columns and masks give them.
 
-Shape suffixes: N rows; W is 1 where rows have weights, else 0.
+Shape suffix: N rows.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def labels_of(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
 
 
 def weights_of(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the weights of raw rows, [N, W].
+    """Return the weights of raw rows, [N, 1] or [N, 0].
 
     Raises:
         DataError: one is no finite number from 0 on.

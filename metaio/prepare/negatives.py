@@ -3,8 +3,8 @@
 Items come from a catalogue that is gathered while rows are encoded, so memory follows the number of
 items; negatives are drawn where a bucket's episodes are built, a portion at a time.
 
-Shape suffixes: N rows of a bucket, I items, C chosen rows, P positives among them, J negatives of a
-positive, M multi-id features.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, A items.
 """
 
 from dataclasses import dataclass
@@ -52,11 +52,11 @@ class Catalogue:
     """The items of a log in the order of their hash, a row of each, and how many rows they have."""
 
     rows: EncodedRows
-    train_I: Int64  # rows of the train split
-    all_I: Int64
+    train_A: Int64  # rows of the train split
+    all_A: Int64
 
     @property
-    def item_I(self) -> UInt64:
+    def item_A(self) -> UInt64:
         """Return the hash of each item."""
         hashes: UInt64 = self.rows.item_NI[:, 0]
         return hashes
@@ -74,7 +74,7 @@ class CatalogueBuilder:
     def add(self, part: Catalogue) -> None:
         """Add the items of other rows."""
         self._parts.append(part)
-        if are_to_be_merged([len(part.train_I) for part in self._parts]):
+        if are_to_be_merged([len(part.train_A) for part in self._parts]):
             self._parts = [self.merged()]
 
     def of_rows(self, rows: EncodedRows) -> Catalogue:
@@ -86,8 +86,8 @@ class CatalogueBuilder:
         """Return all items added so far."""
         rows = joined(self._schema, [part.rows for part in self._parts])
         none = np.zeros(0, np.int64)
-        train = np.concatenate([none, *(part.train_I for part in self._parts)])
-        every = np.concatenate([none, *(part.all_I for part in self._parts)])
+        train = np.concatenate([none, *(part.train_A for part in self._parts)])
+        every = np.concatenate([none, *(part.all_A for part in self._parts)])
         return self._distinct(rows, train, every)
 
     def _distinct(self, rows: EncodedRows, train_N: Int64, all_N: Int64) -> Catalogue:
@@ -139,64 +139,64 @@ class Sampler:
         self.catalogue = catalogue
         self.columns = item_columns(schema)
         # A model in training may not learn which items come later.
-        counts_I = catalogue.train_I if is_train else catalogue.all_I
-        weights_I = (
-            counts_I if rule and rule.by == "popularity" else (counts_I > 0).astype(np.int64)
+        counts_A = catalogue.train_A if is_train else catalogue.all_A
+        weights_A = (
+            counts_A if rule and rule.by == "popularity" else (counts_A > 0).astype(np.int64)
         )
-        self._ends_I = np.cumsum(weights_I)
-        self._allowed_I = weights_I > 0
+        self._ends_A = np.cumsum(weights_A)
+        self._allowed_A = weights_A > 0
         self._rows = rows
         # Of the row and its task, not of its place: whatever bucket or engine draws, draws the
         # same.
         self._key_N = splitmix64(identity_N ^ splitmix64(rows.task_hash_N ^ _SALT))
         _, self._task_N = np.unique(rows.task_hash_N, return_inverse=True)
-        item_N = np.searchsorted(catalogue.item_I, rows.item_NI[:, 0])
-        self._has = np.unique(self._task_N * len(catalogue.item_I) + item_N)
+        item_N = np.searchsorted(catalogue.item_A, rows.item_NI[:, 0])
+        self._has = np.unique(self._task_N * len(catalogue.item_A) + item_N)
 
-    def counts(self, chosen_C: Int64) -> Int64:
+    def counts(self, chosen: Int64) -> Int64:
         """Return how many negatives stand behind each chosen row."""
-        counts: Int64 = self._per_positive * (self._rows.label_N[chosen_C] > 0).astype(np.int64)
+        counts: Int64 = self._per_positive * (self._rows.label_N[chosen] > 0).astype(np.int64)
         return counts
 
-    def draw(self, chosen_C: Int64) -> Int64:
+    def draw(self, chosen: Int64) -> Int64:
         """Return the items of the negatives of each positive among the chosen rows, as places in
-        the catalogue [P, J]: no two alike, none that the task has.
+        the catalogue, a line each: no two alike, none that the task has.
 
         Raises:
             DataError: there are too few items that a task lacks.
         """
-        positive_P = chosen_C[self._rows.label_N[chosen_C] > 0]
-        items_PJ = np.full((len(positive_P), self._per_positive), -1, dtype=np.int64)
+        positives = chosen[self._rows.label_N[chosen] > 0]
+        found = np.full((len(positives), self._per_positive), -1, dtype=np.int64)
         for index in range(self._per_positive):
-            open_P = np.arange(len(positive_P))
+            unfilled = np.arange(len(positives))
             for attempt in range(_ATTEMPTS):
                 salt = splitmix64(np.uint64(index << 32 | attempt))
-                mixed = splitmix64(self._key_N[positive_P[open_P]] ^ salt)
-                at = (mixed % np.uint64(self._ends_I[-1])).astype(np.int64)
-                drawn = np.searchsorted(self._ends_I, at, side="right")
-                taken = self._taken(positive_P[open_P], drawn, items_PJ[open_P, :index])
-                items_PJ[open_P[~taken], index] = drawn[~taken]
-                open_P = open_P[taken]
-                if not len(open_P):
+                mixed = splitmix64(self._key_N[positives[unfilled]] ^ salt)
+                at = (mixed % np.uint64(self._ends_A[-1])).astype(np.int64)
+                drawn = np.searchsorted(self._ends_A, at, side="right")
+                taken = self._taken(positives[unfilled], drawn, found[unfilled, :index])
+                found[unfilled[~taken], index] = drawn[~taken]
+                unfilled = unfilled[taken]
+                if not len(unfilled):
                     break
-            for place in open_P.tolist():
-                row, own = positive_P[place], items_PJ[place, :index]
-                items_PJ[place, index] = self._free(row, own)
-        return items_PJ
+            for place in unfilled.tolist():
+                row, own = positives[place], found[place, :index]
+                found[place, index] = self._free(row, own)
+        return found
 
-    def _taken(self, rows_P: Int64, items_P: Int64, drawn_PJ: Int64) -> npt.NDArray[np.bool_]:
+    def _taken(self, rows: Int64, items: Int64, drawn: Int64) -> npt.NDArray[np.bool_]:
         """Tell which items the row's task has, or the row has as negatives already."""
         # (task, item) as one integer, looked up among those of all rows by bisection.
-        keys = self._task_N[rows_P] * len(self._allowed_I) + items_P
+        keys = self._task_N[rows] * len(self._allowed_A) + items
         places = np.minimum(np.searchsorted(self._has, keys), len(self._has) - 1)
         taken: npt.NDArray[np.bool_] = self._has[places] == keys
-        taken |= (drawn_PJ == items_P[:, None]).any(axis=1)
+        taken |= (drawn == items[:, None]).any(axis=1)
         return taken
 
     def _free(self, row: int, own: Int64) -> int:
         """Return the first item that the row's task lacks, from a drawn place of the catalogue on.
         Raise DataError where there is none."""
-        items = np.flatnonzero(self._allowed_I)
+        items = np.flatnonzero(self._allowed_A)
         items = np.roll(items, -int(self._key_N[row] % np.uint64(len(items))))
         rows = np.full(len(items), row)
         free = items[~self._taken(rows, items, np.tile(own, (len(items), 1)))]

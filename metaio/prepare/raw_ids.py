@@ -4,7 +4,7 @@ raw_ids/task.parquet has the text behind the hash of each task; integer tasks ar
 are. raw_ids/item.parquet has the values behind the rows of the item's table where these are hashed;
 else they are the table's vocabulary.
 
-Shape suffixes: N rows.
+Shape suffix: N rows.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The order of a bucket's rows: by task, side, time, and what tells the rows of a task apart.
 
-Shape suffixes: N rows; S is 1 where sides are given, else 0.
+Shape suffix: N rows.
 """
 
 from typing import Any

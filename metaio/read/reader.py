@@ -216,7 +216,7 @@ class BatchReader(_PipelineReader):
 
     def _order(self, epoch: int) -> EpisodeOrder | BlockOrder:
         blocks = self._split.blocks
-        return order_of(blocks.num_episodes_X, self._config, epoch, blocks.bundle_tasks)
+        return order_of(blocks.num_episodes_Z, self._config, epoch, blocks.bundle_tasks)
 
     def _identity(self) -> dict[str, Any]:
         return {

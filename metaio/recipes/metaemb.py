@@ -6,7 +6,7 @@ Source of the protocol: Pan et al.: Warm up cold-start advertisements, SIGIR 201
 In the order of the file, rows 1 to 20, 21 to 40 and 41 to 60 of each new movie are warm-a, warm-b
 and warm-c, and the rest is the test set. A click is a rating of 4 or 5.
 
-Shape suffixes: N ratings, C chosen rows.
+Shape suffix: N rows.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
 def deal(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
-    """Return the rows that splits need [C], and of each its split, its side, and whether a model
+    """Return the rows that splits need, and of each its split, its side, and whether a model
     may know the movie by its id.
 
     Raises:
@@ -137,8 +137,8 @@ def _table(
 ) -> pa.Table:
     """Return the chosen ratings with the columns of MetaEmb's code."""
     titles, users = read_titles(folder), read_users(folder)
-    movies, movie_of_C = np.unique(ratings.movie_N[chosen], return_inverse=True)
-    found, user_of_C = np.unique(ratings.user_N[chosen], return_inverse=True)
+    movies, movie_of = np.unique(ratings.movie_N[chosen], return_inverse=True)
+    found, user_of = np.unique(ratings.user_N[chosen], return_inverse=True)
     missing = [user for user in found.tolist() if user not in users]
     if missing:
         raise DataError(
@@ -160,10 +160,10 @@ def _table(
     }
     columns = {
         "row": pa.array(chosen),
-        **{name: column.take(pa.array(movie_of_C)) for name, column in movie_columns.items()},
+        **{name: column.take(pa.array(movie_of)) for name, column in movie_columns.items()},
         "item": pa.array(ratings.movie_N[chosen], mask=~is_known),
         "user": pa.array(ratings.user_N[chosen]),
-        **{name: column.take(pa.array(user_of_C)) for name, column in user_columns.items()},
+        **{name: column.take(pa.array(user_of)) for name, column in user_columns.items()},
         "rating": pa.array(ratings.rating_N[chosen]),
     }
     return pa.table(columns)

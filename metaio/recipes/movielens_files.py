@@ -1,6 +1,6 @@
 """Reads the files of MovieLens-1M, and MeLU's additions to them where they are there.
 
-Shape suffixes: I movies, U users, A attributes.
+Shape suffix: N rows.
 """
 
 import io

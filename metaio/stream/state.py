@@ -95,7 +95,7 @@ def new_state(stream: Path, number: int) -> Iterator[Path]:
 def write_tables(partial: Path, tables: dict[str, Numbering]) -> None:
     """Write the tables of a state that is being built, for all who encode by them."""
     for name, table in tables.items():
-        columns = [table.values, table.hash_E, table.row_E, table.count_E, table.last_E]
+        columns = [table.values, table.hash_U, table.row_U, table.count_U, table.last_U]
         names = ["value", "hash", "row", "count", "last"]
         _write(partial / f"table-{name}.arrow", pa.table(columns, names=names))
 
@@ -150,7 +150,7 @@ def _read(path: Path) -> pa.Table:
 
 def _numbering(path: Path, num_rows: int) -> Numbering:
     table = _read(path)
-    hash_E, row_E, count_E, last_E = (
+    hash_U, row_U, count_U, last_U = (
         table[name].combine_chunks().to_numpy() for name in ("hash", "row", "count", "last")
     )
-    return Numbering(num_rows, hash_E, table["value"].combine_chunks(), row_E, count_E, last_E)
+    return Numbering(num_rows, hash_U, table["value"].combine_chunks(), row_U, count_U, last_U)

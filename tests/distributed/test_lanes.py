@@ -57,7 +57,7 @@ def test_ranks_read_their_own_blocks_and_train_the_same_steps(tmp_path: Path) ->
         num_tasks=64, num_items=60, min_rows=12, max_rows=12, query_rows=5, block_rows=48
     )
     prepare_synthetic(str(tmp_path / "data"), synthetic)
-    lengths = open_dataset(str(tmp_path / "data")).splits["train"].blocks.num_episodes_X.tolist()
+    lengths = open_dataset(str(tmp_path / "data")).splits["train"].blocks.num_episodes_Z.tolist()
     assert len(lengths) % 2 == 0
     assert set(lengths) == {4}
     config = TrainConfig(
