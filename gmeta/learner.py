@@ -4,7 +4,8 @@ out.
 support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gradient: arXiv
 2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
 
-Shape suffixes: N rows, U fetched rows, P distinct (task, row) pairs, D embedding width.
+Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embedding width, P
+task-row pairs.
 """
 
 import sys

@@ -142,14 +142,14 @@ def _listed(
             yield batch, np.zeros(0, np.bool_)
         for listed in candidates.parts(rows, view):
             row_id_N, weight_N = (
-                of_row_N[listed.source_M] if len(of_row_N) else of_row_N
+                of_row_N[listed.source_N] if len(of_row_N) else of_row_N
                 for of_row_N in (batch.row_id_N.numpy(), batch.weight_N.numpy())
             )
-            rows_M = replace(raw_rows(listed.rows, row_id_N), weight_N=weight_N)
-            block = build_block(dataset.features, rows_M)
+            raw = replace(raw_rows(listed.rows, row_id_N), weight_N=weight_N)
+            block = build_block(dataset.features, raw)
             yield (
                 compose(dataset.features, [(block, np.arange(block.num_episodes))]),
-                listed.is_sampled_M,
+                listed.is_sampled_N,
             )
 
 

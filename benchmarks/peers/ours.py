@@ -1,7 +1,7 @@
 """gmeta itself, on one rank: the sharded learner, optimizers and step of `gmeta train`.
 
-Shape suffixes: N rows, F single-id fields, M multi-id fields, V ids, U distinct ids of all tables,
-B tables, D embedding width.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids, D embedding width.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ outputs lack, in the space of their gradients, and has as many unknowns as suppo
 
 So a row's gradient counts s_n in place of g_n; for a small, s is g and w a gradient step.
 
-Shape suffixes: T tasks, S support rows, N rows of all tasks, I input width, O output width.
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
 """
 
 from __future__ import annotations

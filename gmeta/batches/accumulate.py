@@ -7,7 +7,7 @@ of the parts' gradients go on into the step's one backward: one AllReduce of lay
 rows, one update of the tables. The outer gradient is a sum over tasks, so this is the step itself,
 to rounding. Only one part's activations are alive at a time.
 
-Shape suffixes: T episodes, N rows, B tables, U fetched rows, D embedding width.
+Shape suffixes: T tasks, B tables, U unique ids, D embedding width.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ Every choice is a pure function of the seed and of what it is about (epoch, task
 id), so it is the same at any number of ranks and after a resume. Evaluation sees the data as
 stored.
 
-Shape suffixes: T episodes, N rows, V ids of all multi-id features, B tables, U unique ids.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,8 @@
 """Numbers drawn by hashing, each a pure function of a key and of what it is about; and a batch with
 its rows in an order that they decide.
 
-Shape suffixes: T episodes, N rows, V ids of all multi-id features.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns.
 """
 
 from dataclasses import replace

@@ -3,8 +3,8 @@ sides.
 
 All of it is integer bookkeeping, done on the host before anything goes to a device.
 
-Shape suffixes: T episodes, N rows, B tables, U fetched rows, P distinct (task, row) pairs, F
-single-id features, M multi-id features, V ids of all bags, K dense columns.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids, D embedding width, P task-row pairs.
 """
 
 from abc import ABC, abstractmethod

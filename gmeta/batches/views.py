@@ -1,7 +1,7 @@
 """Views of the stored episodes for an evaluation: their support and query rows drawn anew, or fewer
 support rows.
 
-Shape suffixes: T episodes, N rows; T1 = T + 1.
+Shape suffixes: T tasks, N rows.
 """
 
 from dataclasses import dataclass

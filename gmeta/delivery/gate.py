@@ -1,8 +1,8 @@
 """What a served model predicts of a prepared split, whatever increment of its stream the model is
 of: table rows are matched by the values that they stand for; an unknown value is the model's row 0.
 
-Shape suffixes: N rows, F single-id features, V ids of all multi-id features, R rows of a table, U
-unique ids of all tables.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids, R
+rows of tables.
 """
 
 from dataclasses import dataclass, replace

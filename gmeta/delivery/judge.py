@@ -8,7 +8,7 @@ Testing). Of equal models 5 % are refused at most where the interval
 is 0.54 of the margin to either side: P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05; so earlier windows are
 added until it is.
 
-Shape suffixes: N rows, T tasks, B resamples.
+Shape suffixes: T tasks, N rows.
 """
 
 import math
@@ -145,11 +145,11 @@ class _Compared:
 
     def _difference(self, ours: list[Predicted], theirs: list[Predicted]) -> tuple[Interval, Terms]:
         candidate, champion = self._terms(ours)[self.metric], self._terms(theirs)[self.metric]
-        values_MB = bootstrap_values([champion, candidate])
+        resampled = bootstrap_values([champion, candidate])
         # Both by the same resamples, so the tasks' own difficulty cancels out; rounded, so that
         # equal models differ by 0.
-        difference_B = np.round(values_MB[0] - values_MB[1], 12)
-        return percentile_interval(difference_B, champion.num_tasks), champion
+        differences = np.round(resampled[0] - resampled[1], 12)
+        return percentile_interval(differences, champion.num_tasks), champion
 
     def _terms(self, predicted: list[Predicted]) -> dict[str, Terms]:
         names = {
@@ -214,8 +214,8 @@ def _calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[Measure,
         return Measure(None, None, None), ["no gate row has a positive label: nothing to judge by"]
     value = float(prediction_T.sum() / label_T.sum())
     # Every task is drawn, also one without a positive label.
-    (values_B,) = bootstrap_values([Terms(value, prediction_T, label_T)])
-    interval = percentile_interval(values_B, num_tasks)
+    (resampled,) = bootstrap_values([Terms(value, prediction_T, label_T)])
+    interval = percentile_interval(resampled, num_tasks)
     low, high = (value, value) if interval.reason else (interval.low, interval.high)
     ends = f"it {interval.reason}" if interval.reason else f"95 % {low:.3g} to {high:.3g}"
     told = []

@@ -33,6 +33,6 @@ def take_item_statistics(
                 items.add(sums, checked)
 
     by_all(read, ranks)
-    add_arrays_over_ranks([sums.total_K3, *sums.columns], ranks)
+    add_arrays_over_ranks([sums.total_by_fold, *sums.columns], ranks)
     items.take(sums)
     return [f"item_features: from {split.num_rows:,} rows of split {split.name}"]

@@ -14,7 +14,7 @@ the logit of the product is
 
     z' = b - softplus(softplus(b) - z)
 
-Shape suffixes: N rows, L labels, O outputs of a layer.
+Shape suffixes: N rows, L labels, O outputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The losses of single rows by one output, and their first derivatives by it. Several labels are
 objectives.py's.
 
-Shape suffixes: N rows.
+Shape suffix: N rows.
 """
 
 from __future__ import annotations

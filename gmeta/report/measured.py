@@ -32,26 +32,26 @@ UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "u
 
 @dataclass(frozen=True)
 class Measured:
-    """A metric over draws: the mean of `value_D`, and `values_B`, the same on resampled tasks; NaN
+    """A metric over draws: the mean of `by_draw`, and `resampled`, the same on resampled tasks; NaN
     with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
     """
 
-    value_D: Floats
+    by_draw: Floats
     num_tasks: int
     reason: str
-    values_B: Floats
+    resampled: Floats
     no_interval: str = ""  # why there is none
 
     @property
     def value(self) -> float:
         """Return the mean over draws."""
-        return float(self.value_D.mean())
+        return float(self.by_draw.mean())
 
     def estimate(self) -> Estimate:
         """Return the metric with its interval."""
         if self.reason:
             return Estimate(math.nan, math.nan, math.nan, 0, self.reason)
-        interval = percentile_interval(self.values_B, self.num_tasks)
+        interval = percentile_interval(self.resampled, self.num_tasks)
         if self.no_interval:
             interval = Interval(math.nan, math.nan, self.no_interval)
         return Estimate(self.value, interval.low, interval.high, self.num_tasks, interval.reason)
@@ -65,7 +65,7 @@ def measure(
     Equal seeds and task counts give equal resamples, so what two calls return pairs up.
     """
     made: list[dict[str, Terms]] = []
-    values_MB = np.zeros(0)
+    resampled = np.zeros(0)
     # Where a label is not always known, a task may have rows in only some of the draws.
     tasks_T = np.unique(np.concatenate([rows.task_N for rows in draws]))
     # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
@@ -80,16 +80,16 @@ def measure(
             places_N2,
             tasks=tasks_T,
         )
-        drawn_MB = bootstrap_values(list(terms.values()), RESAMPLES, SEED) / len(draws)
-        values_MB = values_MB + drawn_MB if made else drawn_MB
+        drawn = bootstrap_values(list(terms.values()), RESAMPLES, SEED) / len(draws)
+        resampled = resampled + drawn if made else drawn
         made.append(terms)
     return {
-        name: measured_of([terms[name] for terms in made], values_MB[index])
+        name: measured_of([terms[name] for terms in made], resampled[index])
         for index, name in enumerate(made[0])
     }
 
 
-def measured_of(terms: Sequence[Terms], values_B: Floats) -> Measured:
+def measured_of(terms: Sequence[Terms], resampled: Floats) -> Measured:
     """Return a metric from its terms in each draw, and from the means of its resampled values."""
     told = [
         (f"draw {draw}: " if len(terms) > 1 else "") + one.reason
@@ -97,10 +97,10 @@ def measured_of(terms: Sequence[Terms], values_B: Floats) -> Measured:
         if one.reason
     ]
     return Measured(
-        value_D=np.array([one.value for one in terms]),
+        by_draw=np.array([one.value for one in terms]),
         num_tasks=min(one.num_tasks for one in terms),
         reason=told[0] if told else "",
-        values_B=values_B,
+        resampled=resampled,
         no_interval=terms[0].no_interval,
     )
 
@@ -109,8 +109,8 @@ def difference(one: Measured, other: Measured, info: MetricInfo) -> Difference:
     """Return one minus the other with its interval and verdict."""
     # Equal models whose rows stand in another order differ in the last bits of their sums: no
     # difference.
-    difference_B = np.round(one.values_B - other.values_B, 12)
-    interval = percentile_interval(difference_B, min(one.num_tasks, other.num_tasks))
+    differences = np.round(one.resampled - other.resampled, 12)
+    interval = percentile_interval(differences, min(one.num_tasks, other.num_tasks))
     value = one.value - other.value
     return Difference(value, interval.low, interval.high, _verdict(interval, info), interval.reason)
 

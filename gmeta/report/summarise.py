@@ -180,17 +180,17 @@ class _Group:
         """Return all that the report says about this split."""
         # Every draw has as many rows of each task, if the label is always known.
         rows = self._draws[self._first][0]
-        support_E = _episode_support_rows(rows)
+        support_T = _episode_support_rows(rows)
         return Group(
             name=self._name,
             num_tasks=int(np.unique(rows.task_N).size),
             num_rows=int(rows.task_N.size),
-            min_support_rows=int(support_E.min()),
-            median_support_rows=float(np.median(support_E)),
-            max_support_rows=int(support_E.max()),
+            min_support_rows=int(support_T.min()),
+            median_support_rows=float(np.median(support_T)),
+            max_support_rows=int(support_T.max()),
             results=tuple(_result(*key, measured) for key, measured in self._measured.items()),
             comparisons=tuple(self._comparisons()),
-            by_support_rows=tuple(self._support_bins(support_E)),
+            by_support_rows=tuple(self._support_bins(support_T)),
             calibration=tuple(self._calibrations()) if self._scoring.loss == "bce" else (),
             by_activity=tuple(self._activity_bins()),
             by_support_limit=tuple(self._support_limits()),
@@ -224,10 +224,10 @@ class _Group:
             differences[name] = Difference(*UNKNOWN, why) if why else difference(own, other, info)
         return Comparison(run, stage, minus_run, minus_stage, differences)
 
-    def _support_bins(self, support_E: Ints) -> list[RowsBin]:
+    def _support_bins(self, support_T: Ints) -> list[RowsBin]:
         bins = [
             self._bin(low, high, partial(_with_support, low, high))
-            for low, high in support_bin_bounds(support_E)
+            for low, high in support_bin_bounds(support_T)
         ]
         return [one for one in bins if one.num_tasks]
 
@@ -273,7 +273,7 @@ class _Group:
     def _by_draw(self) -> list[DrawValues]:
         return [
             DrawValues(
-                run, stage, {name: tuple(one.value_D.tolist()) for name, one in measured.items()}
+                run, stage, {name: tuple(one.by_draw.tolist()) for name, one in measured.items()}
             )
             for (run, stage), measured in self._measured.items()
         ]
@@ -291,12 +291,12 @@ def _result(run: str, stage: Stage, measured: Mapping[str, Measured]) -> Result:
     return Result(run, stage, {name: one.estimate() for name, one in measured.items()})
 
 
-def support_bin_bounds(support_E: Ints) -> list[tuple[int, int]]:
+def support_bin_bounds(support_T: Ints) -> list[tuple[int, int]]:
     """Return inclusive bounds of at most six bins: one a size, or each with a sixth of the
     episodes."""
-    sizes, counts = np.unique(support_E, return_counts=True)
+    sizes, counts = np.unique(support_T, return_counts=True)
     # Few different sizes get a bin each.
-    target = 1 if sizes.size <= SUPPORT_BINS else support_E.size / SUPPORT_BINS
+    target = 1 if sizes.size <= SUPPORT_BINS else support_T.size / SUPPORT_BINS
     bounds, first, held = [], 0, 0
     for last, count in enumerate(counts):
         held += int(count)
@@ -322,14 +322,14 @@ def calibration(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     filled = [index for index in range(inner_edges.size + 1) if (bin_N == index).any()]
     terms = [_share_terms(rows.label_N, code_N, bin_N == index) for index in filled]
     # Resampled by tasks, as everywhere: the rows of a bin are not independent.
-    shares_MB = bootstrap_values(terms, RESAMPLES, SEED)
+    resampled = bootstrap_values(terms, RESAMPLES, SEED)
     bins = [
         CalibrationBin(
             float(probability_N[bin_N == index].mean()),
-            measured_of([one], share_B).estimate(),
+            measured_of([one], values).estimate(),
             int(np.count_nonzero(bin_N == index)),
         )
-        for index, one, share_B in zip(filled, terms, shares_MB, strict=True)
+        for index, one, values in zip(filled, terms, resampled, strict=True)
     ]
     positives = float(rows.label_N.sum())
     return Calibration(

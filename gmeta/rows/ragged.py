@@ -1,7 +1,7 @@
 """Ragged rows of many tasks as padded [T, rows, ...] blocks and back, for products inside each
 task.
 
-Shape suffixes: T tasks, N rows of all tasks (task by task), L longest task.
+Shape suffixes: T tasks, N rows, X all inputs side by side.
 """
 
 from collections.abc import Sequence

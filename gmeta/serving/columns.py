@@ -1,7 +1,7 @@
 """From columns of rows, raw or already table ids, to encoded rows: the edge where input is checked.
 
-Shape suffixes: N rows, T episodes, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, L labels.
 """
 
 import difflib

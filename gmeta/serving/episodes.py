@@ -1,6 +1,7 @@
 """A batch of episodes made of encoded rows.
 
-Shape suffixes: N rows, T episodes, E rows chosen from one side.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, E chosen episodes.
 """
 
 import numpy as np

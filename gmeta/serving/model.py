@@ -3,7 +3,9 @@
 The engine's own learner and inner loop do both, on rows fetched from the exported tables. These lie
 in mapped files of the host, and what callers are given is the host's, whatever device computes.
 
-Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embedding width, B tables.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
+gate, E chosen episodes.
 """
 
 import threading
@@ -228,10 +230,10 @@ class ServedModel:
             rows_PD = self._back(adapted.rows_PD.detach())
             key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_rows(batch, num_rows)
         changes = {name: self._back(each) for name, each in adapted.layers.changes.items()}
-        gates_TMO = {name: self._back(each) for name, each in adapted.layers.gates_TMO.items()}
+        gates_TJO = {name: self._back(each) for name, each in adapted.layers.gates_TJO.items()}
         # The support rows are kept: a task's statistics are computed again with new rows of it.
         supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
-        return AdaptedTensors(changes, gates_TMO, rows_PD, key_P, task_P, supports)
+        return AdaptedTensors(changes, gates_TJO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
     def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
@@ -270,12 +272,12 @@ class ServedModel:
                     every_row(batch, constant=True, num_rows=num_rows),
                     rows_PD,
                     tuple(tasks.changes.values()),
-                    tuple(tasks.gates_TMO.values()),
+                    tuple(tasks.gates_TJO.values()),
                 )
             )
             adapted = self._inner.adapted_before(
                 dict(zip(tasks.changes, changes, strict=True)),
-                dict(zip(tasks.gates_TMO, gates, strict=True)),
+                dict(zip(tasks.gates_TJO, gates, strict=True)),
                 rows_PD,
             )
             return self._shown_N(self._back(self._inner.output_N(adapted, query)))
@@ -295,7 +297,7 @@ class ServedModel:
         layers = row_layers(self.learner.model).items()
         return StateShape(
             layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
-            gates_1MO=self.unadapted.gates_1MO,
+            gates_1JO=self.unadapted.gates_1JO,
             width=self.config.model.embedding_dim,
             num_keys=self._num_keys,
             features=self.config.features,

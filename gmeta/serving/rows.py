@@ -1,7 +1,7 @@
 """Encoded rows, taken apart and joined.
 
-Shape suffixes: N rows, F single-id features, M multi-id
-features, K dense columns, V ids of all multi-id features.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns.
 """
 
 from collections.abc import Sequence

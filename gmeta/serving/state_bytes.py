@@ -5,7 +5,9 @@ The header names the format, its version, the exported model and a checksum of a
 in the bytes is run, and each tensor is checked against what the model can take: the bytes may come
 from anybody.
 
-Shape suffixes: as in states.py, and N support rows.
+Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features, M multi-id
+features, V values, K dense columns, D embedding width, P task-row pairs, I inputs, O outputs, J
+parts of a gate.
 """
 
 import struct
@@ -46,7 +48,7 @@ class StateShape:
     """
 
     layers: Mapping[str, tuple[int, int]]
-    gates_1MO: Mapping[str, Tensor]
+    gates_1JO: Mapping[str, Tensor]
     width: int
     num_keys: int
     features: Features
@@ -111,7 +113,7 @@ def _checksum(before: bytes, payload: bytes) -> bytes:
 
 def _arrays_of(state: TaskState) -> dict[str, npt.NDArray[Any]]:
     tensors = {_ROWS: state.rows_PD, _KEYS: state.key_P}
-    tensors |= {f"{_GATE}/{name}": gate_1MO for name, gate_1MO in state.gates_1MO.items()}
+    tensors |= {f"{_GATE}/{name}": gate_1JO for name, gate_1JO in state.gates_1JO.items()}
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, change in state.changes.items():
         for part, value in vars(change).items():
@@ -140,8 +142,8 @@ def _state_of(arrays: _Arrays, shape: StateShape) -> TaskState:
         layer, _, part = name.rpartition("/")
         changes.setdefault(layer, {})[part] = array
     gates = parts.get(_GATE, {})
-    if gates.keys() != shape.gates_1MO.keys():
-        raise ValueError(f"it has gates of {len(gates)} layers, not of {len(shape.gates_1MO)}")
+    if gates.keys() != shape.gates_1JO.keys():
+        raise ValueError(f"it has gates of {len(gates)} layers, not of {len(shape.gates_1JO)}")
     key_P = arrays[_KEYS]
     _check(_KEYS, key_P, np.int64, (None,))
     # Keys are looked up by bisection, which takes their order on trust.
@@ -150,8 +152,8 @@ def _state_of(arrays: _Arrays, shape: StateShape) -> TaskState:
     return TaskState(
         {layer: _change(layer, own, shape) for layer, own in changes.items()},
         {
-            name: _tensor(f"gate {name}", gates[name], tuple(gate_1MO.shape))
-            for name, gate_1MO in shape.gates_1MO.items()
+            name: _tensor(f"gate {name}", gates[name], tuple(gate_1JO.shape))
+            for name, gate_1JO in shape.gates_1JO.items()
         },
         _tensor(_ROWS, arrays[_ROWS], (len(key_P), shape.width)),
         torch.from_numpy(key_P.copy()),

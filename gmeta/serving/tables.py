@@ -1,6 +1,6 @@
 """Embedding tables as an exported model holds them: float32, float16, or int8 with a scale a row.
 
-Shape suffixes: R rows of a table, D embedding width, U fetched rows of all tables, B tables.
+Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Many tasks at once: rows of both sides in any order, matched by task, in batches of even size.
 
-Shape suffixes: N rows of the query, S rows of the support, T tasks of the query, E pieces of them.
+Shape suffixes: T tasks, N rows, S support rows, E chosen episodes.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,7 +4,7 @@ TorchRec shards tables over modules of fbgemm. Here is what it asks of such a mo
 lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
 kernel of fbgemm, and every optimizer on a CPU as on CUDA.
 
-Shape suffixes: R rows of all tables of a group, D embedding width.
+Shape suffixes: R rows of tables, D embedding width.
 """
 
 from itertools import accumulate
@@ -129,5 +129,5 @@ class PlainTables(nn.Module):
     def reset_cache_states(self) -> None:
         """Do nothing, as well."""
 
-    def _split(self, values_RX: Tensor) -> list[Tensor]:
-        return list(values_RX.split([spec[0] for spec in self.embedding_specs]))
+    def _split(self, values_RD: Tensor) -> list[Tensor]:
+        return list(values_RD.split([spec[0] for spec in self.embedding_specs]))

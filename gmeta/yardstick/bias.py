@@ -14,7 +14,7 @@ the most probable value under a normal prior around 0 of precision `prior`,
 mu and a_i come from the training split, b_t from the support rows of the task that is predicted. No
 feature but the item, no gradient.
 
-Shape suffixes: N rows, T episodes, V values of the item column.
+Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features.
 """
 
 from collections.abc import Sequence
@@ -85,15 +85,15 @@ class BiasModel:
 
 
 def _effects(
-    prior: float, level_E: Floats, owner_E: Int64, rows_E: Floats, clicks_E: Floats, number: int
+    prior: float, levels: Floats, owners: Int64, rows: Floats, clicks: Floats, number: int
 ) -> Floats:
-    """Return the most probable effect of each of `number` owners, whose entries have `rows_E` rows
-    and `clicks_E` clicks at the log-odds `level_E`."""
+    """Return the most probable effect of each of `number` owners, whose entries have these rows
+    and clicks at the log-odds `levels`."""
     effects = np.zeros(number)
     for _ in range(NEWTON_STEPS):
-        p_E = sigmoid(level_E + effects[owner_E])
-        slope = np.bincount(owner_E, clicks_E - rows_E * p_E, number) - prior * effects
-        bend = np.bincount(owner_E, rows_E * p_E * (1 - p_E), number) + prior
+        p = sigmoid(levels + effects[owners])
+        slope = np.bincount(owners, clicks - rows * p, number) - prior * effects
+        bend = np.bincount(owners, rows * p * (1 - p), number) + prior
         # A whole step may end where sigmoids are flat, and the next one runs away: an item with
         # many of rare clicks. Steps of at most 1 always gain, as |f'''| <= |f''| (Bach,
         # Self-concordant analysis for logistic regression, 2010).

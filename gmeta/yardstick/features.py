@@ -10,7 +10,7 @@ in its columns, never a label of its own side.
 Values of training rows come from the folds that their task is not in. Leaving out the row alone
 would give its label away: of two values of a column, what is missing from the mean is the label.
 
-Shape suffixes: N rows, V ids of a column, X statistics.
+Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side.
 """
 
 from dataclasses import dataclass

@@ -184,10 +184,10 @@ def _outputs(
         return {"prediction": predict(rows).astype(np.float32)}
     found, places = [np.zeros(0, np.float32)], [np.zeros((0, 2), np.int32)]
     for listed in candidates.parts(rows, view):
-        score_M = predict(listed.rows).astype(np.float32)
-        is_sampled_M = listed.is_sampled_M[~listed.rows.is_support_N]
-        found.append(score_M[~is_sampled_M])
-        places.append(places_N2(score_M, is_sampled_M))
+        score_N = predict(listed.rows).astype(np.float32)
+        is_sampled_N = listed.is_sampled_N[~listed.rows.is_support_N]
+        found.append(score_N[~is_sampled_N])
+        places.append(places_N2(score_N, is_sampled_N))
     above_tied = zip(PLACES[2:], np.concatenate(places).T, strict=True)
     return {"prediction": np.concatenate(found), **dict(above_tied)}
 

@@ -1,6 +1,7 @@
 """Plain rows of stored blocks, and blocks of them again.
 
-Shape suffixes: as in rows.py.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, U unique ids.
 """
 
 from collections.abc import Iterator

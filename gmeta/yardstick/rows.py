@@ -1,8 +1,8 @@
 """Episodes as plain rows: labels, ids and the task of each, without embeddings or torch; and which
 columns follow from the item, told by the rows alone.
 
-Shape suffixes: T episodes, N rows, F single-id features, K dense columns, V ids of one multi-id
-feature; T1 = T + 1, N1 = N + 1.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns, L
+labels.
 """
 
 from collections.abc import Callable, Iterable

@@ -5,7 +5,7 @@ stand beside. Training rows are the query rows of training tasks, whose support 
 times by the stored rule. Leaves, least rows of a leaf, rate and number of trees are chosen on
 validation tasks, or on a fifth of the training tasks where there are none.
 
-Shape suffixes: N rows, T episodes, X statistics.
+Shape suffixes: T tasks, N rows, X all inputs side by side.
 """
 
 import importlib

@@ -3,8 +3,8 @@
 Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018 (arXiv 1706.06978),
 section 4.3.
 
-Shape suffixes: N rows, H longest history, D embedding width, F single-id features, M multi-id
-features, X inputs of the decision layers.
+Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
+K dense columns, D embedding width, X all inputs side by side.
 """
 
 from typing import cast

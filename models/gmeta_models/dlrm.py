@@ -68,5 +68,5 @@ class DLRM(DecisionModel):
             vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
         if self.interaction == "cat":
             return vectors_NFD.flatten(1)
-        dots_NP: Tensor = self.dots(vectors_NFD)
-        return dots_NP if self.bottom is None else torch.cat([dense_ND, dots_NP], dim=1)
+        dots: Tensor = self.dots(vectors_NFD)
+        return dots if self.bottom is None else torch.cat([dense_ND, dots], dim=1)

@@ -3,7 +3,7 @@
 Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
 KDD 2018 (doi 10.1145/3219819.3220007), section 4.2. What the paper calls a task is an output here.
 
-Shape suffixes: N rows, X features and dense columns side by side, E experts, H an expert's outputs.
+Shape suffixes: N rows, O outputs, X all inputs side by side.
 """
 
 import torch
@@ -33,10 +33,10 @@ class MMoE(TowerModel):
         self.towers = towers(config, sizes.outputs)
 
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
-        """Return the experts' outputs as the gate of each tower mixes them: [N, H]."""
+        """Return the experts' outputs as the gate of each tower mixes them: [N, O]."""
         rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
-        experts_NEH = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
-        return [mixed_NH(gate(rows_NX), experts_NEH) for gate in self.gates]
+        outputs = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
+        return [mixed_NO(gate(rows_NX), outputs) for gate in self.gates]
 
 
 def towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
@@ -58,6 +58,6 @@ def experts(count: int, width: int, hidden: tuple[int, ...]) -> nn.ModuleList:
     return nn.ModuleList(mlp([width, *hidden], activate_last=True) for _ in range(count))
 
 
-def mixed_NH(score_NE: Tensor, experts_NEH: Tensor) -> Tensor:
-    """Return the experts' outputs, weighted by the softmax of their scores: [N, H]."""
-    return score_NE.softmax(dim=1).unsqueeze(1).bmm(experts_NEH).squeeze(1)
+def mixed_NO(score: Tensor, outputs: Tensor) -> Tensor:
+    """Return the experts' outputs, weighted by the softmax of their scores: [N, O]."""
+    return score.softmax(dim=1).unsqueeze(1).bmm(outputs).squeeze(1)

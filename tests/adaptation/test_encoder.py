@@ -343,8 +343,8 @@ def test_attention_over_large_scores_stays_finite() -> None:
     support = SupportRows(
         torch.full((2, 3), 50.0), torch.full((2,), 50.0), torch.full((2,), 50.0), torch.tensor([2])
     )
-    (gate_TMO,) = encoder(support).values()
-    assert bool(gate_TMO.isfinite().all())
+    (gate_TJO,) = encoder(support).values()
+    assert bool(gate_TJO.isfinite().all())
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])

@@ -28,11 +28,11 @@ def cbml(sizes: InputSizes) -> CBML:
 def gates_of_mean(model: CBML, mean_X: Tensor) -> Tensor:
     """The equations of the docstring for one task: gates of all layers in a row."""
     gate = model.gate
-    task_Z = torch.tanh(gate.encode.weight @ mean_X + gate.encode.bias)
-    nearness = torch.stack([torch.exp(-((task_Z - c) ** 2).sum() / 2) for c in gate.centres_CZ])
-    known_CZ = torch.tanh(gate.clusters(task_Z)).view(3, 4)
-    cluster_Z = sum((n / nearness.sum()) * k for n, k in zip(nearness, known_CZ, strict=True))
-    return 2 * torch.sigmoid(gate.gates(torch.cat([task_Z, cluster_Z])))
+    task_O = torch.tanh(gate.encode.weight @ mean_X + gate.encode.bias)
+    nearness = torch.stack([torch.exp(-((task_O - c) ** 2).sum() / 2) for c in gate.centres_CZ])
+    known = torch.tanh(gate.clusters(task_O)).view(3, 4)
+    cluster_O = sum((n / nearness.sum()) * k for n, k in zip(nearness, known, strict=True))
+    return 2 * torch.sigmoid(gate.gates(torch.cat([task_O, cluster_O])))
 
 
 def test_gates_follow_from_the_mean_of_a_tasks_support_rows() -> None:

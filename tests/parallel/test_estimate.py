@@ -99,9 +99,9 @@ def test_bytes_on_the_wire_are_what_the_exchange_counts(
     for rank in range(gpus):
         routes = Routes(shards, rank, gpus)
         asked = routes.ask(ids_U, lengths_B)
-        is_remote_S = ~routes.is_of_peer_SW[:, -1].astype(bool)
-        ids += asked.row_of_shard.element_size() * int(asked.counts_S[is_remote_S].sum())
-        values += int((asked.counts_S * routes.columns_S)[is_remote_S].sum())
+        is_remote_Y = ~routes.is_of_peer_YW[:, -1].astype(bool)
+        ids += asked.row_of_shard.element_size() * int(asked.counts_Y[is_remote_Y].sum())
+        values += int((asked.counts_Y * routes.columns_Y)[is_remote_Y].sum())
     step = Step(1, 1, {name: float(count) for name, count in rows.items()}, 0.0, 0)
     sizes = {name: (count, 64) for name, count in rows.items()}
     cluster = Cluster(gpus, gpus, "cuda", GB, GB)

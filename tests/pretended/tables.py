@@ -39,10 +39,10 @@ class _Slice(OnDevice):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, group: Any, indices: Tensor, offsets: Tensor) -> Tensor:
-        first_row_F = held(group.hash_size_cumsum)[:-1]
-        samples = (offsets.numel() - 1) // first_row_F.numel()
-        ids_F = held(offsets)[::samples].diff()
-        ctx.row_N = held(indices).long() + torch.repeat_interleave(first_row_F, ids_F)
+        first_rows = held(group.hash_size_cumsum)[:-1]
+        samples = (offsets.numel() - 1) // first_rows.numel()
+        num_ids = held(offsets)[::samples].diff()
+        ctx.row_N = held(indices).long() + torch.repeat_interleave(first_rows, num_ids)
         ctx.group = group
         counts().launches["fbgemm::lookup"] += 2  # with the check of the ids
         return OnDevice(held(weights).detach().view(-1, group.max_D)[ctx.row_N])

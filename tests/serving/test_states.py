@@ -141,15 +141,15 @@ def test_changes_of_all_kinds_stand_side_by_side(kinds: tuple[str, ...]) -> None
     generator = torch.Generator().manual_seed(0)
     states = [random_state(generator, kind, place + 1, place) for place, kind in enumerate(kinds)]
     tasks = stacked(states)
-    rows_TLI = torch.randn(len(kinds), 5, 3, generator=generator, dtype=torch.float64)
+    rows_THI = torch.randn(len(kinds), 5, 3, generator=generator, dtype=torch.float64)
     for place, state in enumerate(states):
         expected = torch.zeros(1, 5, 2, dtype=torch.float64)
         if "layer" in state.changes:
-            expected = state.changes["layer"].of_outputs_TLO(rows_TLI[place : place + 1])
+            expected = state.changes["layer"].of_outputs_THO(rows_THI[place : place + 1])
         if tasks.changes:
-            mine = tasks.changes["layer"].of_outputs_TLO(rows_TLI)[place : place + 1]
+            mine = tasks.changes["layer"].of_outputs_THO(rows_THI)[place : place + 1]
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-13)
-        assert torch.equal(tasks.gates_TMO["layer"][place : place + 1], state.gates_1MO["layer"])
+        assert torch.equal(tasks.gates_TJO["layer"][place : place + 1], state.gates_1JO["layer"])
         assert torch.equal(tasks.rows_PD[tasks.task_P == place], state.rows_PD)
         assert torch.equal(tasks.key_P[tasks.task_P == place], state.key_P)
     assert bool(tasks.changes) == (set(kinds) != {"none"})
@@ -158,9 +158,9 @@ def test_changes_of_all_kinds_stand_side_by_side(kinds: tuple[str, ...]) -> None
         assert torch.equal(before.rows_PD, after.rows_PD)
         if "layer" in before.changes:
             mine, its = after.changes["layer"], before.changes["layer"]
-            some = rows_TLI[:1]
+            some = rows_THI[:1]
             torch.testing.assert_close(
-                mine.of_outputs_TLO(some), its.of_outputs_TLO(some), rtol=0, atol=1e-13
+                mine.of_outputs_THO(some), its.of_outputs_THO(some), rtol=0, atol=1e-13
             )
 
 

@@ -4,7 +4,7 @@ autograd would find the same derivatives in five times as many operations, most 
 A gradient that autograd hands to a `backward` here was made for it alone, except for those at z_L
 and d_0: whatever is added to the others is added in place.
 
-Shape suffixes: N rows of one side, S support rows, I input width, O output width.
+Shape suffixes: N rows, S support rows, L labels, I inputs, O outputs.
 """
 
 from __future__ import annotations

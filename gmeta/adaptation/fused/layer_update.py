@@ -4,7 +4,7 @@ each other product is the method below it. Products are added up in place.
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
-Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -216,6 +216,6 @@ class _AddStep(torch.autograd.Function):
         return (None, None, of_activations, of_scaled, *before)
 
 
-def _put_minus(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor) -> None:
+def _put_minus(block: Tensor, left: Tensor, right: Tensor) -> None:
     """Set block = - left right; what it held, maybe NaN, is not read."""
-    block_TLO.baddbmm_(left_TLK, right_TKO, beta=0, alpha=-1)
+    block.baddbmm_(left, right, beta=0, alpha=-1)

@@ -6,8 +6,8 @@ An MLP kernel does the layers (mlp.py); what is between them is autograd's. Wher
 the decision layers see, their first layer's products are taken once (still_inputs.py); where
 embedding rows adapt, or layers over the dense columns, every step sees new inputs.
 
-Shape suffixes: N rows of one side, R rows of both, S support rows, P distinct (task, row) pairs, X
-inputs of the decision layers, O output width.
+Shape suffixes: T tasks, N rows, S support rows, K dense columns, L labels, D embedding width, P
+task-row pairs, I inputs, O outputs, X all inputs side by side.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class FusedLoop:
         if tasks.common is not None and self._model.features_from is not None:
             column, width = self._model.features_from, first.in_features
             common = CommonInputs.of(tasks.common, rows_PD, column, width)
-            common = common._replace(values_TU=_in_autocast(common.values_TU))
+            common = common._replace(values_TI=_in_autocast(common.values_TI))
             in_common_T = common.in_common_T(second_order)
             # What all rows of a task share is multiplied by the weight once a task, and added to
             # the bias.

@@ -1,6 +1,7 @@
 """The equations of mlp.py as they stand, differentiated by autograd: what fast_mlp.py is held to.
 
-Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
+Shape suffixes: T tasks, N rows, S support rows, H longest list or task, L labels, I inputs, O
+outputs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class PlainMlp(AdaptedMlp):
             if change := self._changes_of(at):
                 blocks = zip(change, rows.blocks(passed[-1]), strict=True)
                 out_NO = out_NO - rows.joined(
-                    [mine.of_outputs_TLO(block) for mine, block in blocks]
+                    [mine.of_outputs_THO(block) for mine, block in blocks]
                 )
         return (*passed, out_NO)
 
@@ -54,7 +55,7 @@ class PlainMlp(AdaptedMlp):
             below_SI = gated_SO @ self.weights_OI[at]
             if change := self._changes_of(at):
                 blocks = zip(change, self.support.blocks(grad_SO), strict=True)
-                moved = [mine.of_gradients_TLI(block) for mine, block in blocks]
+                moved = [mine.of_gradients_THI(block) for mine, block in blocks]
                 below_SI = below_SI - self.support.joined(moved)
             grads.insert(0, torch.where(hidden[at - 1] > 0, below_SI, 0.0) if at else below_SI)
         return tuple(grads)

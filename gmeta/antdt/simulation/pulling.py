@@ -1,7 +1,5 @@
 """Asynchronous training and scoring in simulated time: each worker pulls shards and waits for
 nobody. With second leases for the last shards of slow workers, as the service grants them.
-
-Shape suffix: W workers.
 """
 
 import heapq

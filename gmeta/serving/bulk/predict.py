@@ -2,7 +2,7 @@
 are predicted part by part, and the query's rows are read once more to be written with their
 predictions.
 
-Shape suffixes: N rows.
+Shape suffixes: T tasks, N rows.
 """
 
 import os

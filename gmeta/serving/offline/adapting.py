@@ -1,7 +1,7 @@
 """From encoded, labelled rows of many tasks to a row for each task: its raw id, its state as bytes,
 and how many rows it adapted by.
 
-Shape suffixes: N rows, T tasks.
+Shape suffixes: T tasks, N rows.
 """
 
 import numpy as np

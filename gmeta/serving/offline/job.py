@@ -4,7 +4,7 @@ Rows are encoded as they are read and spooled by task, as for `gmeta predict`; t
 chunks of whole tasks go to processes that share the mapped tables, and their states are written in
 the order of the chunks, which the inputs alone decide.
 
-Shape suffixes: N rows.
+Shape suffix: N rows.
 """
 
 import multiprocessing as mp
