@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gmeta.adaptation.rates import InnerRates
     from gmeta.rows.ragged import RowLayout
 
-# By layer name: the layer, and what its outputs are multiplied by, then shifted by if M is 2:
+# By layer name: the layer, and what its outputs are multiplied by, then shifted by if J is 2:
 # [T, J, O].
 Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 

@@ -65,7 +65,7 @@ class ItemSums:
     column's values (number, sum). Those of several ranks' rows can be added."""
 
     total_by_fold: Floats
-    columns: tuple[Floats, ...]  # of each [K, V, 2]
+    columns: tuple[Floats, ...]  # of each [folds, R, 2]
 
 
 class ItemStatistics(nn.Module):
@@ -98,7 +98,7 @@ class ItemStatistics(nn.Module):
         self._shrinkage, self._log_odds = config.shrinkage, config.log_odds
         for index, column in enumerate(columns):
             self.register_buffer(_buffer(index), torch.zeros(column.num_values, 2))
-        self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [K, V, 2]
+        self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [folds, R, 2]
         self._on_host: list[npt.NDArray[Any]] | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module.forget_copies())
 
@@ -223,7 +223,7 @@ class FoldStatistics:
     """What the rows of the other folds say of a training row's values."""
 
     columns: tuple[_Column, ...]
-    without_fold: list[npt.NDArray[np.float32]]  # of each [K, V, 2]
+    without_fold: list[npt.NDArray[np.float32]]  # of each [folds, R, 2]
 
     def widened(self, batch: TaskBatch) -> TaskBatch:
         """Return the batch with these statistics of each row behind its dense columns."""

@@ -30,7 +30,7 @@ class ColumnSums:
 
     @property
     def num_values(self) -> int:
-        """Return V."""
+        """Return how many values it tells apart."""
         return int(self.count_by_fold.shape[1])
 
     def place_of(self, ids: Int64) -> Int64:

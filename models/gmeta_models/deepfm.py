@@ -39,6 +39,7 @@ class DeepFM(nn.Module):
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return the outputs of every row: [N], or [N, O] of several."""
         features_NFD, dense_NK = inputs.features_NFD(self.pooling), inputs.dense_NK
+        # A weight is the first of the D numbers of a field, its factors are the others.
         weights_NF, factors_NFD = features_NFD[:, :, 0], features_NFD[:, :, 1:]
         output_N1 = weights_NF.sum(dim=1, keepdim=True) + self.pairs_N1(factors_NFD, dense_NK)
         if self.dense_weights is not None:
