@@ -174,7 +174,7 @@ def write_mosaic(dataset: metaio.Dataset, out: Path) -> None:
 def _block_ranges(dataset: metaio.Dataset) -> list[metaio.EpisodeRange]:
     split = dataset.splits["train"]
     starts = split.episode_offsets.tolist()
-    lengths = split.blocks.num_episodes_X.tolist()
+    lengths = split.blocks.num_episodes_Z.tolist()
     pairs = zip(starts, lengths, strict=False)
     return [metaio.EpisodeRange("train", start, count) for start, count in pairs]
 

@@ -17,47 +17,46 @@ without `core`: that of a machine with a core for each thread. The milliseconds 
 time of one thread with nothing beside it.
 """
 
+import _metaio_logs
+import gmeta.adaptation.fused.fused_loop
+import gmeta.learner
+import gmeta.train
 import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
-from dataclasses import replace
-from io import StringIO
-from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
-
-import _metaio_logs
 import torch
-from _common import environment, finish, make_parser, positive_int, print_table, spread_of
-
-import gmeta.adaptation.fused.fused_loop
-import gmeta.learner
-import gmeta.train
-from gmeta.config.train_config import TrainConfig, load_config
-from gmeta.data import episodes, transfer
+from _common import (environment, finish, make_parser, positive_int, print_table, spread_of)
+from collections.abc import (Generator, Iterator, Sequence)
+from contextlib import (ExitStack, contextmanager, redirect_stderr)
+from dataclasses import replace
+from gmeta.config.train_config import (TrainConfig, load_config)
+from gmeta.data import (episodes, transfer)
 from gmeta.data.augment import augment_batches
-from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.data.label_checks import (check_labels, kinds_of)
 from gmeta.data.map_ahead import map_ahead
 from gmeta.data.reader import open_reader
 from gmeta.distributed import sharding
-from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.ranks import (Ranks, start_ranks, stop_ranks)
+from gmeta.distributed.sharded_learner import (ShardedLearner, local_learner)
 from gmeta.distributed.tables import updates
 from gmeta.distributed.tables.rows_to_send import RowsToSend
 from gmeta.feeds.batch_workers import BatchWorkers
-from gmeta.feeds.step_agent import CollateFunction, StepAgent
+from gmeta.feeds.step_agent import (CollateFunction, StepAgent)
 from gmeta.learner import MetaLearner
+from io import StringIO
 from metaio.format.dataset import open_dataset
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
-from metaio.read.episode_order import EpisodeOrder, OrderConfig
+from metaio.read.episode_order import (EpisodeOrder, OrderConfig)
 from metaio.read.reader import BatchReader
+from pathlib import Path
+from typing import (Any, NamedTuple)
+from unittest.mock import patch
+
 
 CONFIG = """
 [data]
@@ -248,7 +247,7 @@ def parts_of_a_batch(config: TrainConfig, local: ShardedLearner) -> dict[str, fl
     dataset = open_dataset(config.data.path)
     split = dataset.splits["train"]
     order = EpisodeOrder(
-        split.blocks.num_episodes_X,
+        split.blocks.num_episodes_Z,
         OrderConfig(config.data.tasks_per_step),
         bundle_tasks=split.blocks.bundle_tasks,
     )

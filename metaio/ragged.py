@@ -1,10 +1,10 @@
 """Ragged arrays: lists of different lengths end to end, told apart by lengths or offsets."""
 
+import numpy as np
+import numpy.typing as npt
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -20,15 +20,15 @@ def offsets(lengths: npt.ArrayLike) -> Int64:
     return result
 
 
-def ragged_indices(starts_E: Int64, lengths_E: Int64) -> Int64:
+def ragged_indices(starts_C: Int64, lengths_C: Int64) -> Int64:
     """Return the indices of the concatenated ranges [start, start + length).
 
     >>> ragged_indices(np.array([7, 2]), np.array([2, 3])).tolist()
     [7, 8, 2, 3, 4]
     """
-    ends_E = np.cumsum(lengths_E)
-    total = int(ends_E[-1]) if len(ends_E) else 0
-    shifts: Int64 = np.repeat(starts_E - (ends_E - lengths_E), lengths_E)
+    ends_C = np.cumsum(lengths_C)
+    total = int(ends_C[-1]) if len(ends_C) else 0
+    shifts: Int64 = np.repeat(starts_C - (ends_C - lengths_C), lengths_C)
     return np.arange(total, dtype=np.int64) + shifts
 
 

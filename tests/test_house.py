@@ -1,28 +1,28 @@
 """The rules of the house: what may import what, how long files grow, what the docs promise."""
 
 import ast
+import grimp
 import inspect
+import pytest
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from gmeta.cli.main import (COMMANDS, load_command)
 from graphlib import TopologicalSorter
+from metaio.prepare.schema.schema_file import parse_schema
 from pathlib import Path
+from rich.text import Text
+from tests.antdt.faults.mutants import (MUTANTS, mutated)
+from tests.support.config_page import config_page
 from typing import TypeGuard
 
-import grimp
-import pytest
-from rich.text import Text
-
-from gmeta.cli.main import COMMANDS, load_command
-from metaio.prepare.schema.schema_file import parse_schema
-from tests.antdt.faults.mutants import MUTANTS, mutated
-from tests.support.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = "gmeta.cli.commands.work"  # what loads torch
+SHAPED = ("gmeta", "metaio", "models", "tests", "benchmarks")  # where arrays have suffixes
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -298,6 +298,38 @@ def test_files_that_the_docs_name_exist() -> None:
         if not (ROOT / name).exists()
     }
     assert missing == set()
+
+
+# Columns of files and parameters of checkpoints, which were named before the legend was.
+NAMES_IN_FILES = "centres_CZ dense_factors_KJ item_NI row_id_NR side_NS tables_BC weight_NW"
+
+
+def identifiers_in(tree: ast.AST) -> set[str]:
+    """The names of variables, attributes, arguments and functions."""
+    kinds = ("id", "attr", "arg", "name")
+    found = {getattr(node, kind, None) for node in ast.walk(tree) for kind in kinds}
+    return {name for name in found if isinstance(name, str)}
+
+
+def test_a_shape_letter_has_the_one_meaning_that_the_legend_gives_it() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Shape letters")[1].split("\n## ")[0]
+    legend = dict(re.findall(r"`([A-Z])` ([^,.`]+)[,.]", " ".join(text.split())))
+    wrong, used = [], set[str]()
+    for path in sorted(p for top in SHAPED for p in (ROOT / top).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        doc = ast.get_docstring(tree) or ""
+        if not (line := re.search(r"^Shape suffix(?:es)?: ([^.]*)\.$", doc, re.MULTILINE)):
+            wrong += [f"{path}: not a line of letters"] if "Shape suffix" in doc else []
+            continue
+        listed = dict(entry.split(" ", 1) for entry in " ".join(line[1].split()).split(", "))
+        wrong += [f"{path}: {each}" for each in listed.items() if each not in legend.items()]
+        used |= set(listed)
+        for name in identifiers_in(tree) - set(NAMES_IN_FILES.split()):
+            suffix = re.fullmatch(r"_?[a-z]\w*_([A-Z\d]*[A-Z][A-Z\d]*)", name)
+            if suffix and not set(re.sub(r"\d", "", suffix[1])) <= set(listed):
+                wrong.append(f"{path}: {name}")
+    assert wrong == []
+    assert used == set(legend)
 
 
 def names_in(node: ast.AST, outer: str = "") -> Iterator[str]:

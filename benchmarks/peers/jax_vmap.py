@@ -1,7 +1,7 @@
 """JAX: a step is one jitted function with donated arrays, vmap over tasks in groups by length.
 
-Shape suffixes: T tasks of a group, S padded rows of a task, N rows, V ids, U distinct rows,
-R rows of all tables, D embedding width, E embeddings of a row side by side.
+Shape suffixes: T tasks, N rows, H longest list or task, V values, U unique ids, R rows of tables, D
+embedding width, X all inputs side by side.
 """
 
 from collections.abc import Mapping
@@ -37,9 +37,9 @@ class Lookup(NamedTuple):
 class Side(NamedTuple):
     """One side of a group of tasks; padding is row 0 at weight 0, a task's weights sum to 1."""
 
-    row_TS: jax.Array
-    label_TS: jax.Array
-    weight_TS: jax.Array
+    row_TH: jax.Array
+    label_TH: jax.Array
+    weight_TH: jax.Array
 
 
 class JaxBatch(NamedTuple):
@@ -62,17 +62,17 @@ class State(NamedTuple):
 
 
 def head_loss(
-    theta: Arrays, rows_SE: jax.Array, label_S: jax.Array, weight_S: jax.Array
+    theta: Arrays, rows_HX: jax.Array, label_H: jax.Array, weight_H: jax.Array
 ) -> jax.Array:
     """Weighted mean squared error of MeLU's decision layers."""
-    hidden = jax.nn.relu(rows_SE @ theta["fc1.weight"].T + theta["fc1.bias"])
+    hidden = jax.nn.relu(rows_HX @ theta["fc1.weight"].T + theta["fc1.bias"])
     hidden = jax.nn.relu(hidden @ theta["fc2.weight"].T + theta["fc2.bias"])
-    score_S = (hidden @ theta["linear_out.weight"].T + theta["linear_out.bias"])[:, 0]
-    return jnp.sum(weight_S * (score_S - label_S) ** 2)
+    score_H = (hidden @ theta["linear_out.weight"].T + theta["linear_out.bias"])[:, 0]
+    return jnp.sum(weight_H * (score_H - label_H) ** 2)
 
 
 def pool(rows_UD: jax.Array, lookup: Lookup, num_rows: int, num_fields: int) -> jax.Array:
-    """Embeddings of the batch's rows [N, E]."""
+    """Embeddings of the batch's rows [N, X]."""
     read_VD = rows_UD[lookup.id_V]
     if lookup.id_V.shape[0] != num_rows * num_fields:  # else one id a field: nothing to sum
         weighted_VD = read_VD * lookup.weight_V[:, None]
@@ -165,16 +165,16 @@ class Jax(Peer):
         )
 
     def _query_loss(self, rows_UD: jax.Array, theta: Arrays, batch: JaxBatch) -> jax.Array:
-        rows_NE = pool(rows_UD, batch.lookup, self.num_rows, len(self.fields))
+        rows_NX = pool(rows_UD, batch.lookup, self.num_rows, len(self.fields))
 
         def adapted_loss(support: Side, query: Side) -> jax.Array:
             grads = jax.grad(head_loss)(
-                theta, rows_NE[support.row_TS], support.label_TS, support.weight_TS
+                theta, rows_NX[support.row_TH], support.label_TH, support.weight_TH
             )
             theta_t = {
                 name: weight - self.rates.inner * grads[name] for name, weight in theta.items()
             }
-            return head_loss(theta_t, rows_NE[query.row_TS], query.label_TS, query.weight_TS)
+            return head_loss(theta_t, rows_NX[query.row_TH], query.label_TH, query.weight_TH)
 
         groups = zip(batch.support, batch.query, strict=True)
         return jnp.concatenate([jax.vmap(adapted_loss)(*sides) for sides in groups]).mean()
@@ -222,10 +222,10 @@ def pad(
 ) -> Side:
     """Rows start to end of each task in a rectangle of the given width."""
     lengths_T = ends_T - starts_T
-    real_TS = np.arange(width) < lengths_T[:, None]
-    row_TS = np.where(real_TS, starts_T[:, None] + np.arange(width), 0)
+    real_TH = np.arange(width) < lengths_T[:, None]
+    row_TH = np.where(real_TH, starts_T[:, None] + np.arange(width), 0)
     return Side(
-        row_TS.astype(np.int32), label_N[row_TS], (real_TS / lengths_T[:, None]).astype(np.float32)
+        row_TH.astype(np.int32), label_N[row_TH], (real_TH / lengths_T[:, None]).astype(np.float32)
     )
 
 

@@ -1,7 +1,7 @@
 """What the torch peers share, so that only their inner loops differ: model, tables, outer step.
 
-Shape suffixes: T tasks, N rows, F fields, U distinct ids, D embedding width, E embeddings of a row
-side by side.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, U unique ids, D embedding
+width, X all inputs side by side.
 """
 
 from abc import ABC, abstractmethod
@@ -46,9 +46,9 @@ class Head(nn.Module):
         self.fc2 = nn.Linear(HIDDEN, HIDDEN)
         self.linear_out = nn.Linear(HIDDEN, 1)
 
-    def forward(self, rows_NE: Tensor) -> Tensor:
+    def forward(self, rows_NX: Tensor) -> Tensor:
         """Scores [N] of the rows."""
-        hidden = torch.relu(self.fc2(torch.relu(self.fc1(rows_NE))))
+        hidden = torch.relu(self.fc2(torch.relu(self.fc1(rows_NX))))
         return self.linear_out(hidden).squeeze(-1)
 
 
@@ -61,7 +61,7 @@ class Tables(ABC):
 
     @abstractmethod
     def read(self, prepared: TorchBatch) -> Tensor:
-        """Embeddings of all rows [N, E], differentiable."""
+        """Embeddings of all rows [N, X], differentiable."""
 
     @abstractmethod
     def update(self) -> None:
@@ -209,8 +209,8 @@ class TorchPeer(Peer):
 
 
 def episodes(
-    prepared: TorchBatch, rows_NE: Tensor
+    prepared: TorchBatch, rows_NX: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Each task's support rows and labels, query rows and labels."""
     for support, query in zip(prepared.support_slices, prepared.query_slices, strict=True):
-        yield rows_NE[support], prepared.label_N[support], rows_NE[query], prepared.label_N[query]
+        yield rows_NX[support], prepared.label_N[support], rows_NX[query], prepared.label_N[query]

@@ -16,9 +16,9 @@ from peers.workload import Batch
 class Padded:
     """Each task's rows in the batch, padded with row 0 at weight 0; its weights sum to 1."""
 
-    rows_TS: Tensor
-    label_TS: Tensor
-    weight_TS: Tensor
+    rows_TH: Tensor
+    label_TH: Tensor
+    weight_TH: Tensor
 
 
 @final
@@ -38,14 +38,14 @@ class Vmap(TorchPeer):
 
     def query_loss(self, prepared: tuple[TorchBatch, Padded, Padded]) -> Tensor:
         batch, support, query = prepared
-        rows_NE = self.tables.read(batch)
+        rows_NX = self.tables.read(batch)
         theta = dict(self.head.named_parameters())
 
         def loss(
-            weights: dict[str, Tensor], rows_SE: Tensor, label_S: Tensor, weight_S: Tensor
+            weights: dict[str, Tensor], rows_HX: Tensor, label_H: Tensor, weight_H: Tensor
         ) -> Tensor:
-            scores_S = functional_call(self.head, weights, (rows_SE,))
-            return (weight_S * (scores_S - label_S).square()).sum()
+            scores_H = functional_call(self.head, weights, (rows_HX,))
+            return (weight_H * (scores_H - label_H).square()).sum()
 
         def adapted_loss(*episode: Tensor) -> Tensor:
             grads = grad(loss)(theta, *episode[:3])
@@ -56,23 +56,23 @@ class Vmap(TorchPeer):
 
         arguments = []
         for side in (support, query):
-            rows_TSE = rows_NE.index_select(0, side.rows_TS.reshape(-1)).view(
-                *side.rows_TS.shape, -1
+            rows_THX = rows_NX.index_select(0, side.rows_TH.reshape(-1)).view(
+                *side.rows_TH.shape, -1
             )
-            arguments += [rows_TSE, side.label_TS, side.weight_TS]
+            arguments += [rows_THX, side.label_TH, side.weight_TH]
         return vmap(adapted_loss)(*arguments).mean()
 
 
 def pad(label_N: np.ndarray, starts_T: np.ndarray, ends_T: np.ndarray) -> Padded:
     """Rows start to end of each task, side by side in a rectangle as wide as the longest."""
     lengths_T = ends_T - starts_T
-    column_S = np.arange(lengths_T.max())
+    column_H = np.arange(lengths_T.max())
     # Weight 0 takes the padding out of loss and gradients, whatever its rows hold.
-    real_TS = column_S < lengths_T[:, None]
-    rows_TS = np.where(real_TS, starts_T[:, None] + column_S, 0)
-    weight_TS = (real_TS / lengths_T[:, None]).astype(np.float32)
+    real_TH = column_H < lengths_T[:, None]
+    rows_TH = np.where(real_TH, starts_T[:, None] + column_H, 0)
+    weight_TH = (real_TH / lengths_T[:, None]).astype(np.float32)
     return Padded(
-        torch.from_numpy(rows_TS), torch.from_numpy(label_N[rows_TS]), torch.from_numpy(weight_TS)
+        torch.from_numpy(rows_TH), torch.from_numpy(label_N[rows_TH]), torch.from_numpy(weight_TH)
     )
 
 

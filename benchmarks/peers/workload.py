@@ -1,6 +1,6 @@
 """The two workloads in plain numpy: MeLU's protocol on MovieLens-1M, and tables of a million rows.
 
-Shape suffixes: T tasks of a step, N rows (support and query), V ids of one field; T1 = T + 1.
+Shape suffixes: T tasks, N rows, V values.
 """
 
 from collections.abc import Mapping

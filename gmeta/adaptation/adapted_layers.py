@@ -4,32 +4,30 @@ GEMM for all tasks and the change inside each task (layer_change.py).
 A task's gate multiplies x W + b, not the change inside the task; it may also shift the product,
 like a bias of the task's own.
 
-Shape suffixes: T tasks, L longest task, N rows, I input width, O output width, S support rows, M
-parts of a gate.
+Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs, J parts of a
+gate.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import torch
+from __future__ import annotations
+from collections.abc import (Callable, Iterator, Mapping, Sequence)
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import (dataclass, field)
+from gmeta.adaptation.closed_form import LayerGradients
+from gmeta.adaptation.plain_update import (PlainUpdate, add_step, step_update)
+from gmeta.errors import ConfigError
+from torch import (Tensor, nn)
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
-from gmeta.adaptation.closed_form import LayerGradients
-from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
-from gmeta.errors import ConfigError
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan, TaskSize
     from gmeta.adaptation.layout.ragged import RowLayout
     from gmeta.adaptation.rates import InnerRates
 
-# By layer name: the layer, and what its outputs are multiplied by, then shifted by if M is 2:
-# [T, M, O].
+# By layer name: the layer, and what its outputs are multiplied by, then shifted by if J is 2:
+# [T, J, O].
 Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 
@@ -83,9 +81,9 @@ class AdaptedLayers:
         return self._changes
 
     @property
-    def gates_TMO(self) -> dict[str, Tensor]:
+    def gates_TJO(self) -> dict[str, Tensor]:
         """Return the gates by the name of their layer."""
-        return {name: gate_TMO for name, (_, gate_TMO) in self._gates.items()}
+        return {name: gate_TJO for name, (_, gate_TJO) in self._gates.items()}
 
     def with_changes(self, changes: Mapping[str, PlainUpdate]) -> AdaptedLayers:
         """Return layers with the same gates, already moved by these changes."""
@@ -105,8 +103,8 @@ class AdaptedLayers:
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
         handles = [
-            layer.register_forward_hook(_gate_hook(name, tape, gate_TMO))
-            for name, (layer, gate_TMO) in self._gates.items()
+            layer.register_forward_hook(_gate_hook(name, tape, gate_TJO))
+            for name, (layer, gate_TJO) in self._gates.items()
         ]
         handles += [
             layer.register_forward_hook(self._hook(name, tape))
@@ -157,11 +155,11 @@ class AdaptedLayers:
         def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
             rows = tape.record_rows(name, args)
             if change is not None:
-                block_TLO = change.output_change_TLO(
+                block_THO = change.output_change_THO(
                     _group_by_task(layout, rows), layer.bias is not None
                 )
                 block_shape = (layout.num_tasks, layout.longest, *output.shape[1:])
-                output = output - layout.unpad(block_TLO.reshape(block_shape))
+                output = output - layout.unpad(block_THO.reshape(block_shape))
             if not output.requires_grad and torch.is_grad_enabled():
                 # Frozen weights: the inner gradient still needs a handle.
                 output = output.requires_grad_()
@@ -174,13 +172,13 @@ class AdaptedLayers:
 
 
 def _gate_hook(
-    name: str, tape: Tape, gate_TMO: Tensor
+    name: str, tape: Tape, gate_TJO: Tensor
 ) -> Callable[[nn.Linear, tuple[Tensor], Tensor], Tensor]:
     def on_forward(layer: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
         tape.record_rows(name, args)
         layout = tape.layout
-        shape = layout.num_rows, *[1] * (output.dim() - 2), gate_TMO.shape[2]
-        scale, *shifts = (part.view(shape) for part in layout.spread(gate_TMO).unbind(dim=1))
+        shape = layout.num_rows, *[1] * (output.dim() - 2), gate_TJO.shape[2]
+        scale, *shifts = (part.view(shape) for part in layout.spread(gate_TJO).unbind(dim=1))
         scaled = output * scale
         return scaled + shifts[0] if shifts else scaled
 

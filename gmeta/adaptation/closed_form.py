@@ -10,19 +10,17 @@ outputs lack, in the space of their gradients, and has as many unknowns as suppo
 
 So a row's gradient counts s_n in place of g_n; for a small, s is g and w a gradient step.
 
-Shape suffixes: T tasks, S support rows, N rows of all tasks, I input width, O output width.
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
-from torch import Tensor
-
-from gmeta.losses.row_losses import in_float32, row_grads_N
+from __future__ import annotations
+from collections.abc import Sequence
+from gmeta.losses.row_losses import (in_float32, row_grads_N)
 from gmeta.platform.numerics import multiply_in_float32
+from torch import Tensor
+from typing import (NamedTuple, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from gmeta.losses.objectives import Objectives

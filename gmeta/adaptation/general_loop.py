@@ -5,30 +5,28 @@ theta_t <- theta_t - a grad L_support(theta_t), k times, for the chosen linear l
 for the task's copy of the embedding rows it uses. All tasks at once: they share no adapted value,
 so the gradient of the summed loss is every task's own gradient.
 
-Shape suffixes: N rows, P distinct (task, row) pairs, D embedding width, T tasks, M parts of a gate,
-O a layer's output width.
+Shape suffixes: T tasks, N rows, S support rows, D embedding width, P task-row pairs, O outputs, X
+all inputs side by side, J parts of a gate.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-
 import torch
-from torch import Tensor, nn
-
-from gmeta.adaptation.adaptation_plan import AdaptationPlan, TaskSize
-from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
-from gmeta.adaptation.closed_form import grad_and_hessian_N, solve_TS
+from collections.abc import Mapping
+from dataclasses import (dataclass, replace)
+from gmeta.adaptation.adaptation_plan import (AdaptationPlan, TaskSize)
+from gmeta.adaptation.adapted_layers import (AdaptedLayers, Gates)
+from gmeta.adaptation.closed_form import (grad_and_hessian_N, solve_TS)
 from gmeta.adaptation.layout.ragged import RowLayout
-from gmeta.adaptation.layout.sides import Side, Sides, WorkingRows
-from gmeta.adaptation.learned_parts import NOTHING_LEARNED, LearnedParts
+from gmeta.adaptation.layout.sides import (Side, Sides, WorkingRows)
+from gmeta.adaptation.learned_parts import (LearnedParts, NOTHING_LEARNED)
 from gmeta.adaptation.plain_update import PlainUpdate
-from gmeta.adaptation.rates import InnerRates, scale_grads
-from gmeta.losses.objectives import LabelLosses, Objectives, known_labels
+from gmeta.adaptation.rates import (InnerRates, scale_grads)
+from gmeta.losses.objectives import (LabelLosses, Objectives, known_labels)
 from gmeta.losses.row_losses import weighted_sum
-from gmeta_models.gated import GatedModel, row_layers
+from gmeta_models.gated import (GatedModel, row_layers)
 from gmeta_models.inputs import RowInputs
 from gmeta_models.model_config import resolve_pooling
 from gmeta_models.support_encoder import SupportRows
+from torch import (Tensor, nn)
 
 
 @dataclass(frozen=True)
@@ -129,12 +127,12 @@ class GeneralLoop:
     def restore_adapted(
         self,
         changes: Mapping[str, PlainUpdate],
-        gates_TMO: Mapping[str, Tensor],
+        gates_TJO: Mapping[str, Tensor],
         rows_PD: Tensor,
     ) -> AdaptedModel:
         """Return tasks that adapted earlier, from the changes and gates of their layers."""
         layers = row_layers(self._model)
-        gates = {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
+        gates = {name: (layers[name], gate_TJO) for name, gate_TJO in gates_TJO.items()}
         unmoved = AdaptedLayers(self.plan, self.rates, TaskSize(0, 0), gates)
         return AdaptedModel(unmoved.with_changes(changes), rows_PD)
 
@@ -164,12 +162,12 @@ class GeneralLoop:
         if not known:
             inputs, label_N = inputs.no_rows(), label_N[:0]
             layout = RowLayout(torch.zeros_like(layout.lengths_T), 0, 0, None)
-        layers, gates_TMO = row_layers(model), dict[str, Tensor]()
+        layers, gates_TJO = row_layers(model), dict[str, Tensor]()
         if isinstance(model, GatedModel):
             by_layer = model.gates_TO(layout.mean_TX(model.seen_NX(inputs)))
-            gates_TMO = {name: gate_TO.unsqueeze(1) for name, gate_TO in by_layer.items()}
+            gates_TJO = {name: gate_TO.unsqueeze(1) for name, gate_TO in by_layer.items()}
         if encoder is None:
-            return {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
+            return {name: (layers[name], gate_TJO) for name, gate_TJO in gates_TJO.items()}
         error_N = label_N
         if known:
             # The encoder is told how wrong the model is before it knows anything of the task: what
@@ -180,12 +178,12 @@ class GeneralLoop:
         features_NX = inputs.pooled(resolve_pooling(model)).side_by_side_NX()
         dtype = features_NX.dtype
         support = SupportRows(features_NX, label_N.to(dtype), error_N.to(dtype), layout.lengths_T)
-        for name, by_TMO in encoder(support).items():
-            scale_T1O, shift = by_TMO.tensor_split([1], dim=1)
-            own_T1O = gates_TMO.get(name)
+        for name, by_TJO in encoder(support).items():
+            scale_T1O, shift = by_TJO.tensor_split([1], dim=1)
+            own_T1O = gates_TJO.get(name)
             scale_T1O = scale_T1O if own_T1O is None else own_T1O * scale_T1O
-            gates_TMO[name] = torch.cat([scale_T1O, shift], dim=1)
-        return {name: (layers[name], gate_TMO) for name, gate_TMO in gates_TMO.items()}
+            gates_TJO[name] = torch.cat([scale_T1O, shift], dim=1)
+        return {name: (layers[name], gate_TJO) for name, gate_TJO in gates_TJO.items()}
 
     def _step(
         self,

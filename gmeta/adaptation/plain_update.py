@@ -9,21 +9,19 @@ back through it, as
 
 where c a is the rate of the bias: c is 1, or algorithm.bias_rate in the last layer. This
 is exact in any order of differentiation: the second order flows through A and G. The sums are
-kept as factors (low rank) or added up to one matrix a task (materialised).
+kept as factors, one step's support rows below another's (low rank), or added up to one matrix a
+task (materialised).
 
-Shape suffixes: T tasks, L rows of a task, S support rows (of all steps), I input width, O output
-width.
+Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs.
 """
 
+import torch
 from __future__ import annotations
-
 from dataclasses import dataclass
+from gmeta.adaptation.rates import (WeightRates, scale_grads)
+from torch import Tensor
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from gmeta.adaptation.rates import WeightRates, scale_grads
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import Path
@@ -48,14 +46,14 @@ class LowRankUpdate:
             self.bias_rate,
         )
 
-    def output_change_TLO(self, rows_TLI: Tensor, has_bias: bool = True) -> Tensor:
+    def output_change_THO(self, rows_THI: Tensor, has_bias: bool = True) -> Tensor:
         """Return what to subtract from the shared layer's outputs: (x A^T + c) (a G)."""
-        weights_TLS = rows_TLI @ self.activations_TSI.mT
-        return (weights_TLS + self.bias_rate if has_bias else weights_TLS) @ self.scaled_grads_TSO
+        weights_THS = rows_THI @ self.activations_TSI.mT
+        return (weights_THS + self.bias_rate if has_bias else weights_THS) @ self.scaled_grads_TSO
 
-    def gradient_change_TLI(self, grads_TLO: Tensor) -> Tensor:
+    def gradient_change_THI(self, grads_THO: Tensor) -> Tensor:
         """Return what to subtract from the gradients behind the shared layer: (g (a G)^T) A."""
-        return grads_TLO @ self.scaled_grads_TSO.mT @ self.activations_TSI
+        return grads_THO @ self.scaled_grads_TSO.mT @ self.activations_TSI
 
 
 @dataclass(frozen=True)
@@ -71,15 +69,15 @@ class MaterialisedUpdate:
         """Return this change and one more step."""
         return MaterialisedUpdate(self.weight_TIO + step.weight_TIO, self.bias_T1O + step.bias_T1O)
 
-    def output_change_TLO(self, rows_TLI: Tensor, has_bias: bool = True) -> Tensor:
+    def output_change_THO(self, rows_THI: Tensor, has_bias: bool = True) -> Tensor:
         """Return what to subtract from the shared layer's outputs: x (A^T a G) + c sum_s a G_s."""
         if has_bias:
-            return torch.baddbmm(self.bias_T1O, rows_TLI, self.weight_TIO)
-        return rows_TLI @ self.weight_TIO
+            return torch.baddbmm(self.bias_T1O, rows_THI, self.weight_TIO)
+        return rows_THI @ self.weight_TIO
 
-    def gradient_change_TLI(self, grads_TLO: Tensor) -> Tensor:
+    def gradient_change_THI(self, grads_THO: Tensor) -> Tensor:
         """Return what to subtract from the gradients behind the shared layer: g (A^T a G)^T."""
-        return grads_TLO @ self.weight_TIO.mT
+        return grads_THO @ self.weight_TIO.mT
 
 
 PlainUpdate = LowRankUpdate | MaterialisedUpdate

@@ -1,14 +1,12 @@
 """Inner rates: what multiplies the inner gradients of a layer, and of an embedding row.
 
-Shape suffixes: B tables, P distinct (task, row) pairs, D embedding width, I input width, O output
-width.
+Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
 import torch
+from dataclasses import dataclass
 from torch import Tensor
+from typing import (NamedTuple, Protocol)
 
 
 class WeightRates(NamedTuple):
@@ -66,7 +64,7 @@ class FixedRates:
         return select_by_table(rate_B1, unique_lengths_B, fetched_row_P)
 
 
-def select_by_table(value_BC: Tensor, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> Tensor:
-    """Return the value of each row's table: [P, C]; see InnerRates.of_rows."""
+def select_by_table(values: Tensor, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> Tensor:
+    """Return the value of each row's table: [P, 1] or [P, D]; see InnerRates.of_rows."""
     ends_B = unique_lengths_B.cumsum(0)
-    return value_BC.index_select(0, torch.searchsorted(ends_B, fetched_row_P, right=True))
+    return values.index_select(0, torch.searchsorted(ends_B, fetched_row_P, right=True))

@@ -7,19 +7,17 @@ of the parts' gradients go on into the step's one backward: one AllReduce of lay
 rows, one update of the tables. The outer gradient is a sum over tasks, so this is the step itself,
 to rounding. Only one part's activations are alive at a time.
 
-Shape suffixes: T episodes, N rows, B tables, U fetched rows, D embedding width.
+Shape suffixes: T tasks, B tables, U unique ids, D embedding width.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, TypeVar
-
 import torch
-from torch import Tensor, nn
-
-from gmeta.data.episodes import Episodes, RowFetch, RowPlan, move_episodes, pack_episodes
+from collections.abc import (Callable, Sequence)
+from dataclasses import dataclass
+from gmeta.data.episodes import (Episodes, RowFetch, RowPlan, move_episodes, pack_episodes)
+from itertools import pairwise
 from metaio.read.batch import TaskBatch
+from torch import (Tensor, nn)
+from typing import (Any, TypeVar)
 
 
 @dataclass(frozen=True)

@@ -4,27 +4,18 @@ Every choice is a pure function of the seed and of what it is about (epoch, task
 id), so it is the same at any number of ranks and after a resume. Evaluation sees the data as
 stored.
 
-Shape suffixes: T episodes, N rows, V ids of all multi-id features, B tables, U unique ids.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids.
 """
-
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
+from collections.abc import (Iterable, Iterator)
+from dataclasses import replace
 from gmeta.config.inputs import AugmentConfig
-from gmeta.data.hash_rng import (
-    ID_STREAM,
-    SHARE_STREAM,
-    draw_for_rows,
-    draw_uniform,
-    mix_key,
-    reorder_rows,
-)
+from gmeta.data.hash_rng import (ID_STREAM, SHARE_STREAM, draw_for_rows, draw_uniform, mix_key, reorder_rows)
 from metaio.format.block import merge_unknown_ids
-from metaio.format.features import OOV_ROW, Features
+from metaio.format.features import (Features, OOV_ROW)
 from metaio.hashing import splitmix64
 from metaio.ragged import owners
 from metaio.read.batch import TaskBatch

@@ -9,25 +9,24 @@ stay outside.
 A shape's first batch is taken eagerly, which also sets up what a capture must not; its second is
 captured. Batches must be arranged in buckets (buckets.py), or hardly a shape would come twice.
 
-Shape suffixes: U fetched rows, D embedding width.
+Shape suffixes: U unique ids, D embedding width.
 """
 
 import gc
 import logging
+import torch
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import (Callable, Hashable, Iterator)
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, final
-
-import torch
-from torch import Tensor, nn
+from gmeta.data.episodes import (Episodes, LearnerInputs)
+from gmeta.data.transfer import (Packed, pack)
+from gmeta.errors import GMetaError
+from torch import (Tensor, nn)
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from typing import (Any, final)
 
-from gmeta.data.episodes import Episodes, LearnerInputs
-from gmeta.data.transfer import Packed, pack
-from gmeta.errors import GMetaError
 
 _log = logging.getLogger(__name__)
 

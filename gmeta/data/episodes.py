@@ -3,30 +3,29 @@ sides.
 
 All of it is integer bookkeeping, done on the host before anything goes to a device.
 
-Shape suffixes: T episodes, N rows, B tables, U fetched rows, P distinct (task, row) pairs, F
-single-id features, M multi-id features, V ids of all bags, K dense columns.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids, D embedding width, P task-row pairs.
 """
-
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-
+from abc import (ABC, abstractmethod)
+from collections.abc import Sequence
+from dataclasses import (dataclass, field, replace)
+from functools import cached_property
 from gmeta.adaptation.layout.padded_layout import PaddedTasks
 from gmeta.adaptation.layout.ragged import RowLayout
-from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups
+from gmeta.adaptation.layout.sides import (Side, Sides, TaskGroups)
 from gmeta.adaptation.layout.sparse_matrix import Bags
 from gmeta.data.task_groups import group_tasks
-from gmeta.data.transfer import Packed, pack, send_to_device, unpack
+from gmeta.data.transfer import (Packed, pack, send_to_device, unpack)
 from gmeta.losses.objectives import label_weights
 from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import deduplicate_task_rows
+from torch import Tensor
+from typing import (Any, NamedTuple)
+
 
 CollatedRows = Side | Sides | TaskGroups | PaddedTasks
 

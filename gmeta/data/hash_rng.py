@@ -1,18 +1,18 @@
 """Numbers drawn by hashing, each a pure function of a key and of what it is about; and a batch with
 its rows in an order that they decide.
 
-Shape suffixes: T episodes, N rows, V ids of all multi-id features.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns.
 """
-
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from metaio.hashing import UInt64, splitmix64, unit_interval
-from metaio.ragged import Int64, offsets, owners, places, ragged_indices, sum_rows
+from dataclasses import replace
+from metaio.hashing import (UInt64, splitmix64, unit_interval)
+from metaio.ragged import (Int64, offsets, owners, places, ragged_indices, sum_rows)
 from metaio.read.batch import TaskBatch
+
 
 # What keeps the random streams of different purposes apart.
 SHARE_STREAM, ROW_STREAM, ID_STREAM = 1, 2, 3

@@ -2,15 +2,13 @@
 those for which a loss is not defined. Ratings that are taken for clicks would train to the end, and
 mean nothing.
 
-Shape suffixes: N rows, L labels.
+Shape suffixes: T tasks, N rows, L labels.
 """
-
-from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
+from collections.abc import (Iterable, Iterator, Sequence)
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.losses.row_losses import defined_labels_N

@@ -1,16 +1,15 @@
 """Views of the stored episodes for an evaluation: their support and query rows drawn anew, or fewer
 support rows.
 
-Shape suffixes: T episodes, N rows; T1 = T + 1.
+Shape suffixes: T tasks, N rows.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-
-from gmeta.data.hash_rng import draw_for_rows, mix_key, reorder_rows
-from metaio.ragged import Int64, owners, places
+from dataclasses import dataclass
+from gmeta.data.hash_rng import (draw_for_rows, mix_key, reorder_rows)
+from metaio.ragged import (Int64, owners, places)
 from metaio.read.batch import TaskBatch
+
 
 # Not that of a run: draws are the same for all runs, which are compared on the same rows.
 SEED = 0

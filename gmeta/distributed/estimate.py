@@ -2,22 +2,23 @@
 arithmetic from counts and stated speeds. docs/scaling.md has the formulas.
 
 Ids are taken to spread evenly over a table's rows, as after hashing, and every rank to ask for as
-many. Shape suffixes: W ranks.
-"""
+many.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+Shape suffix: W ranks or workers.
+"""
 
 import numpy as np
 import numpy.typing as npt
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-
-from gmeta.config.sharding import IN_HOST_MEMORY, ShardingConfig
+from collections.abc import (Mapping, Sequence)
+from dataclasses import dataclass
+from gmeta.config.sharding import (IN_HOST_MEMORY, ShardingConfig)
 from gmeta.config.train_config import OuterConfig
-from gmeta.distributed.cluster_spec import Cluster, Speeds
+from gmeta.distributed.cluster_spec import (Cluster, Speeds)
 from gmeta.distributed.tables.plain_tables import STATES
 from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from typing import Any
+
 
 Values = npt.NDArray[np.float64]
 FLOAT_BYTES = 4

@@ -1,12 +1,11 @@
 """What the rows of the training split say of each value, before a run takes its first step."""
 
 import numpy as np
-
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.features.item_statistics import ItemStatistics
-from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.data.label_checks import (check_labels, kinds_of)
 from gmeta.distributed.collective_errors import run_on_all
-from gmeta.distributed.ranks import Ranks, add_arrays_over_ranks
+from gmeta.distributed.ranks import (Ranks, add_arrays_over_ranks)
 from metaio.format.dataset import Dataset
 from metaio.read.compose import compose
 
@@ -33,6 +32,6 @@ def read_item_statistics(
                 items.add(sums, checked)
 
     run_on_all(add_split, ranks)
-    add_arrays_over_ranks([sums.total_K3, *sums.columns], ranks)
+    add_arrays_over_ranks([sums.total_by_fold, *sums.columns], ranks)
     items.set_from_sums(sums)
     return [f"item_features: from {split.num_rows:,} rows of split {split.name}"]

@@ -14,27 +14,19 @@ the logit of the product is
 
     z' = b - softplus(softplus(b) - z)
 
-Shape suffixes: N rows, L labels, O outputs of a layer.
+Shape suffixes: N rows, L labels, O outputs.
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from __future__ import annotations
+from collections.abc import Callable
+from functools import cache
+from gmeta.losses.ranking import (list_grads, list_losses)
+from gmeta.losses.row_losses import (LossFunction, errors_N, in_float32, row_grads_N, row_losses_N)
 from torch import Tensor
+from typing import (NamedTuple, TYPE_CHECKING)
 
-from gmeta.losses.ranking import list_grads, list_losses
-from gmeta.losses.row_losses import (
-    LossFunction,
-    errors_N,
-    in_float32,
-    row_grads_N,
-    row_losses_N,
-)
 
 if TYPE_CHECKING:
     from gmeta.config.labels import LabelsConfig

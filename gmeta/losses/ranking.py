@@ -11,18 +11,18 @@ From Pairwise Approach to Listwise Approach", ICML 2007), or the mean loss of a 
 (Burges et al., ICML 2005), BPR's where labels are 0 and 1 (Rendle et al., arXiv 1205.2618). A list
 of equal labels, or of one row, has the loss 0. Written as a loss of each row, row weights, masks
 and means over tasks are those of any other loss; a row that weighs 0 is not in the list.
+Each label has lists of its own, which count as tasks.
 
-Shape suffixes: N rows, L labels, T lists (of each label its own), R rows of the longest, r some.
+Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
-
 import torch
+from __future__ import annotations
+from collections.abc import (Callable, Iterator, Sequence)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing import (Any, NamedTuple, Protocol)
+
 
 # Pairs that are in memory at once: 1 MB in float32, a few times.
 MOST_PAIRS = 1 << 18
@@ -67,65 +67,65 @@ def _by_list(
     label: Tensor,
     weight: Tensor | None,
 ) -> Tensor:
-    """Return what the function makes of outputs, labels and weights [T, R] of each block."""
+    """Return what the function makes of outputs, labels and weights [T, H] of each block."""
     rows = output, label, torch.ones_like(label) if weight is None else weight
     dtype, found = output.dtype, []
     columns = [each.to(dtype).view(len(each), -1 if each.numel() else 1) for each in rows]
     for parts in zip(*map(lists.blocks, columns), strict=True):
         num_tasks, longest, num_labels = parts[0].shape
-        mine_TR = [part.mT.flatten(0, 1) for part in parts]
+        mine_TH = [part.mT.flatten(0, 1) for part in parts]
         # Of no row there is no largest label.
-        block_TR = of_block(*mine_TR) if longest else mine_TR[0]
-        found.append(block_TR.unflatten(0, (num_tasks, num_labels)).mT)
+        block_TH = of_block(*mine_TH) if longest else mine_TH[0]
+        found.append(block_TH.unflatten(0, (num_tasks, num_labels)).mT)
     return lists.join_blocks(found).view_as(output)
 
 
-def _targets(label_TR: Tensor, weight_TR: Tensor) -> Tensor:
+def _targets(label_TH: Tensor, weight_TH: Tensor) -> Tensor:
     """Return m q_n; 0 where the labels of a list are equal."""
-    is_known_TR = weight_TR > 0
-    most_T1 = label_TR.masked_fill(~is_known_TR, -torch.inf).amax(1, keepdim=True)
-    least_T1 = label_TR.masked_fill(~is_known_TR, torch.inf).amin(1, keepdim=True)
-    known_TR = label_TR * is_known_TR
+    is_known_TH = weight_TH > 0
+    most_T1 = label_TH.masked_fill(~is_known_TH, -torch.inf).amax(1, keepdim=True)
+    least_T1 = label_TH.masked_fill(~is_known_TH, torch.inf).amin(1, keepdim=True)
+    known_TH = label_TH * is_known_TH
     # NaN where no label is above 0; such lists are of equal labels, and masked below.
-    share_TR = known_TR * (is_known_TR.sum(1, keepdim=True) / known_TR.sum(1, keepdim=True))
-    return torch.where(most_T1 > least_T1, share_TR, 0.0)
+    share_TH = known_TH * (is_known_TH.sum(1, keepdim=True) / known_TH.sum(1, keepdim=True))
+    return torch.where(most_T1 > least_T1, share_TH, 0.0)
 
 
-def _softmax_losses(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
-    log_p_TR = output_TR.masked_fill(weight_TR == 0, NO_SCORE).log_softmax(1)
-    return -_targets(label_TR, weight_TR) * log_p_TR
+def _softmax_losses(output_TH: Tensor, label_TH: Tensor, weight_TH: Tensor) -> Tensor:
+    log_p_TH = output_TH.masked_fill(weight_TH == 0, NO_SCORE).log_softmax(1)
+    return -_targets(label_TH, weight_TH) * log_p_TH
 
 
-def _softmax_grads(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
-    target_TR = _targets(label_TR, weight_TR) * weight_TR
-    p_TR = output_TR.masked_fill(weight_TR == 0, NO_SCORE).softmax(1)
+def _softmax_grads(output_TH: Tensor, label_TH: Tensor, weight_TH: Tensor) -> Tensor:
+    target_TH = _targets(label_TH, weight_TH) * weight_TH
+    p_TH = output_TH.masked_fill(weight_TH == 0, NO_SCORE).softmax(1)
     # The gradient of - sum_n t_n log p_n, whose targets need not add up to 1 with row weights.
-    return p_TR * target_TR.sum(1, keepdim=True) - target_TR
+    return p_TH * target_TH.sum(1, keepdim=True) - target_TH
 
 
-def _pair_losses(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
-    losses_TR: Tensor = _PairLosses.apply(output_TR, _or_unknown(label_TR, weight_TR))
-    return losses_TR
+def _pair_losses(output_TH: Tensor, label_TH: Tensor, weight_TH: Tensor) -> Tensor:
+    losses_TH: Tensor = _PairLosses.apply(output_TH, _or_unknown(label_TH, weight_TH))
+    return losses_TH
 
 
-def _pair_grads(output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
-    label_TR = _or_unknown(label_TR, weight_TR)
-    grads_TR: Tensor = _PairGrads.apply(output_TR, label_TR, weight_TR)
-    return grads_TR
+def _pair_grads(output_TH: Tensor, label_TH: Tensor, weight_TH: Tensor) -> Tensor:
+    label_TH = _or_unknown(label_TH, weight_TH)
+    grads_TH: Tensor = _PairGrads.apply(output_TH, label_TH, weight_TH)
+    return grads_TH
 
 
-def _or_unknown(label_TR: Tensor, weight_TR: Tensor) -> Tensor:
+def _or_unknown(label_TH: Tensor, weight_TH: Tensor) -> Tensor:
     # NaN is neither above nor below anything, so such a row is in no pair.
-    return label_TR.masked_fill(weight_TR == 0, torch.nan)
+    return label_TH.masked_fill(weight_TH == 0, torch.nan)
 
 
 class _PairLosses(torch.autograd.Function):
     """l_n; its derivative is made anew from the outputs, so that no pair is kept."""
 
     @staticmethod
-    def forward(ctx: Any, output_TR: Tensor, label_TR: Tensor) -> Tensor:
-        ctx.save_for_backward(output_TR, label_TR)
-        above, below = _sums_over_pairs(output_TR, label_TR, lambda pairs: pairs.losses_TrR)
+    def forward(ctx: Any, output_TH: Tensor, label_TH: Tensor) -> Tensor:
+        ctx.save_for_backward(output_TH, label_TH)
+        above, below = _sums_over_pairs(output_TH, label_TH, lambda pairs: pairs.losses_ThH)
         return above + below
 
     @staticmethod
@@ -137,86 +137,86 @@ class _PairGrads(torch.autograd.Function):
     """The gradient of sum_n c_n l_n at the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, output_TR: Tensor, label_TR: Tensor, weight_TR: Tensor) -> Tensor:
-        ctx.save_for_backward(output_TR, label_TR, weight_TR)
+    def forward(ctx: Any, output_TH: Tensor, label_TH: Tensor, weight_TH: Tensor) -> Tensor:
+        ctx.save_for_backward(output_TH, label_TH, weight_TH)
 
         def pair_grads(pairs: _Pairs) -> Tensor:
-            return pairs.gap_TrR.sigmoid() * pairs.both(weight_TR)
+            return pairs.gap_ThH.sigmoid() * pairs.both(weight_TH)
 
-        above, below = _sums_over_pairs(output_TR, label_TR, pair_grads)
+        above, below = _sums_over_pairs(output_TH, label_TH, pair_grads)
         return below - above
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        output_TR, label_TR, weight_TR = ctx.saved_tensors
+        output_TH, label_TH, weight_TH = ctx.saved_tensors
 
         def curvatures(pairs: _Pairs) -> Tensor:
-            share_TrR = pairs.gap_TrR.sigmoid()
-            grads_TrR = share_TrR * pairs.difference(grads[0])
+            share_ThH = pairs.gap_ThH.sigmoid()
+            grads_ThH = share_ThH * pairs.difference(grads[0])
             # sigmoid' = s (1 - s), times how far apart the two outputs are moved: the Hessian of a
             # pair has one direction.
-            return grads_TrR * (1.0 - share_TrR) * pairs.both(weight_TR)
+            return grads_ThH * (1.0 - share_ThH) * pairs.both(weight_TH)
 
-        above, below = _sums_over_pairs(output_TR, label_TR, curvatures)
+        above, below = _sums_over_pairs(output_TH, label_TH, curvatures)
         of_weight = None
         if ctx.needs_input_grad[2]:
             of_weight = torch.stack(
                 _sums_over_pairs(
-                    output_TR,
-                    label_TR,
-                    lambda pairs: pairs.gap_TrR.sigmoid() * pairs.difference(grads[0]),
+                    output_TH,
+                    label_TH,
+                    lambda pairs: pairs.gap_ThH.sigmoid() * pairs.difference(grads[0]),
                 )
             ).sum(0)
         return below - above, None, of_weight
 
 
 class _Pairs(NamedTuple):
-    """Each of some rows of some lists with every row of its list."""
+    """Each of h rows of some lists with every row of its list."""
 
     lists: slice
     rows: slice
-    is_pair_TrR: Tensor  # whether the first has the larger label
-    gap_TrR: Tensor  # by how much the second scores more
+    is_pair_ThH: Tensor  # whether the first has the larger label
+    gap_ThH: Tensor  # by how much the second scores more
 
     @property
-    def losses_TrR(self) -> Tensor:
+    def losses_ThH(self) -> Tensor:
         """Return log(1 + e^gap)."""
-        return torch.logaddexp(self.gap_TrR, self.gap_TrR.new_zeros(()))
+        return torch.logaddexp(self.gap_ThH, self.gap_ThH.new_zeros(()))
 
-    def both(self, values_TR: Tensor) -> Tensor:
+    def both(self, values_TH: Tensor) -> Tensor:
         """Return the sum of the values of the two rows."""
-        return values_TR[self.lists, self.rows, None] + values_TR[self.lists, None, :]
+        return values_TH[self.lists, self.rows, None] + values_TH[self.lists, None, :]
 
-    def difference(self, values_TR: Tensor) -> Tensor:
+    def difference(self, values_TH: Tensor) -> Tensor:
         """Return by how much the value of the second row is above that of the first."""
-        return values_TR[self.lists, None, :] - values_TR[self.lists, self.rows, None]
+        return values_TH[self.lists, None, :] - values_TH[self.lists, self.rows, None]
 
 
-def _pairs(output_TR: Tensor, label_TR: Tensor) -> Iterator[_Pairs]:
-    num_lists, longest = output_TR.shape
+def _pairs(output_TH: Tensor, label_TH: Tensor) -> Iterator[_Pairs]:
+    num_lists, longest = output_TH.shape
     rows = min(longest, max(1, MOST_PAIRS // longest))
     lists = max(1, MOST_PAIRS // (rows * longest))
     for first in range(0, num_lists, lists):
         for row in range(0, longest, rows):
             at, of = slice(first, first + lists), slice(row, row + rows)
-            is_pair_TrR = label_TR[at, of, None] > label_TR[at, None, :]
-            yield _Pairs(at, of, is_pair_TrR, output_TR[at, None, :] - output_TR[at, of, None])
+            is_pair_ThH = label_TH[at, of, None] > label_TH[at, None, :]
+            yield _Pairs(at, of, is_pair_ThH, output_TH[at, None, :] - output_TH[at, of, None])
 
 
 def _sums_over_pairs(
-    output_TR: Tensor, label_TR: Tensor, term: Callable[[_Pairs], Tensor]
+    output_TH: Tensor, label_TH: Tensor, term: Callable[[_Pairs], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return, for each row, m / (2 |P|) times the sum of the terms of the pairs in which it is
-    first, and of those in which it is second: [T, R] each.
+    first, and of those in which it is second: [T, H] each.
     """
-    above_TR, below_TR = torch.empty_like(output_TR), torch.zeros_like(output_TR)
-    count_T1 = output_TR.new_zeros(len(output_TR), 1)
-    for pairs in _pairs(output_TR, label_TR):
-        terms_TrR = torch.where(pairs.is_pair_TrR, term(pairs), 0.0)
-        above_TR[pairs.lists, pairs.rows] = terms_TrR.sum(2)
-        below_TR[pairs.lists] += terms_TrR.sum(1)
-        count_T1[pairs.lists] += pairs.is_pair_TrR.sum((1, 2)).unsqueeze(1)
-    num_known_T1 = label_TR.isfinite().sum(1, keepdim=True)
+    above_TH, below_TH = torch.empty_like(output_TH), torch.zeros_like(output_TH)
+    count_T1 = output_TH.new_zeros(len(output_TH), 1)
+    for pairs in _pairs(output_TH, label_TH):
+        terms_ThH = torch.where(pairs.is_pair_ThH, term(pairs), 0.0)
+        above_TH[pairs.lists, pairs.rows] = terms_ThH.sum(2)
+        below_TH[pairs.lists] += terms_ThH.sum(1)
+        count_T1[pairs.lists] += pairs.is_pair_ThH.sum((1, 2)).unsqueeze(1)
+    num_known_T1 = label_TH.isfinite().sum(1, keepdim=True)
     each_T1 = num_known_T1 / (2.0 * count_T1).clamp(min=1.0)
-    return above_TR * each_T1, below_TR * each_T1
+    return above_TH * each_T1, below_TH * each_T1

@@ -1,18 +1,17 @@
 """The losses of single rows by one output, and their first derivatives by it. Several labels are
 objectives.py's.
 
-Shape suffixes: N rows.
+Shape suffix: N rows.
 """
-
-from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from __future__ import annotations
 from torch import Tensor
+from typing import NamedTuple
+
 
 HALVES = (torch.bfloat16, torch.float16)
 RANKING = ("softmax", "pairwise")

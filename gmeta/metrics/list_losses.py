@@ -1,14 +1,13 @@
 """The losses that order the rows of a task, from their scores: a model trained with one of them is
 judged by it, as it also notices outputs that run away.
 
-Shape suffixes: N rows, T tasks, R rows of one task.
+Shape suffixes: T tasks, N rows.
 """
 
-from collections.abc import Callable
-
 import numpy as np
+from collections.abc import Callable
+from gmeta.metrics.terms import (Floats, Ints, Terms, mean_over_tasks, undefined_terms)
 
-from gmeta.metrics.terms import Floats, Ints, Terms, mean_over_tasks, undefined_terms
 
 MOST_PAIRS = 1 << 20  # of a task, at once in memory
 
@@ -30,27 +29,27 @@ def list_loss_terms(
     ends_T = np.cumsum(np.bincount(code_N, minlength=num_tasks))
     loss_T, counts_T = np.zeros(num_tasks), np.zeros(num_tasks, np.bool_)
     for task, rows in enumerate(np.split(order_N, ends_T[:-1])):
-        label_R = label_N[rows]
-        if rows.size and label_R.min() < label_R.max():
-            loss_T[task], counts_T[task] = of_task(label_R, score_N[rows]), True
+        own = label_N[rows]
+        if rows.size and own.min() < own.max():
+            loss_T[task], counts_T[task] = of_task(own, score_N[rows]), True
     if not counts_T.any():
         return undefined_terms(num_tasks, "no task holds two different labels")
     return mean_over_tasks(loss_T, counts_T)
 
 
-def _softmax(label_R: Floats, score_R: Floats) -> float:
+def _softmax(label_N: Floats, score_N: Floats) -> float:
     # The largest is subtracted so that exp cannot overflow; it cancels out.
-    above_R = score_R - score_R.max()
-    return float(np.log(np.exp(above_R).sum()) - above_R @ label_R / label_R.sum())
+    above_N = score_N - score_N.max()
+    return float(np.log(np.exp(above_N).sum()) - above_N @ label_N / label_N.sum())
 
 
-def _pairwise(label_R: Floats, score_R: Floats) -> float:
+def _pairwise(label_N: Floats, score_N: Floats) -> float:
     """Return the mean over the pairs, a block of rows at a time."""
-    total, count, step = 0.0, 0, max(1, MOST_PAIRS // label_R.size)
-    for first in range(0, label_R.size, step):
+    total, count, step = 0.0, 0, max(1, MOST_PAIRS // label_N.size)
+    for first in range(0, label_N.size, step):
         rows = slice(first, first + step)
-        is_pair = label_R[rows, None] > label_R[None, :]
-        gaps = score_R[None, :] - score_R[rows, None]
+        is_pair = label_N[rows, None] > label_N[None, :]
+        gaps = score_N[None, :] - score_N[rows, None]
         total += float(np.logaddexp(0.0, gaps[is_pair]).sum())
         count += int(np.count_nonzero(is_pair))
     return total / count

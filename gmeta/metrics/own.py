@@ -1,18 +1,17 @@
 """Metrics of somebody's own: by entry point or import path, beside those of the catalogue."""
 
 import math
+import numpy as np
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import (Callable, Iterable, Mapping)
 from dataclasses import dataclass
+from gmeta.errors import GMetaError
+from gmeta.metrics.terms import (Floats, Ints, Terms, undefined_terms, with_influence)
+from gmeta_keys.plugins import (Registry, describe_package)
+from gmeta_keys.translate_errors import (format_foreign_error, translate_errors)
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gmeta.errors import GMetaError
-from gmeta.metrics.terms import Floats, Ints, Terms, undefined_terms, with_influence
-from gmeta_keys.plugins import Registry, describe_package
-from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 # N rows, T tasks, G groups of tasks
 
@@ -110,9 +109,9 @@ def custom_terms(
         return Terms(value, np.full(num_tasks, value), np.ones(num_tasks))
     num_groups = min(NUM_GROUPS, num_tasks)
     group_T = np.random.default_rng(SEED).permutation(num_tasks) % num_groups
-    size_G = np.bincount(group_T, minlength=num_groups)
+    sizes = np.bincount(group_T, minlength=num_groups)
     kept = (group_T[code_N] != group for group in range(num_groups))
-    without_G = np.array([value_of(kept_N) if kept_N.any() else value for kept_N in kept])
-    influence_G = (num_tasks - size_G) / num_tasks * (value - without_G) / np.sqrt(size_G)
-    influence_T = influence_G[group_T]
+    without = np.array([value_of(kept_N) if kept_N.any() else value for kept_N in kept])
+    of_groups = (num_tasks - sizes) / num_tasks * (value - without) / np.sqrt(sizes)
+    influence_T = of_groups[group_T]
     return with_influence(value, influence_T - influence_T.mean())

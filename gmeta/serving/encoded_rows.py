@@ -1,19 +1,17 @@
 """Encoded rows, taken apart and joined.
 
-Shape suffixes: N rows, F single-id features, M multi-id
-features, K dense columns, V ids of all multi-id features.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns.
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from metaio.format.features import Features
-from metaio.ragged import Float32, Int64, index_entries, offsets, sum_rows
+from metaio.ragged import (Float32, Int64, index_entries, offsets, sum_rows)
+from typing import Any
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """A batch of episodes made of encoded rows.
 
-Shape suffixes: N rows, T episodes, E rows chosen from one side.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, E chosen episodes.
 """
 
 import numpy as np
-
-from gmeta.serving.encoded_rows import EncodedColumns, join_rows, take_rows
-from metaio.format.block import Rows, build_block
+from gmeta.serving.encoded_rows import (EncodedColumns, join_rows, take_rows)
+from metaio.format.block import (Rows, build_block)
 from metaio.format.features import Features
-from metaio.ragged import Int64, reorder_row_by_row
+from metaio.ragged import (Int64, reorder_row_by_row)
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 

@@ -1,32 +1,31 @@
 """From columns of rows, raw or already table ids, to encoded rows: the edge where input is checked.
 
-Shape suffixes: N rows, T episodes, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, L labels.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-
+from collections.abc import (Mapping, Sequence)
+from dataclasses import replace
 from gmeta.errors import UserError
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.serving.encoded_rows import EncodedColumns
 from gmeta.serving.exported_folder import ExportedColumns
 from metaio.errors import DataError
-from metaio.format.features import Features, FeatureSpec
-from metaio.prepare.episodes.encode import Encoder, FittedEncoding
+from metaio.format.features import (FeatureSpec, Features)
+from metaio.prepare.episodes.encode import (Encoder, FittedEncoding)
 from metaio.prepare.schema.rules import SplitRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.values import hash_values, infer_kind, to_float32, to_float64, to_int64
+from metaio.prepare.schema.values import (hash_values, infer_kind, to_float32, to_float64, to_int64)
 from metaio.quantities import format_count
-from metaio.ragged import Float32, Int64, offsets, reorder_row_by_row
+from metaio.ragged import (Float32, Int64, offsets, reorder_row_by_row)
+from typing import Protocol
+
 
 # What Arrow raises for what it cannot read; OverflowError: a Python integer beyond 64 bits.
 _NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)

@@ -3,43 +3,38 @@
 The engine's own learner and inner loop do both, on rows fetched from the exported tables. These lie
 in mapped files of the host, and what callers are given is the host's, whatever device computes.
 
-Shape suffixes: N rows, T tasks, U fetched rows, P rows that adapted, D embedding width, B tables.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
+gate, E chosen episodes.
 """
 
+import numpy as np
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import torch
+from collections.abc import (Iterator, Sequence)
+from contextlib import (AbstractContextManager, contextmanager, nullcontext)
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
-
-import numpy as np
-import torch
-from torch import Tensor
-
 from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
 from gmeta.adaptation.layout.sides import WorkingRows
-from gmeta.data.episodes import make_full_side, with_row_copies
+from gmeta.data.episodes import (make_full_side, with_row_copies)
 from gmeta.data.transfer import move_to_device
 from gmeta.errors import UserError
-from gmeta.platform.threads import ThreadChoice, work_to_predict
-from gmeta.serving.device import HOST, on_the_cpu
-from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
+from gmeta.platform.threads import (ThreadChoice, work_to_predict)
+from gmeta.serving.device import (HOST, on_the_cpu)
+from gmeta.serving.encoded_rows import (EncodedColumns, empty_rows, join_rows, split_rows)
 from gmeta.serving.episodes import task_batch
 from gmeta.serving.exported_folder import ExportedConfig
-from gmeta.serving.row_encoders import (
-    ColumnEncoder,
-    as_table,
-    check_labels,
-    check_task_kinds,
-    select_columns,
-)
-from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
-from gmeta.serving.stored_tables import StoredTable, fetch_UD
-from gmeta.serving.task_matching import TaskPredictions, predict_tasks
-from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
+from gmeta.serving.row_encoders import (ColumnEncoder, as_table, check_labels, check_task_kinds, select_columns)
+from gmeta.serving.state_bytes import (StateShape, from_bytes, to_bytes)
+from gmeta.serving.stored_tables import (StoredTable, fetch_UD)
+from gmeta.serving.task_matching import (TaskPredictions, predict_tasks)
+from gmeta.serving.task_states import (AdaptedTensors, TaskState, split_tasks, stack_tasks)
 from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
+from torch import Tensor
+from typing import (NoReturn, TYPE_CHECKING, TypeVar)
+
 
 if TYPE_CHECKING:  # which learner is served is the business of who loads it
     from gmeta.learner import MetaLearner, QueryPrediction
@@ -230,10 +225,10 @@ class ServedModel:
             rows_PD = self._to_host(adapted.rows_PD.detach())
             key_P, task_P = self._key_U(batch)[fetched_row_P], _task_of_copies(batch, num_rows)
         changes = {name: self._to_host(each) for name, each in adapted.layers.changes.items()}
-        gates_TMO = {name: self._to_host(each) for name, each in adapted.layers.gates_TMO.items()}
+        gates_TJO = {name: self._to_host(each) for name, each in adapted.layers.gates_TJO.items()}
         # The support rows are kept: a task's statistics are computed again with new rows of it.
         supports = split_rows(rows, lengths) if self._statistics.width else [None] * len(lengths)
-        return AdaptedTensors(changes, gates_TMO, rows_PD, key_P, task_P, supports)
+        return AdaptedTensors(changes, gates_TJO, rows_PD, key_P, task_P, supports)
 
     @on_the_cpu
     def adapt_encoded(self, rows: EncodedColumns, lengths: Sequence[int]) -> list[TaskState]:
@@ -272,12 +267,12 @@ class ServedModel:
                     make_full_side(batch, constant=True, num_rows=num_rows),
                     rows_PD,
                     tuple(tasks.changes.values()),
-                    tuple(tasks.gates_TMO.values()),
+                    tuple(tasks.gates_TJO.values()),
                 )
             )
             adapted = self._inner.restore_adapted(
                 dict(zip(tasks.changes, changes, strict=True)),
-                dict(zip(tasks.gates_TMO, gates, strict=True)),
+                dict(zip(tasks.gates_TJO, gates, strict=True)),
                 rows_PD,
             )
             return self._to_predictions_N(self._to_host(self._inner.output_N(adapted, query)))
@@ -297,7 +292,7 @@ class ServedModel:
         layers = row_layers(self.learner.model).items()
         return StateShape(
             layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
-            gates_1MO=self.unadapted.gates_1MO,
+            gates_1JO=self.unadapted.gates_1JO,
             width=self.config.model.embedding_dim,
             num_keys=self._num_keys,
             features=self.config.features,

@@ -5,28 +5,29 @@ The header names the format, its version, the exported model and a checksum of a
 in the bytes is run, and each tensor is checked against what the model can take: the bytes may come
 from anybody.
 
-Shape suffixes: as in states.py, and N support rows.
+Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features, M multi-id
+features, V values, K dense columns, D embedding width, P task-row pairs, I inputs, O outputs, J
+parts of a gate.
 """
-
-import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import struct
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
-from torch import Tensor
-
-from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate, PlainUpdate
+from collections.abc import Mapping
+from dataclasses import (dataclass, fields)
+from gmeta.adaptation.plain_update import (LowRankUpdate, MaterialisedUpdate, PlainUpdate)
 from gmeta.errors import UserError
-from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.encoded_rows import (EncodedColumns, labels_shape)
 from gmeta.serving.task_states import TaskState
 from metaio.format.block import find_features_of_values
 from metaio.format.features import Features
+from safetensors import SafetensorError
+from safetensors.numpy import (load, save)
+from torch import Tensor
+from typing import Any
+
 
 MAGIC = b"GMETATS"
 VERSION = 1
@@ -46,7 +47,7 @@ class StateShape:
     """
 
     layers: Mapping[str, tuple[int, int]]
-    gates_1MO: Mapping[str, Tensor]
+    gates_1JO: Mapping[str, Tensor]
     width: int
     num_keys: int
     features: Features
@@ -111,7 +112,7 @@ def _checksum(before: bytes, payload: bytes) -> bytes:
 
 def _to_arrays(state: TaskState) -> dict[str, npt.NDArray[Any]]:
     tensors = {_ROWS: state.rows_PD, _KEYS: state.key_P}
-    tensors |= {f"{_GATE}/{name}": gate_1MO for name, gate_1MO in state.gates_1MO.items()}
+    tensors |= {f"{_GATE}/{name}": gate_1JO for name, gate_1JO in state.gates_1JO.items()}
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, change in state.changes.items():
         for part, value in vars(change).items():
@@ -140,8 +141,8 @@ def _to_state(arrays: _Arrays, shape: StateShape) -> TaskState:
         layer, _, part = name.rpartition("/")
         changes.setdefault(layer, {})[part] = array
     gates = parts.get(_GATE, {})
-    if gates.keys() != shape.gates_1MO.keys():
-        raise ValueError(f"it has gates of {len(gates)} layers, not of {len(shape.gates_1MO)}")
+    if gates.keys() != shape.gates_1JO.keys():
+        raise ValueError(f"it has gates of {len(gates)} layers, not of {len(shape.gates_1JO)}")
     key_P = arrays[_KEYS]
     _check_array(_KEYS, key_P, np.int64, (None,))
     # Keys are looked up by bisection, which takes their order on trust.
@@ -150,8 +151,8 @@ def _to_state(arrays: _Arrays, shape: StateShape) -> TaskState:
     return TaskState(
         {layer: _parse_change(layer, own, shape) for layer, own in changes.items()},
         {
-            name: _parse_tensor(f"gate {name}", gates[name], tuple(gate_1MO.shape))
-            for name, gate_1MO in shape.gates_1MO.items()
+            name: _parse_tensor(f"gate {name}", gates[name], tuple(gate_1JO.shape))
+            for name, gate_1JO in shape.gates_1JO.items()
         },
         _parse_tensor(_ROWS, arrays[_ROWS], (len(key_P), shape.width)),
         torch.from_numpy(key_P.copy()),

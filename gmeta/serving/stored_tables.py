@@ -1,17 +1,16 @@
 """Embedding tables as an exported model holds them: float32, float16, or int8 with a scale a row.
 
-Shape suffixes: R rows of a table, D embedding width, U fetched rows of all tables, B tables.
+Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
-
-from gmeta.errors import GMetaError, NotFiniteError
+from collections.abc import (Mapping, Sequence)
+from dataclasses import dataclass
+from gmeta.errors import (GMetaError, NotFiniteError)
 from gmeta.serving.table_format import TableFormat
 from gmeta_models.table_projections import pad_width_UD
+from torch import Tensor
+
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _Description = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

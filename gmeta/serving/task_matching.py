@@ -1,22 +1,21 @@
 """Many tasks at once: rows of both sides in any order, matched by task, in batches of even size.
 
-Shape suffixes: N rows of the query, S rows of the support, T tasks of the query, E pieces of them.
+Shape suffixes: T tasks, N rows, S support rows, E chosen episodes.
 """
-
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
-
+from collections.abc import (Callable, Iterator)
+from dataclasses import dataclass
 from gmeta.errors import UserError
-from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.encoded_rows import (EncodedColumns, labels_shape)
 from gmeta.serving.episodes import task_batch
 from metaio.format.features import Features
-from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.ragged import (Int64, offsets, ragged_indices)
 from metaio.read.batch import TaskBatch
+from torch import Tensor
+from typing import NoReturn
+
 
 Predict = Callable[[TaskBatch], tuple[Tensor, Tensor]]
 

@@ -1,19 +1,17 @@
 """What a task's adaptation is, as plain tensors: taken out of a batch that adapted together, kept,
 and put together again with others for one pass over all their query rows.
 
-Shape suffixes: T tasks, S support rows (of all steps), P rows that adapted, D embedding width, O
-output width, I input width, M parts of a gate.
+Shape suffixes: T tasks, S support rows, D embedding width, P task-row pairs, I inputs, O outputs, J
+parts of a gate.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import torch
+from collections.abc import (Mapping, Sequence)
+from dataclasses import dataclass
+from gmeta.adaptation.plain_update import (LowRankUpdate, MaterialisedUpdate, PlainUpdate)
+from gmeta.serving.encoded_rows import EncodedColumns
 from torch import Tensor
 from torch.nn.functional import pad
-
-from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate, PlainUpdate
-from gmeta.serving.encoded_rows import EncodedColumns
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class TaskState:
     """
 
     changes: Mapping[str, PlainUpdate]
-    gates_1MO: Mapping[str, Tensor]
+    gates_1JO: Mapping[str, Tensor]
     rows_PD: Tensor
     key_P: Tensor  # the place of each row among the rows of all tables; ascending
     support: EncodedColumns | None = None  # where the model takes statistics of it
@@ -34,7 +32,7 @@ class TaskState:
     @property
     def num_bytes(self) -> int:
         """Count the bytes of the tensors and of the support rows."""
-        tensors = [*self.gates_1MO.values(), self.rows_PD, self.key_P]
+        tensors = [*self.gates_1JO.values(), self.rows_PD, self.key_P]
         for change in self.changes.values():
             tensors += _tensors(change)
         arrays = [] if self.support is None else vars(self.support).values()
@@ -47,7 +45,7 @@ class AdaptedTensors:
     """The adaptation of T tasks; `task_P`, ascending, is the task of each row."""
 
     changes: Mapping[str, PlainUpdate]
-    gates_TMO: Mapping[str, Tensor]
+    gates_TJO: Mapping[str, Tensor]
     rows_PD: Tensor
     key_P: Tensor
     task_P: Tensor
@@ -63,8 +61,8 @@ def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
         TaskState(
             {name: layer_changes[task] for name, layer_changes in changes.items()},
             {
-                name: gate_TMO[task : task + 1].detach().clone()
-                for name, gate_TMO in adapted.gates_TMO.items()
+                name: gate_TJO[task : task + 1].detach().clone()
+                for name, gate_TJO in adapted.gates_TJO.items()
             },
             rows[task].clone(),
             keys[task].clone(),
@@ -82,13 +80,13 @@ def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
     changes = {
         name: _stack_changes([state.changes.get(name) for state in states]) for name in names
     }
-    gates_TMO = {
-        name: torch.cat([state.gates_1MO[name] for state in states]) for name in states[0].gates_1MO
+    gates_TJO = {
+        name: torch.cat([state.gates_1JO[name] for state in states]) for name in states[0].gates_1JO
     }
     counts = torch.tensor([state.key_P.numel() for state in states])
     return AdaptedTensors(
         changes,
-        gates_TMO,
+        gates_TJO,
         torch.cat([state.rows_PD for state in states]),
         torch.cat([state.key_P for state in states]),
         torch.arange(len(states)).repeat_interleave(counts),
@@ -157,6 +155,6 @@ def _materialise(change: PlainUpdate) -> MaterialisedUpdate:
     return MaterialisedUpdate(activations_TSI.mT @ grads_TSO, bias_T1O)
 
 
-def _pad_rows(rows_1SX: list[Tensor]) -> Tensor:
-    longest = max(rows.shape[1] for rows in rows_1SX)
-    return torch.cat([pad(rows, (0, 0, 0, longest - rows.shape[1])) for rows in rows_1SX])
+def _pad_rows(parts: list[Tensor]) -> Tensor:
+    longest = max(rows.shape[1] for rows in parts)
+    return torch.cat([pad(rows, (0, 0, 0, longest - rows.shape[1])) for rows in parts])

@@ -2,22 +2,20 @@
 once for each bundle of consecutive episodes: then steps are made of bundles, and no position is
 looked up.
 
-Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features, B tables, U unique ids of all tables, G bundles; T1 = T + 1,
-B1 = B + 1.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids.
 """
 
 import itertools
-import threading
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
+import threading
 import xxhash
-
+from dataclasses import (dataclass, field, fields, replace)
 from metaio.format.features import Features
-from metaio.ragged import Float32, Ids, Int32, Int64, offsets, sum_rows
+from metaio.ragged import (Float32, Ids, Int32, Int64, offsets, sum_rows)
+from typing import Any
+
 
 # Marking used ids costs about 1 ns an id of the table, sorting about 5 ns an id of the block.
 _MARK_RATIO = 4
@@ -67,8 +65,8 @@ class Bundles:
     """
 
     num_tasks: int
-    starts_GB: Int64
-    lengths_GB: Int64
+    bundle_starts: Int64  # [bundles, B]
+    bundle_lengths: Int64
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,7 @@ def borrow_scratch(length: int) -> Int32:
 
 
 def find_bundle_bounds(num_episodes: int, num_tasks: int) -> Int64:
-    """Return the first episode of each bundle, then T [G1]; the last bundle may be smaller.
+    """Return the first episode of each bundle, then T; the last bundle may be smaller.
 
     >>> find_bundle_bounds(7, 3).tolist()
     [0, 3, 6, 7]
@@ -244,13 +242,13 @@ def find_bundle_bounds(num_episodes: int, num_tasks: int) -> Int64:
     return np.append(np.arange(0, num_episodes, num_tasks), num_episodes)
 
 
-def make_bundles(num_tasks: int, lengths_GB: Int64) -> Bundles:
+def make_bundles(num_tasks: int, bundle_lengths: Int64) -> Bundles:
     """Return a block's bundles of `num_tasks` episodes, given how many ids of each table they use.
 
     A block's ids stand table by table, and within a table bundle by bundle.
     """
-    starts_BG = offsets(lengths_GB.T.ravel())[:-1].reshape(lengths_GB.T.shape)
-    return Bundles(num_tasks, starts_BG.T, lengths_GB)
+    starts = offsets(bundle_lengths.T.ravel())[:-1].reshape(bundle_lengths.T.shape)
+    return Bundles(num_tasks, starts.T, bundle_lengths)
 
 
 def bundle_ids(block: Block, num_tasks: int) -> Block:
@@ -261,30 +259,30 @@ def bundle_ids(block: Block, num_tasks: int) -> Block:
     """
     if not num_tasks or len(block.unique_offsets_B1) == 1:
         return block
-    bounds_G1 = find_bundle_bounds(block.num_episodes, num_tasks)
-    rows_G = _list_slices(block.row_offsets_T1[bounds_G1])
-    values_G = _list_slices(block.value_offsets_T1[bounds_G1])
+    bounds = find_bundle_bounds(block.num_episodes, num_tasks)
+    bundle_rows = _list_slices(block.row_offsets_T1[bounds])
+    bundle_values = _list_slices(block.value_offsets_T1[bounds])
     used = [
         find_distinct(
             len(block.unique_ids_U), block.positions_NF[rows], block.multi_positions_V[values]
         )
-        for rows, values in zip(rows_G, values_G, strict=True)
+        for rows, values in zip(bundle_rows, bundle_values, strict=True)
     ]
-    lengths = [np.diff(np.searchsorted(used_P, block.unique_offsets_B1)) for used_P in used]
-    lengths_GB = np.array(lengths, dtype=np.int64).reshape(-1, len(block.unique_offsets_B1) - 1)
-    bundles = make_bundles(num_tasks, lengths_GB)
-    ids_U = np.empty(lengths_GB.sum(), dtype=np.int64)
+    lengths = [np.diff(np.searchsorted(positions, block.unique_offsets_B1)) for positions in used]
+    bundle_lengths = np.array(lengths, dtype=np.int64).reshape(-1, len(block.unique_offsets_B1) - 1)
+    bundles = make_bundles(num_tasks, bundle_lengths)
+    ids_U = np.empty(bundle_lengths.sum(), dtype=np.int64)
     positions_NF = np.empty_like(block.positions_NF)
     multi_V = np.empty_like(block.multi_positions_V)
     new_U = borrow_scratch(len(block.unique_ids_U))
-    for index, used_P in enumerate(used):
+    for index, positions in enumerate(used):
         # Within a table its ids move by as much as the first of them.
-        is_used_B, rows, values = lengths_GB[index], rows_G[index], values_G[index]
-        new_P = np.arange(len(used_P)) + np.repeat(
-            bundles.starts_GB[index] - offsets(is_used_B)[:-1], is_used_B
+        is_used_B, rows, values = bundle_lengths[index], bundle_rows[index], bundle_values[index]
+        new = np.arange(len(positions)) + np.repeat(
+            bundles.bundle_starts[index] - offsets(is_used_B)[:-1], is_used_B
         )
-        ids_U[new_P] = block.unique_ids_U[used_P]
-        new_U[used_P] = new_P
+        ids_U[new] = block.unique_ids_U[positions]
+        new_U[positions] = new
         positions_NF[rows] = new_U[block.positions_NF[rows]]
         multi_V[values] = new_U[block.multi_positions_V[values]]
     return replace(
@@ -292,7 +290,7 @@ def bundle_ids(block: Block, num_tasks: int) -> Block:
         positions_NF=positions_NF,
         multi_positions_V=multi_V,
         unique_ids_U=ids_U,
-        unique_offsets_B1=offsets(lengths_GB.sum(axis=0)),
+        unique_offsets_B1=offsets(bundle_lengths.sum(axis=0)),
         bundles=bundles,
     )
 
@@ -304,12 +302,12 @@ def are_positions_valid(features: Features, block: Block) -> bool:
     table_F, table_M = features.table_of_single, features.table_of_multi
     all_lengths_B = np.diff(block.unique_offsets_B1)
     bundles = block.bundles or make_bundles(max(block.num_episodes, 1), all_lengths_B[None])
-    bounds_G1 = find_bundle_bounds(block.num_episodes, bundles.num_tasks)
-    rows_G = _list_slices(block.row_offsets_T1[bounds_G1])
-    values_G = _list_slices(block.value_offsets_T1[bounds_G1])
-    for index, (rows, values) in enumerate(zip(rows_G, values_G, strict=True)):
-        starts_B = bundles.starts_GB[index].astype(np.int32)
-        lengths_B = bundles.lengths_GB[index]
+    bounds = find_bundle_bounds(block.num_episodes, bundles.num_tasks)
+    bundle_rows = _list_slices(block.row_offsets_T1[bounds])
+    bundle_values = _list_slices(block.value_offsets_T1[bounds])
+    for index, (rows, values) in enumerate(zip(bundle_rows, bundle_values, strict=True)):
+        starts_B = bundles.bundle_starts[index].astype(np.int32)
+        lengths_B = bundles.bundle_lengths[index]
         table_V = table_M[find_features_of_values(block.multi_lengths_NM[rows])]
         for position, table in (
             (block.positions_NF[rows], table_F),
@@ -325,9 +323,9 @@ def _are_within(position: Int32, start: Int32, length: Int64) -> bool:
     return bool(((position - start).view(np.uint32) < length.astype(np.uint32)).all())
 
 
-def _list_slices(offsets_G1: Int64) -> list[slice]:
+def _list_slices(firsts: Int64) -> list[slice]:
     """Return where each bundle's rows (or values) stand."""
-    bounds = offsets_G1.tolist()
+    bounds = firsts.tolist()
     return [slice(first, stop) for first, stop in itertools.pairwise(bounds)]
 
 

@@ -1,37 +1,35 @@
 """The block table of a split: counts and checksums of its blocks, read when a dataset is opened.
 
-Shape suffixes: X blocks of a split in stored order, B tables, C column chunks of a block.
+Shape suffixes: B tables, Z blocks.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from metaio.errors import REMEDY, FormatError, make_content_error
-from metaio.format.block import Bundles, make_bundles
+from dataclasses import dataclass
+from metaio.errors import (FormatError, REMEDY, make_content_error)
+from metaio.format.block import (Bundles, make_bundles)
 from metaio.format.features import Features
 from metaio.format.layout import make_block_table_schema
-from metaio.format.manifest import SplitEntry, xxh3_hex
+from metaio.format.manifest import (SplitEntry, xxh3_hex)
 from metaio.format.storage import Storage
-from metaio.ragged import Int64, owners
+from metaio.ragged import (Int64, owners)
 
 
 @dataclass(frozen=True)
 class BlockTable:
     """Counts and checksums of the blocks of a split, in stored order."""
 
-    shard_X: Int64
-    num_episodes_X: Int64
-    num_rows_X: Int64
-    num_values_X: Int64
-    unique_lengths_XB: Int64
-    xxh3_XC: npt.NDArray[np.uint64]  # C column chunks, see layout.checksum_columns
-    content_xxh3_X: Int64
+    shard_Z: Int64
+    num_episodes_Z: Int64
+    num_rows_Z: Int64
+    num_values_Z: Int64
+    unique_lengths_ZB: Int64
+    xxh3_Z: npt.NDArray[np.uint64]  # [Z, column chunks], see layout.checksum_columns
+    content_xxh3_Z: Int64
     bundle_tasks: int = 0  # episodes of each bundle; 0: there are none
-    bundle_unique_lengths: tuple[Int64, ...] = ()  # [G, B] of each block, where there are
+    bundle_unique_lengths: tuple[Int64, ...] = ()  # [bundles, B] of each block, where there are
 
     def bundles(self, block: int) -> Bundles | None:
         """Return the bundles of a block; None where its episodes keep their ids together."""
@@ -74,14 +72,14 @@ def read_block_table(
     _check_counts(storage.name(path), entry, flat)
     bundle_tasks, bundle_lengths = _parse_bundles(storage.name(path), flat, num_blocks, num_tables)
     return BlockTable(
-        shard_X=flat["shard"],
-        num_episodes_X=flat["num_episodes"],
-        num_rows_X=flat["num_rows"],
-        num_values_X=flat["num_values"],
-        unique_lengths_XB=flat["unique_lengths"].reshape(num_blocks, num_tables),
+        shard_Z=flat["shard"],
+        num_episodes_Z=flat["num_episodes"],
+        num_rows_Z=flat["num_rows"],
+        num_values_Z=flat["num_values"],
+        unique_lengths_ZB=flat["unique_lengths"].reshape(num_blocks, num_tables),
         # Stored signed, since Spark has no unsigned type; the bits are those of the hash.
-        xxh3_XC=flat["xxh3"].view(np.uint64).reshape(num_blocks, num_columns),
-        content_xxh3_X=flat["content_xxh3"],
+        xxh3_Z=flat["xxh3"].view(np.uint64).reshape(num_blocks, num_columns),
+        content_xxh3_Z=flat["content_xxh3"],
         bundle_tasks=bundle_tasks,
         bundle_unique_lengths=bundle_lengths,
     )
@@ -90,25 +88,25 @@ def read_block_table(
 def _parse_bundles(
     name: str, flat: dict[str, Int64], num_blocks: int, num_tables: int
 ) -> tuple[int, tuple[Int64, ...]]:
-    """Return the episodes of a bundle and the unique lengths [G, B] of each block's bundles; 0 and
-    () where there are none. Raise FormatError where they contradict each other, or the counts of
-    their block."""
+    """Return the episodes of a bundle and the unique lengths of each block's bundles, [bundles, B];
+    0 and () where there are none. Raise FormatError where they contradict each other, or the counts
+    of their block."""
     if "bundle_tasks" not in flat or not num_blocks or not num_tables:
         return 0, ()
-    tasks_X, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]
-    num_tasks = int(tasks_X[0])
-    if num_tasks < 1 or (tasks_X != num_tasks).any():
+    tasks_Z, lengths = flat["bundle_tasks"], flat["bundle_unique_lengths"]
+    num_tasks = int(tasks_Z[0])
+    if num_tasks < 1 or (tasks_Z != num_tasks).any():
         raise make_content_error(
             f"{name}: column bundle_tasks must hold one number from 1 on, it holds "
-            f"{tasks_X.min()} to {tasks_X.max()}"
+            f"{tasks_Z.min()} to {tasks_Z.max()}"
         )
-    num_bundles_X = -(-flat["num_episodes"] // num_tasks)
-    totals_XB = flat["unique_lengths"].reshape(num_blocks, num_tables)
-    if len(lengths) == num_bundles_X.sum() * num_tables and lengths.min(initial=0) >= 0:
-        cuts = np.cumsum(num_bundles_X)[:-1] * num_tables
+    num_bundles_Z = -(-flat["num_episodes"] // num_tasks)
+    totals_ZB = flat["unique_lengths"].reshape(num_blocks, num_tables)
+    if len(lengths) == num_bundles_Z.sum() * num_tables and lengths.min(initial=0) >= 0:
+        cuts = np.cumsum(num_bundles_Z)[:-1] * num_tables
         found = tuple(part.reshape(-1, num_tables) for part in np.split(lengths, cuts))
         sums = [part.sum(axis=0) for part in found]
-        if all(map(np.array_equal, sums, totals_XB)):
+        if all(map(np.array_equal, sums, totals_ZB)):
             return num_tasks, found
     raise make_content_error(f"{name}: column bundle_unique_lengths contradicts unique_lengths")
 

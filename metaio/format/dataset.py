@@ -1,44 +1,25 @@
 """Opens a prepared dataset and reads one block at a time, each checked at its first read.
 
-Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features, B tables, U unique ids of all tables, X blocks of a split; T1 = T + 1.
+Shape suffixes: B tables, Z blocks.
 """
-
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from metaio.errors import REMEDY, FormatError, NoDatasetError, make_content_error
+import threading
+from collections.abc import (Callable, Iterator, Mapping)
+from dataclasses import dataclass
+from functools import cached_property
+from metaio.errors import (FormatError, NoDatasetError, REMEDY, make_content_error)
 from metaio.format.block import Block
-from metaio.format.block_table import BlockTable, read_block_table
-from metaio.format.decode import RowGroup, assemble_block, check_counts, read_footer
+from metaio.format.block_table import (BlockTable, read_block_table)
+from metaio.format.decode import (RowGroup, assemble_block, check_counts, read_footer)
 from metaio.format.features import Features
-from metaio.format.layout import (
-    BLOCK_TABLE_NAME,
-    MANIFEST_NAME,
-    RAW_IDS_FOLDER,
-    RESET_FOLDER,
-    VOCABULARY_FOLDER,
-    find_chunk_ranges,
-    list_checksum_columns,
-    list_streams,
-)
-from metaio.format.manifest import (
-    MIN_FOOTER_BYTES,
-    FileEntry,
-    Manifest,
-    ShardEntry,
-    decode_manifest,
-    xxh3_hex,
-)
-from metaio.format.names import NAME_RULE, is_name
-from metaio.format.storage import ByteRange, Storage
-from metaio.ragged import Int64, offsets
+from metaio.format.layout import (BLOCK_TABLE_NAME, MANIFEST_NAME, RAW_IDS_FOLDER, RESET_FOLDER, VOCABULARY_FOLDER, find_chunk_ranges, list_checksum_columns, list_streams)
+from metaio.format.manifest import (FileEntry, MIN_FOOTER_BYTES, Manifest, ShardEntry, decode_manifest, xxh3_hex)
+from metaio.format.names import (NAME_RULE, is_name)
+from metaio.format.storage import (ByteRange, Storage)
+from metaio.ragged import (Int64, offsets)
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -55,12 +36,12 @@ class Split:
     @property
     def num_blocks(self) -> int:
         """Return the number of row groups of all shards."""
-        return len(self.blocks.shard_X)
+        return len(self.blocks.shard_Z)
 
     @cached_property
     def episode_offsets(self) -> Int64:
         """Return the first episode of each block, then the number of episodes."""
-        return offsets(self.blocks.num_episodes_X)
+        return offsets(self.blocks.num_episodes_Z)
 
     @cached_property
     def first_block(self) -> Int64:
@@ -121,7 +102,7 @@ class Dataset:
         return other
 
     def block_bytes(self, split: str) -> Int64:
-        """Return the decoded size of each block [X], in bytes, from counts alone."""
+        """Return the decoded size of each block [Z], in bytes, from counts alone."""
         features, table = self.features, self.split(split).blocks
         # As Block holds them: 4 bytes for each number of a row, four times 8 for an episode, 8 for
         # an id.
@@ -134,9 +115,9 @@ class Dataset:
         )
         per_row += 8 if features.row_id else 0
         sizes: Int64 = (
-            table.num_rows_X * per_row + table.num_episodes_X * 32 + table.num_values_X * 4
+            table.num_rows_Z * per_row + table.num_episodes_Z * 32 + table.num_values_Z * 4
         )
-        sizes += 8 * table.unique_lengths_XB.sum(axis=1)
+        sizes += 8 * table.unique_lengths_ZB.sum(axis=1)
         return sizes
 
     def files(self) -> Iterator[tuple[str, FileEntry]]:
@@ -168,14 +149,14 @@ class Dataset:
             FormatError: a file is missing, truncated or altered; it names file, row group, column.
         """
         entry = self.split(split)
-        shard = int(entry.blocks.shard_X[block])
+        shard = int(entry.blocks.shard_Z[block])
         row_group = block - int(entry.first_block[shard])
         # A remote read may go wrong each time, and checking costs little beside the transfer.
         with self._lock:
             verify = not self.is_local or (split, block) not in self._verified
         groups = self._row_groups(split, shard, row_group)
         # One list for all files of the shard, in the order of layout.checksum_columns.
-        checksums = iter(entry.blocks.xxh3_XC[block].tolist())
+        checksums = iter(entry.blocks.xxh3_Z[block].tolist())
         columns = {}
         bundles = entry.blocks.bundles(block)
         for stream, group in zip(self._streams, groups, strict=True):
@@ -189,15 +170,15 @@ class Dataset:
             decoded = assemble_block(
                 self.manifest.features,
                 columns,
-                entry.blocks.unique_lengths_XB[block],
+                entry.blocks.unique_lengths_ZB[block],
                 bundles,
             )
         except ValueError as error:
             raise make_content_error(f"{place}: {error}") from error
         if verify:
             table = entry.blocks
-            counts = (table.num_episodes_X, table.num_rows_X, table.num_values_X)
-            own = (int(counts_X[block]) for counts_X in counts)
+            counts = (table.num_episodes_Z, table.num_rows_Z, table.num_values_Z)
+            own = (int(counts_Z[block]) for counts_Z in counts)
             check_counts(place, self.manifest.features, decoded, *own)
             with self._lock:
                 self._verified.add((split, block))

@@ -1,33 +1,27 @@
 """Checks and decodes the row groups of one block.
 
-Shape suffixes: T episodes, N rows, M multi-id features, B tables, U unique ids of all tables.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids.
 """
 
 import itertools
-import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+import weakref
 import xxhash
-
-from metaio.errors import REMEDY, FormatError, make_content_error
-from metaio.format.block import (
-    Block,
-    Bundles,
-    are_positions_valid,
-    make_no_row_ids,
-    make_no_weights,
-)
+from collections.abc import (Iterator, Mapping)
+from dataclasses import dataclass
+from metaio.errors import (FormatError, REMEDY, make_content_error)
+from metaio.format.block import (Block, Bundles, are_positions_valid, make_no_row_ids, make_no_weights)
 from metaio.format.features import Features
-from metaio.format.layout import ShardStream, find_chunk_ranges
+from metaio.format.layout import (ShardStream, find_chunk_ranges)
 from metaio.format.storage import ByteWindow
 from metaio.quantities import format_count
-from metaio.ragged import Int64, offsets, sum_rows
+from metaio.ragged import (Int64, offsets, sum_rows)
+from typing import Any
+
 
 # How Parquet's types lie in a plain page: little-endian.
 _PLAIN_TYPES: dict[str, np.dtype[Any]] = {

@@ -1,20 +1,20 @@
 """What a prepared dataset holds: counts, episode sizes, ids in use and their skew; and whether it
 is intact.
 
-Shape suffixes: T episodes, U unique ids of a block, B tables, R rows of a table.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, L labels, B tables, U
+unique ids, R rows of tables.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import numpy as np
+from collections.abc import (Callable, Iterator, Sequence)
 from dataclasses import dataclass
+from metaio.errors import (DataError, FormatError)
+from metaio.format.block import Block
+from metaio.format.dataset import (Dataset, read_verified_file)
+from metaio.ragged import Int64
 from typing import NamedTuple
 
-import numpy as np
-
-from metaio.errors import DataError, FormatError
-from metaio.format.block import Block
-from metaio.format.dataset import Dataset, read_verified_file
-from metaio.ragged import Int64
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 

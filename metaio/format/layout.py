@@ -1,17 +1,15 @@
 """The on-disk format, version 1: files, columns, Arrow types, encodings; docs/format.md in code.
 
-Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features, B tables, U unique ids of all tables; all of one block.
+Shape suffixes: T tasks, N rows, V values, U unique ids.
 """
 
-from __future__ import annotations
-
 import inspect
+import pyarrow as pa
+import pyarrow.parquet as pq
+from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 if TYPE_CHECKING:
     from pathlib import Path

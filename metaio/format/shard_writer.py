@@ -1,25 +1,17 @@
 """Writes the Parquet files of one shard, block by block, and takes their checksums."""
 
 import mmap
-from pathlib import Path
-from typing import Any, Self
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
-
 from metaio.errors import DataError
-from metaio.format.block import Block, hash_content
+from metaio.format.block import (Block, hash_content)
 from metaio.format.features import Features
-from metaio.format.layout import (
-    ShardStream,
-    find_chunk_ranges,
-    list_streams,
-    make_block_table_schema,
-    make_writer_options,
-)
-from metaio.format.manifest import MIN_FOOTER_BYTES, FileEntry, ShardEntry, xxh3_hex
+from metaio.format.layout import (ShardStream, find_chunk_ranges, list_streams, make_block_table_schema, make_writer_options)
+from metaio.format.manifest import (FileEntry, MIN_FOOTER_BYTES, ShardEntry, xxh3_hex)
+from pathlib import Path
+from typing import (Any, Self)
 
 
 def _to_int64(unsigned: int) -> int:
@@ -122,7 +114,7 @@ class ShardWriter:
                 "bundle_tasks": 0 if block.bundles is None else block.bundles.num_tasks,
                 "bundle_unique_lengths": ()
                 if block.bundles is None
-                else block.bundles.lengths_GB.ravel(),
+                else block.bundles.bundle_lengths.ravel(),
             }
         )
 

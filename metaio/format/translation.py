@@ -1,24 +1,24 @@
 """A dataset as a model sees it that was trained on another one of the same columns: each id is the
 row that its value has in that model's tables, and row 0 where it has none.
 
-Shape suffixes: R rows of one table, U unique ids of all tables, N rows, K dense columns.
+Shape suffixes: N rows, F single-id or pooled features, V values, K dense columns, B tables, U
+unique ids, R rows of tables.
 """
-
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-
+from dataclasses import (dataclass, replace)
+from itertools import chain
 from metaio.errors import DataError
-from metaio.format.block import Block, merge_unknown_ids
-from metaio.format.dataset import Dataset, read_column
+from metaio.format.block import (Block, merge_unknown_ids)
+from metaio.format.dataset import (Dataset, read_column)
 from metaio.format.features import FeatureSpec
 from metaio.format.layout import VOCABULARY_FOLDER
-from metaio.ragged import Int64, offsets, owners
+from metaio.ragged import (Int64, offsets, owners)
+from typing import Any
+
 
 _REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
 # The keys of a column's rule that decide which value an id or a number stands for.

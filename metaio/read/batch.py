@@ -1,8 +1,8 @@
 """TaskBatch: whole episodes of one rank's share of a step, as tensors, ready for one embedding
 lookup.
 
-Shape suffixes: T episodes, N rows (support and query), F single-id features, M multi-id features,
-V ids of all multi-id features, B tables, U unique ids of all tables, K dense columns; T1 = T + 1.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids.
 """
 
 from collections.abc import Callable

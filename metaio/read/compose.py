@@ -1,25 +1,23 @@
 """Makes a TaskBatch of chosen episodes of decoded blocks: positions are renumbered, not hashed.
 
-Shape suffixes: T episodes, N rows, F single-id features, M multi-id features, K dense columns, V
-ids of all multi-id features, B tables, U unique ids of all tables; E episodes chosen from one
-block, P parts of a batch, or positions that one of them uses.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, B tables, U unique ids, E chosen episodes.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-
-from metaio.format.block import Block, Bundles, borrow_scratch, find_distinct
+from collections.abc import (Iterator, Sequence)
+from dataclasses import fields
+from metaio.format.block import (Block, Bundles, borrow_scratch, find_distinct)
 from metaio.format.features import Features
-from metaio.ragged import Int32, Int64, index_entries, offsets
+from metaio.ragged import (Int32, Int64, index_entries, offsets)
 from metaio.read.array_pool import ArrayPool
-from metaio.read.batch import TaskBatch, empty_batch
+from metaio.read.batch import (TaskBatch, empty_batch)
+from torch import Tensor
+from typing import (Any, NamedTuple)
+
 
 # Columns of a block whose values are copied as they are.
 _OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
@@ -27,9 +25,9 @@ _ROWS_AT_ONCE = 64
 
 
 class _MarkedPositions(NamedTuple):
-    """The distinct positions [P] that chosen rows of a block use, and the rows' own positions."""
+    """The distinct positions that chosen rows of a block use, and the rows' own positions."""
 
-    used_P: Int64
+    used: Int64
     single: Int64
     multi: Int64
 
@@ -88,16 +86,16 @@ def _compose_whole_block(block: Block) -> TaskBatch:
 
 def _join(features: Features, chosen: list[tuple[Block, Int64]], memory: ArrayPool) -> TaskBatch:
     parts = [part for block, episodes_E in chosen for part in _split_into_parts(block, episodes_E)]
-    starts_PB = np.stack([part.starts_B for part in parts])
-    lengths_PB = np.stack([part.lengths_B for part in parts])
+    part_starts = np.stack([part.starts_B for part in parts])
+    part_lengths = np.stack([part.lengths_B for part in parts])
     # Table by table, and within a table part by part: where each part's ids of each table begin.
-    new_PB = offsets(lengths_PB.T.ravel())[:-1].reshape(lengths_PB.T.shape).T
+    new_starts = offsets(part_lengths.T.ravel())[:-1].reshape(part_lengths.T.shape).T
     columns = {name: _gather(parts, name, memory) for name in _OF_ROWS}
-    columns["unique_ids_U"] = _concatenate_ids(parts, starts_PB, lengths_PB, memory)
+    columns["unique_ids_U"] = _concatenate_ids(parts, part_starts, part_lengths, memory)
     columns["positions_NF"], columns["multi_positions_V"] = _renumber(
-        features, parts, (new_PB - starts_PB).astype(np.int32), memory
+        features, parts, (new_starts - part_starts).astype(np.int32), memory
     )
-    columns["unique_lengths_B"] = lengths_PB.sum(axis=0)
+    columns["unique_lengths_B"] = part_lengths.sum(axis=0)
     for name in ("task_T", "support_lengths_T"):
         columns[name] = np.concatenate([getattr(block, name)[own_E] for block, own_E in chosen])
     ends = [block.row_offsets_T1[own_E + 1] for block, own_E in chosen]
@@ -114,14 +112,14 @@ def _split_into_parts(block: Block, episodes_E: Int64) -> Iterator[_Part]:
         return
     begin = 0  # of the episodes that belong to no whole bundle
     if block.bundles is not None:
-        starts_GB, lengths_GB = block.bundles.starts_GB, block.bundles.lengths_GB
+        bundle_starts, bundle_lengths = block.bundles.bundle_starts, block.bundles.bundle_lengths
         for index, first, stop in _find_whole_bundles(
             block.bundles, block.num_episodes, episodes_E
         ):
             if begin < first:
                 yield _mark_positions(block, episodes_E[begin:first])
             place = _place(block, episodes_E[first:stop])
-            yield _Part(*place, ids_U, starts_GB[index], lengths_GB[index])
+            yield _Part(*place, ids_U, bundle_starts[index], bundle_lengths[index])
             begin = stop
     if begin < len(episodes_E):
         yield _mark_positions(block, episodes_E[begin:])
@@ -164,10 +162,10 @@ def _mark_positions(block: Block, episodes_E: Int64) -> _Part:
     # numpy indexes with 64 bits, three times as fast as where it has to widen the index itself.
     single = block.positions_NF[rows].ravel().astype(np.int64)
     multi = block.multi_positions_V[values].astype(np.int64)
-    used_P = find_distinct(len(block.unique_ids_U), single, multi)
-    bounds_B1 = np.searchsorted(used_P, block.unique_offsets_B1)
-    ids_P, marked = block.unique_ids_U[used_P], _MarkedPositions(used_P, single, multi)
-    return _Part(*place, ids_P, bounds_B1[:-1], np.diff(bounds_B1), marked)
+    used = find_distinct(len(block.unique_ids_U), single, multi)
+    bounds_B1 = np.searchsorted(used, block.unique_offsets_B1)
+    ids, marked = block.unique_ids_U[used], _MarkedPositions(used, single, multi)
+    return _Part(*place, ids, bounds_B1[:-1], np.diff(bounds_B1), marked)
 
 
 def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any]:
@@ -192,29 +190,29 @@ def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any
 
 
 def _concatenate_ids(
-    parts: list[_Part], starts_PB: Int64, lengths_PB: Int64, memory: ArrayPool
+    parts: list[_Part], part_starts: Int64, part_lengths: Int64, memory: ArrayPool
 ) -> Int64:
     """Return the ids of all parts [U], table by table, and within a table part by part.
 
     An id may stand once for each part that it comes from: no episode spans two, so the promise of
     TaskBatch holds, and merging them would need a sort of all ids.
     """
-    found = memory.allocate("unique_ids_U", (int(lengths_PB.sum()),), np.int64)
+    found = memory.allocate("unique_ids_U", (int(part_lengths.sum()),), np.int64)
     ids = [part.ids_U for part in parts]
-    stops_PB = starts_PB + lengths_PB
+    part_stops = part_starts + part_lengths
     pieces = [
         own_U[start:stop]
-        for starts, stops in zip(starts_PB.T.tolist(), stops_PB.T.tolist(), strict=True)
+        for starts, stops in zip(part_starts.T.tolist(), part_stops.T.tolist(), strict=True)
         for own_U, start, stop in zip(ids, starts, stops, strict=True)
     ]
     return np.concatenate(pieces, out=found) if pieces else found
 
 
 def _renumber(
-    features: Features, parts: list[_Part], shift_PB: Int32, memory: ArrayPool
+    features: Features, parts: list[_Part], shifts: Int32, memory: ArrayPool
 ) -> tuple[Int32, Int32]:
     """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
-    table moved by `shift_PB`.
+    table moved by `shifts`.
     """
     num_rows = sum(part.num_rows for part in parts)
     into_NF = memory.allocate("positions_NF", (num_rows, len(features.single)), np.int32)
@@ -222,8 +220,8 @@ def _renumber(
         "multi_positions_V", (sum(part.num_values for part in parts),), np.int32
     )
     of_lists = sorted(set(features.table_of_multi.tolist()))
-    shift_PF = shift_PB[:, features.table_of_single]
-    shift_of_many = np.tile(shift_PF, _ROWS_AT_ONCE)
+    shifts_of_single = shifts[:, features.table_of_single]
+    shift_of_many = np.tile(shifts_of_single, _ROWS_AT_ONCE)
     row = value = 0
     for index, part in enumerate(parts):
         block = part.block
@@ -237,14 +235,14 @@ def _renumber(
             whole = len(own_NF) // _ROWS_AT_ONCE
             many = own_NF[: whole * _ROWS_AT_ONCE].reshape(whole, shift_of_many.shape[1])
             many += shift_of_many[index]
-            own_NF[whole * _ROWS_AT_ONCE :] += shift_PF[index]
+            own_NF[whole * _ROWS_AT_ONCE :] += shifts_of_single[index]
             if part.num_values:
-                _shift_values(block, part.values, of_lists, shift_PB[index], own_V)
+                _shift_values(block, part.values, of_lists, shifts[index], own_V)
             continue
-        used_P, single, multi = part.marked
-        new_P = np.arange(len(used_P), dtype=np.int32) + np.repeat(shift_PB[index], part.lengths_B)
+        used, single, multi = part.marked
+        new = np.arange(len(used), dtype=np.int32) + np.repeat(shifts[index], part.lengths_B)
         new_U = borrow_scratch(len(block.unique_ids_U))
-        new_U[used_P] = new_P
+        new_U[used] = new
         np.take(new_U, single, out=own_NF.reshape(-1), mode="clip")
         np.take(new_U, multi, out=own_V, mode="clip")
     return into_NF, into_V

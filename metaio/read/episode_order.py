@@ -1,6 +1,6 @@
 """Which episodes each rank trains on at each step: a pure function of seed, epoch and block table.
 
-Shape suffixes: X blocks in stored order, E episodes of a step, L lanes.
+Shape suffixes: E chosen episodes, Z blocks.
 
 Blocks are put in a random order and dealt to lanes, round robin. Inside a lane, windows of
 consecutive blocks are shuffled episode by episode. A step takes its episodes lane by lane; within a
@@ -13,14 +13,12 @@ BlockOrder.
 """
 
 import itertools
-from dataclasses import dataclass
-from functools import lru_cache
-
 import numpy as np
 import numpy.typing as npt
-
+from dataclasses import dataclass
+from functools import lru_cache
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.ragged import (Int64, offsets, ragged_indices)
 
 
 @dataclass(frozen=True)
@@ -75,30 +73,30 @@ class EpisodeOrder:
 
     def __init__(
         self,
-        num_episodes_X: npt.ArrayLike,
+        num_episodes_Z: npt.ArrayLike,
         config: OrderConfig,
         epoch: int = 0,
         bundle_tasks: int = 0,
     ) -> None:
         self.config = config
         self._bundle_tasks = bundle_tasks
-        self._episode_offsets = offsets(num_episodes_X)
+        self._episode_offsets = offsets(num_episodes_Z)
         num_blocks = len(self._episode_offsets) - 1
         self._key = _mix(config.seed, epoch)
         order = _block_order(num_blocks, config.shuffle, self._key)
         self._lane_blocks = [order[lane :: config.lanes] for lane in range(config.lanes)]
-        lengths_X = np.diff(self._episode_offsets)
+        lengths_Z = np.diff(self._episode_offsets)
         # Only these sums are kept: an epoch of millions of episodes is planned window by window.
         self._window_offsets = [
-            offsets(_window_sums(lengths_X[blocks], config.window_blocks))
+            offsets(_window_sums(lengths_Z[blocks], config.window_blocks))
             for blocks in self._lane_blocks
         ]
-        self._lane_total_L = np.array([lane[-1] for lane in self._window_offsets])
+        self._lane_totals = np.array([lane[-1] for lane in self._window_offsets])
         base, extra = divmod(config.tasks_per_step, config.lanes)
-        self._quota_L = base + (np.arange(config.lanes) < extra)
+        self._quotas = base + (np.arange(config.lanes) < extra)
         # As long as every lane can give its quota, a step is a round, and its place in each lane is
         # a product. What comes after needs the slow way, but is at most a few blocks long.
-        self._whole_rounds = int((self._lane_total_L // self._quota_L).min())
+        self._whole_rounds = int((self._lane_totals // self._quotas).min())
         # A step may straddle two windows of a lane.
         self._window = lru_cache(maxsize=2 * config.lanes)(self._shuffled_window)
 
@@ -130,21 +128,21 @@ class EpisodeOrder:
 
     def _slice(self, step: int, first: int, stop: int) -> Int64:
         """Return episodes [first, stop) of a step's list, as indices into the split."""
-        start_L, stop_L = self._lane_ranges(step)
-        lane_offsets = offsets(stop_L - start_L)
+        starts, stops = self._lane_ranges(step)
+        lane_offsets = offsets(stops - starts)
         found = [np.zeros(0, dtype=np.int64)]
         for lane in range(self.config.lanes):
             begin, end = max(first, lane_offsets[lane]), min(stop, lane_offsets[lane + 1])
             if begin < end:
                 # Only lanes that this rank takes from are looked into: a window costs a sort.
-                episodes = self._lane_episodes(lane, int(start_L[lane]), int(stop_L[lane]))
+                episodes = self._lane_episodes(lane, int(starts[lane]), int(stops[lane]))
                 found.append(episodes[begin - lane_offsets[lane] : end - lane_offsets[lane]])
         return np.concatenate(found)
 
     def _lane_ranges(self, step: int) -> tuple[Int64, Int64]:
         """Return the positions [start, stop) that a step takes from each lane."""
         if step < self._whole_rounds:
-            return step * self._quota_L, (step + 1) * self._quota_L
+            return step * self._quotas, (step + 1) * self._quotas
         first = step * self.config.tasks_per_step
         return self._count_before(first), self._count_before(first + self.config.tasks_per_step)
 
@@ -157,20 +155,20 @@ class EpisodeOrder:
         """
         position = min(position, self.num_episodes)
         # How many whole rounds fit before the position; rounds only shrink, so bisection finds it.
-        low, high = self._whole_rounds, int((-(-self._lane_total_L // self._quota_L)).max())
+        low, high = self._whole_rounds, int((-(-self._lane_totals // self._quotas)).max())
         while low < high:
             middle = (low + high + 1) // 2
-            if np.minimum(middle * self._quota_L, self._lane_total_L).sum() <= position:
+            if np.minimum(middle * self._quotas, self._lane_totals).sum() <= position:
                 low = middle
             else:
                 high = middle - 1
-        count_L: Int64 = np.minimum(low * self._quota_L, self._lane_total_L)
+        selected: Int64 = np.minimum(low * self._quotas, self._lane_totals)
         for lane in range(self.config.lanes):
-            left = position - int(count_L.sum())
-            count_L[lane] += min(
-                left, int(self._quota_L[lane]), int(self._lane_total_L[lane] - count_L[lane])
+            left = position - int(selected.sum())
+            selected[lane] += min(
+                left, int(self._quotas[lane]), int(self._lane_totals[lane] - selected[lane])
             )
-        return count_L
+        return selected
 
     def _lane_episodes(self, lane: int, start: int, stop: int) -> Int64:
         windows = self._window_offsets[lane]
@@ -231,11 +229,11 @@ class BlockOrder:
     was drawn by the hash of their task when the data was prepared, and stays.
     """
 
-    def __init__(self, num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
+    def __init__(self, num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
         self.config = config
-        self._num_episodes_X = np.asarray(num_episodes_X)
+        self._num_episodes_Z = np.asarray(num_episodes_Z)
         self._blocks = _block_order(
-            len(self._num_episodes_X), config.shuffle, _mix(config.seed, epoch)
+            len(self._num_episodes_Z), config.shuffle, _mix(config.seed, epoch)
         )
 
     @property
@@ -255,17 +253,17 @@ class BlockOrder:
         blocks = self._blocks[first : first + self.config.blocks_per_step]
         own = blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]
         return [
-            BlockEpisodes(block, np.arange(self._num_episodes_X[block])) for block in own.tolist()
+            BlockEpisodes(block, np.arange(self._num_episodes_Z[block])) for block in own.tolist()
         ]
 
 
 def make_order(
-    num_episodes_X: npt.ArrayLike, config: OrderConfig, epoch: int = 0, bundle_tasks: int = 0
+    num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0, bundle_tasks: int = 0
 ) -> EpisodeOrder | BlockOrder:
     """Return the order that the config asks for, of data in bundles of `bundle_tasks` episodes."""
     if config.blocks_per_step:
-        return BlockOrder(num_episodes_X, config, epoch)
-    return EpisodeOrder(num_episodes_X, config, epoch, bundle_tasks)
+        return BlockOrder(num_episodes_Z, config, epoch)
+    return EpisodeOrder(num_episodes_Z, config, epoch, bundle_tasks)
 
 
 def _check_step(step: int, num_steps: int) -> None:

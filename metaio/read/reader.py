@@ -1,24 +1,16 @@
 """Streams TaskBatches: background threads decode and compose, a bounded queue keeps the order."""
 
+import numpy as np
 from __future__ import annotations
-
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import (Generator, Iterable, Iterator, Sequence)
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Self
-
-import numpy as np
-
 from metaio.errors import FormatError
-from metaio.read.episode_order import (
-    BlockEpisodes,
-    BlockOrder,
-    EpisodeOrder,
-    OrderConfig,
-    make_order,
-)
-from metaio.read.pipeline import BatchPipeline, Plan
+from metaio.read.episode_order import (BlockEpisodes, BlockOrder, EpisodeOrder, OrderConfig, make_order)
+from metaio.read.pipeline import (BatchPipeline, Plan)
+from operator import (attrgetter, itemgetter)
+from typing import (Any, Self, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from metaio.format.dataset import Dataset
@@ -222,7 +214,7 @@ class BatchReader(_PipelineReader):
 
     def _order(self, epoch: int) -> EpisodeOrder | BlockOrder:
         blocks = self._split.blocks
-        return make_order(blocks.num_episodes_X, self._config, epoch, blocks.bundle_tasks)
+        return make_order(blocks.num_episodes_Z, self._config, epoch, blocks.bundle_tasks)
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -1,18 +1,16 @@
 """Second deduplication: the rows that adapt. A row used by two episodes adapts twice, so it needs
 two copies.
 
-Shape suffixes: T episodes, N rows, F single-id features, V ids of all multi-id features, U unique
-ids of the batch, P distinct (episode, position) pairs.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, U
+unique ids, D embedding width, P task-row pairs.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from metaio.ragged import sum_rows
 from metaio.read.batch import TaskBatch
+from torch import Tensor
+from typing import NamedTuple
 
 
 class TaskRows(NamedTuple):

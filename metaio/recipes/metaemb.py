@@ -6,22 +6,21 @@ Source of the protocol: Pan et al.: Warm up cold-start advertisements, SIGIR 201
 In the order of the file, rows 1 to 20, 21 to 40 and 41 to 60 of each new movie are warm-a, warm-b
 and warm-c, and the rest is the test set. A click is a rating of 4 or 5.
 
-Shape suffixes: N ratings, C chosen rows.
+Shape suffix: N rows.
 """
-
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from dataclasses import dataclass
+from metaio.errors import (DataError, SchemaError)
+from metaio.hashing import (splitmix64, unit_interval)
+from metaio.ragged import (Int64, places)
+from metaio.recipes.by_schema import (keep_shared_words, prepare_table)
+from metaio.recipes.movielens_files import (Ratings, read_ratings, read_titles, read_users)
+from pathlib import Path
+from typing import Any
 
-from metaio.errors import DataError, SchemaError
-from metaio.hashing import splitmix64, unit_interval
-from metaio.ragged import Int64, places
-from metaio.recipes.by_schema import keep_shared_words, prepare_table
-from metaio.recipes.movielens_files import Ratings, read_ratings, read_titles, read_users
 
 _WARM_ROWS = 20
 # How many rows of a new movie each stage has seen.
@@ -79,7 +78,7 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
 def assign_rows(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
-    """Return the rows that splits need [C], and of each its split, its side, and whether a model
+    """Return the rows that splits need, and of each its split, its side, and whether a model
     may know the movie by its id.
 
     Raises:
@@ -137,8 +136,8 @@ def _table(
 ) -> pa.Table:
     """Return the chosen ratings with the columns of MetaEmb's code."""
     titles, users = read_titles(folder), read_users(folder)
-    movies, movie_of_C = np.unique(ratings.movie_N[chosen], return_inverse=True)
-    found, user_of_C = np.unique(ratings.user_N[chosen], return_inverse=True)
+    movies, movie_of = np.unique(ratings.movie_N[chosen], return_inverse=True)
+    found, user_of = np.unique(ratings.user_N[chosen], return_inverse=True)
     missing = [user for user in found.tolist() if user not in users]
     if missing:
         raise DataError(
@@ -162,10 +161,10 @@ def _table(
     }
     columns = {
         "row": pa.array(chosen),
-        **{name: column.take(pa.array(movie_of_C)) for name, column in movie_columns.items()},
+        **{name: column.take(pa.array(movie_of)) for name, column in movie_columns.items()},
         "item": pa.array(ratings.movie_N[chosen], mask=~is_known),
         "user": pa.array(ratings.user_N[chosen]),
-        **{name: column.take(pa.array(user_of_C)) for name, column in user_columns.items()},
+        **{name: column.take(pa.array(user_of)) for name, column in user_columns.items()},
         "rating": pa.array(ratings.rating_N[chosen]),
     }
     return pa.table(columns)

@@ -5,31 +5,23 @@ Source of the protocol: Lee et al.: MeLU, KDD 2019 (arXiv 1908.00413), and its c
 1997 and a random 80 % of the users are warm; within a state only users with 13 to 100 ratings take
 part.
 
-Shape suffixes: T tasks, N ratings, I movies, V values of all multi-hot features.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, A items.
 """
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
-from metaio.errors import DataError, SchemaError
+from collections.abc import (Callable, Mapping)
+from dataclasses import dataclass
+from metaio.errors import (DataError, SchemaError)
 from metaio.format.block import Rows
-from metaio.format.dataset_writer import Provenance, write_dataset
-from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.ragged import Int64, index_entries, offsets
-from metaio.recipes.movielens_files import (
-    Movies,
-    Ratings,
-    read_melu_split,
-    read_movies,
-    read_ratings,
-    read_users,
-    read_vocabulary,
-)
-from metaio.recipes.movielens_history import liked_before, with_history
+from metaio.format.dataset_writer import (Provenance, write_dataset)
+from metaio.format.features import (FeatureSpec, Features, TableSpec)
+from metaio.ragged import (Int64, index_entries, offsets)
+from metaio.recipes.movielens_files import (Movies, Ratings, read_melu_split, read_movies, read_ratings, read_users, read_vocabulary)
+from metaio.recipes.movielens_history import (liked_before, with_history)
+from pathlib import Path
+
 
 State = dict[int, tuple[Int64, Int64]]  # user -> movies, ratings (1 to 5)
 
@@ -205,22 +197,22 @@ class _Encoder:
         users = list(state)
         lengths_T = np.array([len(movies) for movies, _ in state.values()], dtype=np.int64)
         movie_N = _concat([movies for movies, _ in state.values()])
-        distinct_I, movie_index_N = np.unique(movie_N, return_inverse=True)
+        distinct_A, movie_index_N = np.unique(movie_N, return_inverse=True)
         user_ids = np.array([self._user_ids(user) for user in users], dtype=np.int64).reshape(
             -1, len(_USER_COLUMNS)
         )
         columns = [user_ids[:, index].repeat(lengths_T) for index in range(len(_USER_COLUMNS))]
         if self._movies.has_extra:
             rate = self.vocabulary["rate"]
-            rate_I = np.array(
-                [rate.get(self._movies.rate[movie], 0) for movie in distinct_I.tolist()],
+            rate_A = np.array(
+                [rate.get(self._movies.rate[movie], 0) for movie in distinct_A.tolist()],
                 dtype=np.int64,
             )
-            columns.insert(0, rate_I[movie_index_N])
-        item_I = np.array([item_ids.get(movie, 0) for movie in distinct_I.tolist()], dtype=np.int64)
-        item_N = item_I[movie_index_N]
+            columns.insert(0, rate_A[movie_index_N])
+        item_A = np.array([item_ids.get(movie, 0) for movie in distinct_A.tolist()], dtype=np.int64)
+        item_N = item_A[movie_index_N]
         rating_N = _concat([ratings for _, ratings in state.values()])
-        multi_ids_V, multi_lengths_NM = self._multi(distinct_I, movie_index_N)
+        multi_ids_V, multi_lengths_NM = self._multi(distinct_A, movie_index_N)
         if self._history:
             liked = liked_before(lengths_T, lengths_T - query_rows, item_N, rating_N, self._history)
             multi_ids_V, multi_lengths_NM = with_history(multi_ids_V, multi_lengths_NM, *liked)
@@ -244,7 +236,7 @@ class _Encoder:
         return [self.vocabulary[name].get(value, 0) for name, value in pairs]
 
     def _multi(
-        self, distinct_I: Int64, movie_index_N: Int64
+        self, distinct_A: Int64, movie_index_N: Int64
     ) -> tuple[Int64, npt.NDArray[np.int32]]:
         """Return the values of each rating's movie: sorted, without repeats, feature by feature."""
         lists = [
@@ -254,15 +246,15 @@ class _Encoder:
                     for value in getattr(self._movies, name)[movie]
                 }
             )
-            for movie in distinct_I.tolist()
+            for movie in distinct_A.tolist()
             for name in self.multi
         ]
-        lengths_IM = np.array([len(ids) for ids in lists], dtype=np.int64).reshape(
-            len(distinct_I), len(self.multi)
+        lengths_AM = np.array([len(ids) for ids in lists], dtype=np.int64).reshape(
+            len(distinct_A), len(self.multi)
         )
         values = np.array([value for ids in lists for value in ids], dtype=np.int64)
-        chosen = index_entries(offsets(lengths_IM.sum(axis=1)), movie_index_N)
-        return values[chosen], lengths_IM[movie_index_N].astype(np.int32)
+        chosen = index_entries(offsets(lengths_AM.sum(axis=1)), movie_index_N)
+        return values[chosen], lengths_AM[movie_index_N].astype(np.int32)
 
 
 def _vocabulary(listed: list[str] | None, found: list[str]) -> dict[str, int]:

@@ -1,23 +1,15 @@
 """MovieLens-100k by time: GroupLens' own files (u.data, u.item, u.user, u.genre), or the atomic
 files that RecBole makes of them (ml-100k.inter, .item, .user).
-
-Shape suffixes: N ratings.
 """
 
+import pyarrow as pa
 import re
+from metaio.errors import DataError
+from metaio.recipes.by_schema import (keep_shared_words, prepare_table)
+from metaio.recipes.by_time import (ByTimeConfig, check_ratings, protocol_by_time, schema_by_time)
+from metaio.recipes.field_files import (parse_integer, read_fields)
 from pathlib import Path
 
-import pyarrow as pa
-
-from metaio.errors import DataError
-from metaio.recipes.by_schema import keep_shared_words, prepare_table
-from metaio.recipes.by_time import (
-    ByTimeConfig,
-    check_ratings,
-    protocol_by_time,
-    schema_by_time,
-)
-from metaio.recipes.field_files import parse_integer, read_fields
 
 _SOURCE = "ml-100k"
 _YEAR = re.compile(r"\((\d{4})\)\s*$")

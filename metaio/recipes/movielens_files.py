@@ -1,22 +1,21 @@
 """Reads the files of MovieLens-1M, and MeLU's additions to them where they are there.
 
-Shape suffixes: I movies, U users, A attributes.
+Shape suffix: N rows.
 """
 
 import io
 import json
-import re
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
-
+import re
+from dataclasses import dataclass
 from metaio.errors import DataError
 from metaio.ragged import Int64
-from metaio.recipes.field_files import parse_integer, read_fields
+from metaio.recipes.field_files import (parse_integer, read_fields)
+from pathlib import Path
+
 
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")

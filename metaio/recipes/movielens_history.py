@@ -1,12 +1,11 @@
 """The behaviour history of every rating: what its user liked, as far as the support rows tell.
 
-Shape suffixes: T tasks, N ratings, H entries of all histories, V values of the other multi-hot
-features, M multi-hot features.
+Shape suffixes: T tasks, N rows, M multi-id features, V values.
 """
 
 import numpy as np
+from metaio.ragged import (Int32, Int64, reorder_row_by_row, sum_rows)
 
-from metaio.ragged import Int32, Int64, reorder_row_by_row, sum_rows
 
 LIKED = 4  # least rating, of 1 to 5, that counts as liked
 
@@ -14,7 +13,7 @@ LIKED = 4  # least rating, of 1 to 5, that counts as liked
 def liked_before(
     lengths_T: Int64, support_lengths_T: Int64, item_N: Int64, rating_N: Int64, longest: int
 ) -> tuple[Int64, Int32]:
-    """Return the item ids [H] of each row's history, oldest first, and the histories' lengths [N].
+    """Return the item ids [V] of each row's history, oldest first, and the histories' lengths [N].
 
     A row's history is the last `longest` items that its task's support rows rated at least `LIKED`,
     the row itself left out: neither its own label nor any query label shows in it.
@@ -32,9 +31,9 @@ def liked_before(
 
 
 def with_history(
-    ids_V: Int64, lengths_NM: Int32, history_H: Int64, history_lengths_N: Int32
+    ids_V: Int64, lengths_NM: Int32, history_V: Int64, history_lengths_N: Int32
 ) -> tuple[Int64, Int32]:
     """Return row-by-row multi-hot lists with each row's history as its last feature."""
     both_N2 = np.stack([sum_rows(lengths_NM), history_lengths_N], axis=1)
     lengths_NM = np.concatenate([lengths_NM, history_lengths_N[:, None]], axis=1)
-    return reorder_row_by_row(both_N2, [ids_V, history_H]), lengths_NM
+    return reorder_row_by_row(both_N2, [ids_V, history_V]), lengths_NM

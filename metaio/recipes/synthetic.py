@@ -13,20 +13,20 @@ new users at the default size and seed: no model without adaptation can exceed A
 0.662), one with the exact posterior of the user's taste given the 10 to 30 support rows reaches
 0.830 (0.817), and P(click) itself 0.888 (0.881).
 
-Shape suffixes: T users (one episode each), N rows, L latent factors, I items, G tags of an item.
+Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
+features, V values, K dense columns, D embedding width, A items.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
+from dataclasses import dataclass
 from metaio.errors import SchemaError
 from metaio.format.block import Rows
-from metaio.format.dataset_writer import Provenance, write_dataset
-from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.format.layout import DEFAULT_BLOCK_ROWS, usual_bundle_tasks
+from metaio.format.dataset_writer import (Provenance, write_dataset)
+from metaio.format.features import (FeatureSpec, Features, TableSpec)
+from metaio.format.layout import (DEFAULT_BLOCK_ROWS, usual_bundle_tasks)
 from metaio.ragged import Int64
+
 
 Float = npt.NDArray[np.float64]
 
@@ -74,15 +74,15 @@ class SyntheticConfig:
 class World:
     """Items and taste clusters, drawn from the seed; users are drawn as they are needed."""
 
-    centres_CL: Float
-    item_latent_IL: Float
-    item_genre_I: Int64
-    item_brand_I: Int64
-    item_price_I: Float
-    item_age_I: Float
-    popularity_I: Float
-    tag_lengths_I: Int64
-    tags_IG: Int64
+    centres: Float
+    item_latent_AD: Float
+    item_genre_A: Int64
+    item_brand_A: Int64
+    item_price_A: Float
+    item_age_A: Float
+    popularity_A: Float
+    tag_lengths_A: Int64
+    tags_AH: Int64
     age_effect: Float
     device_effect: Float
     hour_effect: Float
@@ -118,29 +118,29 @@ def make_world(config: SyntheticConfig) -> World:
     count = config.num_items
     # Genre carries most of an item's vector, so that a few support rows already tell a lot about a
     # user; brand, tags and noise leave something for more rows to find.
-    genre_I = rng.integers(0, _GENRES, count)
-    brand_I = rng.integers(0, _BRANDS, count)
-    tag_lengths_I = rng.integers(0, _MAX_TAGS + 1, count)
-    tags_IG = rng.integers(0, _TAGS, (count, _MAX_TAGS))
-    genre_GL, brand_L, tag_L = (
+    genre_A = rng.integers(0, _GENRES, count)
+    brand_A = rng.integers(0, _BRANDS, count)
+    tag_lengths_A = rng.integers(0, _MAX_TAGS + 1, count)
+    tags_AH = rng.integers(0, _TAGS, (count, _MAX_TAGS))
+    genre_latent, brand_latent, tag_latent = (
         rng.standard_normal((n, _LATENT)) for n in (_GENRES, _BRANDS, _TAGS)
     )
-    has_tag_IG = np.arange(_MAX_TAGS) < tag_lengths_I[:, None]
-    tag_part = (tag_L[tags_IG] * has_tag_IG[..., None]).sum(axis=1) / np.sqrt(
-        np.maximum(tag_lengths_I, 1)
+    has_tag_AH = np.arange(_MAX_TAGS) < tag_lengths_A[:, None]
+    tag_part = (tag_latent[tags_AH] * has_tag_AH[..., None]).sum(axis=1) / np.sqrt(
+        np.maximum(tag_lengths_A, 1)
     )[:, None]
-    latent = 0.8 * genre_GL[genre_I] + 0.35 * brand_L[brand_I] + 0.35 * tag_part
+    latent = 0.8 * genre_latent[genre_A] + 0.35 * brand_latent[brand_A] + 0.35 * tag_part
     latent += 0.3 * rng.standard_normal((count, _LATENT))
     return World(
-        centres_CL=rng.standard_normal((_CLUSTERS, _LATENT)),
-        item_latent_IL=latent / np.linalg.norm(latent, axis=1, keepdims=True),
-        item_genre_I=genre_I,
-        item_brand_I=brand_I,
-        item_price_I=rng.lognormal(3.0, 0.8, count),
-        item_age_I=rng.exponential(30.0, count),
-        popularity_I=0.5 * rng.standard_normal(count),
-        tag_lengths_I=tag_lengths_I,
-        tags_IG=tags_IG,
+        centres=rng.standard_normal((_CLUSTERS, _LATENT)),
+        item_latent_AD=latent / np.linalg.norm(latent, axis=1, keepdims=True),
+        item_genre_A=genre_A,
+        item_brand_A=brand_A,
+        item_price_A=rng.lognormal(3.0, 0.8, count),
+        item_age_A=rng.exponential(30.0, count),
+        popularity_A=0.5 * rng.standard_normal(count),
+        tag_lengths_A=tag_lengths_A,
+        tags_AH=tags_AH,
         age_effect=0.25 * rng.standard_normal(_AGES),
         device_effect=0.25 * rng.standard_normal(_DEVICES),
         hour_effect=0.25 * rng.standard_normal(_HOURS),
@@ -173,7 +173,7 @@ def draw_users(
     lengths_T = rng.integers(config.min_rows, config.max_rows + 1, num_users)
     user_N = np.repeat(np.arange(num_users), lengths_T)
     count = len(user_N)
-    taste_TL = draw_tastes(rng, world, num_users)
+    taste_TD = draw_tastes(rng, world, num_users)
     # Warm and cold items never mix in a split, so that each group of scores means one thing.
     low, high = (world.num_warm, config.num_items) if cold_items else (0, world.num_warm)
     # Density falls with the item's number: a tenth of the items has a quarter of the rows.
@@ -181,12 +181,12 @@ def draw_users(
     hour_N, position_N = rng.integers(0, _HOURS, count), rng.integers(0, 10, count)
     age_T, region_T, device_T = (rng.integers(0, n, num_users) for n in (_AGES, _REGIONS, _DEVICES))
     visible_N = (
-        world.popularity_I[item_N] + world.age_effect[age_T][user_N] + world.hour_effect[hour_N]
+        world.popularity_A[item_N] + world.age_effect[age_T][user_N] + world.hour_effect[hour_N]
     )
     # Lower places of a page are clicked less.
     visible_N = visible_N + world.device_effect[device_T][user_N] - 0.08 * position_N - 0.5
     # Row by row: users times items would not fit where a log is large.
-    taste_N = np.einsum("nl,nl->n", taste_TL[user_N], world.item_latent_IL[item_N])
+    taste_N = np.einsum("nl,nl->n", taste_TD[user_N], world.item_latent_AD[item_N])
     probability_N = sigmoid(TASTE_SCALE * taste_N + visible_N)
     return _Draw(
         lengths_T,
@@ -208,14 +208,14 @@ def _rows(
     draw = draw_users(config, world, first_user, num_users, cold_items)
     rng = np.random.default_rng([config.seed, 3 + cold_items, first_user])
     item_N, user_N = draw.item_N, draw.user_N
-    price_N = world.item_price_I[item_N]
+    price_N = world.item_price_A[item_N]
     price_band_N = np.clip(np.log(price_N).astype(np.int64) + 3, 0, 9)
     # A training vocabulary does not know the cold items: they all get row 0.
     item_id_N = np.zeros_like(item_N) if cold_items else item_N + 1
     columns = [
         item_id_N,
-        world.item_genre_I[item_N] + 1,
-        world.item_brand_I[item_N] + 1,
+        world.item_genre_A[item_N] + 1,
+        world.item_brand_A[item_N] + 1,
         price_band_N + 1,
     ]
     columns += [
@@ -224,15 +224,15 @@ def _rows(
         draw.device_T[user_N] + 1,
         draw.hour_N + 1,
     ]
-    popularity_N = world.popularity_I[item_N] + 0.3 * rng.standard_normal(len(item_N))
+    popularity_N = world.popularity_A[item_N] + 0.3 * rng.standard_normal(len(item_N))
     dense = [
         np.log(price_N) - 3.0,
-        np.log1p(world.item_age_I[item_N]) - 3.0,
+        np.log1p(world.item_age_A[item_N]) - 3.0,
         popularity_N,
         draw.position_N / 10.0,
     ]
-    tag_lengths_N = world.tag_lengths_I[item_N]
-    tags = world.tags_IG[item_N][np.arange(_MAX_TAGS) < tag_lengths_N[:, None]]
+    tag_lengths_N = world.tag_lengths_A[item_N]
+    tags = world.tags_AH[item_N][np.arange(_MAX_TAGS) < tag_lengths_N[:, None]]
     return Rows(
         task_T=np.arange(first_user, first_user + num_users),
         row_lengths_T=draw.lengths_T,
@@ -292,6 +292,6 @@ def sigmoid(logits: Float) -> Float:
 
 def draw_tastes(rng: np.random.Generator, world: World, count: int) -> Float:
     """Return hidden tastes [count, L] of new users."""
-    centres = world.centres_CL[rng.integers(0, _CLUSTERS, count)]
+    centres = world.centres[rng.integers(0, _CLUSTERS, count)]
     tastes: Float = centres + _TASTE_NOISE * rng.standard_normal(centres.shape)
     return tastes

@@ -6,32 +6,23 @@ step of a random walk every day, so that a model of yesterday's log is worse tod
 `p_click`, P(click) itself, which no schema reads: no model of these rows can have a higher expected
 AUC than it has, and `days.json` says what that is.
 
-Shape suffixes: T users of a day, N rows of a day, L latent factors, G genres, D days.
+Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items.
 """
 
 import json
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from dataclasses import dataclass
+from datetime import (UTC, datetime, timedelta)
+from metaio.errors import (DataError, SchemaError)
+from metaio.format.atomic_folder import (open_exclusive_folder, replace_folder)
+from metaio.format.storage import (find_file_system, is_local)
+from metaio.ragged import (Int64, offsets)
+from metaio.recipes.synthetic import (Float, SyntheticConfig, TASTE_SCALE, World, draw_tastes, make_world, sigmoid)
+from pathlib import Path
 
-from metaio.errors import DataError, SchemaError
-from metaio.format.atomic_folder import open_exclusive_folder, replace_folder
-from metaio.format.storage import find_file_system, is_local
-from metaio.ragged import Int64, offsets
-from metaio.recipes.synthetic import (
-    TASTE_SCALE,
-    Float,
-    SyntheticConfig,
-    World,
-    draw_tastes,
-    make_world,
-    sigmoid,
-)
 
 FIRST_DAY = datetime(2026, 1, 1, tzinfo=UTC)
 DAYS_FILE = "days.json"
@@ -135,11 +126,11 @@ def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
             "place that does not exist"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    world, fashion_DG = _world(config)
+    world, fashion_of_days = _world(config)
     with open_exclusive_folder(target.parent / f".{target.name}.partial", out) as folder:
         schema_text = []
         for day in range(config.days):
-            table = day_table(config, world, fashion_DG[day], day)
+            table = day_table(config, world, fashion_of_days[day], day)
             name = f"day={FIRST_DAY + timedelta(day):%Y-%m-%d}"
             (folder / name).mkdir()
             pq.write_table(table, folder / name / "clicks.parquet")
@@ -161,11 +152,11 @@ def _world(config: DaysConfig) -> tuple[World, Float]:
     items = config.live_items + new * (config.days - 1)
     world = make_world(SyntheticConfig(num_items=items, seed=config.seed))
     rng = np.random.default_rng([config.seed, 20])
-    steps = _FASHION_STEP * rng.standard_normal((config.days, int(world.item_genre_I.max()) + 1))
+    steps = _FASHION_STEP * rng.standard_normal((config.days, int(world.item_genre_A.max()) + 1))
     return world, np.cumsum(steps, axis=0)
 
 
-def day_table(config: DaysConfig, world: World, fashion_G: Float, day: int) -> pa.Table:
+def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.Table:
     """Return the log of a day, in the order of time."""
     rng = np.random.default_rng([config.seed, 21, day])
     user_T, born_T = _users(config, day)
@@ -180,15 +171,15 @@ def day_table(config: DaysConfig, world: World, fashion_G: Float, day: int) -> p
     item_N = newest - back_N
     traits = {name: _trait(config, user_T, name) for name in ("age", "region", "device")}
     hour_N, position_N = rng.integers(0, 24, count), rng.integers(0, 10, count)
-    taste_TL = _tastes(config, world, user_T, born_T, day)
-    logit_N = TASTE_SCALE * np.einsum("nl,nl->n", taste_TL[place_N], world.item_latent_IL[item_N])
-    logit_N += world.popularity_I[item_N] + fashion_G[world.item_genre_I[item_N]]
+    taste_TD = _tastes(config, world, user_T, born_T, day)
+    logit_N = TASTE_SCALE * np.einsum("nl,nl->n", taste_TD[place_N], world.item_latent_AD[item_N])
+    logit_N += world.popularity_A[item_N] + fashion[world.item_genre_A[item_N]]
     logit_N += world.age_effect[traits["age"]][place_N] + world.hour_effect[hour_N]
     logit_N += world.device_effect[traits["device"]][place_N] - 0.08 * position_N - 0.5
     probability_N = sigmoid(logit_N)
     second_N = day * _SECONDS + hour_N * 3_600 + rng.integers(0, 3_600, count)
-    tag_lengths_N = world.tag_lengths_I[item_N]
-    tags = world.tags_IG[item_N]
+    tag_lengths_N = world.tag_lengths_A[item_N]
+    tags = world.tags_AH[item_N]
     flat = tags[np.arange(tags.shape[1]) < tag_lengths_N[:, None]]
     start = int(FIRST_DAY.timestamp())
     # A day's new items; those of the first day came one lot a day before it.
@@ -199,12 +190,12 @@ def day_table(config: DaysConfig, world: World, fashion_G: Float, day: int) -> p
             "time": pa.array((start + second_N) * 10**6, pa.timestamp("us", "UTC")),
             "click": (rng.random(count) < probability_N).astype(np.int8),
             "item": item_N,
-            "genre": world.item_genre_I[item_N],
-            "brand": world.item_brand_I[item_N],
+            "genre": world.item_genre_A[item_N],
+            "brand": world.item_brand_A[item_N],
             **{name: values[place_N] for name, values in traits.items()},
             "hour": hour_N,
             "tags": pa.ListArray.from_arrays(offsets(tag_lengths_N).astype(np.int32), flat),
-            "price": world.item_price_I[item_N],
+            "price": world.item_price_A[item_N],
             "item_age": item_age_N,
             "position": position_N,
             "p_click": probability_N,
@@ -240,17 +231,17 @@ def _recency(known: int) -> Float:
 def _tastes(
     config: DaysConfig, world: World, user_T: Int64, born_T: Int64, day: int
 ) -> npt.NDArray[np.float64]:
-    """Return the tastes of users [T, L], which they keep from the day on which they came."""
+    """Return the tastes of users [T, D], which they keep from the day on which they came."""
     new = config.users_per_day // _NEW_USERS
-    taste_TL = np.empty((len(user_T), world.centres_CL.shape[1]))
+    taste_TD = np.empty((len(user_T), world.centres.shape[1]))
     for born in range(day + 1):
         own = born_T == born
         if own.any():
             rng = np.random.default_rng([config.seed, 23, born])
             count = new if born else config.users_per_day
             first = config.users_per_day + new * (born - 1) if born else 0
-            taste_TL[own] = draw_tastes(rng, world, count)[user_T[own] - first]
-    return taste_TL
+            taste_TD[own] = draw_tastes(rng, world, count)[user_T[own] - first]
+    return taste_TD
 
 
 def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:

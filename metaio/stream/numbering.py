@@ -3,20 +3,17 @@
 A value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
 matter where the log was cut into increments. What was seen less than k times is counted on.
 
-Shape suffixes: V values of a batch, D distinct values of a window, E entries of a table's state,
-A values admitted now, R rows of a table.
+Shape suffixes: N rows, V values, U unique ids, R rows of tables.
 """
-
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
-from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.schema.values import hash_values, infer_kind
-from metaio.ragged import Int64, index_entries, offsets, places
+from dataclasses import dataclass
+from metaio.hashing import (UInt64, splitmix64)
+from metaio.prepare.schema.values import (hash_values, infer_kind)
+from metaio.ragged import (Int64, index_entries, offsets, places)
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -25,30 +22,30 @@ class Occurrences:
     takes to admit it, and its last time.
     """
 
-    values: pa.Array  # [D], of one type, no nulls
-    lengths_D: Int64  # how many times of each value
+    values: pa.Array  # [V], of one type, no nulls
+    lengths_V: Int64  # how many times of each value
     times: Int64  # value by value
-    last_D: Int64
+    last_V: Int64
 
     @classmethod
-    def of(cls, values: pa.Array, times_V: Int64, admission: int) -> "Occurrences":
+    def of(cls, values: pa.Array, times_N: Int64, admission: int) -> "Occurrences":
         """Return the occurrences of a batch's values, each with its time."""
         return _reduce_occurrences(
-            values, np.ones(len(times_V), np.int64), times_V, times_V, admission
+            values, np.ones(len(times_N), np.int64), times_N, times_N, admission
         )
 
     def deal(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
         """Return the values of each of `num_parts` parts that has any; a value is always in the
         same part, whatever other values are there.
         """
-        part_D = (_hash_values(self.values) % np.uint64(num_parts)).astype(np.int64)
-        offsets_D1 = offsets(self.lengths_D)
+        part_V = (_hash_values(self.values) % np.uint64(num_parts)).astype(np.int64)
+        offsets_V1 = offsets(self.lengths_V)
         found = []
-        for part in np.unique(part_D).tolist():
-            own = np.flatnonzero(part_D == part)
-            times = self.times[index_entries(offsets_D1, own)]
+        for part in np.unique(part_V).tolist():
+            own = np.flatnonzero(part_V == part)
+            times = self.times[index_entries(offsets_V1, own)]
             values = self.values.take(pa.array(own))
-            found.append((part, Occurrences(values, self.lengths_D[own], times, self.last_D[own])))
+            found.append((part, Occurrences(values, self.lengths_V[own], times, self.last_V[own])))
         return found
 
 
@@ -56,30 +53,30 @@ def merge_occurrences(parts: list[Occurrences], admission: int) -> Occurrences:
     """Return the occurrences of all parts together; there is at least one."""
     return _reduce_occurrences(
         pa.concat_arrays([part.values for part in parts]),
-        np.concatenate([part.lengths_D for part in parts]),
+        np.concatenate([part.lengths_V for part in parts]),
         np.concatenate([part.times for part in parts]),
-        np.concatenate([part.last_D for part in parts]),
+        np.concatenate([part.last_V for part in parts]),
         admission,
     )
 
 
 def _reduce_occurrences(
-    values: pa.Array, lengths_V: Int64, times: Int64, last_V: Int64, admission: int
+    values: pa.Array, lengths_N: Int64, times: Int64, last_N: Int64, admission: int
 ) -> Occurrences:
     encoded = pc.dictionary_encode(values)
-    code_V = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    code_N = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
     distinct = len(encoded.dictionary)
-    code = np.repeat(code_V, lengths_V)
+    code = np.repeat(code_N, lengths_N)
     order = np.lexsort((times, code))
-    counts_D = np.bincount(code, minlength=distinct)
+    counts_V = np.bincount(code, minlength=distinct)
     # The place of each time among those of its value: those behind the one that admits it say
     # nothing.
-    rank = places(counts_D)
-    by_code = np.argsort(code_V, kind="stable")
-    starts_D = offsets(np.bincount(code_V, minlength=distinct))[:-1]
-    last_D = np.maximum.reduceat(last_V[by_code], starts_D) if distinct else last_V
+    rank = places(counts_V)
+    by_code = np.argsort(code_N, kind="stable")
+    starts_V = offsets(np.bincount(code_N, minlength=distinct))[:-1]
+    last_V = np.maximum.reduceat(last_N[by_code], starts_V) if distinct else last_N
     kept = order[rank < admission]
-    return Occurrences(encoded.dictionary, np.minimum(counts_D, admission), times[kept], last_D)
+    return Occurrences(encoded.dictionary, np.minimum(counts_V, admission), times[kept], last_V)
 
 
 @dataclass(frozen=True)
@@ -87,16 +84,16 @@ class Numbering:
     """The state of one table, sorted by the hash of the values, so that finding many of them is one
     bisection. It is the `RowIndex` of its values.
 
-    `row_E` is the row of a value; 0 while it waits for admission; negative for a row that is kept
+    `row_U` is the row of a value; 0 while it waits for admission; negative for a row that is kept
     for a value which was not seen for `ttl`. `num_rows` is the highest row ever given out.
     """
 
     num_rows: int
-    hash_E: UInt64
+    hash_U: UInt64
     values: pa.Array
-    row_E: Int64
-    count_E: Int64  # occurrences, as long as it waits
-    last_E: Int64  # time of the last occurrence
+    row_U: Int64
+    count_U: Int64  # occurrences, as long as it waits
+    last_U: Int64  # time of the last occurrence
 
     @classmethod
     def empty(cls, value_type: pa.DataType) -> "Numbering":
@@ -106,10 +103,10 @@ class Numbering:
 
     def rows(self, column: pa.Array) -> Int64:
         """Return the row of each value [N], 0 for what has none; no nulls."""
-        if not len(self.row_E):
+        if not len(self.row_U):
             return np.zeros(len(column), np.int64)
         place_N = self.find(self._cast_values(column))
-        return np.where(place_N >= 0, np.maximum(self.row_E[place_N], 0), 0)
+        return np.where(place_N >= 0, np.maximum(self.row_U[place_N], 0), 0)
 
     def _cast_values(self, column: pa.Array) -> pa.Array:
         """Return values of a batch in the type of the table's."""
@@ -123,11 +120,11 @@ class Numbering:
         # In the order of the hashes: what bisection touches is then in the cache.
         order = np.argsort(hash_N)
         place_N, found_N = np.empty_like(order), np.full(len(order), -1, np.int64)
-        place_N[order] = np.searchsorted(self.hash_E, hash_N[order])
+        place_N[order] = np.searchsorted(self.hash_U, hash_N[order])
         open_N = np.arange(len(order))
         while len(open_N):  # more than once only where two values have one hash
-            open_N = open_N[place_N[open_N] < len(self.hash_E)]
-            open_N = open_N[self.hash_E[place_N[open_N]] == hash_N[open_N]]
+            open_N = open_N[place_N[open_N] < len(self.hash_U)]
+            open_N = open_N[self.hash_U[place_N[open_N]] == hash_N[open_N]]
             stored = self.values.take(pa.array(place_N[open_N]))
             equal = pc.equal(stored, values.take(pa.array(open_N))).to_numpy(zero_copy_only=False)
             found_N[open_N[equal]] = place_N[open_N[equal]]
@@ -137,15 +134,15 @@ class Numbering:
 
     def vocabulary(self) -> pa.Array:
         """Return the values in the order of their rows, from row 1 on: null where none has it."""
-        stored = np.flatnonzero(self.row_E > 0)
+        stored = np.flatnonzero(self.row_U > 0)
         place_R = np.full(self.num_rows, -1, np.int64)
-        place_R[self.row_E[stored] - 1] = stored
+        place_R[self.row_U[stored] - 1] = stored
         return self.values.take(pa.array(place_R, mask=place_R < 0))
 
     @property
     def num_pending(self) -> int:
         """Return how many values wait for admission."""
-        return int((self.row_E == 0).sum())
+        return int((self.row_U == 0).sum())
 
 
 class Admission(NamedTuple):
@@ -174,35 +171,35 @@ def advance(
 ) -> tuple[Numbering, TableChange]:
     """Return the state after a window, given what occurs in it, and what changed."""
     kept = _forget_idle(old, rule)
-    place_D = kept.find(occurrences.values)
-    is_old_D = place_D >= 0
-    row_E, count_E, last_E = kept.row_E.copy(), kept.count_E.copy(), kept.last_E.copy()
-    own = place_D[is_old_D]
-    row_E[own] = np.abs(row_E[own])  # who is back while its row is kept has it again
-    last_E[own] = np.maximum(last_E[own], occurrences.last_D[is_old_D])
-    freed = _find_freed_rows(old, row_E) if rule.ttl else np.zeros(0, np.int64)
-    before_D, row_D = np.zeros((2, len(place_D)), np.int64)
-    before_D[is_old_D], row_D[is_old_D] = count_E[own], row_E[own]
+    place_V = kept.find(occurrences.values)
+    is_old_V = place_V >= 0
+    row_U, count_U, last_U = kept.row_U.copy(), kept.count_U.copy(), kept.last_U.copy()
+    own = place_V[is_old_V]
+    row_U[own] = np.abs(row_U[own])  # who is back while its row is kept has it again
+    last_U[own] = np.maximum(last_U[own], occurrences.last_V[is_old_V])
+    freed = _find_freed_rows(old, row_U) if rule.ttl else np.zeros(0, np.int64)
+    before_V, row_V = np.zeros((2, len(place_V)), np.int64)
+    before_V[is_old_V], row_V[is_old_V] = count_U[own], row_U[own]
     # Who has all occurrences, and waited for lack of rows, is admitted at the first one.
-    need_D = np.maximum(rule.least - before_D, 1)
-    admitted = np.flatnonzero((row_D == 0) & (occurrences.lengths_D >= need_D))
-    times_A = occurrences.times[offsets(occurrences.lengths_D)[admitted] + need_D[admitted] - 1]
-    keys = pa.table({"time": times_A, "value": occurrences.values.take(pa.array(admitted))})
+    need_V = np.maximum(rule.least - before_V, 1)
+    admitted = np.flatnonzero((row_V == 0) & (occurrences.lengths_V >= need_V))
+    first_times = occurrences.times[offsets(occurrences.lengths_V)[admitted] + need_V[admitted] - 1]
+    keys = pa.table({"time": first_times, "value": occurrences.values.take(pa.array(admitted))})
     order = pc.sort_indices(keys, [("time", "ascending"), ("value", "ascending")])
     num_waiting = max(len(order) - rule.max_new, 0) if rule.max_new else 0
     admitted = admitted[order.to_numpy()][: len(order) - num_waiting]
-    free = _find_free_rows(row_E, old.num_rows)[: len(admitted)]
+    free = _find_free_rows(row_U, old.num_rows)[: len(admitted)]
     num_rows = old.num_rows + len(admitted) - len(free)
-    row_D[admitted] = np.concatenate([free, np.arange(old.num_rows + 1, num_rows + 1)])
-    row_E[own] = row_D[is_old_D]
-    count_E[own] = np.minimum(before_D[is_old_D] + occurrences.lengths_D[is_old_D], rule.least)
-    new = np.flatnonzero(~is_old_D)
+    row_V[admitted] = np.concatenate([free, np.arange(old.num_rows + 1, num_rows + 1)])
+    row_U[own] = row_V[is_old_V]
+    count_U[own] = np.minimum(before_V[is_old_V] + occurrences.lengths_V[is_old_V], rule.least)
+    new = np.flatnonzero(~is_old_V)
     state = _with_entries(
-        Numbering(num_rows, kept.hash_E, kept.values, row_E, count_E, last_E),
+        Numbering(num_rows, kept.hash_U, kept.values, row_U, count_U, last_U),
         occurrences.values.take(pa.array(new)),
-        row_D[new],
-        np.minimum(occurrences.lengths_D[new], rule.least),
-        occurrences.last_D[new],
+        row_V[new],
+        np.minimum(occurrences.lengths_V[new], rule.least),
+        occurrences.last_V[new],
     )
     return state, TableChange(len(admitted), len(freed), num_waiting, free, freed)
 
@@ -211,52 +208,52 @@ def _forget_idle(old: Numbering, rule: Admission) -> Numbering:
     """Return the state without what was not seen for `ttl`: rows stay reserved for `grace`."""
     if not rule.ttl:
         return old
-    idle_E = old.last_E < rule.start - rule.ttl
-    gone_E = idle_E & ((old.row_E == 0) | (old.last_E < rule.start - rule.ttl - rule.grace))
-    kept = np.flatnonzero(~gone_E)
-    row_E = np.where(idle_E, -np.abs(old.row_E), old.row_E)
+    idle_U = old.last_U < rule.start - rule.ttl
+    gone_U = idle_U & ((old.row_U == 0) | (old.last_U < rule.start - rule.ttl - rule.grace))
+    kept = np.flatnonzero(~gone_U)
+    row_U = np.where(idle_U, -np.abs(old.row_U), old.row_U)
     return Numbering(
         old.num_rows,
-        old.hash_E[kept],
+        old.hash_U[kept],
         old.values.take(pa.array(kept)),
-        row_E[kept],
-        old.count_E[kept],
-        old.last_E[kept],
+        row_U[kept],
+        old.count_U[kept],
+        old.last_U[kept],
     )
 
 
-def _find_free_rows(row_E: Int64, num_rows: int) -> Int64:
+def _find_free_rows(row_U: Int64, num_rows: int) -> Int64:
     """Return the rows that belong to nobody, ascending."""
     is_free_R = np.ones(num_rows + 1, np.bool_)
     is_free_R[0] = False
-    is_free_R[np.abs(row_E)] = False
+    is_free_R[np.abs(row_U)] = False
     return np.flatnonzero(is_free_R)
 
 
-def _find_freed_rows(old: Numbering, row_E: Int64) -> Int64:
+def _find_freed_rows(old: Numbering, row_U: Int64) -> Int64:
     """Return the rows that held a value before and hold none now, ascending."""
     is_freed_R = np.zeros(old.num_rows + 1, np.bool_)
-    is_freed_R[old.row_E[old.row_E > 0]] = True
-    is_freed_R[row_E[row_E > 0]] = False
+    is_freed_R[old.row_U[old.row_U > 0]] = True
+    is_freed_R[row_U[row_U > 0]] = False
     return np.flatnonzero(is_freed_R)
 
 
 def _with_entries(
-    state: Numbering, values: pa.Array, row_A: Int64, count_A: Int64, last_A: Int64
+    state: Numbering, values: pa.Array, row_V: Int64, count_V: Int64, last_V: Int64
 ) -> Numbering:
     """Return the state with more entries, merged by hash."""
-    hash_A = _hash_values(values)
-    order = np.argsort(hash_A, kind="stable")
-    at = np.searchsorted(state.hash_E, hash_A[order], side="right")
+    hash_V = _hash_values(values)
+    order = np.argsort(hash_V, kind="stable")
+    at = np.searchsorted(state.hash_U, hash_V[order], side="right")
     both = pa.concat_arrays([state.values, values])
-    place = np.insert(np.arange(len(state.hash_E)), at, len(state.hash_E) + order)
+    place = np.insert(np.arange(len(state.hash_U)), at, len(state.hash_U) + order)
     return Numbering(
         state.num_rows,
-        np.insert(state.hash_E, at, hash_A[order]),
+        np.insert(state.hash_U, at, hash_V[order]),
         both.take(pa.array(place)),
-        np.insert(state.row_E, at, row_A[order]),
-        np.insert(state.count_E, at, count_A[order]),
-        np.insert(state.last_E, at, last_A[order]),
+        np.insert(state.row_U, at, row_V[order]),
+        np.insert(state.count_U, at, count_V[order]),
+        np.insert(state.last_U, at, last_V[order]),
     )
 
 

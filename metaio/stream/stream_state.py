@@ -2,25 +2,24 @@
 Private to this room: readers of a stream need the increments alone.
 """
 
+import pyarrow as pa
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-
-from metaio.errors import FormatError, make_content_error
+from dataclasses import (dataclass, field)
+from metaio.errors import (FormatError, make_content_error)
 from metaio.format.atomic_folder import flush_to_disk
-from metaio.format.checked_json import has_shape, write_checked_json
+from metaio.format.checked_json import (has_shape, write_checked_json)
 from metaio.format.manifest import xxh3_hex
 from metaio.format.shard_writer import map_file
 from metaio.format.storage import Storage
 from metaio.prepare.schema.schema import Schema
-from metaio.stream.chain import name_increment_folder, read_stream_json
+from metaio.stream.chain import (name_increment_folder, read_stream_json)
 from metaio.stream.newest_rows import NewestRows
 from metaio.stream.numbering import Numbering
+from pathlib import Path
+from typing import Any
+
 
 STATES = "state"
 STATE_FILE, _FORMAT = "state.json", "gmeta-stream-state"
@@ -95,7 +94,7 @@ def open_new_state(stream: Path, number: int) -> Iterator[Path]:
 def write_tables(partial: Path, tables: dict[str, Numbering]) -> None:
     """Write the tables of a state that is being built, for all who encode by them."""
     for name, table in tables.items():
-        columns = [table.values, table.hash_E, table.row_E, table.count_E, table.last_E]
+        columns = [table.values, table.hash_U, table.row_U, table.count_U, table.last_U]
         names = ["value", "hash", "row", "count", "last"]
         _write_table(partial / f"table-{name}.arrow", pa.table(columns, names=names))
 
@@ -152,7 +151,7 @@ def _read_table(path: Path) -> pa.Table:
 
 def _read_numbering(path: Path, num_rows: int) -> Numbering:
     table = _read_table(path)
-    hash_E, row_E, count_E, last_E = (
+    hash_U, row_U, count_U, last_U = (
         table[name].combine_chunks().to_numpy() for name in ("hash", "row", "count", "last")
     )
-    return Numbering(num_rows, hash_E, table["value"].combine_chunks(), row_E, count_E, last_E)
+    return Numbering(num_rows, hash_U, table["value"].combine_chunks(), row_U, count_U, last_U)

@@ -1,29 +1,28 @@
 """First look at the rows of an increment: its window, what occurs in it, what the screen judges.
 
-Shape suffixes: N rows of a batch.
+Shape suffixes: N rows, V values.
 """
-
-from collections import Counter
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
+from collections import Counter
+from dataclasses import (dataclass, field, replace)
 from metaio.errors import DataError
-from metaio.prepare.episodes.encode import Encoder, hash_tasks
+from metaio.prepare.episodes.encode import (Encoder, hash_tasks)
 from metaio.prepare.episodes.encoded_rows import EncodedRows
 from metaio.prepare.episodes.ordered_map import should_merge
-from metaio.prepare.episodes.splits import Splits, assign_splits, count_split_rows
-from metaio.prepare.episodes.survey import Moments, add_moments, list_values, measure_moments
+from metaio.prepare.episodes.splits import (Splits, assign_splits, count_split_rows)
+from metaio.prepare.episodes.survey import (Moments, add_moments, list_values, measure_moments)
 from metaio.prepare.schema.label_columns import read_labels
 from metaio.prepare.schema.rules import StreamRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import QUERY, SUPPORT
+from metaio.prepare.schema.side_columns import (QUERY, SUPPORT)
 from metaio.prepare.schema.values import to_time_ticks
 from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
-from metaio.stream.numbering import Occurrences, merge_occurrences
+from metaio.stream.numbering import (Occurrences, merge_occurrences)
+
 
 _DAY_S = 86_400
 

@@ -4,19 +4,16 @@ Song et al., "CBML: A Cluster-based Meta-learning Model for Session-based Recomm
 (doi 10.1145/3459637.3482239); its clusters and gate have the form of Yao et al., "Hierarchically
 Structured Meta-learning", arXiv 1905.05301, with one level of clusters.
 
-Shape suffixes: N rows, T tasks, X inputs of the decision layers, Z width of a task's
-representation, C clusters, O a layer's output width.
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side.
 """
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
-
+from collections.abc import Mapping
 from gmeta_models.gated import GatedModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
-from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.model_config import (InputSizes, ModelConfig)
+from torch import (Tensor, nn)
 
 
 class ClusterGate(nn.Module):
@@ -40,14 +37,14 @@ class ClusterGate(nn.Module):
 
     def forward(self, mean_TX: Tensor) -> dict[str, Tensor]:
         """Return the gates of each layer, by name: [T, O]."""
-        task_TZ = torch.tanh(self.encode(mean_TX))
+        task_TO = torch.tanh(self.encode(mean_TX))
         # Gaussian kernels of unit variance around the centres, as in hierarchically structured
         # meta-learning.
-        distance_TC = (task_TZ.unsqueeze(1) - self.centres_CZ).square().sum(dim=2)
-        share_TC = torch.softmax(-distance_TC / 2, dim=1)
-        known_TCZ = torch.tanh(self.clusters(task_TZ)).view(len(mean_TX), *self.centres_CZ.shape)
-        cluster_TZ = (share_TC.unsqueeze(2) * known_TCZ).sum(dim=1)
-        gates = 2.0 * torch.sigmoid(self.gates(torch.cat([task_TZ, cluster_TZ], dim=1)))
+        distance = (task_TO.unsqueeze(1) - self.centres_CZ).square().sum(dim=2)
+        share = torch.softmax(-distance / 2, dim=1)
+        known = torch.tanh(self.clusters(task_TO)).view(len(mean_TX), *self.centres_CZ.shape)
+        cluster_TO = (share.unsqueeze(2) * known).sum(dim=1)
+        gates = 2.0 * torch.sigmoid(self.gates(torch.cat([task_TO, cluster_TO], dim=1)))
         return dict(zip(self._outputs, gates.split([*self._outputs.values()], dim=1), strict=True))
 
 

@@ -3,16 +3,15 @@
 Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to
 Rank Systems", WWW 2021 (arXiv 2008.13535), section 3.
 
-Shape suffixes: N rows, X features and dense columns side by side.
+Shape suffixes: N rows, L labels, O outputs, X all inputs side by side.
 """
 
 import torch
-from torch import Tensor, nn
-
 from gmeta_models.decision import DecisionModel
-from gmeta_models.inputs import RowFeatures, RowInputs
-from gmeta_models.mlp import mlp, outputs_of_rows
-from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.inputs import (RowFeatures, RowInputs)
+from gmeta_models.mlp import (mlp, outputs_of_rows)
+from gmeta_models.model_config import (InputSizes, ModelConfig)
+from torch import (Tensor, nn)
 
 
 class CrossLayers(nn.Module):

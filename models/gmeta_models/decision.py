@@ -1,17 +1,15 @@
 """The contract of models that end in an MLP over pooled features: what the fused inner loop reads.
 
-Shape suffixes: N rows, X inputs of the decision layers.
+Shape suffixes: N rows, K dense columns, X all inputs side by side.
 """
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
+from abc import (ABC, abstractmethod)
+from gmeta_models.internals import has_hooks
+from gmeta_models.mlp import (is_mlp, outputs_of_rows)
+from torch import (Tensor, nn)
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-
-from gmeta_models.internals import has_hooks
-from gmeta_models.mlp import is_mlp, outputs_of_rows
 
 if TYPE_CHECKING:
     from gmeta_models.inputs import RowFeatures, RowInputs

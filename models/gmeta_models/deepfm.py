@@ -3,15 +3,15 @@
 Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017
 (arXiv 1703.04247), section 2.
 
-Shape suffixes: N rows, D embedding width, I fields with ids, J of D - 1 factors, K dense columns.
+Shape suffixes: N rows, F single-id or pooled features, K dense columns, D embedding width, O
+outputs.
 """
 
 import torch
-from torch import Tensor, nn
-
 from gmeta_models.inputs import RowInputs
-from gmeta_models.mlp import mlp, outputs_of_rows
-from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.mlp import (mlp, outputs_of_rows)
+from gmeta_models.model_config import (InputSizes, ModelConfig)
+from torch import (Tensor, nn)
 
 
 class DeepFM(nn.Module):
@@ -37,21 +37,22 @@ class DeepFM(nn.Module):
 
     def forward(self, inputs: RowInputs) -> Tensor:
         """Return the outputs of every row: [N], or [N, O] of several."""
-        features_NID, dense_NK = inputs.features_NFD(self.pooling), inputs.dense_NK
-        weights_NI, factors_NIJ = features_NID[:, :, 0], features_NID[:, :, 1:]
-        output_N1 = weights_NI.sum(dim=1, keepdim=True) + self.pairs_N1(factors_NIJ, dense_NK)
+        features_NFD, dense_NK = inputs.features_NFD(self.pooling), inputs.dense_NK
+        # A weight is the first of the D numbers of a field, its factors are the others.
+        weights_NF, factors_NFD = features_NFD[:, :, 0], features_NFD[:, :, 1:]
+        output_N1 = weights_NF.sum(dim=1, keepdim=True) + self.pairs_N1(factors_NFD, dense_NK)
         if self.dense_weights is not None:
             output_N1 = output_N1 + self.dense_weights(dense_NK)
-        deep_NO = self.deep(torch.cat([factors_NIJ.flatten(1), dense_NK], dim=1))
+        deep_NO = self.deep(torch.cat([factors_NFD.flatten(1), dense_NK], dim=1))
         return outputs_of_rows(output_N1 + deep_NO)
 
-    def pairs_N1(self, factors_NIJ: Tensor, dense_NK: Tensor) -> Tensor:
+    def pairs_N1(self, factors_NFD: Tensor, dense_NK: Tensor) -> Tensor:
         """Return the sum over all pairs of fields of their factors' dot products: [N, 1].
 
         That is half of |sum_i v_i x_i|^2 - sum_i |v_i x_i|^2 (Rendle, ICDM 2010, lemma 3.1).
         """
-        sum_NJ, own_N = factors_NIJ.sum(dim=1), factors_NIJ.square().sum(dim=(1, 2))
+        sum_ND, own_N = factors_NFD.sum(dim=1), factors_NFD.square().sum(dim=(1, 2))
         if self.dense_factors_KJ is not None:
-            sum_NJ = sum_NJ + dense_NK @ self.dense_factors_KJ
+            sum_ND = sum_ND + dense_NK @ self.dense_factors_KJ
             own_N = own_N + dense_NK.square() @ self.dense_factors_KJ.square().sum(dim=1)
-        return ((sum_NJ.square().sum(dim=1) - own_N) / 2).unsqueeze(1)
+        return ((sum_ND.square().sum(dim=1) - own_N) / 2).unsqueeze(1)

@@ -3,19 +3,17 @@
 Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018 (arXiv 1706.06978),
 section 4.3.
 
-Shape suffixes: N rows, H longest history, D embedding width, F single-id features, M multi-id
-features, X inputs of the decision layers.
+Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
+K dense columns, D embedding width, X all inputs side by side.
 """
 
-from typing import cast
-
 import torch
-from torch import Tensor, nn
-
 from gmeta_models.decision import DecisionModel
-from gmeta_models.inputs import History, RowFeatures
+from gmeta_models.inputs import (History, RowFeatures)
 from gmeta_models.mlp import mlp
-from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.model_config import (InputSizes, ModelConfig)
+from torch import (Tensor, nn)
+from typing import cast
 
 
 class DIN(DecisionModel):

@@ -5,13 +5,12 @@ arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 24
 """
 
 import torch
-from torch import Tensor, nn
-
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
-from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.model_config import (InputSizes, ModelConfig)
 from gmeta_models.ops.pairwise_dots import PairwiseDots
+from torch import (Tensor, nn)
 
 
 class DLRM(DecisionModel):
@@ -68,5 +67,5 @@ class DLRM(DecisionModel):
             vectors_NFD = torch.cat([dense_ND.unsqueeze(1), vectors_NFD], dim=1)
         if self.interaction == "cat":
             return vectors_NFD.flatten(1)
-        dots_NP: Tensor = self.dots(vectors_NFD)
-        return dots_NP if self.bottom is None else torch.cat([dense_ND, dots_NP], dim=1)
+        dots: Tensor = self.dots(vectors_NFD)
+        return dots if self.bottom is None else torch.cat([dense_ND, dots], dim=1)

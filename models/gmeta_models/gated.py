@@ -1,6 +1,6 @@
 """The contract of models whose initial parameters depend on the task: gates on decision layers.
 
-Shape suffixes: T tasks, X inputs of the decision layers, O a layer's output width.
+Shape suffixes: T tasks, O outputs, X all inputs side by side.
 """
 
 from abc import abstractmethod

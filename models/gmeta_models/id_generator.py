@@ -3,17 +3,16 @@
 Pan et al., "Warm Up Cold-start Advertisements: Improving CTR Predictions via Learning to Learn ID
 Embeddings", SIGIR 2019 (arXiv 1904.11547), section 3.
 
-Shape suffixes: N rows, C width of the content, D embedding width.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width.
 """
 
+import torch
 from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import (dataclass, replace)
+from torch import nn
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
 
 if TYPE_CHECKING:
     from gmeta_models.inputs import RowInputs

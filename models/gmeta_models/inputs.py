@@ -1,17 +1,16 @@
 """What a model sees of a set of rows: fetched embedding rows and dense columns, whatever fetched
 them.
 
-Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all bags, H longest bag,
-D embedding width, K dense columns.
+Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
+C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+from __future__ import annotations
+from dataclasses import (dataclass, field)
 from torch import Tensor
+from typing import (NamedTuple, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from gmeta_models.model_config import Pooling

@@ -1,6 +1,6 @@
 """The multilayer perceptron that all models share.
 
-Shape suffixes: N rows, O outputs of a row.
+Shape suffixes: N rows, O outputs.
 """
 
 from collections.abc import Sequence

@@ -3,16 +3,15 @@
 Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
 KDD 2018 (doi 10.1145/3219819.3220007), section 4.2. What the paper calls a task is an output here.
 
-Shape suffixes: N rows, X features and dense columns side by side, E experts, H an expert's outputs.
+Shape suffixes: N rows, O outputs, X all inputs side by side.
 """
 
 import torch
-from torch import Tensor, nn
-
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mlp import mlp
-from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.model_config import (InputSizes, ModelConfig)
 from gmeta_models.towers import TowerModel
+from torch import (Tensor, nn)
 
 
 class MMoE(TowerModel):
@@ -33,10 +32,10 @@ class MMoE(TowerModel):
         self.towers = make_towers(config, sizes.outputs)
 
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
-        """Return the experts' outputs as the gate of each tower mixes them: [N, H]."""
+        """Return the experts' outputs as the gate of each tower mixes them: [N, O]."""
         rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
-        experts_NEH = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
-        return [mix_experts_NH(gate(rows_NX), experts_NEH) for gate in self.gates]
+        outputs = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
+        return [mix_experts_NO(gate(rows_NX), outputs) for gate in self.gates]
 
 
 def make_towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
@@ -58,6 +57,6 @@ def make_experts(count: int, width: int, hidden: tuple[int, ...]) -> nn.ModuleLi
     return nn.ModuleList(mlp([width, *hidden], activate_last=True) for _ in range(count))
 
 
-def mix_experts_NH(score_NE: Tensor, experts_NEH: Tensor) -> Tensor:
-    """Return the experts' outputs, weighted by the softmax of their scores: [N, H]."""
-    return score_NE.softmax(dim=1).unsqueeze(1).bmm(experts_NEH).squeeze(1)
+def mix_experts_NO(score: Tensor, outputs: Tensor) -> Tensor:
+    """Return the experts' outputs, weighted by the softmax of their scores: [N, O]."""
+    return score.softmax(dim=1).unsqueeze(1).bmm(outputs).squeeze(1)

@@ -4,18 +4,16 @@ Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning 
 Personalized Recommendations", RecSys 2020 (doi 10.1145/3383313.3412236), section 4. What the paper
 calls a task is an output here.
 
-Shape suffixes: N rows, X inputs of a level, E experts, H an expert's outputs.
+Shape suffixes: N rows, O outputs, X all inputs side by side.
 """
 
-from typing import cast
-
 import torch
-from torch import Tensor, nn
-
 from gmeta_models.inputs import RowInputs
-from gmeta_models.mmoe import make_experts, make_towers, mix_experts_NH
-from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.mmoe import (make_experts, make_towers, mixed_NO)
+from gmeta_models.model_config import (InputSizes, ModelConfig)
 from gmeta_models.towers import TowerModel
+from torch import (Tensor, nn)
+from typing import cast
 
 
 class ExtractionLevel(nn.Module):
@@ -38,7 +36,7 @@ class ExtractionLevel(nn.Module):
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the mixtures of the outputs, then the shared one if there is a level above: each
-        [N, H]; the inputs are in the same order: each [N, X].
+        [N, O]; the inputs are in the same order: each [N, X].
         """
         *own_inputs, shared_NX = inputs
         shared = [expert(shared_NX) for expert in self.shared]
@@ -47,12 +45,12 @@ class ExtractionLevel(nn.Module):
             for mine, own_NX in zip(self.own, own_inputs, strict=True)
         ]
         mixtures = [
-            mix_experts_NH(gate(own_NX), torch.stack([*mine, *shared], dim=1))
+            mix_experts_NO(gate(own_NX), torch.stack([*mine, *shared], dim=1))
             for gate, own_NX, mine in zip(self.gates, own_inputs, own, strict=True)
         ]
         if self.shared_gate is not None:
-            every_NEH = torch.stack([*(made for mine in own for made in mine), *shared], dim=1)
-            mixtures.append(mix_experts_NH(self.shared_gate(shared_NX), every_NEH))
+            every = torch.stack([*(made for mine in own for made in mine), *shared], dim=1)
+            mixtures.append(mix_experts_NO(self.shared_gate(shared_NX), every))
         return mixtures
 
 
@@ -76,7 +74,7 @@ class PLE(TowerModel):
         )
 
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
-        """Return the mixture of each output at the last level: [N, H]."""
+        """Return the mixture of each output at the last level: [N, O]."""
         rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
         inputs_NX = [rows_NX] * (len(self.towers) + 1)
         for level in self.levels:

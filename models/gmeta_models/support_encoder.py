@@ -6,8 +6,7 @@ Row codes, pooled, are a Conditional Neural Process (Garnelo et al., arXiv 1807.
 et al., arXiv 1709.07871), the scale alone is the gate of POSO (Dai et al., arXiv 2108.04690) and
 PEPNet (Chang et al., arXiv 2302.01115).
 
-Shape suffixes: T tasks, N support rows, X a row's features side by side, Z width of a task vector,
-O a layer's output width.
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side, J parts of a gate.
 """
 
 from __future__ import annotations
@@ -72,28 +71,28 @@ class SupportEncoder(nn.Module):
         # See the class: e x is the gradient of a linear layer.
         known = (features_NX, error_N1 * features_NX, support.label_N.unsqueeze(1), error_N1)
         # Sums over rows are taken in the features' precision, also where autocast is on.
-        code_NZ = self.rows(torch.cat(known, dim=1)).to(features_NX.dtype)
-        count_T1 = support.lengths_T.to(code_NZ.dtype).unsqueeze(1)
+        code_NO = self.rows(torch.cat(known, dim=1)).to(features_NX.dtype)
+        count_T1 = support.lengths_T.to(code_NO.dtype).unsqueeze(1)
         # shape, not len(), which a program recorded from this would hold as a constant.
-        num_rows = code_NZ.shape[0]
+        num_rows = code_NO.shape[0]
         task_N = support.lengths_T.new_zeros(num_rows)
         if num_rows:
             tasks_T = torch.arange(len(support.lengths_T), device=task_N.device)
             task_N = tasks_T.repeat_interleave(support.lengths_T, output_size=num_rows)
-        sums_TZ = code_NZ.new_zeros(len(count_T1), code_NZ.shape[1])
-        weights_N1 = self._weights_N1(code_NZ, count_T1, task_N)
-        sums_TZ = sums_TZ.index_add(0, task_N, code_NZ * weights_N1)
+        sums_TO = code_NO.new_zeros(len(count_T1), code_NO.shape[1])
+        weights_N1 = self._weights_N1(code_NO, count_T1, task_N)
+        sums_TO = sums_TO.index_add(0, task_N, code_NO * weights_N1)
         # The weights sum to 1 in a task: this is n / (n + prior), and 0 for a task without rows,
         # whatever prior.
-        mean_TZ = sums_TZ * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
-        task_TZ = torch.tanh(self.task(torch.cat([mean_TZ, count_T1.log1p()], dim=1)))
-        return self._by_layer(self.modulations(task_TZ))
+        mean_TO = sums_TO * (count_T1 / (count_T1 + self._prior).clamp(min=1.0))
+        task_TO = torch.tanh(self.task(torch.cat([mean_TO, count_T1.log1p()], dim=1)))
+        return self._by_layer(self.modulations(task_TO))
 
-    def _weights_N1(self, code_NZ: Tensor, count_T1: Tensor, task_N: Tensor) -> Tensor:
+    def _weights_N1(self, code_NO: Tensor, count_T1: Tensor, task_N: Tensor) -> Tensor:
         """Return the weight of each row in its task; they sum to 1 in each task that has rows."""
         if self.attention is None:
             return (1.0 / count_T1.clamp(min=1.0)).index_select(0, task_N)
-        score_N1 = self.attention(code_NZ).to(code_NZ.dtype)
+        score_N1 = self.attention(code_NO).to(code_NO.dtype)
         # The largest of a task is subtracted, so that exp cannot overflow; it cancels out.
         highest_T1 = score_N1.detach().new_full(count_T1.shape, -torch.inf)
         highest_T1 = highest_T1.scatter_reduce(0, task_N.unsqueeze(1), score_N1.detach(), "amax")
@@ -106,5 +105,5 @@ class SupportEncoder(nn.Module):
         widths = [*self._outputs.values()]
         scales, *shifts = made.split(sum(widths), dim=1)
         # 2 sigmoid(0) = 1: at the start a layer is scaled by about 1 (POSO).
-        both_TMO = torch.stack([2.0 * scales.sigmoid(), *shifts], dim=1)
-        return dict(zip(self._outputs, both_TMO.split(widths, dim=2), strict=True))
+        both_TJO = torch.stack([2.0 * scales.sigmoid(), *shifts], dim=1)
+        return dict(zip(self._outputs, both_TJO.split(widths, dim=2), strict=True))

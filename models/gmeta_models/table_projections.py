@@ -3,19 +3,19 @@
 Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
 Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without a bias.
 
-Shape suffixes: U fetched rows of all tables, D the model's width, W a table's own.
+Shape suffixes: U unique ids, D embedding width.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from collections.abc import (Mapping, Sequence)
+from torch import (Tensor, nn)
 from torch.nn.functional import pad
+from typing import cast
 
 
 class TableProjections(nn.Module):
-    """A linear layer [D, W] for each narrow table; tables of the model's width stay as they are.
+    """A linear layer for each narrow table, from its width W to D; tables of the model's width stay
+    as they are.
 
     `width_of` are the widths of all tables in their order, by names that modules may have. Weights
     start with the variance 1 / W: projected rows then vary as those of a wide table do.

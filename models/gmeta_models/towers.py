@@ -1,6 +1,6 @@
 """The contract of models with a tower for each output: what they share is below the towers.
 
-Shape suffixes: N rows, X inputs of a tower, O outputs of a row.
+Shape suffixes: N rows, O outputs, X all inputs side by side.
 """
 
 from abc import ABC, abstractmethod

@@ -1,25 +1,23 @@
 """Forward-only adaptation against its equations, task by task with explicit weights; float64."""
 
-import random
-from dataclasses import replace
-from typing import Any
-
 import pytest
+import random
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.func import functional_call
-
+from dataclasses import replace
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
-from gmeta.losses.row_losses import LossFunction, row_losses_N
+from gmeta.losses.row_losses import (LossFunction, row_losses_N)
 from gmeta.runs.build import build_learner
-from gmeta_models import InputSizes, ModelConfig, build_model
-from gmeta_models.support_encoder import SupportEncoder, SupportRows
+from gmeta_models import (InputSizes, ModelConfig, build_model)
+from gmeta_models.support_encoder import (SupportEncoder, SupportRows)
+from hypothesis import (given, settings, strategies as st)
 from metaio.format.features import Features
 from tests.support import reference
+from torch import (Tensor, nn)
+from torch.func import functional_call
+from typing import Any
+
 
 Weights = dict[str, Tensor]
 Tables = dict[str, Tensor]
@@ -343,8 +341,8 @@ def test_attention_over_large_scores_stays_finite() -> None:
     support = SupportRows(
         torch.full((2, 3), 50.0), torch.full((2,), 50.0), torch.full((2,), 50.0), torch.tensor([2])
     )
-    (gate_TMO,) = encoder(support).values()
-    assert bool(gate_TMO.isfinite().all())
+    (gate_TJO,) = encoder(support).values()
+    assert bool(gate_TJO.isfinite().all())
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])

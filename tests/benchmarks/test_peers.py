@@ -71,9 +71,9 @@ class NoInnerStep(TorchPeer):
     """Query loss without adaptation."""
 
     def query_loss(self, prepared: TorchBatch) -> Tensor:
-        rows_NE = self.tables.read(prepared)
+        rows_NX = self.tables.read(prepared)
         losses = [
-            mse_loss(self.head(query), label) for _, _, query, label in episodes(prepared, rows_NE)
+            mse_loss(self.head(query), label) for _, _, query, label in episodes(prepared, rows_NX)
         ]
         return torch.stack(losses).mean()
 

@@ -1,22 +1,20 @@
 """Statistics of support rows against a loop over dicts, and what a row must never see."""
 
 import math
+import numpy as np
+import pytest
 import random
+import torch
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
-import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
-from gmeta.config.inputs import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.inputs import (ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig)
 from gmeta.data.augment import resplit
-from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.data.features.support_statistics import (NO_STATISTICS, SupportStatistics)
+from hypothesis import (given, strategies as st)
 from metaio.read.batch import empty_batch
-from tests.support.reference import Task, batch_of, random_task, some_features
+from tests.support.reference import (Task, batch_of, random_task, some_features)
+
 
 PRIOR = LabelPrior(0.4, 0.5)
 EVERYTHING = SupportFeaturesConfig(task=True, columns=("*",), shrinkage=2.0)
@@ -90,10 +88,10 @@ def test_every_row_has_the_statistics_of_a_loop(
         for task in tasks
         for row in range(len(task.label))
     ]
-    found_NG = statistics.features_NG(batch_of(tasks, features))
-    assert found_NG.shape == (len(expected), statistics.width)
+    found_NK = statistics.features_NK(batch_of(tasks, features))
+    assert found_NK.shape == (len(expected), statistics.width)
     if expected:
-        np.testing.assert_allclose(found_NG, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found_NK, expected, rtol=1e-5, atol=1e-6)
 
 
 FEATURES = some_features(2, 2, 1)
@@ -113,7 +111,7 @@ def test_labels_count_from_what_training_rows_say_of_a_column(column: str, place
     statistics = SupportStatistics.of(config, FEATURES, PRIOR, ITEMS)
     batch = batch_of(tasks, FEATURES)
     dense_NK = torch.randn(batch.num_rows, 5, generator=torch.Generator().manual_seed(1))
-    found_NG = statistics.features_NG(replace(batch, dense_NK=dense_NK))
+    found_NK = statistics.features_NK(replace(batch, dense_NK=dense_NK))
     foretold = iter(dense_NK[:, place].tolist())
     expected = []
     for task in tasks:
@@ -122,7 +120,7 @@ def test_labels_count_from_what_training_rows_say_of_a_column(column: str, place
             statistics_of_row(task, row, PRIOR, EVERYTHING.shrinkage, (2, 2), of_task)
             for row in range(len(of_task))
         ]
-    np.testing.assert_allclose(found_NG, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found_NK, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_of_log_odds_the_mean_is_what_clicks_lie_above_what_is_foretold() -> None:
@@ -131,7 +129,7 @@ def test_of_log_odds_the_mean_is_what_clicks_lie_above_what_is_foretold() -> Non
     statistics = SupportStatistics.of(config, FEATURES, PRIOR, replace(ITEMS, log_odds=True))
     batch = batch_of(tasks, FEATURES)
     dense_NK = torch.randn(batch.num_rows, 5, generator=torch.Generator().manual_seed(1))
-    found_NG = statistics.features_NG(replace(batch, dense_NK=dense_NK))
+    found_NK = statistics.features_NK(replace(batch, dense_NK=dense_NK))
 
     def logit(share: float) -> float:
         return math.log(share / (1 - share))
@@ -147,7 +145,7 @@ def test_of_log_odds_the_mean_is_what_clicks_lie_above_what_is_foretold() -> Non
             of_foretold = (sum(shares[other] for other in others) + prior) / weight
             rest = statistics_of_row(task, row, PRIOR, shrinkage, (2, 2), above)[1:]
             expected.append([logit(of_clicks) - logit(of_foretold), *rest])
-    np.testing.assert_allclose(found_NG, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found_NK, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("items", "told"), [(ITEMS, "s1, m0"), (ItemFeaturesConfig(), "none")])
@@ -172,14 +170,14 @@ def test_labels_that_nothing_is_made_of_count_from_no_column() -> None:
 def test_no_row_sees_its_own_label_nor_that_of_a_query_row() -> None:
     statistics = SupportStatistics.of(EVERYTHING, FEATURES, PRIOR)
     batch = batch_of(some_batch(), FEATURES)
-    before_NG = statistics.features_NG(batch)
+    before_NK = statistics.features_NK(batch)
     for row in range(batch.num_rows):
         changed = batch.label_N.clone()
         changed[row] = 100.0
-        after_NG = statistics.features_NG(replace(batch, label_N=changed))
-        np.testing.assert_array_equal(after_NG[row], before_NG[row])
+        after_NK = statistics.features_NK(replace(batch, label_N=changed))
+        np.testing.assert_array_equal(after_NK[row], before_NK[row])
         is_support = row < 6 or row == 10 or 14 <= row < 23  # of tasks of 6 + 4, 1 + 3, 9 + 2
-        assert (after_NG != before_NG).any() == is_support
+        assert (after_NK != before_NK).any() == is_support
 
 
 def test_labels_of_query_rows_may_be_unknown() -> None:
@@ -188,14 +186,14 @@ def test_labels_of_query_rows_may_be_unknown() -> None:
     label_N = batch.label_N.clone()
     label_N[6:10] = math.nan
     np.testing.assert_array_equal(
-        statistics.features_NG(replace(batch, label_N=label_N)), statistics.features_NG(batch)
+        statistics.features_NK(replace(batch, label_N=label_N)), statistics.features_NK(batch)
     )
 
 
 def test_all_are_zero_where_nothing_is_known() -> None:
     task = random_task(FEATURES, 0, 5, random.Random(3))
     statistics = SupportStatistics.of(EVERYTHING, FEATURES, PRIOR)
-    assert not statistics.features_NG(batch_of([task], FEATURES)).any()
+    assert not statistics.features_NK(batch_of([task], FEATURES)).any()
 
 
 def test_they_follow_the_support_that_training_draws_anew() -> None:
@@ -203,7 +201,7 @@ def test_they_follow_the_support_that_training_draws_anew() -> None:
     statistics = SupportStatistics.of(EVERYTHING, FEATURES, PRIOR)
     batch = batch_of(tasks, FEATURES)
     redrawn = resplit(batch, 0.2, 0.8, key=5)
-    before_N6, after_N6 = (statistics.features_NG(each)[:, :3] for each in (batch, redrawn))
+    before_N6, after_N6 = (statistics.features_NK(each)[:, :3] for each in (batch, redrawn))
     lengths = redrawn.support_lengths_T.tolist()
     # A query row's task count is that of the new support.
     ends = redrawn.row_offsets_T1[1:] - 1
@@ -222,7 +220,7 @@ def test_they_stand_behind_the_dense_columns() -> None:
     assert widened.dense_NK.dtype == batch.dense_NK.dtype
     assert torch.equal(widened.dense_NK[:, :1], batch.dense_NK)
     np.testing.assert_array_equal(
-        widened.dense_NK[:, 1:].float(), torch.from_numpy(statistics.features_NG(batch))
+        widened.dense_NK[:, 1:].float(), torch.from_numpy(statistics.features_NK(batch))
     )
     assert NO_STATISTICS.with_features(batch) is batch
     nothing = statistics.with_features(empty_batch(4, 2, 2, 1))

@@ -3,21 +3,20 @@ same at any world size.
 """
 
 import json
-from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
-from unittest import mock
-
 import pytest
-
-from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
+from dataclasses import replace
+from gmeta.config.train_config import (DataConfig, RunConfig, TrainConfig)
 from gmeta.distributed.ranks import Ranks
 from gmeta.train import train
 from gmeta_models.model_config import ModelConfig
-from metaio import Dataset, open_dataset
+from metaio import (Dataset, open_dataset)
 from metaio.format.block import Block
-from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from metaio.recipes.synthetic import (SyntheticConfig, prepare_synthetic)
+from pathlib import Path
 from tests.distributed.harness import on_ranks
+from typing import NamedTuple
+from unittest import mock
+
 
 LANES, WHOLE_BLOCKS = DataConfig(tasks_per_step=8, lanes=2), DataConfig(blocks_per_step=2)
 
@@ -57,7 +56,7 @@ def test_ranks_read_their_own_blocks_and_train_the_same_steps(tmp_path: Path) ->
         num_tasks=64, num_items=60, min_rows=12, max_rows=12, query_rows=5, block_rows=48
     )
     prepare_synthetic(str(tmp_path / "data"), synthetic)
-    lengths = open_dataset(str(tmp_path / "data")).splits["train"].blocks.num_episodes_X.tolist()
+    lengths = open_dataset(str(tmp_path / "data")).splits["train"].blocks.num_episodes_Z.tolist()
     assert len(lengths) % 2 == 0
     assert set(lengths) == {4}
     config = TrainConfig(

@@ -1,13 +1,12 @@
 """Which rank is asked for which row: the vectorised bookkeeping against one id at a time."""
 
-import random
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
+import random
 import torch
+from collections.abc import Sequence
+from gmeta.distributed.exchange.routes import (LookupRequest, Routes, Shard)
 
-from gmeta.distributed.exchange.routes import LookupRequest, Routes, Shard
 
 WIDTH = 8
 TABLE_WISE, ROW_WISE, COLUMN_WISE = range(3)
@@ -48,11 +47,11 @@ def ask(routes: Routes, ids_B: list[list[int]]) -> LookupRequest:
 
 def answered_ids(routes: Routes, asked: LookupRequest) -> list[tuple[Shard, list[int]]]:
     """What each shard is asked for, as rows of the whole table."""
-    ends_S = np.cumsum(asked.counts_S)
+    ends_Y = np.cumsum(asked.counts_Y)
     rows = asked.row_of_shard.tolist()
     return [
         (shard, [shard.first_row + row for row in rows[end - count : end]])
-        for shard, count, end in zip(routes.shards, asked.counts_S, ends_S, strict=True)
+        for shard, count, end in zip(routes.shards, asked.counts_Y, ends_Y, strict=True)
     ]
 
 
@@ -124,5 +123,5 @@ def test_ids_that_do_not_travel_are_not_made_smaller() -> None:
 def test_a_step_without_ids_asks_for_nothing() -> None:
     shards = random_shards(random.Random(5), 3, 2)
     asked = ask(Routes(shards, 0, 2), [[], [], []])
-    assert asked.counts_S.sum() == 0
+    assert asked.counts_Y.sum() == 0
     assert asked.row_of_shard.numel() == 0

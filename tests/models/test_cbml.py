@@ -1,19 +1,18 @@
 """CBML's gates against their equations task by task, and what the inner loop makes of them."""
 
 import random
-
 import torch
-from torch import Tensor
-
 from gmeta.adaptation.adaptation_plan import adaptable_layers
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import measure_inputs
-from gmeta_models import InputSizes, ModelConfig, build_model
+from gmeta_models import (InputSizes, ModelConfig, build_model)
 from gmeta_models.cbml import CBML
 from tests.models.inputs import some_inputs
 from tests.support import reference
+from torch import Tensor
+
 
 CONFIG = ModelConfig(name="cbml", embedding_dim=4, hidden=(6, 5), clusters=3)
 
@@ -28,11 +27,11 @@ def cbml(sizes: InputSizes) -> CBML:
 def gates_of_mean(model: CBML, mean_X: Tensor) -> Tensor:
     """The equations of the docstring for one task: gates of all layers in a row."""
     gate = model.gate
-    task_Z = torch.tanh(gate.encode.weight @ mean_X + gate.encode.bias)
-    nearness = torch.stack([torch.exp(-((task_Z - c) ** 2).sum() / 2) for c in gate.centres_CZ])
-    known_CZ = torch.tanh(gate.clusters(task_Z)).view(3, 4)
-    cluster_Z = sum((n / nearness.sum()) * k for n, k in zip(nearness, known_CZ, strict=True))
-    return 2 * torch.sigmoid(gate.gates(torch.cat([task_Z, cluster_Z])))
+    task_O = torch.tanh(gate.encode.weight @ mean_X + gate.encode.bias)
+    nearness = torch.stack([torch.exp(-((task_O - c) ** 2).sum() / 2) for c in gate.centres_CZ])
+    known = torch.tanh(gate.clusters(task_O)).view(3, 4)
+    cluster_O = sum((n / nearness.sum()) * k for n, k in zip(nearness, known, strict=True))
+    return 2 * torch.sigmoid(gate.gates(torch.cat([task_O, cluster_O])))
 
 
 def test_gates_follow_from_the_mean_of_a_tasks_support_rows() -> None:

@@ -10,9 +10,9 @@ from gmeta_models.deepfm import DeepFM
 from tests.models.inputs import row, some_inputs
 
 
-def fields(model: DeepFM, features_ID: torch.Tensor, dense: list[float]) -> list[torch.Tensor]:
+def fields(model: DeepFM, features_FD: torch.Tensor, dense: list[float]) -> list[torch.Tensor]:
     """Weight and factors of each field of a row, times its value."""
-    found = list(features_ID)
+    found = list(features_FD)
     for index, value in enumerate(dense):
         assert model.dense_weights is not None
         assert model.dense_factors_KJ is not None
@@ -34,9 +34,9 @@ def test_every_field_counts_once_and_every_pair_of_fields(
     assert found.shape == ((6,) if outputs == 1 else (6, 3))
     for index in range(6):
         alone = row(inputs, index)
-        features_ID = alone.features_NFD("mean")[0]
-        vectors = fields(model, features_ID, alone.dense_NK[0].tolist())
+        features_FD = alone.features_NFD("mean")[0]
+        vectors = fields(model, features_FD, alone.dense_NK[0].tolist())
         pairs = itertools.combinations(vectors, 2)
         both = sum(vector[0] for vector in vectors) + sum((a[1:] @ b[1:]) for a, b in pairs)
-        seen = torch.cat([features_ID[:, 1:].flatten(), alone.dense_NK[0]])
+        seen = torch.cat([features_FD[:, 1:].flatten(), alone.dense_NK[0]])
         torch.testing.assert_close(found[index].view(-1), (both + model.deep(seen)).detach())

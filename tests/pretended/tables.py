@@ -2,21 +2,18 @@
 tables, with a row-wise Adagrad step in its backward, and DistributedDataParallel.
 """
 
-from typing import Any
-
+import gmeta.distributed.sharding as sharding
 import torch
 import torch.distributed as dist
 import torchrec.distributed.batched_embedding_kernel as kernels
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
-from torch import Tensor, nn
-from torchrec.distributed import DistributedModelParallel
-
-import gmeta.distributed.sharding as sharding
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from gmeta.distributed.sharded_learner import local_learner
 from gmeta.platform.internals import call_after_backward
-from tests.pretended.device import OnDevice, counts, held
+from tests.pretended.device import (OnDevice, counts, held)
+from torch import (Tensor, nn)
+from torchrec.distributed import DistributedModelParallel
+from typing import Any
+
 
 BACKWARD_LAUNCHES = 15  # sort, segments, update: an estimate of fbgemm's
 
@@ -39,10 +36,10 @@ class _Slice(OnDevice):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, group: Any, indices: Tensor, offsets: Tensor) -> Tensor:
-        first_row_F = held(group.hash_size_cumsum)[:-1]
-        samples = (offsets.numel() - 1) // first_row_F.numel()
-        ids_F = held(offsets)[::samples].diff()
-        ctx.row_N = held(indices).long() + torch.repeat_interleave(first_row_F, ids_F)
+        first_rows = held(group.hash_size_cumsum)[:-1]
+        samples = (offsets.numel() - 1) // first_rows.numel()
+        num_ids = held(offsets)[::samples].diff()
+        ctx.row_N = held(indices).long() + torch.repeat_interleave(first_rows, num_ids)
         ctx.group = group
         counts().launches["fbgemm::lookup"] += 2  # with the check of the ids
         return OnDevice(held(weights).detach().view(-1, group.max_D)[ctx.row_N])

@@ -1,23 +1,22 @@
 """Adapted tasks as tensors: taken apart and put together in any order, they predict as alone."""
 
-from dataclasses import replace
-from pathlib import Path
-
+import gmeta
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-
-import gmeta
+from dataclasses import replace
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate
-from gmeta.config.algorithm import AlgorithmConfig, InnerPath
+from gmeta.adaptation.plain_update import (LowRankUpdate, MaterialisedUpdate)
+from gmeta.config.algorithm import (AlgorithmConfig, InnerPath)
 from gmeta.config.inputs import SupportFeaturesConfig
-from gmeta.serving.encoded_rows import join_rows, split_rows
+from gmeta.serving.encoded_rows import (join_rows, split_rows)
 from gmeta.serving.served_model import ServedModel
-from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
-from gmeta_models import MODELS, ModelConfig
-from tests.support.exported import metaemb_rate, random_rows, write_random_model
+from gmeta.serving.task_states import (AdaptedTensors, TaskState, split_tasks, stack_tasks)
+from gmeta_models import (MODELS, ModelConfig)
+from pathlib import Path
+from tests.support.exported import (metaemb_rate, random_rows, write_random_model)
+
 
 SIZES = (5, 0, 1, 9, 3)  # support rows of each task
 
@@ -141,15 +140,15 @@ def test_changes_of_all_kinds_stand_side_by_side(kinds: tuple[str, ...]) -> None
     generator = torch.Generator().manual_seed(0)
     states = [random_state(generator, kind, place + 1, place) for place, kind in enumerate(kinds)]
     tasks = stack_tasks(states)
-    rows_TLI = torch.randn(len(kinds), 5, 3, generator=generator, dtype=torch.float64)
+    rows_THI = torch.randn(len(kinds), 5, 3, generator=generator, dtype=torch.float64)
     for place, state in enumerate(states):
         expected = torch.zeros(1, 5, 2, dtype=torch.float64)
         if "layer" in state.changes:
-            expected = state.changes["layer"].output_change_TLO(rows_TLI[place : place + 1])
+            expected = state.changes["layer"].output_change_THO(rows_THI[place : place + 1])
         if tasks.changes:
-            mine = tasks.changes["layer"].output_change_TLO(rows_TLI)[place : place + 1]
+            mine = tasks.changes["layer"].output_change_THO(rows_THI)[place : place + 1]
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-13)
-        assert torch.equal(tasks.gates_TMO["layer"][place : place + 1], state.gates_1MO["layer"])
+        assert torch.equal(tasks.gates_TJO["layer"][place : place + 1], state.gates_1JO["layer"])
         assert torch.equal(tasks.rows_PD[tasks.task_P == place], state.rows_PD)
         assert torch.equal(tasks.key_P[tasks.task_P == place], state.key_P)
     assert bool(tasks.changes) == (set(kinds) != {"none"})
@@ -158,9 +157,9 @@ def test_changes_of_all_kinds_stand_side_by_side(kinds: tuple[str, ...]) -> None
         assert torch.equal(before.rows_PD, after.rows_PD)
         if "layer" in before.changes:
             mine, its = after.changes["layer"], before.changes["layer"]
-            some = rows_TLI[:1]
+            some = rows_THI[:1]
             torch.testing.assert_close(
-                mine.output_change_TLO(some), its.output_change_TLO(some), rtol=0, atol=1e-13
+                mine.output_change_THO(some), its.output_change_THO(some), rtol=0, atol=1e-13
             )
 
 

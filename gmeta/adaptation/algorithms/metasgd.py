@@ -10,19 +10,17 @@ keeps the inner loop's low rank and so MAML's cost; a rate for each element of a
 the table, so with "weight" too a table has one for each column; all rates start at inner_lr, where
 the paper draws them at random; several steps share their rates, as in MAML's inner loop.
 
-Shape suffixes: B tables, P distinct (task, row) pairs, D embedding width, C rates a table: 1 or D.
+Shape suffixes: B tables, D embedding width, P task-row pairs.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, cast
-
 import torch
-from torch import Tensor, nn
-
+from __future__ import annotations
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss
-from gmeta.adaptation.rates import WeightRates, select_by_table
+from gmeta.adaptation.rates import (WeightRates, select_by_table)
+from torch import (Tensor, nn)
+from typing import (TYPE_CHECKING, cast)
+
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan
@@ -94,14 +92,14 @@ class LearnedRates(nn.Module):
         return cast(LayerRates, self.layers[name.replace(".", "/")]).rate
 
     def of_rows(self, unique_lengths_B: Tensor, fetched_row_P: Tensor) -> float | Tensor:
-        """Return the rate of each of the tasks' rows, its table's: [P, C]; 0 if none adapts."""
+        """Return the rate of each task's rows, its table's: [P, 1] or [P, D]; 0 if none adapts."""
         if self.tables_BC is None:
             return 0.0
         if len(self.tables_BC) == len(self._place_B):
             return select_by_table(self.tables_BC, unique_lengths_B, fetched_row_P)
-        none_1C = self.tables_BC.new_zeros(1, self.tables_BC.shape[1])
-        rates_BC = torch.cat([self.tables_BC, none_1C]).index_select(0, self._place_B)
-        return select_by_table(rates_BC, unique_lengths_B, fetched_row_P)
+        none = self.tables_BC.new_zeros(1, self.tables_BC.shape[1])
+        rates = torch.cat([self.tables_BC, none]).index_select(0, self._place_B)
+        return select_by_table(rates, unique_lengths_B, fetched_row_P)
 
 
 def _rates(shape: tuple[int, ...], start: float, like: Tensor) -> nn.Parameter:

@@ -7,22 +7,19 @@ c is 1, for the bias, and more where x is not all of a row's inputs (rows/common
 above are mlp.py's. So a step of the MovieLens example, with three inner steps, takes five eighths
 of the time.
 
-Shape suffixes: R rows of both sides, N rows of one, S support rows, T tasks, L rows of a task, V
-inputs of a row, O output width.
+Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
-
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-
+from __future__ import annotations
+from collections.abc import Sequence
+from dataclasses import (dataclass, replace)
 from gmeta.adaptation.rates import scale_grads
 from gmeta_models.ops.matmul import linear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing import (Any, NamedTuple, TYPE_CHECKING, cast)
+
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.fast_weight_update import Rectangles
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 class FirstLayer(NamedTuple):
     """The first decision layer, as the rows' own inputs meet it."""
 
-    weight_OV: Tensor
+    weight_OI: Tensor
     bias: Tensor  # [O], or [T, O] where the rows of a task share inputs
     in_common_T: Tensor | None  # c; None: 1
     gate_TO: Tensor | None
@@ -51,15 +48,15 @@ class FirstOutputs(NamedTuple):
     """The first layer's outputs for the rows of one side, and what inner steps move them by."""
 
     outputs_NO: Tensor  # before any inner step
-    overlaps_TLS: list[Tensor]  # x A^T + c of each rectangle; none where no step needs them
+    overlaps_THS: list[Tensor]  # x A^T + c of each rectangle; none where no step needs them
 
     def after_steps_NO(self, scaled_grads_SO: Tensor | None) -> Tensor:
         """Return z_1, with this sum of the steps' gradients."""
         if scaled_grads_SO is None:
             return self.outputs_NO
         width = scaled_grads_SO.shape[1]
-        rows = self.outputs_NO.split([each.shape[0] * each.shape[1] for each in self.overlaps_TLS])
-        support = scaled_grads_SO.split([len(each) * each.shape[2] for each in self.overlaps_TLS])
+        rows = self.outputs_NO.split([each.shape[0] * each.shape[1] for each in self.overlaps_THS])
+        support = scaled_grads_SO.split([len(each) * each.shape[2] for each in self.overlaps_THS])
         blocks = [
             torch.baddbmm(
                 mine.view(*overlap.shape[:2], width),
@@ -67,7 +64,7 @@ class FirstOutputs(NamedTuple):
                 grads.view(len(overlap), overlap.shape[2], width),
                 alpha=-1,
             ).flatten(0, 1)
-            for overlap, mine, grads in zip(self.overlaps_TLS, rows, support, strict=True)
+            for overlap, mine, grads in zip(self.overlaps_THS, rows, support, strict=True)
         ]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
@@ -113,36 +110,36 @@ class ConstantInputMlp:
 def compute_first_outputs(
     layer: FirstLayer,
     inputs: Tensor,
-    constant_SV: Tensor | None,
+    constant_SI: Tensor | None,
     tasks: PaddedTasks,
     several_steps: bool,
 ) -> tuple[FirstOutputs, FirstOutputs]:
     """Return what the layer makes of support and of query rows.
 
     `inputs` are those of both sides, the support's first; in first order those of the query rows,
-    and the support's are `constant_SV`. Only `several_steps` ask for the support's own overlaps.
+    and the support's are `constant_SI`. Only `several_steps` ask for the support's own overlaps.
     """
     support, query = tasks.support, tasks.query
     alone = layer.in_common_T is None  # the rows of a task share no inputs
-    tensors = layer.weight_OV, layer.bias if alone else None, support.rectangles
+    tensors = layer.weight_OI, layer.bias if alone else None, support.rectangles
     query_rectangles = query.rectangles if layer.adapts else ()
     own = support.rectangles if layer.adapts and several_steps else ()
-    if constant_SV is None:
-        outputs_RO, *overlaps = _FirstProducts.apply(
+    if constant_SI is None:
+        both_NO, *overlaps = _FirstProducts.apply(
             inputs, None, *tensors, query_rectangles, bool(own)
         )
         if layer.differs_by_task:
-            outputs_RO = _apply_task_terms(
-                layer, outputs_RO, torch.cat([support.task_N, query.task_N])
+            both_NO = _apply_task_terms(
+                layer, both_NO, torch.cat([support.task_N, query.task_N])
             )
-        support_SO, query_NO = outputs_RO.split([support.num_rows, query.num_rows])
+        support_SO, query_NO = both_NO.split([support.num_rows, query.num_rows])
     else:
         query_NO, *overlaps = _FirstProducts.apply(
-            inputs, constant_SV, *tensors, query_rectangles, False
+            inputs, constant_SI, *tensors, query_rectangles, False
         )
         query_NO = _apply_task_terms(layer, query_NO, query.task_N)
         with torch.no_grad():
-            support_SO, *more = _FirstProducts.apply(constant_SV, constant_SV, *tensors, own, False)
+            support_SO, *more = _FirstProducts.apply(constant_SI, constant_SI, *tensors, own, False)
             support_SO = _apply_task_terms(layer, support_SO, support.task_N)
         overlaps += more
     if layer.in_common_T is not None:
@@ -171,49 +168,49 @@ class _FirstProducts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        inputs_RV: Tensor,
-        constant_SV: Tensor | None,
-        weight_OV: Tensor,
+        inputs_NI: Tensor,
+        constant_SI: Tensor | None,
+        weight_OI: Tensor,
         bias_O: Tensor | None,
         support: Rectangles,
         query: Rectangles,
         own: bool,
     ) -> tuple[Tensor, ...]:
         ctx.rectangles = support, query, own
-        ctx.save_for_backward(inputs_RV, constant_SV, weight_OV)
+        ctx.save_for_backward(inputs_NI, constant_SI, weight_OI)
         ctx.set_materialize_grads(False)
-        of_support, of_query = _split_sides(inputs_RV, constant_SV, support)
+        of_support, of_query = _split_sides(inputs_NI, constant_SI, support)
         pairs = [(q.of(of_query), s.of(of_support)) for q, s in zip(query, support, strict=False)]
         pairs += [(s.of(of_support), s.of(of_support)) for s in support if own]
         overlaps = [torch.bmm(rows, activations.mT) for rows, activations in pairs]
         if bias_O is not None:
             overlaps = [overlap.add_(1.0) for overlap in overlaps]
-        return linear(inputs_RV, weight_OV, bias_O), *overlaps
+        return linear(inputs_NI, weight_OI, bias_O), *overlaps
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs_RV, constant_SV, weight_OV = ctx.saved_tensors
+        inputs_NI, constant_SI, weight_OI = ctx.saved_tensors
         support, query, own = ctx.rectangles
-        outputs_RO, *overlaps = grads
-        assert outputs_RO is not None  # overlaps are used beside them alone
-        outputs_RO, found_RV = outputs_RO.contiguous(), None
+        both_NO, *overlaps = grads
+        assert both_NO is not None  # overlaps are used beside them alone
+        both_NO, found_NI = both_NO.contiguous(), None
         if ctx.needs_input_grad[0]:
-            found_RV = linear(outputs_RO, weight_OV.mT)
-            of_support, of_query = _split_sides(inputs_RV, constant_SV, support)
+            found_NI = linear(both_NO, weight_OI.mT)
+            of_support, of_query = _split_sides(inputs_NI, constant_SI, support)
             # Views: what is added to them is added to the gradient of the inputs.
-            to_support, to_query = _split_sides(found_RV, constant_SV, support)
+            to_support, to_query = _split_sides(found_NI, constant_SI, support)
             for overlap, q, s in zip(overlaps, query, support, strict=False):
                 if overlap is not None:
                     q.of(to_query).baddbmm_(overlap, s.of(of_support))
-                    if constant_SV is None:
+                    if constant_SI is None:
                         s.of(to_support).baddbmm_(overlap.mT, q.of(of_query))
             for overlap, s in zip(overlaps[len(query) :], support if own else (), strict=False):
                 if overlap is not None:
                     # Derivative of A A^T, in which A stands twice.
                     s.of(to_support).baddbmm_(overlap + overlap.mT, s.of(of_support))
-        of_bias = outputs_RO.sum(dim=0) if ctx.needs_input_grad[3] else None
-        return found_RV, None, outputs_RO.mT @ inputs_RV, of_bias, None, None, None
+        of_bias = both_NO.sum(dim=0) if ctx.needs_input_grad[3] else None
+        return found_NI, None, both_NO.mT @ inputs_NI, of_bias, None, None, None
 
 
 def _split_sides(

@@ -4,23 +4,21 @@ autograd would find the same derivatives in five times as many operations, most 
 A gradient that autograd hands to a `backward` here was made for it alone, except for those at z_L
 and d_0: whatever is added to the others is added in place.
 
-Shape suffixes: N rows of one side, S support rows, I input width, O output width.
+Shape suffixes: N rows, S support rows, L labels, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
-
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-
+from __future__ import annotations
+from collections.abc import Sequence
+from dataclasses import (dataclass, replace)
 from gmeta.adaptation.fused.fast_weight_update import FastWeightUpdate
 from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.rates import WeightRates, scale_grads
+from gmeta.adaptation.rates import (WeightRates, scale_grads)
 from gmeta_models.ops.matmul import linear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing import (Any, NamedTuple, Self, TYPE_CHECKING, final)
+
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.fast_weight_update import Grads, Saved, Sides

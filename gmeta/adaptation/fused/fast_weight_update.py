@@ -4,16 +4,15 @@ derivative of each other product is the method below it. Products are added up i
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
-Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
-
 import torch
+from __future__ import annotations
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from typing import (Any, NamedTuple, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from gmeta.adaptation.layout.padded_layout import Rectangle
@@ -226,6 +225,6 @@ class _AddStep(torch.autograd.Function):
         return (None, None, activations_grad, scaled_grad, *before)
 
 
-def _write_negative_product(block_TLO: Tensor, left_TLK: Tensor, right_TKO: Tensor) -> None:
+def _write_negative_product(block: Tensor, left: Tensor, right: Tensor) -> None:
     """Set block = - left right; what it held, maybe NaN, is not read."""
-    block_TLO.baddbmm_(left_TLK, right_TKO, beta=0, alpha=-1)
+    block.baddbmm_(left, right, beta=0, alpha=-1)

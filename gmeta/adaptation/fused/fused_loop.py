@@ -6,33 +6,27 @@ An MLP kernel does the layers (mlp.py); what is between them is autograd's. Wher
 the decision layers see, their first layer's products are taken once (still_inputs.py); where
 embedding rows adapt, or layers over the dense columns, every step sees new inputs.
 
-Shape suffixes: N rows of one side, R rows of both, S support rows, P distinct (task, row) pairs, X
-inputs of the decision layers, O output width.
+Shape suffixes: T tasks, N rows, S support rows, K dense columns, L labels, D embedding width, P
+task-row pairs, I inputs, O outputs, X all inputs side by side.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
-
 import torch
-from torch import Tensor, nn
-
+from __future__ import annotations
+from collections.abc import Sequence
+from dataclasses import (dataclass, replace)
 from gmeta.adaptation.adaptation_plan import TaskSize
-from gmeta.adaptation.fused.constant_inputs import (
-    ConstantInputMlp,
-    FirstLayer,
-    compute_first_outputs,
-)
+from gmeta.adaptation.fused.constant_inputs import (ConstantInputMlp, FirstLayer, compute_first_outputs)
 from gmeta.adaptation.fused.fast_mlp import FastMlp
 from gmeta.adaptation.layout.common_features import CommonInputs
-from gmeta.adaptation.layout.padded_layout import FusedLayout, kind_of_device
-from gmeta.adaptation.rates import LayerRate, WeightRates, scale_grads
-from gmeta.losses.objectives import RowLoss, known_labels
+from gmeta.adaptation.layout.padded_layout import (FusedLayout, kind_of_device)
+from gmeta.adaptation.rates import (LayerRate, WeightRates, scale_grads)
+from gmeta.losses.objectives import (RowLoss, known_labels)
 from gmeta.losses.row_losses import HALVES
 from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel
+from torch import (Tensor, nn)
+from typing import (TYPE_CHECKING, cast)
+
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan
@@ -185,7 +179,7 @@ class FusedLoop:
         if tasks.common is not None and self._model.features_from is not None:
             column, width = self._model.features_from, first.in_features
             common = CommonInputs.of(tasks.common, rows_PD, column, width)
-            common = common._replace(values_TU=_in_autocast(common.values_TU))
+            common = common._replace(values_TI=_in_autocast(common.values_TI))
             in_common_T = common.shared_product_T(second_order)
             # What all rows of a task share is multiplied by the weight once a task, and added to
             # the bias.

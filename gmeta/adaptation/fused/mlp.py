@@ -14,15 +14,15 @@ the activations, and back for the gradients d_l at the outputs,
 fast_mlp.py has the derivatives written out; plain_mlp.py is these equations, differentiated by
 autograd: the definition, which tests hold it to. Both are tested against the general loop.
 
-Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
+Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs.
 """
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
+from abc import (ABC, abstractmethod)
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import (Self, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,20 +1,19 @@
 """The equations of mlp.py as they stand, differentiated by autograd: what fast_mlp.py is held to.
 
-Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
+Shape suffixes: T tasks, N rows, S support rows, H longest list or task, L labels, I inputs, O
+outputs.
 """
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
+from __future__ import annotations
+from collections.abc import Sequence
+from dataclasses import (dataclass, replace)
 from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
+from gmeta.adaptation.plain_update import (PlainUpdate, add_step, step_update)
+from torch import Tensor
+from typing import (Self, TYPE_CHECKING, final)
+
 
 if TYPE_CHECKING:
     from gmeta.adaptation.layout.padded_layout import PaddedRows
@@ -39,7 +38,7 @@ class PlainMlp(AdaptedMlp):
             if change := self._changes_of(at):
                 blocks = zip(change, rows.blocks(passed[-1]), strict=True)
                 out_NO = out_NO - rows.join_blocks(
-                    [mine.output_change_TLO(block) for mine, block in blocks]
+                    [mine.output_change_THO(block) for mine, block in blocks]
                 )
         return (*passed, out_NO)
 
@@ -54,7 +53,7 @@ class PlainMlp(AdaptedMlp):
             below_SI = gated_SO @ self.weights_OI[at]
             if change := self._changes_of(at):
                 blocks = zip(change, self.support.blocks(grad_SO), strict=True)
-                blocks_change = [mine.gradient_change_TLI(block) for mine, block in blocks]
+                blocks_change = [mine.gradient_change_THI(block) for mine, block in blocks]
                 below_SI = below_SI - self.support.join_blocks(blocks_change)
             grads.insert(0, torch.where(hidden[at - 1] > 0, below_SI, 0.0) if at else below_SI)
         return tuple(grads)

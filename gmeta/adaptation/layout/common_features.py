@@ -12,18 +12,16 @@ asks for what two rows have in common (layer_change.py), the bias has |u|^2 + 1 
 in any order of differentiation. This way recommendation models save most of their work where
 requests share a user (RecD, Zhao et al., arXiv 2211.05239); episodes always do.
 
-Shape suffixes: T tasks, U inputs that the rows of a task share, V other inputs of a row, X all of
-them, O output width.
+Shape suffixes: T tasks, D embedding width, P task-row pairs, I inputs, O outputs, X all inputs side
+by side.
 """
 
+import torch
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-
 from gmeta.adaptation.layout.sparse_matrix import Bags
+from torch import Tensor
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class CommonFeatures:
     features: tuple[int, ...]
     bags: Bags  # of one value: bag t * len(features) + i
 
-    def values_TU(self, rows_PD: Tensor) -> Tensor:
+    def values_TI(self, rows_PD: Tensor) -> Tensor:
         """Return the features side by side, when the embedding rows have these values."""
         return self.bags.pool(rows_PD).view(-1, len(self.features) * rows_PD.shape[1])
 
@@ -41,7 +39,7 @@ class CommonFeatures:
 class CommonInputs(NamedTuple):
     """The inputs of the first layer that all rows of a task share."""
 
-    values_TU: Tensor
+    values_TI: Tensor
     order_X: Tensor  # the layer's columns, those of a row's own inputs first
     num_own: int  # V
 
@@ -54,23 +52,23 @@ class CommonInputs(NamedTuple):
         """
         dim, device = rows_PD.shape[1], rows_PD.device
         order_X, num_own = _order_columns(features.features, first_column, dim, width, device)
-        return cls(features.values_TU(rows_PD), order_X, num_own)
+        return cls(features.values_TI(rows_PD), order_X, num_own)
 
     def split_layer(self, weight_OX: Tensor, bias_O: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of a row's own inputs [O, V], and the bias of each task [T, O]."""
+        """Return the weight of a row's own inputs [O, I], and the bias of each task [T, O]."""
         own_X, shared_X = self.order_X.tensor_split([self.num_own])
-        shared_OU = weight_OX.index_select(1, shared_X)
-        return weight_OX.index_select(1, own_X), torch.addmm(bias_O, self.values_TU, shared_OU.mT)
+        shared_OI = weight_OX.index_select(1, shared_X)
+        return weight_OX.index_select(1, own_X), torch.addmm(bias_O, self.values_TI, shared_OI.mT)
 
     def shared_product_T(self, second_order: bool) -> Tensor:
         """Return |u|^2 + 1; without `second_order` one u is a support row's, and a constant."""
-        values_TU = self.values_TU
-        other_TU = values_TU if second_order else values_TU.detach()
-        return (values_TU * other_TU).sum(dim=1) + 1.0
+        values_TI = self.values_TI
+        other_TI = values_TI if second_order else values_TI.detach()
+        return (values_TI * other_TI).sum(dim=1) + 1.0
 
-    def interleave(self, own_TV: Tensor, is_known_T1: Tensor) -> Tensor:
+    def interleave(self, own_TI: Tensor, is_known_T1: Tensor) -> Tensor:
         """Return own and common inputs in the layer's order, for tasks that have rows: [T, X]."""
-        both_TX = torch.cat([own_TV, self.values_TU * is_known_T1], dim=1)
+        both_TX = torch.cat([own_TI, self.values_TI * is_known_T1], dim=1)
         return both_TX.index_select(1, self.order_X.argsort())
 
 

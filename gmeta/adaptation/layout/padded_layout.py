@@ -2,21 +2,19 @@
 
 Padding is built in when the batch is arranged, so that products inside each task need no copies.
 
-Shape suffixes: T tasks, N rows of one side with its padding, F features, D embedding width, K dense
-columns.
+Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, K dense
+columns, D embedding width, P task-row pairs, X all inputs side by side.
 """
 
+import torch
 from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
-from torch import Tensor, nn
-
 from gmeta.adaptation.layout.sparse_matrix import Bags
-from gmeta_models.inputs import History, RowFeatures
+from gmeta_models.inputs import (History, RowFeatures)
+from torch import (Tensor, nn)
+from typing import (NamedTuple, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from gmeta.adaptation.layout.common_features import CommonFeatures

@@ -1,13 +1,12 @@
 """Ragged rows of many tasks as padded [T, rows, ...] blocks and back, for products inside each
 task.
 
-Shape suffixes: T tasks, N rows of all tasks (task by task), L longest task.
+Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side.
 """
 
+import torch
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 
@@ -18,7 +17,7 @@ class RowLayout:
     lengths_T: Tensor  # int64
     num_rows: int  # N
     longest: int  # L
-    # Target of each row in the padded [T * L] block; None when all tasks have L rows and a view
+    # Target of each row in the padded [T * H] block; None when all tasks have H rows and a view
     # does.
     padded_index_N: Tensor | None
 

@@ -1,17 +1,15 @@
 """The support rows, or the query rows, of all tasks of a batch: which rows of one block they read.
 
-Shape suffixes: N rows, P rows of the block, D embedding width, F single-id features, V ids of all
-bags, K dense columns.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, D embedding width, P task-row pairs.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from torch import Tensor
-
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sparse_matrix import Bags
 from gmeta_models.inputs import RowInputs
+from torch import Tensor
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)

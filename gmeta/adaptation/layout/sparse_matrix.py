@@ -4,19 +4,19 @@ A gather is the case of one row a bag. torch's own backward of a gather clears a
 rows and adds to it row by row, at 70 ns a row (280 with int32 positions); summing the bags of the
 transpose needs a fifth of that, and no clearing. The price is one sort on the host, paid where a
 batch is arranged, unless nobody differentiates: in first order that is the support side of most
-models. A GPU adds in parallel what the rows of popular ids would sum one after the other, so there
-nothing is sorted.
+models. The rows chosen from are task-row pairs, or any others. A GPU adds in parallel what the rows
+of popular ids would sum one after the other, so there nothing is sorted.
 
-Shape suffixes: V chosen rows of all bags, C bags, P rows chosen from, D row width; C1 = C + 1.
+Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs.
 """
-
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
+from typing import (Any, NamedTuple)
+
 
 # Padding entries are spread over this many rows, or over bags of this size: additions to one row
 # wait for each other, and a bag is summed one entry after the other.

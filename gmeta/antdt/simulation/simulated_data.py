@@ -1,18 +1,17 @@
 """The job's tasks in simulated workers' hands: every shard goes through the real ledger.
 
-Shape suffix: W workers.
+Shape suffix: W ranks or workers.
 """
 
-from collections import deque
-from typing import final
-
 import numpy as np
-from numpy.typing import NDArray
-
+from collections import deque
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.ledger.state import LedgerState
-from gmeta.antdt.model import MAX_SHARDS_PER_LEASE_CALL, Caller, DatasetSpec
+from gmeta.antdt.model import (Caller, DatasetSpec, MAX_SHARDS_PER_LEASE_CALL)
+from numpy.typing import NDArray
+from typing import final
+
 
 Ints = NDArray[np.int64]
 DATASET = "simulated"

@@ -13,28 +13,26 @@ A row that the model trains on is told what the tasks of the other folds say, mu
 so is every other row of its task, as if nobody had seen the task. To leave out the row alone would
 give its label away: among the rows of one item, those with a label of 1 would all have a smaller
 mean than those with a label of 0. Rows that are predicted are told what all training rows say.
+The 2 of a suffix: mean and number.
 
-Shape suffixes: T episodes, N rows, E (row, id) pairs of one column, U unique ids of a batch, V
-ids of one column's table (of all bags, where a batch is meant), K folds, F single-id and M multi-id
-features, L longest list; 2: mean, number.
+Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
+features, V values, K dense columns, U unique ids, R rows of tables.
 """
-
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-
+from __future__ import annotations
+from dataclasses import (dataclass, replace)
 from gmeta.config.inputs import choose_columns
-from gmeta.data.features.support_statistics import log_odds, scale_count
+from gmeta.data.features.support_statistics import (log_odds, scale_count)
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64, owners, sum_rows
+from metaio.ragged import (Int64, owners, sum_rows)
+from torch import (Tensor, nn)
+from typing import (Any, NamedTuple, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from gmeta.config.inputs import ItemFeaturesConfig
@@ -64,8 +62,8 @@ class ItemSums:
     """Labels of the training rows, fold by fold: of all (number, sum, sum of squares), and of each
     column's values (number, sum). Those of several ranks' rows can be added."""
 
-    total_K3: Floats
-    columns: tuple[Floats, ...]  # of each [K, V, 2]
+    total_by_fold: Floats
+    columns: tuple[Floats, ...]  # of each [folds, R, 2]
 
 
 class ItemStatistics(nn.Module):
@@ -98,7 +96,7 @@ class ItemStatistics(nn.Module):
         self._shrinkage, self._log_odds = config.shrinkage, config.log_odds
         for index, column in enumerate(columns):
             self.register_buffer(_buffer(index), torch.zeros(column.num_values, 2))
-        self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [K, V, 2]
+        self._without_fold: list[npt.NDArray[np.float32]] | None = None  # of each [folds, R, 2]
         self._on_host: list[npt.NDArray[Any]] | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module.forget_copies())
 
@@ -128,31 +126,31 @@ class ItemStatistics(nn.Module):
         label_N = batch.label_N.numpy().astype(np.float64)
         fold_N = _fold_N(batch)
         for place, values_N in enumerate((np.ones_like(label_N), label_N, label_N**2)):
-            sums.total_K3[:, place] += np.bincount(fold_N, values_N, NUM_FOLDS)
-        for column, sums_KV2 in zip(self._columns, sums.columns, strict=True):
-            row_E, id_E = _entries(batch, column)
+            sums.total_by_fold[:, place] += np.bincount(fold_N, values_N, NUM_FOLDS)
+        for column, by_fold in zip(self._columns, sums.columns, strict=True):
+            row_V, id_V = _entries(batch, column)
             # Only the values that occur: a table may have far more rows than the batch.
-            distinct, index_E = np.unique(
-                fold_N[row_E] * column.num_values + id_E, return_inverse=True
+            distinct, index_V = np.unique(
+                fold_N[row_V] * column.num_values + id_V, return_inverse=True
             )
-            flat_X2 = sums_KV2.reshape(-1, 2)
-            flat_X2[distinct, 0] += np.bincount(index_E)
-            flat_X2[distinct, 1] += np.bincount(index_E, label_N[row_E])
+            flat = by_fold.reshape(-1, 2)
+            flat[distinct, 0] += np.bincount(index_V)
+            flat[distinct, 1] += np.bincount(index_V, label_N[row_V])
 
     def set_from_sums(self, sums: ItemSums) -> None:
         """Take the statistics from the sums over the whole training split."""
         levels = [self._means_without_fold(sums, fold) for fold in range(NUM_FOLDS)]
         self._without_fold = [np.stack(of_column) for of_column in zip(*levels, strict=True)]
-        for index, values_V2 in enumerate(self._means_without_fold(sums, None)):
-            self.get_buffer(_buffer(index)).copy_(torch.from_numpy(values_V2))
+        for index, values_R2 in enumerate(self._means_without_fold(sums, None)):
+            self.get_buffer(_buffer(index)).copy_(torch.from_numpy(values_R2))
         self.drop_host_copies()
 
     def with_features(self, batch: TaskBatch) -> TaskBatch:
         """Return a batch to predict with the statistics of each row behind its dense columns."""
         found = []
         for index, column in enumerate(self._columns):
-            row_E, id_E = _entries(batch, column)
-            found.append(_means_N2(row_E, id_E, self._values_V2(index)[id_E], batch.num_rows))
+            row_V, id_V = _entries(batch, column)
+            found.append(_means_N2(row_V, id_V, self._values_R2(index)[id_V], batch.num_rows))
         return _append_features(batch, found)
 
     def fold_statistics(self) -> FoldStatistics:
@@ -165,21 +163,21 @@ class ItemStatistics(nn.Module):
             raise ValueError("the statistics of items were not taken from training rows")
         return FoldStatistics(self._columns, self._without_fold)
 
-    def features_of_ids(self, ids_NF: Tensor, ids_NML: Tensor, lengths_NM: Tensor) -> Tensor:
+    def features_of_ids(self, ids_NF: Tensor, ids_NMH: Tensor, lengths_NM: Tensor) -> Tensor:
         """Return what all training rows say of rows to predict [N, width], in tensors alone; their
         lists are padded to one length.
         """
         found = []
         for index, column in enumerate(self._columns):
-            values_V2 = self.get_buffer(_buffer(index))
+            values_R2 = self.get_buffer(_buffer(index))
             if not column.is_multi:
-                found.append(values_V2[ids_NF[:, column.place]])
+                found.append(values_R2[ids_NF[:, column.place]])
                 continue
-            ids_NL, length_N = ids_NML[:, column.place], lengths_NM[:, column.place]
-            places_L = torch.arange(ids_NL.shape[1], device=ids_NL.device)
-            is_known_NL = (places_L < length_N.unsqueeze(1)) & (ids_NL != OOV_ROW)
-            sums_N2 = (values_V2[ids_NL] * is_known_NL.unsqueeze(2)).sum(dim=1)
-            found.append(sums_N2 / is_known_NL.sum(dim=1, keepdim=True).clamp(min=1))
+            ids_NH, length_N = ids_NMH[:, column.place], lengths_NM[:, column.place]
+            places_H = torch.arange(ids_NH.shape[1], device=ids_NH.device)
+            is_known_NH = (places_H < length_N.unsqueeze(1)) & (ids_NH != OOV_ROW)
+            sums_N2 = (values_R2[ids_NH] * is_known_NH.unsqueeze(2)).sum(dim=1)
+            found.append(sums_N2 / is_known_NH.sum(dim=1, keepdim=True).clamp(min=1))
         return torch.cat(found, dim=1)
 
     def _means_without_fold(
@@ -188,27 +186,27 @@ class ItemStatistics(nn.Module):
         """Return the values of each column without one fold's rows, or from all."""
         others = [other for other in range(NUM_FOLDS) if other != fold]
         # Added up without it, not taken off the whole: not a bit may tell of what was left out.
-        count, total, squares = sums.total_K3[others].sum(axis=0)
+        count, total, squares = sums.total_by_fold[others].sum(axis=0)
         mean = total / max(count, 1.0)
         variance = squares / max(count, 1.0) - mean**2
         # Labels that are all alike differ from their mean by rounding alone.
         deviation = np.sqrt(variance) if variance > 1e-12 * mean**2 else 1.0
         found = []
-        for sums_KV2 in sums.columns:
-            count_V, sum_V = sums_KV2[others].sum(axis=0).T
-            above_V = (sum_V - count_V * mean) / deviation
+        for by_fold in sums.columns:
+            count_R, sum_R = by_fold[others].sum(axis=0).T
+            above_R = (sum_R - count_R * mean) / deviation
             # What no row has is 0, without shrinkage too.
-            weight_V = np.maximum(count_V + self._shrinkage, 1e-12)
-            mean_V = above_V / weight_V
+            weight_R = np.maximum(count_R + self._shrinkage, 1e-12)
+            mean_R = above_R / weight_R
             if self._log_odds:
                 # From the same sums: a value that no row has is the mean itself.
-                mean_V = log_odds(mean + mean_V * deviation) - log_odds(mean)
-            values_V2 = np.stack([mean_V, scale_count(count_V)], axis=1).astype(np.float32)
-            values_V2[OOV_ROW] = 0.0
-            found.append(values_V2)
+                mean_R = log_odds(mean + mean_R * deviation) - log_odds(mean)
+            values_R2 = np.stack([mean_R, scale_count(count_R)], axis=1).astype(np.float32)
+            values_R2[OOV_ROW] = 0.0
+            found.append(values_R2)
         return found
 
-    def _values_V2(self, index: int) -> npt.NDArray[Any]:
+    def _values_R2(self, index: int) -> npt.NDArray[Any]:
         """Return what all training rows say of a column's values, on the host."""
         values = self.get_buffer(_buffer(index))
         if values.device.type == "cpu":
@@ -225,15 +223,15 @@ class FoldStatistics:
     """What the rows of the other folds say of a training row's values."""
 
     columns: tuple[_Column, ...]
-    without_fold: list[npt.NDArray[np.float32]]  # of each [K, V, 2]
+    without_fold: list[npt.NDArray[np.float32]]  # of each [folds, R, 2]
 
     def with_features(self, batch: TaskBatch) -> TaskBatch:
         """Return the batch with these statistics of each row behind its dense columns."""
         fold_N, found = _fold_N(batch), []
-        for column, values_KV2 in zip(self.columns, self.without_fold, strict=True):
-            row_E, id_E = _entries(batch, column)
-            values_E2 = values_KV2[fold_N[row_E], id_E]
-            found.append(_means_N2(row_E, id_E, values_E2, batch.num_rows))
+        for column, by_fold in zip(self.columns, self.without_fold, strict=True):
+            row_V, id_V = _entries(batch, column)
+            values_V2 = by_fold[fold_N[row_V], id_V]
+            found.append(_means_N2(row_V, id_V, values_V2, batch.num_rows))
         return _append_features(batch, found)
 
 
@@ -265,12 +263,12 @@ def _entries(batch: TaskBatch, column: _Column) -> tuple[Int64, Int64]:
 
 
 def _means_N2(
-    row_E: Int64, id_E: Int64, values_E2: npt.NDArray[Any], num_rows: int
+    row_V: Int64, id_V: Int64, values_V2: npt.NDArray[Any], num_rows: int
 ) -> npt.NDArray[np.float32]:
     """Return the means over each row's known ids, 0 where it has none."""
     # Unknown ids hold 0: only the divisor must leave them out.
-    known_N = np.bincount(row_E, id_E != OOV_ROW, num_rows)
-    sums = [np.bincount(row_E, values_E2[:, place], num_rows) for place in range(2)]
+    known_N = np.bincount(row_V, id_V != OOV_ROW, num_rows)
+    sums = [np.bincount(row_V, values_V2[:, place], num_rows) for place in range(2)]
     means: npt.NDArray[np.float32] = (
         np.stack(sums, axis=1) / np.maximum(known_N, 1.0)[:, None]
     ).astype(np.float32)

@@ -21,30 +21,28 @@ and all other statistics are of y - p.
 A multi-id column counts a support row once for each id that it shares with the row. Ids outside the
 vocabulary are no values: nobody shares them.
 
-Shape suffixes: T episodes, N rows, P distinct (task, id) pairs, E (row, id) pairs of one column, F
-single-id features, M multi-id features, G statistics.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, U unique ids, P task-row pairs.
 """
-
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from gmeta.config.inputs import NO_PRIOR, LabelPrior, choose_columns
+from __future__ import annotations
+from dataclasses import (dataclass, replace)
+from gmeta.config.inputs import (LabelPrior, NO_PRIOR, choose_columns)
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
-from metaio.ragged import Int64, owners, places, sum_rows
+from metaio.ragged import (Int64, owners, places, sum_rows)
 from metaio.read.task_rows import deduplicate_task_rows
+from typing import (NamedTuple, TYPE_CHECKING)
+
 
 if TYPE_CHECKING:
     from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
-    from metaio.read.task_rows import TaskRows
+    from metaio.read.deduplicate_task_rows import TaskRows
 
 Floats = npt.NDArray[np.float64]
 
@@ -113,10 +111,10 @@ class SupportStatistics:
         """Return the batch with the statistics of each row behind its dense columns."""
         if not self.width:
             return batch
-        of_rows = torch.from_numpy(self.features_NG(batch)).to(batch.dense_NK.dtype)
+        of_rows = torch.from_numpy(self.features_NK(batch)).to(batch.dense_NK.dtype)
         return replace(batch, dense_NK=torch.cat([batch.dense_NK, of_rows], dim=1))
 
-    def features_NG(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
+    def features_NK(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
         """Return the statistics of every row of the batch: made of the task's support rows, except
         for the row itself.
         """
@@ -181,8 +179,8 @@ class _Totals(NamedTuple):
 class _Entries(NamedTuple):
     """One column: the (task, id) pairs that each row holds, each once."""
 
-    row_E: Int64
-    pair_E: Int64
+    row_V: Int64
+    pair_V: Int64
     num_pairs: int
 
 
@@ -219,10 +217,10 @@ class _LabelRows:
         """
         sums: list[Floats] = []
         for value_N in (self.label_N, self.is_support_N.astype(np.float64)):
-            value_E = value_N[entries.row_E]
-            of_pair_P = np.bincount(entries.pair_E, value_E, entries.num_pairs)
-            others_E = of_pair_P[entries.pair_E] - value_E
-            sums.append(np.bincount(entries.row_E, others_E, len(value_N)).astype(np.float64))
+            value_V = value_N[entries.row_V]
+            of_pair_P = np.bincount(entries.pair_V, value_V, entries.num_pairs)
+            others_V = of_pair_P[entries.pair_V] - value_V
+            sums.append(np.bincount(entries.row_V, others_V, len(value_N)).astype(np.float64))
         return sums[0], sums[1]
 
     def sum_of_others(self, value_N: Floats) -> Floats:
@@ -273,12 +271,12 @@ def _columns(
         for column in multi:
             mine_V = column_V == column
             # Sorted and each once: a row that repeats an id holds it no more than another does.
-            key_E = np.unique(row_V[mine_V] * num_pairs + pair_V[mine_V])
-            found.append((key_E // max(num_pairs, 1), key_E % max(num_pairs, 1)))
+            key_V = np.unique(row_V[mine_V] * num_pairs + pair_V[mine_V])
+            found.append((key_V // max(num_pairs, 1), key_V % max(num_pairs, 1)))
     entries = []
-    for row_E, pair_E in found:
-        known_E = known_P[pair_E]
-        entries.append(_Entries(row_E[known_E], pair_E[known_E], num_pairs))
+    for row_V, pair_V in found:
+        known_V = known_P[pair_V]
+        entries.append(_Entries(row_V[known_V], pair_V[known_V], num_pairs))
     return entries
 
 

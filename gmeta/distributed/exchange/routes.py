@@ -1,17 +1,17 @@
 """Which rank to ask for which row, and where the answer stands: integer bookkeeping on the host.
+Among ranks the others stand in order, then this one; shards stand in the order of the wire.
 
-Shape suffixes: U ids, B tables, S shards in the order of the wire, W ranks: peers in their order,
-then this one.
+Shape suffixes: B tables, U unique ids, W ranks or workers, Y shards of tables.
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
 from torch import Tensor
+from typing import NamedTuple
+
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,7 +32,7 @@ class Shard(NamedTuple):
 class LookupRequest:
     """What a rank asks for, shard by shard in the order of the wire: its own shards come last."""
 
-    counts_S: Ints
+    counts_Y: Ints
     # Of every id, its row within the shard; int32 where it may travel and that is enough.
     row_of_shard: Tensor
     # The place of each id's row (int32), and the id of each row; None: in the order of ids.
@@ -67,13 +67,13 @@ class Routes:
         self.num_local = len(self.of_peer[-1])
         fits = max(s.num_rows for s in shards) < 2**31
         self.id_dtype = torch.int32 if others and fits else torch.int64
-        self.columns_S = np.array([s.num_columns for s in self.shards])
-        self.is_cut_S = self.columns_S < [width_of[shard.table] for shard in self.shards]
+        self.columns_Y = np.array([s.num_columns for s in self.shards])
+        self.is_cut_Y = self.columns_Y < [width_of[shard.table] for shard in self.shards]
         # Ids and values that travel between a peer and this rank for an id of a shard.
         ends = np.cumsum([len(of_peer) for of_peer in self.of_peer])
-        peer_S = np.searchsorted(ends, np.arange(len(self.shards)), side="right")
-        self.is_of_peer_SW = np.eye(world_size, dtype=np.int64)[peer_S]
-        self.columns_SW = self.is_of_peer_SW * self.columns_S[:, None]
+        peer_Y = np.searchsorted(ends, np.arange(len(self.shards)), side="right")
+        self.is_of_peer_YW = np.eye(world_size, dtype=np.int64)[peer_Y]
+        self.columns_YW = self.is_of_peer_YW * self.columns_Y[:, None]
         num_rows_B: dict[int, int] = {}
         for shard in shards:
             end = shard.first_row + shard.num_rows
@@ -82,8 +82,8 @@ class Routes:
         self.is_even = min(width_of.values()) == self.widest
         # Rows of all tables numbered in one go; whole shards are ranges of them.
         self._first_B = np.cumsum([0] + [num_rows_B[table] for table in sorted(num_rows_B)])[:-1]
-        self._start_S = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
-        self._rows_S = np.array([s.num_rows for s in self.shards])
+        self._start_Y = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
+        self._rows_Y = np.array([s.num_rows for s in self.shards])
         # One rank and one kind: ids arrive in the order of the wire, and no row is gathered into it
         # and back. That saves a hundredth of a step on a CPU, and 2 of 35 launches of a graph on a
         # GPU.
@@ -108,25 +108,25 @@ class Routes:
         order = np.argsort(whole_rows, kind="stable")  # one pass where they ascend already
         id_U, whole_rows = id_U.take(order), whole_rows.take(order)
         # Ascending: what a shard is asked for is one range.
-        begin_S = np.searchsorted(whole_rows, self._start_S)
-        end_S = np.searchsorted(whole_rows, self._start_S + self._rows_S)
-        counts_S = np.where(self.is_cut_S, 0, end_S - begin_S)
+        begin_Y = np.searchsorted(whole_rows, self._start_Y)
+        end_Y = np.searchsorted(whole_rows, self._start_Y + self._rows_Y)
+        counts_Y = np.where(self.is_cut_Y, 0, end_Y - begin_Y)
         # The ranges of the shards, one after the other in the order of the wire, without a loop
         # over ranks: place i of shard s reads begin_s + (i - places before s).
-        on_wire = np.repeat(begin_S - (np.cumsum(counts_S) - counts_S), counts_S)
+        on_wire = np.repeat(begin_Y - (np.cumsum(counts_Y) - counts_Y), counts_Y)
         on_wire += np.arange(on_wire.size)
         id_U, whole_rows = id_U.take(on_wire), whole_rows.take(on_wire)
-        row_of_shard = whole_rows - np.repeat(self._start_S, counts_S)
+        row_of_shard = whole_rows - np.repeat(self._start_Y, counts_Y)
         if self.cut_tables:
             id_U = np.concatenate([id_U, np.flatnonzero(~whole_row_U)])
-            by_slot = np.split(row_of_shard, np.cumsum(counts_S)[:-1])
-            for slot_of_part in np.flatnonzero(self.is_cut_S):
+            by_slot = np.split(row_of_shard, np.cumsum(counts_Y)[:-1])
+            for slot_of_part in np.flatnonzero(self.is_cut_Y):
                 table = self.shards[slot_of_part].table
-                first, counts_S[slot_of_part] = ends_B[table] - lengths_B[table], lengths_B[table]
+                first, counts_Y[slot_of_part] = ends_B[table] - lengths_B[table], lengths_B[table]
                 by_slot[slot_of_part] = unique_ids_U.numpy()[first : ends_B[table]]
             row_of_shard = np.concatenate(by_slot)
         # With the inverse beside it, gathering and its backward are both gathers.
         place_U = np.empty(id_U.size, np.int32)
         place_U[id_U] = np.arange(id_U.size, dtype=np.int32)
         rows = torch.from_numpy(row_of_shard).to(self.id_dtype)
-        return LookupRequest(counts_S, rows, torch.from_numpy(place_U), torch.from_numpy(id_U))
+        return LookupRequest(counts_Y, rows, torch.from_numpy(place_U), torch.from_numpy(id_U))

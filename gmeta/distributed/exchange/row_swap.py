@@ -1,20 +1,18 @@
 """Rows on their way from the ranks that hold them, and their gradients on the way back: one
-AlltoAll each way.
+AlltoAll each way. Among ranks the others stand in order, then this one.
 
-Shape suffixes: N rows, D embedding width, W ranks: the others in order, then this one; G groups of
-tables.
+Shape suffixes: N rows, W ranks or workers, G groups of tables.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-
+from collections.abc import (Callable, Sequence)
 from gmeta.distributed.tables.rows_to_send import RowsToSend
 from gmeta.distributed.tables.updates import FastGroup
-from gmeta.distributed.transport.transport import Swap, Transport
+from gmeta.distributed.transport.transport import (Swap, Transport)
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing import Any
+
 
 FLOAT16_MAX = 65_504.0
 

@@ -1,20 +1,18 @@
 """TorchRec's exchange: one AlltoAll each way for every kind of sharding.
 
-Shape suffixes: U ids that a rank asks for, B tables, D embedding width.
+Shape suffixes: B tables, U unique ids, D embedding width.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
-from torchrec import KeyedJaggedTensor
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-
-from gmeta.data.episodes import RowFetch, RowPlan
+from collections.abc import Callable
+from gmeta.data.episodes import (RowFetch, RowPlan)
 from gmeta.data.transfer import unpack
 from gmeta.distributed.exchange.exchange import Exchange
 from gmeta.distributed.exchange.planning import IdsPlanner
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from typing import Any
 
 
 class TorchRecExchange(Exchange):

@@ -9,31 +9,30 @@ is announced before: the ids of a step can then travel while another step comput
 Ids travel and are sorted on the host, where a batch has them, and rows between the devices: every
 size is known before a kernel is launched, so that the host waits for none.
 
-Shape suffixes: U ids that a rank asks for, N rows that it gives out, W ranks: the others in order,
-then this one; S shards that it holds, G groups of tables that these are in, D embedding width.
+Shape suffixes: B tables, U unique ids, D embedding width, W ranks or workers, G groups of tables, Y
+shards of tables.
 """
 
 import math
-from typing import Any
-
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torchrec.distributed.types import EmbeddingModuleShardingPlan
-
 from gmeta.config.sharding import WireDtype
-from gmeta.data.episodes import RowFetch, RowPlan
-from gmeta.data.transfer import move_to_device, unpack
+from gmeta.data.episodes import (RowFetch, RowPlan)
+from gmeta.data.transfer import (move_to_device, unpack)
 from gmeta.distributed.exchange.exchange import Exchange
-from gmeta.distributed.exchange.planning import KnownCounts, SendPlan, WirePlanner
-from gmeta.distributed.exchange.routes import Routes, Shard
+from gmeta.distributed.exchange.planning import (KnownCounts, SendPlan, WirePlanner)
+from gmeta.distributed.exchange.routes import (Routes, Shard)
 from gmeta.distributed.exchange.row_swap import RowSwap
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.tables.updates import FastGroup
 from gmeta.distributed.transport.transport import Swap
-from gmeta.platform.internals import TableKernel, table_kernels
+from gmeta.platform.internals import (TableKernel, table_kernels)
 from gmeta_models.table_projections import pad_width_UD
+from torch import (Tensor, nn)
+from torch.autograd.function import once_differentiable
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+from typing import Any
+
 
 KINDS = ("row_wise", "table_wise", "column_wise")
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,12 +73,12 @@ class WireExchange(Exchange):
         # Shards of one group stand together, because a group serves one kind of sharding
         # and one width.
         self.groups = list(dict.fromkeys(group for group, _ in mine))
-        is_of_group_SG = np.array(
+        is_of_group_YG = np.array(
             [[group is other for other in self.groups] for group, _ in mine], np.int64
         ).reshape(len(mine), len(self.groups))
         repeats = [group.repeats for group in self.groups]
         firsts = [row for _, row in mine]
-        self.planner = WirePlanner(self.routes, firsts, is_of_group_SG, repeats, ranks.world_size)
+        self.planner = WirePlanner(self.routes, firsts, is_of_group_YG, repeats, ranks.world_size)
 
     def _prefetch(self, plan: RowPlan) -> "_WireFetch":
         """Tell each rank how many rows it is to send."""
@@ -102,16 +101,16 @@ class _WireFetch(RowFetch):
             return
         routes = exchange.routes
         others = len(routes.of_peer) - 1
-        counts_S = self._known.counts_S.numpy()
-        remote_counts_S, own_counts_S = np.split(counts_S, [len(counts_S) - routes.num_local])
-        self._counts_WS = np.zeros((others + 1, routes.num_local), np.int64)
-        self._counts_WS[-1] = own_counts_S
+        counts_Y = self._known.counts_Y.numpy()
+        remote_counts_Y, own_counts_Y = np.split(counts_Y, [len(counts_Y) - routes.num_local])
+        self._counts_WY = np.zeros((others + 1, routes.num_local), np.int64)
+        self._counts_WY[-1] = own_counts_Y
         self._remote_ids, self._own_ids = self._known.row_of_shard.split_with_sizes(
-            [int(remote_counts_S.sum()), int(own_counts_S.sum())]
+            [int(remote_counts_Y.sum()), int(own_counts_Y.sum())]
         )
         self._sent = False
         # First the numbers of ids: then every later message has a length that both sides know.
-        counts = torch.from_numpy(remote_counts_S).int()
+        counts = torch.from_numpy(remote_counts_Y).int()
         of_peer = [len(shards) for shards in routes.of_peer[:-1]]
         self._swap = exchange.ranks.transport.swap(counts, of_peer, [routes.num_local] * others)
 
@@ -120,12 +119,12 @@ class _WireFetch(RowFetch):
         if self._swap is None:
             return  # there is no other rank
         self._sent = True
-        for counts_S, received in zip(self._counts_WS[:-1], self._swap.parts(), strict=True):
-            counts_S[:] = received.numpy()
+        for counts_Y, received in zip(self._counts_WY[:-1], self._swap.parts(), strict=True):
+            counts_Y[:] = received.numpy()
         self._swap = self._exchange.ranks.transport.swap(
             self._remote_ids,
             self._known.ids_W[:-1],
-            self._counts_WS[:-1].sum(axis=1).tolist(),
+            self._counts_WY[:-1].sum(axis=1).tolist(),
         )
 
     def look_up(self) -> None:
@@ -150,7 +149,7 @@ class _WireFetch(RowFetch):
         assert self._swap is not None
         ids = torch.cat([*self._swap.parts(), self._own_ids])
         self._swap = None
-        to_send = self._exchange.planner.plan_send(self._counts_WS, ids)
+        to_send = self._exchange.planner.plan_send(self._counts_WY, ids)
         return to_send._replace(rows_G=move_to_device(to_send.rows_G, self._exchange.ranks.device))
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
@@ -174,10 +173,10 @@ class _WireFetch(RowFetch):
         # Every shard has whole rows of one width: what arrived is the matrix already.
         if routes.is_even and not routes.cut_tables:
             return flat.view(-1, routes.widest)
-        values = flat.split_with_sizes((self._known.counts_S.numpy() * routes.columns_S).tolist())
+        values = flat.split_with_sizes((self._known.counts_Y.numpy() * routes.columns_Y).tolist())
         uncut: list[Tensor] = []
         parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
-        for shard, is_cut, of_shard in zip(routes.shards, routes.is_cut_S, values, strict=True):
+        for shard, is_cut, of_shard in zip(routes.shards, routes.is_cut_Y, values, strict=True):
             rows = of_shard.view(-1, shard.num_columns)
             if is_cut:
                 parts[shard.table].append((shard.first_column, rows))

@@ -8,25 +8,22 @@ it is the norm that one rank with dense gradients would find (Pascanu et al., ar
 algorithm 1), at any number of ranks. The rest of backward then takes the scaled gradients to the
 tables.
 
-Shape suffixes: N rows given out (equal ids may repeat), U distinct rows, D embedding width.
+Shape suffixes: N rows, R rows of tables, D embedding width.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
-
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
-from torch import Tensor, nn
-from torchrec.distributed import DistributedModelParallel
-
+from collections.abc import Iterable
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from gmeta.distributed.exchange.wire import WireExchange
 from gmeta.distributed.ranks import add_over_ranks
 from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.tables.rows_to_send import RowsToSend
 from gmeta.distributed.tables.table_groups import table_groups
-from gmeta.distributed.tables.updates import FastGroup, row_numbers_N, sum_by_row
+from gmeta.distributed.tables.updates import (FastGroup, row_numbers_N, sum_by_row)
+from torch import (Tensor, nn)
+from torchrec.distributed import DistributedModelParallel
+from typing import (Any, NamedTuple)
+
 
 # As in torch.nn.utils.clip_grad_norm_, whose results these are.
 NORM_EPSILON = 1e-6
@@ -70,7 +67,7 @@ class _HoldingGroup:
 
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._lookup = group.forward
-        self._first_row_F = group.hash_size_cumsum[:-1]
+        self._first_rows = group.hash_size_cumsum[:-1]
         self._held: list[_HeldRows] = []
 
     def __call__(self, indices: Tensor, offsets: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -79,7 +76,7 @@ class _HoldingGroup:
             return rows_ND
         # backward ends at the leaf: behind it fbgemm would update the rows at once.
         leaf_ND = rows_ND.detach().requires_grad_()
-        row_N = row_numbers_N(self._first_row_F, indices, offsets)
+        row_N = row_numbers_N(self._first_rows, indices, offsets)
         self._held.append(_HeldRows(row_N, rows_ND, leaf_ND))
         return leaf_ND
 
@@ -87,7 +84,7 @@ class _HoldingGroup:
         """Return the squared norm of the gradient that has reached the leaves: a scalar."""
         waiting = [rows for rows in self._held if rows.leaf_ND.grad is not None]
         if not waiting:
-            return torch.zeros((), device=self._first_row_F.device)
+            return torch.zeros((), device=self._first_rows.device)
         row_N = torch.cat([given.row_N for given in waiting])
         grads = [given.leaf_ND.grad for given in waiting if given.leaf_ND.grad is not None]
         return _squared_norm(row_N, torch.cat(grads))

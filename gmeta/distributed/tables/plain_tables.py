@@ -4,15 +4,14 @@ TorchRec shards tables over modules of fbgemm. Here is what it asks of such a mo
 lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
 kernel of fbgemm, and every optimizer on a CPU as on CUDA.
 
-Shape suffixes: R rows of all tables of a group, D embedding width.
+Shape suffixes: R rows of tables, D embedding width.
 """
 
-from itertools import accumulate
-from typing import Any, NamedTuple, final
-
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from torch import Tensor, nn
+from fbgemm_gpu.split_embedding_configs import (EmbOptimType, SparseType)
+from itertools import accumulate
+from torch import (Tensor, nn)
+from typing import (Any, NamedTuple, final)
 
 
 class StateNames(NamedTuple):
@@ -129,5 +128,5 @@ class PlainTables(nn.Module):
     def reset_cache_states(self) -> None:
         """Do nothing, as well."""
 
-    def _split_tables(self, values_RX: Tensor) -> list[Tensor]:
-        return list(values_RX.split([spec[0] for spec in self.embedding_specs]))
+    def _split_tables(self, values_RD: Tensor) -> list[Tensor]:
+        return list(values_RD.split([spec[0] for spec in self.embedding_specs]))

@@ -1,18 +1,17 @@
 """Which rows of a group of tables are given out in a step, and which of them stand several times:
 worked out on the host, without the tables.
 
-Shape suffixes: N rows given out (ids may repeat), A rows given out again, U distinct rows, R rows
-of all tables, D embedding width.
+Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width.
 """
-
-import threading
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
+import threading
 import torch
+from dataclasses import dataclass
 from torch import Tensor
+from typing import (Any, NamedTuple, final)
+
 
 Ints = npt.NDArray[np.int64]
 
@@ -25,8 +24,8 @@ class _RowMerge(NamedTuple):
 
     once_U: Tensor
     row_U: Tensor
-    again_A: Tensor
-    into_A: Tensor
+    again: Tensor
+    into: Tensor
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class RowsToSend:
         if self.merge is None:
             return self.row_N, grad_ND
         summed_UD = grad_ND.index_select(0, self.merge.once_U)
-        again_AD = grad_ND.index_select(0, self.merge.again_A)
+        summands = grad_ND.index_select(0, self.merge.again)
         # Only the rows that stand again are added: of popular ids few, where all would be a pass
         # over every gradient.
-        return self.merge.row_U, summed_UD.index_add_(0, self.merge.into_A, again_AD)
+        return self.merge.row_U, summed_UD.index_add_(0, self.merge.into, summands)
 
 
 @final
@@ -75,10 +74,10 @@ class RepeatFinder:
             # since only places that were just written are read.
             self._last_R[row_N] = place_N
             last_N = self._last_R.take(row_N)
-        again_A = np.flatnonzero(last_N != place_N)
-        if not again_A.size:
+        again = np.flatnonzero(last_N != place_N)
+        if not again.size:
             return RowsToSend(rows, None)
         once_U = np.flatnonzero(last_N == place_N)
-        into_A = np.searchsorted(once_U, last_N.take(again_A))
-        numbers = once_U, row_N.take(once_U), again_A, into_A
+        into = np.searchsorted(once_U, last_N.take(again))
+        numbers = once_U, row_N.take(once_U), again, into
         return RowsToSend(rows, _RowMerge(*map(torch.from_numpy, numbers)))

@@ -3,22 +3,20 @@
 fbgemm's CPU backward spends 600 to 1,600 ns a row, which makes a whole step more than twice as long
 (benchmarks/torchrec_step.py), and its CUDA kernels need a build for the CUDA at hand.
 
-Shape suffixes: N rows given out (ids may repeat), U distinct rows, R rows of all tables, F
-features, D embedding width.
+Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width.
 """
-
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from abc import (ABC, abstractmethod)
+from collections.abc import Callable
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor
-
 from gmeta.distributed.tables.plain_tables import PlainTables
-from gmeta.distributed.tables.rows_to_send import Ints, RepeatFinder, RowsToSend
+from gmeta.distributed.tables.rows_to_send import (Ints, RepeatFinder, RowsToSend)
+from torch import Tensor
+from typing import (Any, final)
+
 
 # Group, distinct rows [U] and their gradients [U, D].
 Update = Callable[["FastGroup", Tensor, Tensor], None]
@@ -192,12 +190,12 @@ def sum_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
     return torch.zeros_like(grad_ND).index_add_(0, place_N, grad_ND.index_select(0, order_N))
 
 
-def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+def row_numbers_N(first_rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
     """Return where each of a group's jagged ids stands among all rows of its tables, given each
     feature's first row.
     """
-    num_features = first_row_F.numel()
+    num_features = first_rows.numel()
     samples = (offsets.numel() - 1) // num_features
-    ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
-    firsts_N = torch.repeat_interleave(first_row_F, ids_F, output_size=indices.numel())
+    num_ids = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)
+    firsts_N = torch.repeat_interleave(first_rows, num_ids, output_size=indices.numel())
     return indices + firsts_N

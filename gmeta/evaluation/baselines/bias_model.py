@@ -14,21 +14,20 @@ the most probable value under a normal prior around 0 of precision `prior`,
 mu and a_i come from the training split, b_t from the support rows of the task that is predicted. No
 feature but the item, no gradient.
 
-Shape suffixes: N rows, T episodes, V values of the item column.
+Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features.
 """
 
+import numpy as np
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-
 from gmeta.config.labels import Loss
-from gmeta.evaluation.baselines.episode_rows import NO_ITEM, EpisodeRows, Floats
-from gmeta.evaluation.baselines.training_sums import NO_FOLD, TrainingSums, assign_folds
+from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, Floats, NO_ITEM)
+from gmeta.evaluation.baselines.training_sums import (NO_FOLD, TrainingSums, assign_folds)
 from gmeta.metrics.catalogue import predicted_by
-from gmeta.metrics.scores import logloss, mae
+from gmeta.metrics.scores import (logloss, mae)
 from gmeta.metrics.terms import mean_of
 from metaio.ragged import Int64
+
 
 # Rows' worth: from "a single row is believed" to "hundreds are needed".
 PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -85,15 +84,15 @@ class BiasModel:
 
 
 def _fit_effects(
-    prior: float, level_E: Floats, owner_E: Int64, rows_E: Floats, clicks_E: Floats, number: int
+    prior: float, levels: Floats, owners: Int64, rows: Floats, clicks: Floats, number: int
 ) -> Floats:
-    """Return the most probable effect of each of `number` owners, whose entries have `rows_E` rows
-    and `clicks_E` clicks at the log-odds `level_E`."""
+    """Return the most probable effect of each of `number` owners, whose entries have these rows
+    and clicks at the log-odds `levels`."""
     effects = np.zeros(number)
     for _ in range(NEWTON_STEPS):
-        p_E = sigmoid(level_E + effects[owner_E])
-        gradient = np.bincount(owner_E, clicks_E - rows_E * p_E, number) - prior * effects
-        hessian = np.bincount(owner_E, rows_E * p_E * (1 - p_E), number) + prior
+        p = sigmoid(levels + effects[owners])
+        gradient = np.bincount(owners, clicks - rows * p, number) - prior * effects
+        hessian = np.bincount(owners, rows * p * (1 - p), number) + prior
         # A whole step may end where sigmoids are flat, and the next one runs away: an item with
         # many of rare clicks. Steps of at most 1 always gain, as |f'''| <= |f''| (Bach,
         # Self-concordant analysis for logistic regression, 2010).

@@ -1,22 +1,15 @@
 """Plain rows of stored blocks, and blocks of them again.
 
-Shape suffixes: as in rows.py.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns, U unique ids.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
-
-from gmeta.evaluation.baselines.episode_rows import (
-    EpisodeRows,
-    IdLists,
-    concatenate_episodes,
-    sample_share,
-    sample_until_some,
-)
-from metaio.format.block import Block, Rows, find_features_of_values
+from collections.abc import Iterator
+from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, IdLists, concatenate_episodes, sample_share, sample_until_some)
+from metaio.format.block import (Block, Rows, find_features_of_values)
 from metaio.format.dataset import Dataset
-from metaio.ragged import Int64, offsets
+from metaio.ragged import (Int64, offsets)
 
 
 def read_rows(dataset: Dataset, split: str) -> Iterator[EpisodeRows]:

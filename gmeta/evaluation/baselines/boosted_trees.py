@@ -5,32 +5,24 @@ stand beside. Training rows are the query rows of training tasks, whose support 
 times by the stored rule. Leaves, least rows of a leaf, rate and number of trees are chosen on
 validation tasks, or on a fifth of the training tasks where there are none.
 
-Shape suffixes: N rows, T episodes, X statistics.
+Shape suffixes: T tasks, N rows, X all inputs side by side.
 """
 
 import importlib
+import numpy as np
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
-
+from dataclasses import (dataclass, replace)
 from gmeta.config.labels import Loss
 from gmeta.evaluation.baselines.bias_model import to_predictions
-from gmeta.evaluation.baselines.episode_rows import (
-    DRAW_STREAM,
-    MASK_STREAM,
-    Bools,
-    EpisodeRows,
-    Floats,
-    hash_uniform,
-)
-from gmeta.evaluation.baselines.training_sums import NO_FOLD, NUM_FOLDS, assign_folds
-from gmeta.evaluation.baselines.tree_features import Statistics, StatisticsMaker
+from gmeta.evaluation.baselines.episode_rows import (Bools, DRAW_STREAM, EpisodeRows, Floats, MASK_STREAM, hash_uniform)
+from gmeta.evaluation.baselines.training_sums import (NO_FOLD, NUM_FOLDS, assign_folds)
+from gmeta.evaluation.baselines.tree_features import (Statistics, StatisticsMaker)
 from gmeta.metrics.catalogue import LIST_LOSSES
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64, places
+from metaio.ragged import (Int64, places)
+from typing import Any
+
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "bce": {"objective": "binary", "metric": "binary_logloss"},

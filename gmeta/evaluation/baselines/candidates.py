@@ -4,31 +4,23 @@ candidates are measured on, alike for every model and baseline.
 A sampled row is its positive row with the columns of another item. Items are drawn evenly from all
 that the dataset has rows of, without those of the task; task and draw decide which.
 
-Shape suffixes: N rows, T episodes, M rows with the sampled ones, J sampled rows, P positive rows, I
-items.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns.
 """
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-
+from collections.abc import (Iterator, Sequence)
+from dataclasses import (dataclass, replace)
 from gmeta.data.support_views import SupportView
 from gmeta.errors import UserError
-from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
-from gmeta.evaluation.baselines.episode_rows import (
-    Bools,
-    EpisodeRows,
-    IdLists,
-    concatenate_episodes,
-    find_item_columns,
-)
-from gmeta.metrics.scored_label import ONE_LABEL, ScoredLabel
+from gmeta.evaluation.baselines.block_rows import (read_rows, sample_rows)
+from gmeta.evaluation.baselines.episode_rows import (Bools, EpisodeRows, IdLists, concatenate_episodes, find_item_columns)
+from gmeta.metrics.scored_label import (ONE_LABEL, ScoredLabel)
 from metaio.format.dataset import Dataset
 from metaio.format.features import find_vector_column
 from metaio.prepare.schema.schema_file import read_item_rule
-from metaio.ragged import Int64, offsets
+from metaio.ragged import (Int64, offsets)
+
 
 # Rows that are predicted at once, sampled ones among them: a longer task stays whole.
 MOST_ROWS = 100_000
@@ -38,12 +30,12 @@ SAMPLE_ROWS = 200_000
 
 @dataclass(frozen=True)
 class RowsWithCandidates:
-    """Episodes whose positive query rows are each followed by sampled ones. `source_M` is the row
+    """Episodes whose positive query rows are each followed by sampled ones. `source_N` is the row
     that each was made of."""
 
     rows: EpisodeRows
-    is_sampled_M: Bools
-    source_M: Int64
+    is_sampled_N: Bools
+    source_N: Int64
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class Candidates:
         for chunk in np.unique(chunk_T).tolist():
             chosen = np.flatnonzero(chunk_T == chunk)
             listed = self._add_to_rows(rows.select_episodes(chosen), view.draw)
-            yield replace(listed, source_M=listed.source_M + rows.row_offsets_T1[chosen[0]])
+            yield replace(listed, source_N=listed.source_N + rows.row_offsets_T1[chosen[0]])
 
     def _find_positives_N(self, rows: EpisodeRows) -> Bools:
         # A label that is not known is NaN, which is no positive one: NaN >= x is false.
@@ -81,25 +73,25 @@ class Candidates:
     def _add_to_rows(self, rows: EpisodeRows, draw: int) -> RowsWithCandidates:
         is_positive_N = self._find_positives_N(rows)
         repeats_N = 1 + self.per_positive * is_positive_N.astype(np.int64)
-        source_M = np.repeat(np.arange(rows.num_rows), repeats_N)
-        is_sampled_M = np.ones(len(source_M), np.bool_)
-        is_sampled_M[offsets(repeats_N)[:-1]] = False
-        listed = rows.reorder(source_M, rows.support_lengths_T)
-        place_J = self._draw_items(rows, is_positive_N, draw)
+        source_N = np.repeat(np.arange(rows.num_rows), repeats_N)
+        is_sampled_N = np.ones(len(source_N), np.bool_)
+        is_sampled_N[offsets(repeats_N)[:-1]] = False
+        listed = rows.reorder(source_N, rows.support_lengths_T)
+        places = self._draw_items(rows, is_positive_N, draw)
         # Behind the rows themselves stand the items: each row is taken from its place there.
-        source_place_M = np.arange(len(source_M))
-        source_place_M[is_sampled_M] = len(source_M) + place_J
+        source_place_N = np.arange(len(source_N))
+        source_place_N[is_sampled_N] = len(source_N) + places
         num_single = rows.ids_NF.shape[1]
         for column in np.flatnonzero(self.sparse[:num_single]).tolist():
-            listed.ids_NF[is_sampled_M, column] = self.items.ids_NF[place_J, column]
+            listed.ids_NF[is_sampled_N, column] = self.items.ids_NF[places, column]
         for column in self.dense:
-            listed.dense_NK[is_sampled_M, column] = self.items.dense_NK[place_J, column]
+            listed.dense_NK[is_sampled_N, column] = self.items.dense_NK[places, column]
         pairs = zip(listed.multi, self.items.multi, self.sparse[num_single:], strict=True)
         multi = tuple(
-            _concatenate_lists(own, items).select(source_place_M) if changes else own
+            _concatenate_lists(own, items).select(source_place_N) if changes else own
             for own, items, changes in pairs
         )
-        return RowsWithCandidates(replace(listed, multi=multi), is_sampled_M, source_M)
+        return RowsWithCandidates(replace(listed, multi=multi), is_sampled_N, source_N)
 
     def _draw_items(self, rows: EpisodeRows, is_positive_N: Bools, draw: int) -> Int64:
         """Return the items of the sampled rows, as places in `items`, row by row."""
@@ -191,20 +183,19 @@ def make_candidates(
     return Candidates(per_positive, label, threshold, item, sparse, dense, items, of_task)
 
 
-def rank_among_candidates_N2(
-    score_M: npt.NDArray[np.floating], is_sampled_M: Bools
+def rank_among_candidates_N2(score_N: npt.NDArray[np.floating], is_sampled_N: Bools
 ) -> npt.NDArray[np.int32]:
     """Return how many sampled rows score above each row that was not sampled, and how many the
     same; -1 for rows that have none. What is no number counts as above.
     """
-    first_N = np.flatnonzero(~is_sampled_M)
-    owner_M = np.cumsum(~is_sampled_M) - 1
-    own_J = score_M[first_N][owner_M[is_sampled_M]]
-    score_J, owner_J = score_M[is_sampled_M], owner_M[is_sampled_M]
-    tied_N = np.bincount(owner_J, score_J == own_J, len(first_N))
+    first_N = np.flatnonzero(~is_sampled_N)
+    owner_N = np.cumsum(~is_sampled_N) - 1
+    owner_score = score_N[first_N][owner_N[is_sampled_N]]
+    sampled_score, sampled_owner = score_N[is_sampled_N], owner_N[is_sampled_N]
+    tied_N = np.bincount(sampled_owner, sampled_score == owner_score, len(first_N))
     # Those below are counted, so that NaN, which is neither, falls to those above.
-    below_N = np.bincount(owner_J, score_J < own_J, len(first_N))
-    count_N = np.bincount(owner_J, minlength=len(first_N))
+    below_N = np.bincount(sampled_owner, sampled_score < owner_score, len(first_N))
+    count_N = np.bincount(sampled_owner, minlength=len(first_N))
     found = np.stack([count_N - tied_N - below_N, tied_N], axis=1)
     found[count_N == 0] = -1
     return found.astype(np.int32)

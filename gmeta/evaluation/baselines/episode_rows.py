@@ -1,21 +1,20 @@
 """Episodes as plain rows: labels, ids and the task of each, without embeddings or torch; and which
 columns follow from the item, told by the rows alone.
 
-Shape suffixes: T episodes, N rows, F single-id features, K dense columns, V ids of one multi-id
-feature; T1 = T + 1, N1 = N + 1.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns, L
+labels.
 """
-
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-
-from gmeta.data.support_views import STORED, SupportView
+from collections.abc import (Callable, Iterable)
+from dataclasses import (dataclass, replace)
+from gmeta.data.support_views import (STORED, SupportView)
 from gmeta.metrics.scored_label import ScoredLabel
 from metaio.format.features import Features
-from metaio.hashing import splitmix64, unit_interval
-from metaio.ragged import Float32, Int64, index_entries, offsets, owners, places, ragged_indices
+from metaio.hashing import (splitmix64, unit_interval)
+from metaio.ragged import (Float32, Int64, index_entries, offsets, owners, places, ragged_indices)
+
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -5,37 +5,30 @@ the validation splits, each of which counts alike; in a split that is scored the
 those of support rows.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
+from collections.abc import (Callable, Sequence)
+from dataclasses import dataclass
 from gmeta.config.train_config import TrainConfig
-from gmeta.data.support_views import EvalProtocol, SupportView
+from gmeta.data.support_views import (EvalProtocol, SupportView)
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines import boosted_trees as trees
-from gmeta.evaluation.baselines.bias_model import BiasModel, choose_bias
-from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
+from gmeta.evaluation.baselines.bias_model import (BiasModel, choose_bias)
+from gmeta.evaluation.baselines.block_rows import (read_rows, sample_rows)
 from gmeta.evaluation.baselines.boosted_trees import BoostedTrees
-from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
-from gmeta.evaluation.baselines.episode_rows import (
-    NO_ITEM,
-    EpisodeRows,
-    Floats,
-    find_item_columns,
-    sample_about,
-)
+from gmeta.evaluation.baselines.candidates import (Candidates, rank_among_candidates_N2)
+from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, Floats, NO_ITEM, find_item_columns, sample_about)
 from gmeta.evaluation.baselines.training_sums import sum_training_rows
 from gmeta.evaluation.baselines.tree_features import StatisticsMaker
-from gmeta.evaluation.report.evaluated_runs import PLACES, EvaluatedBaseline
-from gmeta.metrics.scored_label import ONE_LABEL, ScoredLabel
+from gmeta.evaluation.report.evaluated_runs import (EvaluatedBaseline, PLACES)
+from gmeta.metrics.scored_label import (ONE_LABEL, ScoredLabel)
 from metaio.format.dataset import Dataset
-from metaio.prepare.episodes.raw_ids import find_item_feature, with_raw_ids
+from metaio.prepare.episodes.raw_ids import (find_item_feature, with_raw_ids)
 from metaio.quantities import format_count
 from metaio.recipes.validation_splits import find_overlapping_splits
+from typing import (Any, NamedTuple)
+
 
 # Whole tasks with about the first number of rows are held in memory, and tasks with the second
 # choose the priors: with a million rows of clicks the grid takes a minute.
@@ -198,10 +191,10 @@ def _predict_rows(
         return {"prediction": predict(rows).astype(np.float32)}
     found, places = [np.zeros(0, np.float32)], [np.zeros((0, 2), np.int32)]
     for listed in candidates.add_candidates(rows, view):
-        score_M = predict(listed.rows).astype(np.float32)
-        is_sampled_M = listed.is_sampled_M[~listed.rows.is_support_N]
-        found.append(score_M[~is_sampled_M])
-        places.append(rank_among_candidates_N2(score_M, is_sampled_M))
+        score_N = predict(listed.rows).astype(np.float32)
+        is_sampled_N = listed.is_sampled_N[~listed.rows.is_support_N]
+        found.append(score_N[~is_sampled_N])
+        places.append(rank_among_candidates_N2(score_N, is_sampled_N))
     above_tied = zip(PLACES[2:], np.concatenate(places).T, strict=True)
     return {"prediction": np.concatenate(found), **dict(above_tied)}
 

@@ -3,17 +3,16 @@
 The training split is read once, a block at a time. A fold holds the tasks of one fifth: what a row
 of it is predicted from comes from the other four, as a new task knows nothing of itself.
 
-Shape suffixes: K folds, V values of a column, N rows, T episodes.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values.
 """
 
+import numpy as np
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
-
-from gmeta.evaluation.baselines.episode_rows import FOLD_STREAM, EpisodeRows, Floats, hash_uniform
+from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, FOLD_STREAM, Floats, hash_uniform)
 from metaio.format.features import Features
 from metaio.ragged import Int64
+
 
 NUM_FOLDS = 5
 NO_FOLD = -1  # of rows that the sums know nothing of: nothing is left out
@@ -25,13 +24,13 @@ MAX_BYTES = 1 << 30
 class ColumnSums:
     """Of one column: rows and label sum of each value in each fold."""
 
-    count_KV: Floats
-    sum_KV: Floats
+    count_by_fold: Floats
+    sum_by_fold: Floats
 
     @property
     def num_values(self) -> int:
-        """Return V."""
-        return int(self.count_KV.shape[1])
+        """Return how many values it tells apart."""
+        return int(self.count_by_fold.shape[1])
 
     def find_places(self, ids: Int64) -> Int64:
         """Return the column of the sums for each id."""
@@ -40,11 +39,11 @@ class ColumnSums:
     def leave_fold_out(self, ids: Int64, fold: Int64) -> tuple[Floats, Floats]:
         """Return rows and label sum of each id in all folds but its own (NO_FOLD: in all)."""
         place = self.find_places(ids)
-        counts = self.count_KV.sum(axis=0)[place]
-        sums = self.sum_KV.sum(axis=0)[place]
+        counts = self.count_by_fold.sum(axis=0)[place]
+        sums = self.sum_by_fold.sum(axis=0)[place]
         in_fold = fold != NO_FOLD
-        counts -= np.where(in_fold, self.count_KV[fold, place], 0.0)
-        sums -= np.where(in_fold, self.sum_KV[fold, place], 0.0)
+        counts -= np.where(in_fold, self.count_by_fold[fold, place], 0.0)
+        sums -= np.where(in_fold, self.sum_by_fold[fold, place], 0.0)
         return counts, sums
 
 
@@ -92,5 +91,5 @@ def _add_to_sums(column: ColumnSums, ids: Int64, fold: Int64, label: Floats) -> 
     place = fold * column.num_values + column.find_places(ids)
     # Only the values that occur: a table may have far more rows than the block.
     distinct, index = np.unique(place, return_inverse=True)
-    column.count_KV.ravel()[distinct] += np.bincount(index)
-    column.sum_KV.ravel()[distinct] += np.bincount(index, label)
+    column.count_by_fold.ravel()[distinct] += np.bincount(index)
+    column.sum_by_fold.ravel()[distinct] += np.bincount(index, label)

@@ -10,25 +10,17 @@ in its columns, never a label of its own side.
 Values of training rows come from the folds that their task is not in. Leaving out the row alone
 would give its label away: of two values of a column, what is missing from the mean is the label.
 
-Shape suffixes: N rows, V ids of a column, X statistics.
+Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-
-from gmeta.evaluation.baselines.bias_model import BiasModel, base_output, to_predictions
-from gmeta.evaluation.baselines.episode_rows import (
-    NO_ITEM,
-    Bools,
-    EpisodeRows,
-    Floats,
-    IdLists,
-    make_lists,
-)
+from dataclasses import dataclass
+from gmeta.evaluation.baselines.bias_model import (BiasModel, base_output, to_predictions)
+from gmeta.evaluation.baselines.episode_rows import (Bools, EpisodeRows, Floats, IdLists, NO_ITEM, make_lists)
 from gmeta.evaluation.baselines.training_sums import TrainingSums
 from metaio.format.features import Features
 from metaio.ragged import Int64
+
 
 # So many rows of the overall mean count towards a value's mean, and of 0 towards what a task's
 # support says of a value: what a single row says is mostly noise.

@@ -4,14 +4,13 @@ Rows of one task share its taste and support set: resampling rows would give too
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
-
-from gmeta.metrics.terms import Floats, Terms
+from collections.abc import Sequence
+from dataclasses import dataclass
+from gmeta.metrics.terms import (Floats, Terms)
 from metaio.quantities import format_count
+
 
 # T tasks, U units that are resampled, X columns (two a metric), M metrics, B resamples
 
@@ -34,11 +33,11 @@ class Interval:
 
 
 def bootstrap(terms: Sequence[Terms], resamples: int = 1000, seed: int = 0) -> Floats:
-    """Return values_MB: each metric on B resamples of tasks, drawn with replacement; NaN where
+    """Return each metric on so many resamples of tasks, drawn with replacement; NaN where
     undefined.
 
-    All metrics see the same draws, so values_MB[i] - values_MB[j] compares two models task by task;
-    they must be over the same tasks. Cost O(B min(T, 10 000)): more tasks are first pooled at
+    All metrics see the same draws, so the difference of two lines compares two models task by task;
+    they must be over the same tasks. Each costs O(min(T, 10 000)): more tasks are first pooled at
     random into 10 000 groups (the random group method: Wolter, Introduction to Variance Estimation,
     chapter 2).
     """
@@ -50,51 +49,51 @@ def bootstrap(terms: Sequence[Terms], resamples: int = 1000, seed: int = 0) -> F
         )
     if not terms or sizes == {0}:
         return np.full((len(terms), resamples), np.nan)
-    # A metric is a ratio of sums over tasks, so a resample of B x U draws is one matrix product.
-    sums_UX = _pool_tasks(
+    # A metric is a ratio of sums over tasks, so all resamples together are one matrix product.
+    sums = _pool_tasks(
         np.stack([column for one in terms for column in (one.num_T, one.den_T)], axis=1), seed
     )
-    counts_BU = _draw_counts(sums_UX.shape[0], resamples, seed)
-    chunks = np.array_split(counts_BU, max(1, counts_BU.size // CHUNK))
-    sums_BX = np.concatenate([chunk.astype(np.float64) @ sums_UX for chunk in chunks])
+    counts = _draw_counts(sums.shape[0], resamples, seed)
+    chunks = np.array_split(counts, max(1, counts.size // CHUNK))
+    drawn = np.concatenate([chunk.astype(np.float64) @ sums for chunk in chunks])
     with np.errstate(invalid="ignore", divide="ignore"):
-        values_BM = sums_BX[:, ::2] / sums_BX[:, 1::2]
-        roots_M = np.array([one.is_root for one in terms])
-        values_BM[:, roots_M] = np.sqrt(values_BM[:, roots_M])
-    return np.ascontiguousarray(values_BM.T)
+        by_resample = drawn[:, ::2] / drawn[:, 1::2]
+        roots = np.array([one.is_root for one in terms])
+        by_resample[:, roots] = np.sqrt(by_resample[:, roots])
+    return np.ascontiguousarray(by_resample.T)
 
 
-def percentile_interval(values_B: Floats, num_tasks: int) -> Interval:
+def percentile_interval(resampled: Floats, num_tasks: int) -> Interval:
     """Return the middle 95 % of the resampled values; none under ten tasks or with undefined
     draws."""
     if num_tasks < MIN_TASKS:
         few = format_count(num_tasks, "task")
         return Interval(np.nan, np.nan, f"rests on only {few}: too few to resample")
-    num_undefined = int(np.count_nonzero(~np.isfinite(values_B)))
-    if num_undefined > 0.01 * values_B.size:
+    num_undefined = int(np.count_nonzero(~np.isfinite(resampled)))
+    if num_undefined > 0.01 * resampled.size:
         return Interval(
-            np.nan, np.nan, f"undefined in {num_undefined} of {values_B.size} resamples"
+            np.nan, np.nan, f"undefined in {num_undefined} of {resampled.size} resamples"
         )
     tail = (100.0 - LEVEL_PERCENT) / 2
-    low, high = np.nanpercentile(values_B, [tail, 100.0 - tail])
+    low, high = np.nanpercentile(resampled, [tail, 100.0 - tail])
     return Interval(float(low), float(high))
 
 
-def _pool_tasks(column_TX: Floats, seed: int) -> Floats:
-    num_tasks = column_TX.shape[0]
+def _pool_tasks(columns: Floats, seed: int) -> Floats:
+    num_tasks = columns.shape[0]
     if num_tasks <= MAX_UNITS:
-        return column_TX
+        return columns
     order_T = np.random.default_rng(seed).permutation(num_tasks)
-    bounds_U = np.linspace(0, num_tasks, MAX_UNITS, endpoint=False).astype(np.int64)
-    return np.add.reduceat(column_TX[order_T], bounds_U, axis=0)
+    bounds = np.linspace(0, num_tasks, MAX_UNITS, endpoint=False).astype(np.int64)
+    return np.add.reduceat(columns[order_T], bounds, axis=0)
 
 
 # A report asks for the same draws for each model and stage in turn; a matrix has at most 10 MB.
 @functools.lru_cache(maxsize=2)
 def _draw_counts(num_units: int, resamples: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Return counts_BU: how often each of U units is drawn in B samples of U with replacement."""
+    """Return how often each unit is drawn in each resample, with replacement."""
     rng = np.random.default_rng(seed)
-    counts_BU = np.empty((resamples, num_units), np.uint8)  # 256 draws of a unit: p < 1e-500
-    for counts_U in counts_BU:
-        counts_U[:] = np.bincount(rng.integers(0, num_units, num_units), minlength=num_units)
-    return counts_BU
+    counts = np.empty((resamples, num_units), np.uint8)  # 256 draws of a unit: p < 1e-500
+    for row in counts:
+        row[:] = np.bincount(rng.integers(0, num_units, num_units), minlength=num_units)
+    return counts

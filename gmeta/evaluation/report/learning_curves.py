@@ -1,14 +1,13 @@
 """The learning curve: which lines of metrics.jsonl are drawn, thinned and smoothed how."""
 
 import math
+import numpy as np
 from collections.abc import Sequence
 from dataclasses import dataclass
+from gmeta.metrics.catalogue import (Scoring, is_metric)
+from gmeta.metrics.terms import Floats
 from typing import Any
 
-import numpy as np
-
-from gmeta.metrics.catalogue import Scoring, is_metric
-from gmeta.metrics.terms import Floats
 
 # P points
 
@@ -100,22 +99,22 @@ def _is_number(value: Any) -> bool:
 
 def _thin(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
     """Return means of neighbouring points, so that no more than MAX_POINTS remain."""
-    steps_P, values_P = np.array(points, np.float64).T
+    steps_V, values_V = np.array(points, np.float64).T
     parts = min(MAX_POINTS, len(points))
-    steps = [part.mean() for part in np.array_split(steps_P, parts)]
-    values = [part.mean() for part in np.array_split(values_P, parts)]
+    steps = [part.mean() for part in np.array_split(steps_V, parts)]
+    values = [part.mean() for part in np.array_split(values_V, parts)]
     return np.array(steps), np.array(values)
 
 
-def _smooth(values_P: Floats) -> Floats:
+def _smooth(values_V: Floats) -> Floats:
     """Return the centred running mean over SMOOTH_SHARE of the curve, at the ends over what there
     is."""
-    if values_P.size < MIN_POINTS_TO_SMOOTH:
+    if values_V.size < MIN_POINTS_TO_SMOOTH:
         return np.zeros(0)
-    half = max(1, round(SMOOTH_SHARE * values_P.size / 2))
+    half = max(1, round(SMOOTH_SHARE * values_V.size / 2))
     # Sums up to each point: the mean over any stretch is then one difference.
-    sums = np.concatenate(([0.0], np.cumsum(values_P)))
-    places_P = np.arange(values_P.size)
-    first_P = np.maximum(places_P - half, 0)
-    end_P = np.minimum(places_P + half + 1, values_P.size)
-    return np.asarray((sums[end_P] - sums[first_P]) / (end_P - first_P))
+    sums = np.concatenate(([0.0], np.cumsum(values_V)))
+    places_V = np.arange(values_V.size)
+    first_V = np.maximum(places_V - half, 0)
+    end_V = np.minimum(places_V + half + 1, values_V.size)
+    return np.asarray((sums[end_V] - sums[first_V]) / (end_V - first_V))

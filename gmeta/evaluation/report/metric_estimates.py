@@ -8,18 +8,17 @@ levels; resampling draws within tasks as well would count their spread twice).
 """
 
 import math
+import numpy as np
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-
 from gmeta.evaluation.report.evaluated_runs import SplitRows
-from gmeta.evaluation.report.evaluation_schema import Difference, MetricEstimate, Stage, Verdict
-from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
+from gmeta.evaluation.report.evaluation_schema import (Difference, MetricEstimate, Stage, Verdict)
+from gmeta.evaluation.report.intervals import (Interval, bootstrap, percentile_interval)
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.metric_info import MetricInfo
 from gmeta.metrics.scores import split_terms
-from gmeta.metrics.terms import Floats, Terms
+from gmeta.metrics.terms import (Floats, Terms)
+
 
 # T tasks, B resamples, D draws
 
@@ -32,26 +31,26 @@ UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "u
 
 @dataclass(frozen=True)
 class MeasuredMetric:
-    """A metric over draws: the mean of `value_D`, and `values_B`, the same on resampled tasks; NaN
+    """A metric over draws: the mean of `by_draw`, and `resampled`, the same on resampled tasks; NaN
     with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
     """
 
-    value_D: Floats
+    by_draw: Floats
     num_tasks: int
     reason: str
-    values_B: Floats
+    resampled: Floats
     no_interval: str = ""  # why there is none
 
     @property
     def value(self) -> float:
         """Return the mean over draws."""
-        return float(self.value_D.mean())
+        return float(self.by_draw.mean())
 
     def estimate(self) -> MetricEstimate:
         """Return the metric with its interval."""
         if self.reason:
             return MetricEstimate(math.nan, math.nan, math.nan, 0, self.reason)
-        interval = percentile_interval(self.values_B, self.num_tasks)
+        interval = percentile_interval(self.resampled, self.num_tasks)
         if self.no_interval:
             interval = Interval(math.nan, math.nan, self.no_interval)
         return MetricEstimate(
@@ -67,7 +66,7 @@ def measure_metrics(
     Equal seeds and task counts give equal resamples, so what two calls return pairs up.
     """
     made: list[dict[str, Terms]] = []
-    values_MB = np.zeros(0)
+    resampled = np.zeros(0)
     # Where a label is not always known, a task may have rows in only some of the draws.
     tasks_T = np.unique(np.concatenate([rows.task_N for rows in draws]))
     # Draw by draw: of a million tasks the sums of all draws at once would be gigabytes.
@@ -82,16 +81,16 @@ def measure_metrics(
             places_N2,
             tasks=tasks_T,
         )
-        draw_values_MB = bootstrap(list(terms.values()), RESAMPLES, SEED) / len(draws)
-        values_MB = values_MB + draw_values_MB if made else draw_values_MB
+        drawn = bootstrap(list(terms.values()), RESAMPLES, SEED) / len(draws)
+        resampled = resampled + drawn if made else drawn
         made.append(terms)
     return {
-        name: combine_draws([terms[name] for terms in made], values_MB[index])
+        name: combine_draws([terms[name] for terms in made], resampled[index])
         for index, name in enumerate(made[0])
     }
 
 
-def combine_draws(terms: Sequence[Terms], values_B: Floats) -> MeasuredMetric:
+def combine_draws(terms: Sequence[Terms], resampled: Floats) -> MeasuredMetric:
     """Return a metric from its terms in each draw, and from the means of its resampled values."""
     reasons = [
         (f"draw {draw}: " if len(terms) > 1 else "") + one.reason
@@ -99,10 +98,10 @@ def combine_draws(terms: Sequence[Terms], values_B: Floats) -> MeasuredMetric:
         if one.reason
     ]
     return MeasuredMetric(
-        value_D=np.array([one.value for one in terms]),
+        by_draw=np.array([one.value for one in terms]),
         num_tasks=min(one.num_tasks for one in terms),
         reason=reasons[0] if reasons else "",
-        values_B=values_B,
+        resampled=resampled,
         no_interval=terms[0].no_interval,
     )
 
@@ -111,8 +110,8 @@ def compare(one: MeasuredMetric, other: MeasuredMetric, info: MetricInfo) -> Dif
     """Return one minus the other with its interval and verdict."""
     # Equal models whose rows stand in another order differ in the last bits of their sums: no
     # difference.
-    difference_B = np.round(one.values_B - other.values_B, 12)
-    interval = percentile_interval(difference_B, min(one.num_tasks, other.num_tasks))
+    differences = np.round(one.resampled - other.resampled, 12)
+    interval = percentile_interval(differences, min(one.num_tasks, other.num_tasks))
     value = one.value - other.value
     return Difference(
         value, interval.low, interval.high, _decide_verdict(interval, info), interval.reason

@@ -1,60 +1,20 @@
 """From prediction tables to an Evaluation: metrics with intervals, comparisons with verdicts."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
 import numpy as np
-
+from collections.abc import (Callable, Mapping, Sequence)
+from functools import partial
 from gmeta.config.algorithm import PLAIN
 from gmeta.errors import UserError
 from gmeta.evaluation.report.cautions import find_cautions
-from gmeta.evaluation.report.evaluated_runs import (
-    EvaluatedBaseline,
-    EvaluatedRun,
-    SplitRows,
-    check_runs,
-    count_draws,
-    count_task_rows,
-    have_same_rows,
-    select_draws,
-    select_runs,
-    select_split,
-    split_names,
-)
-from gmeta.evaluation.report.evaluation_schema import (
-    SCHEMA,
-    STAGES,
-    BaselineFacts,
-    Calibration,
-    CalibrationBin,
-    Comparison,
-    Difference,
-    DrawValues,
-    Evaluation,
-    GroupEvaluation,
-    IntervalMethod,
-    LabelEvaluation,
-    RowsBin,
-    RunFacts,
-    Stage,
-    StageResult,
-    SupportLimit,
-    hide_secrets,
-)
-from gmeta.evaluation.report.intervals import LEVEL_PERCENT, bootstrap
-from gmeta.evaluation.report.metric_estimates import (
-    RESAMPLES,
-    SEED,
-    UNKNOWN,
-    MeasuredMetric,
-    combine_draws,
-    compare,
-    measure_metrics,
-)
-from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
-from gmeta.metrics.terms import Array, Ints, Terms, sum_T
+from gmeta.evaluation.report.evaluated_runs import (EvaluatedBaseline, EvaluatedRun, SplitRows, check_runs, count_draws, count_task_rows, have_same_rows, select_draws, select_runs, select_split, split_names)
+from gmeta.evaluation.report.evaluation_schema import (BaselineFacts, Calibration, CalibrationBin, Comparison, Difference, DrawValues, Evaluation, GroupEvaluation, IntervalMethod, LabelEvaluation, RowsBin, RunFacts, SCHEMA, STAGES, Stage, StageResult, SupportLimit, hide_secrets)
+from gmeta.evaluation.report.intervals import (LEVEL_PERCENT, bootstrap)
+from gmeta.evaluation.report.metric_estimates import (MeasuredMetric, RESAMPLES, SEED, UNKNOWN, combine_draws, compare, measure_metrics)
+from gmeta.metrics.catalogue import (Scoring, metric_infos, predicted_by)
+from gmeta.metrics.terms import (Array, Ints, Terms, sum_T)
 from metaio.ragged import find_run_starts
+
 
 # N rows, T tasks, E episodes, B resamples
 
@@ -183,17 +143,17 @@ class _GroupSummariser:
         """Return all that the report says about this split."""
         # Every draw has as many rows of each task, if the label is always known.
         rows = self._draws[self._first][0]
-        support_E = _list_support_sizes(rows)
+        support_T = _list_support_sizes(rows)
         return GroupEvaluation(
             name=self._name,
             num_tasks=int(np.unique(rows.task_N).size),
             num_rows=int(rows.task_N.size),
-            min_support_rows=int(support_E.min()),
-            median_support_rows=float(np.median(support_E)),
-            max_support_rows=int(support_E.max()),
+            min_support_rows=int(support_T.min()),
+            median_support_rows=float(np.median(support_T)),
+            max_support_rows=int(support_T.max()),
             results=tuple(_make_result(*key, measured) for key, measured in self._measured.items()),
             comparisons=tuple(self._compare_all()),
-            by_support_rows=tuple(self._make_support_bins(support_E)),
+            by_support_rows=tuple(self._make_support_bins(support_T)),
             calibration=tuple(self._calibrate_all()) if self._scoring.loss == "bce" else (),
             by_activity=tuple(self._make_activity_bins()),
             by_support_limit=tuple(self._measure_support_limits()),
@@ -227,10 +187,10 @@ class _GroupSummariser:
             differences[name] = Difference(*UNKNOWN, why) if why else compare(own, other, info)
         return Comparison(run, stage, minus_run, minus_stage, differences)
 
-    def _make_support_bins(self, support_E: Ints) -> list[RowsBin]:
+    def _make_support_bins(self, support_T: Ints) -> list[RowsBin]:
         bins = [
             self._make_bin(low, high, partial(_select_support, low, high))
-            for low, high in choose_support_bins(support_E)
+            for low, high in choose_support_bins(support_T)
         ]
         return [one for one in bins if one.num_tasks]
 
@@ -281,7 +241,7 @@ class _GroupSummariser:
     def _measure_draws(self) -> list[DrawValues]:
         return [
             DrawValues(
-                run, stage, {name: tuple(one.value_D.tolist()) for name, one in measured.items()}
+                run, stage, {name: tuple(one.by_draw.tolist()) for name, one in measured.items()}
             )
             for (run, stage), measured in self._measured.items()
         ]
@@ -299,12 +259,12 @@ def _make_result(run: str, stage: Stage, measured: Mapping[str, MeasuredMetric])
     return StageResult(run, stage, {name: one.estimate() for name, one in measured.items()})
 
 
-def choose_support_bins(support_E: Ints) -> list[tuple[int, int]]:
+def choose_support_bins(support_T: Ints) -> list[tuple[int, int]]:
     """Return inclusive bounds of at most six bins: one a size, or each with a sixth of the
     episodes."""
-    sizes, counts = np.unique(support_E, return_counts=True)
+    sizes, counts = np.unique(support_T, return_counts=True)
     # Few different sizes get a bin each.
-    target = 1 if sizes.size <= SUPPORT_BINS else support_E.size / SUPPORT_BINS
+    target = 1 if sizes.size <= SUPPORT_BINS else support_T.size / SUPPORT_BINS
     bounds, first, num_in_bin = [], 0, 0
     for last, count in enumerate(counts):
         num_in_bin += int(count)
@@ -330,14 +290,14 @@ def calibrate(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     filled = [index for index in range(inner_edges.size + 1) if (bin_N == index).any()]
     terms = [_make_share_terms(rows.label_N, code_N, bin_N == index) for index in filled]
     # Resampled by tasks, as everywhere: the rows of a bin are not independent.
-    shares_MB = bootstrap(terms, RESAMPLES, SEED)
+    resampled = bootstrap(terms, RESAMPLES, SEED)
     bins = [
         CalibrationBin(
             float(probability_N[bin_N == index].mean()),
-            combine_draws([one], share_B).estimate(),
+            combine_draws([one], values).estimate(),
             int(np.count_nonzero(bin_N == index)),
         )
-        for index, one, share_B in zip(filled, terms, shares_MB, strict=True)
+        for index, one, values in zip(filled, terms, resampled, strict=True)
     ]
     positives = float(rows.label_N.sum())
     return Calibration(

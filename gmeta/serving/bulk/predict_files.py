@@ -2,31 +2,23 @@
 are predicted part by part, and the query's rows are read once more to be written with their
 predictions.
 
-Shape suffixes: N rows.
+Shape suffixes: T tasks, N rows.
 """
-
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import os
 import pyarrow as pa
-
-from gmeta.serving.bulk.row_files import RowFiles, atomic_output, open_writer
-from gmeta.serving.bulk.task_spool import (
-    PART_ROWS,
-    Advance,
-    ModelTimer,
-    TaskSpool,
-    parts_for,
-    spool_rows,
-)
-from gmeta.serving.outputs import BEFORE, PREDICTION, Output, list_outputs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from gmeta.serving.bulk.row_files import (RowFiles, atomic_output, open_writer)
+from gmeta.serving.bulk.task_spool import (Advance, ModelTimer, PART_ROWS, TaskSpool, parts_for, spool_rows)
+from gmeta.serving.outputs import (BEFORE, Output, PREDICTION, list_outputs)
 from gmeta.serving.row_encoders import check_task_kinds
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.task_matching import refuse_without_support
+from pathlib import Path
+
 
 SUPPORT_ROWS = "support_rows"
 

@@ -1,22 +1,21 @@
 """Encoded rows on disk, dealt by task to files that fit into memory one at a time.
 
-Shape suffixes: N rows.
+Shape suffix: N rows.
 """
-
-import time
-from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-
+import time
+from collections.abc import Callable
+from dataclasses import fields
 from gmeta.serving.bulk.row_files import RowFiles
-from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, take_rows
+from gmeta.serving.encoded_rows import (EncodedColumns, empty_rows, join_rows, take_rows)
 from gmeta.serving.served_model import ServedModel
 from metaio.format.features import Features
 from metaio.hashing import splitmix64
-from metaio.ragged import Int64, offsets
+from metaio.ragged import (Int64, offsets)
+from pathlib import Path
+
 
 # Rows of both sides in memory at once: encoded rows of 39 columns are 300 bytes each.
 PART_ROWS = 1 << 20

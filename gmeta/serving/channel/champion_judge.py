@@ -8,26 +8,25 @@ Testing). Of equal models 5 % are refused at most where the interval
 is 0.54 of the margin to either side: P(N(0, 1) < 1.96 - 1.96 / 0.54) = 0.05; so earlier windows are
 added until it is.
 
-Shape suffixes: N rows, T tasks, B resamples.
+Shape suffixes: T tasks, N rows.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-
-from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
-from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
+from collections.abc import (Callable, Sequence)
+from dataclasses import (asdict, dataclass, field)
+from gmeta.evaluation.report.intervals import (Interval, bootstrap, percentile_interval)
+from gmeta.metrics.catalogue import (Scoring, loss_metric, predicted_by)
 from gmeta.metrics.scores import split_terms
-from gmeta.metrics.terms import Terms, sum_T
-from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
+from gmeta.metrics.terms import (Terms, sum_T)
+from gmeta.serving.channel.gate_predictions import (GatePredictions, predict_gate)
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
 from metaio.stream.chain import find_earlier_increment
+from pathlib import Path
+from typing import Any
+
 
 CALIBRATION = (0.9, 1.1)
 MARGIN_SHARE = 0.01  # of the champion's loss
@@ -147,11 +146,11 @@ class _Comparison:
         self, ours: list[GatePredictions], theirs: list[GatePredictions]
     ) -> tuple[Interval, Terms]:
         candidate, champion = self._terms(ours)[self.metric], self._terms(theirs)[self.metric]
-        values_MB = bootstrap([champion, candidate])
+        resampled = bootstrap([champion, candidate])
         # Both by the same resamples, so the tasks' own difficulty cancels out; rounded, so that
         # equal models differ by 0.
-        difference_B = np.round(values_MB[0] - values_MB[1], 12)
-        return percentile_interval(difference_B, champion.num_tasks), champion
+        differences = np.round(resampled[0] - resampled[1], 12)
+        return percentile_interval(differences, champion.num_tasks), champion
 
     def _terms(self, predicted: list[GatePredictions]) -> dict[str, Terms]:
         names = {
@@ -217,8 +216,8 @@ def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[
         return Measure(None, None, None), ["no gate row has a positive label: nothing to judge by"]
     value = float(prediction_T.sum() / label_T.sum())
     # Every task is drawn, also one without a positive label.
-    (values_B,) = bootstrap([Terms(value, prediction_T, label_T)])
-    interval = percentile_interval(values_B, num_tasks)
+    (resampled,) = bootstrap([Terms(value, prediction_T, label_T)])
+    interval = percentile_interval(resampled, num_tasks)
     low, high = (value, value) if interval.reason else (interval.low, interval.high)
     ends = f"it {interval.reason}" if interval.reason else f"95 % {low:.3g} to {high:.3g}"
     problems = []

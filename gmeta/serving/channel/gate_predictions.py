@@ -1,29 +1,28 @@
 """What a served model predicts of a prepared split, whatever increment of its stream the model is
 of: table rows are matched by the values that they stand for; an unknown value is the model's row 0.
 
-Shape suffixes: N rows, F single-id features, V ids of all multi-id features, R rows of a table, U
-unique ids of all tables.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids, R
+rows of tables.
 """
-
-from dataclasses import dataclass, replace
-from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
-
+from dataclasses import (dataclass, replace)
 from gmeta.data.label_checks import check_labels
 from gmeta.errors import UserError
 from gmeta.metrics.terms import Array
-from gmeta.serving.exported_folder import ExportedConfig, read_vocabulary, vocabulary_file
+from gmeta.serving.exported_folder import (ExportedConfig, read_vocabulary, vocabulary_file)
 from gmeta.serving.served_model import ServedModel
-from metaio.format.dataset import Dataset, read_verified_file
+from io import BytesIO
+from metaio.format.dataset import (Dataset, read_verified_file)
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
-from metaio.read.reader import EpisodeRange, read_ranges
+from metaio.read.reader import (EpisodeRange, read_ranges)
+from pathlib import Path
+from torch import Tensor
+
 
 _TASKS_PER_BATCH = 256
 

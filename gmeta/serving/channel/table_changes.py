@@ -2,25 +2,23 @@
 
 Rows are compared as they are stored, byte by byte: what a server fetches is what is compared.
 
-Shape suffixes: R rows of a table, C changed rows, D embedding width.
+Shape suffix: R rows of tables.
 """
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from collections.abc import (Mapping, Sequence)
+from gmeta.errors import GMetaError
+from gmeta.platform.files.tensor_files import (read_tensors, translate_write_errors)
+from gmeta.serving.exported_folder import REMEDY
+from metaio.ragged import Int64
+from pathlib import Path
 from safetensors import SafetensorError
-from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
+from safetensors.numpy import (load_file as load_arrays, save_file as save_arrays)
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gmeta.errors import GMetaError
-from gmeta.platform.files.tensor_files import read_tensors, translate_write_errors
-from gmeta.serving.exported_folder import REMEDY
-from metaio.ragged import Int64
 
 _BLOCK_ROWS = 1 << 18  # compared at a time: tens of megabytes, whatever the table's size
 _GAPS = "gaps"
@@ -36,15 +34,15 @@ def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
     before = {} if old is None else read_tensors(old)
     if not _is_stored_alike(before, after):
         before = {name: tensor[:0] for name, tensor in after.items()}
-    ids_C = _find_changed_C(before, after)
+    changed = _find_changed_rows(before, after)
     num_rows = len(next(iter(after.values())))
-    if not len(ids_C) and len(next(iter(before.values()))) == num_rows:
+    if not len(changed) and len(next(iter(before.values()))) == num_rows:
         return 0
-    ids = torch.from_numpy(ids_C)
+    ids = torch.from_numpy(changed)
     rows = {name: tensor.index_select(0, ids).numpy() for name, tensor in after.items()}
     with translate_write_errors(out):
-        save_arrays({_GAPS: _gaps_C(ids_C), **rows}, out)
-    return len(ids_C)
+        save_arrays({_GAPS: _gaps(changed), **rows}, out)
+    return len(changed)
 
 
 def materialize_table(
@@ -78,7 +76,7 @@ def materialize_table(
         save_file(tensors, out, {"table": table})
 
 
-def _find_changed_C(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:
+def _find_changed_rows(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:
     """Return the ids of rows that differ in a byte, or are new; ascending."""
     num_rows = len(next(iter(after.values())))
     kept = min(num_rows, len(next(iter(before.values()))))
@@ -98,11 +96,11 @@ def _bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
     return rows.numpy().reshape(len(rows), -1).view(np.uint8)
 
 
-def _gaps_C(ids_C: Int64) -> npt.NDArray[np.unsignedinteger]:
-    gaps_C = np.diff(ids_C, prepend=0)
-    largest = int(gaps_C.max(initial=0))
+def _gaps(changed: Int64) -> npt.NDArray[np.unsignedinteger]:
+    gaps = np.diff(changed, prepend=0)
+    largest = int(gaps.max(initial=0))
     kind = next(kind for kind in _GAP_TYPES if largest <= np.iinfo(kind).max)
-    return gaps_C.astype(kind)
+    return gaps.astype(kind)
 
 
 def _is_stored_alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:

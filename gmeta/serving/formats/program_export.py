@@ -1,42 +1,29 @@
 """Programs of torch.export and ONNX: made from an exported model, and held against it before
 anybody gets them.
 
-Shape suffixes: N rows, F single-id features, M multi-id features, L longest list, K dense columns.
+Shape suffixes: N rows, S support rows, H longest list or task, F single-id or pooled features, M
+multi-id features, K dense columns, D embedding width.
 """
 
 import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib.util import find_spec
-from itertools import count, islice
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
-
-from gmeta.errors import GMetaError, UserError
-from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
-from gmeta.serving.formats.program_modules import (
-    DENSE,
-    IDS,
-    LABEL,
-    LENGTHS,
-    LISTS,
-    OUTPUT,
-    QUERY,
-    SUPPORT,
-    WEIGHT,
-    AdaptAndPredict,
-    UnadaptedForward,
-    record_graph,
-)
+import warnings
+from collections.abc import (Iterator, Mapping)
+from contextlib import contextmanager
+from gmeta.errors import (GMetaError, UserError)
+from gmeta.serving.encoded_rows import (EncodedColumns, labels_shape)
+from gmeta.serving.formats.program_modules import (AdaptAndPredict, DENSE, IDS, LABEL, LENGTHS, LISTS, OUTPUT, QUERY, SUPPORT, UnadaptedForward, WEIGHT, record_graph)
 from gmeta.serving.served_model import ServedModel
+from importlib.util import find_spec
+from itertools import (count, islice)
 from metaio.format.features import Features
+from pathlib import Path
+from torch import (Tensor, nn)
+from torch.export import (Dim, ExportedProgram)
+from typing import Any
+
 
 FORWARD_FILE, ADAPTED_FILE, ONNX_FILE = "predict.pt2", "adapt_predict.pt2", "predict.onnx"
 # Twice what float32 leaves between two orders of summation in models of this size.
@@ -188,27 +175,27 @@ def draw_rows(
         0, [sizes[c.table] for c in features.single], (num_rows, len(features.single))
     )
     rows_M1 = np.array([[sizes[c.table]] for c in features.multi], np.int64).reshape(-1, 1)
-    ids_NML = rng.integers(0, np.broadcast_to(rows_M1, shape))
+    ids_NMH = rng.integers(0, np.broadcast_to(rows_M1, shape))
     lengths_NM = rng.integers(0, longest + 1, shape[:2])
     lengths_NM[0] = longest
     dense_NK = rng.standard_normal((num_rows, len(features.dense))).astype(np.float32)
     label_N = rng.integers(0, 2, labels_shape(features, num_rows)).astype(np.float32)
     if features.labels:
         label_N[rng.random(label_N.shape) < _UNKNOWN] = np.nan
-    is_there_NML = np.arange(longest) < lengths_NM[:, :, None]
+    is_there_NMH = np.arange(longest) < lengths_NM[:, :, None]
     rows = EncodedColumns(
         np.zeros(num_rows, np.int64),
         label_N,
         ids_NF,
         dense_NK,
         lengths_NM.astype(np.int32),
-        ids_NML[is_there_NML],
+        ids_NMH[is_there_NMH],
         rng.random((num_rows, int(bool(features.weight))), np.float32),
     )
     groups: dict[str, npt.NDArray[Any]] = {
         IDS: ids_NF,
         DENSE: dense_NK,
-        LISTS: ids_NML,
+        LISTS: ids_NMH,
         LENGTHS: lengths_NM,
     }
     # A group without a column is no input.

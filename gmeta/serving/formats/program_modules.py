@@ -2,30 +2,29 @@
 without adaptation, and one that adapts to a task and predicts its query rows: the engine's inner
 loop, recorded with its gradients, so that what runs it needs no autograd.
 
-Shape suffixes: N rows, query rows where a task's are apart, S support rows, P rows that adapt, Q
-embeddings of the query rows, F single-id features, M multi-id features, L longest list, K dense
-columns, D embedding width, R rows of all tables, B tables.
+Shape suffixes: T tasks, N rows, S support rows, Q query rows, H longest list or task, F single-id
+or pooled features, M multi-id features, V values, K dense columns, L labels, B tables, U unique
+ids, R rows of tables, D embedding width, P task-row pairs, O outputs, J parts of a gate.
 """
 
+import torch
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import cast
-
-import torch
-from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
-
 from gmeta.adaptation.layout.ragged import RowLayout
-from gmeta.adaptation.layout.sides import Side, WorkingRows
+from gmeta.adaptation.layout.sides import (Side, WorkingRows)
 from gmeta.losses.objectives import known_weights
-from gmeta.serving.served_model import EXPECTED_QUERY_ROWS, ServedModel
+from gmeta.serving.served_model import (EXPECTED_QUERY_ROWS, ServedModel)
 from gmeta.serving.stored_tables import StoredTable
 from gmeta_models.gated import row_layers
-from gmeta_models.inputs import History, RowInputs
+from gmeta_models.inputs import (History, RowInputs)
 from gmeta_models.model_config import Pooling
 from gmeta_models.table_projections import pad_width_UD
+from torch import (Tensor, nn)
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from typing import cast
+
 
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
 OUTPUT = "prediction"
@@ -38,28 +37,28 @@ class PaddedInputs(RowInputs):
     the methods that pool them computes the same as from ragged ones; the ragged fields are empty.
     """
 
-    values_NMLD: Tensor
+    values_NMHD: Tensor
     lengths_NM: Tensor
 
     @classmethod
     def of(
-        cls, single_NFD: Tensor, dense_NK: Tensor, values_NMLD: Tensor, lengths_NM: Tensor
+        cls, single_NFD: Tensor, dense_NK: Tensor, values_NMHD: Tensor, lengths_NM: Tensor
     ) -> "PaddedInputs":
         """Return the rows of these values."""
         none_VD = single_NFD.new_zeros(0, single_NFD.shape[2])
-        none_V, num_multi = lengths_NM.new_zeros(0), values_NMLD.shape[1]
-        return cls(single_NFD, none_VD, none_V, num_multi, dense_NK, values_NMLD, lengths_NM)
+        none_V, num_multi = lengths_NM.new_zeros(0), values_NMHD.shape[1]
+        return cls(single_NFD, none_VD, none_V, num_multi, dense_NK, values_NMHD, lengths_NM)
 
     def no_rows(self) -> "PaddedInputs":
         """Return the same columns without a row."""
         return self.of(
-            self.single_NFD[:0], self.dense_NK[:0], self.values_NMLD[:0], self.lengths_NM[:0]
+            self.single_NFD[:0], self.dense_NK[:0], self.values_NMHD[:0], self.lengths_NM[:0]
         )
 
     def bags_NHD(self, feature: int) -> History:
         """Return one multi-id feature, unpooled."""
-        values_NMLD, there_NML = self._masked_values()
-        return History(values_NMLD[:, feature], there_NML[:, feature])
+        values_NMHD, there_NMH = self._masked_values()
+        return History(values_NMHD[:, feature], there_NMH[:, feature])
 
     def pooled_NMD(self, mode: Pooling) -> Tensor:
         """Return a vector for each list; an empty one is zero."""
@@ -70,9 +69,9 @@ class PaddedInputs(RowInputs):
 
     def _masked_values(self) -> tuple[Tensor, Tensor]:
         """Return the values with zeros in place of padding, and which of them are there."""
-        places_L = torch.arange(self.values_NMLD.shape[2], device=self.lengths_NM.device)
-        there_NML = places_L < self.lengths_NM.unsqueeze(2)
-        return self.values_NMLD * there_NML.to(self.values_NMLD.dtype).unsqueeze(3), there_NML
+        places_H = torch.arange(self.values_NMHD.shape[2], device=self.lengths_NM.device)
+        there_NMH = places_H < self.lengths_NM.unsqueeze(2)
+        return self.values_NMHD * there_NMH.to(self.values_NMHD.dtype).unsqueeze(3), there_NMH
 
 
 class KeyedTables(nn.Module):
@@ -147,28 +146,28 @@ class ColumnKeys(nn.Module):
         columns that the model does not have are of width 0.
         """
         ids_NF, dense_NK = inputs.get(side + IDS), inputs.get(side + DENSE)
-        ids_NML, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
-        ids = next(each for each in (ids_NF, ids_NML) if each is not None)
+        ids_NMH, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
+        ids = next(each for each in (ids_NF, ids_NMH) if each is not None)
         rows = ids.shape[0]
         if ids_NF is None:
             ids_NF = ids.new_zeros(rows, 0)
         if dense_NK is None:
             dense_NK = ids.new_zeros(rows, 0, dtype=torch.float32)
-        if ids_NML is None or lengths_NM is None:
-            ids_NML, lengths_NM = ids.new_zeros(rows, 0, 1), ids.new_zeros(rows, 0)
+        if ids_NMH is None or lengths_NM is None:
+            ids_NMH, lengths_NM = ids.new_zeros(rows, 0, 1), ids.new_zeros(rows, 0)
         if self.items is not None:
-            statistics = self.items.features_of_ids(ids_NF, ids_NML, lengths_NM)
+            statistics = self.items.features_of_ids(ids_NF, ids_NMH, lengths_NM)
             dense_NK = torch.cat([dense_NK, statistics], dim=1)
         are_rows_NF = (ids_NF >= 0) & (ids_NF < self.size_F)
-        are_rows_NML = (ids_NML >= 0) & (ids_NML < self.size_M.unsqueeze(1))
-        are_lists_NM = (lengths_NM >= 0) & (lengths_NM <= ids_NML.shape[2])
+        are_rows_NMH = (ids_NMH >= 0) & (ids_NMH < self.size_M.unsqueeze(1))
+        are_lists_NM = (lengths_NM >= 0) & (lengths_NM <= ids_NMH.shape[2])
         key_NF = torch.where(are_rows_NF, ids_NF + self.first_F, self._no_key)
-        key_NML = torch.where(
-            are_rows_NML & are_lists_NM.unsqueeze(2),
-            ids_NML + self.first_M.unsqueeze(1),
+        key_NMH = torch.where(
+            are_rows_NMH & are_lists_NM.unsqueeze(2),
+            ids_NMH + self.first_M.unsqueeze(1),
             self._no_key,
         )
-        return key_NF, dense_NK, key_NML, lengths_NM
+        return key_NF, dense_NK, key_NMH, lengths_NM
 
 
 class UnadaptedForward(nn.Module):
@@ -184,21 +183,21 @@ class UnadaptedForward(nn.Module):
         learner = served.learner
         self.columns = ColumnKeys(served)
         self.tables = KeyedTables(served)
-        self.model = _apply_gates(deepcopy(learner.model), served.unadapted.gates_1MO)
+        self.model = _apply_gates(deepcopy(learner.model), served.unadapted.gates_1JO)
         self.generator = learner.generator
         self._num_statistics = learner.statistics.width
         self._losses = learner.objectives.outer
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of `ids` [N, F], `dense` columns [N, K], and
-        `lists` [N, M, L] of which the first `list_lengths` [N, M] ids count.
+        `lists` [N, M, H] of which the first `list_lengths` [N, M] ids count.
         """
-        key_NF, dense_NK, key_NML, lengths_NM = self.columns(inputs)
-        unknown_NG = dense_NK.new_zeros(dense_NK.shape[0], self._num_statistics)
+        key_NF, dense_NK, key_NMH, lengths_NM = self.columns(inputs)
+        unknown_NK = dense_NK.new_zeros(dense_NK.shape[0], self._num_statistics)
         rows: RowInputs = PaddedInputs.of(
             self.tables(key_NF),
-            torch.cat([dense_NK, unknown_NG], dim=1) if self._num_statistics else dense_NK,
-            self.tables(key_NML),
+            torch.cat([dense_NK, unknown_NK], dim=1) if self._num_statistics else dense_NK,
+            self.tables(key_NMH),
             lengths_NM,
         )
         if self.generator is not None:
@@ -210,8 +209,8 @@ class UnadaptedForward(nn.Module):
 def _apply_gates(model: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     """Return the model with each gate's scale and shift in its layer: s (W x + b) + t."""
     layers = row_layers(model)
-    for name, gate_1MO in gates.items():
-        scale_O, *shifts = gate_1MO[0].unbind(0)
+    for name, gate_1JO in gates.items():
+        scale_O, *shifts = gate_1JO[0].unbind(0)
         layer = layers[name]
         bias_O = scale_O.new_zeros(len(scale_O)) if layer.bias is None else layer.bias * scale_O
         layer.weight.mul_(scale_O.unsqueeze(1))
@@ -226,18 +225,18 @@ class KeyedRows:
     layout: RowLayout
     label_N: Tensor
     place_NF: Tensor  # where the embedding of each key stands among rows_PD
-    place_NML: Tensor
+    place_NMH: Tensor
     dense_NK: Tensor
     lengths_NM: Tensor
     weight: Tensor | None = None
 
     def inputs(self, rows_PD: Tensor) -> PaddedInputs:
         """Return what the model sees when the embedding rows have these values."""
-        single_NFD, values_NMLD = (
+        single_NFD, values_NMHD = (
             rows_PD.index_select(0, place.flatten()).view(*place.shape, rows_PD.shape[1])
-            for place in (self.place_NF, self.place_NML)
+            for place in (self.place_NF, self.place_NMH)
         )
-        return PaddedInputs.of(single_NFD, self.dense_NK, values_NMLD, self.lengths_NM)
+        return PaddedInputs.of(single_NFD, self.dense_NK, values_NMHD, self.lengths_NM)
 
 
 class AdaptAndPredict(nn.Module):
@@ -264,42 +263,42 @@ class AdaptAndPredict(nn.Module):
         UnadaptedForward, of both sides, the labels [S], or [S, L] of several, and the weights [S]
         of rows that have some.
         """
-        key_SF, dense_SK, key_SML, lengths_SM = self.columns(inputs, SUPPORT)
+        key_SF, dense_SK, key_SMH, lengths_SM = self.columns(inputs, SUPPORT)
         # A key that stands there several times has its one row where it stands first.
-        key_P = torch.cat([key_SF.flatten(), key_SML.flatten()]).sort()[0]
-        place_SF, place_SML = torch.searchsorted(key_P, key_SF), torch.searchsorted(key_P, key_SML)
+        key_P = torch.cat([key_SF.flatten(), key_SMH.flatten()]).sort()[0]
+        place_SF, place_SMH = torch.searchsorted(key_P, key_SF), torch.searchsorted(key_P, key_SMH)
         label_S, weight = inputs[SUPPORT + LABEL], None
         if self._may_lack_labels:
             weight = known_weights(label_S, inputs.get(SUPPORT + WEIGHT))
         layout = _layout_of_one_task(key_SF)
-        support = KeyedRows(layout, label_S, place_SF, place_SML, dense_SK, lengths_SM, weight)
+        support = KeyedRows(layout, label_S, place_SF, place_SMH, dense_SK, lengths_SM, weight)
         rows_PD, inner = self.tables(key_P), self.learner.general_loop
         working = WorkingRows(rows_PD, self._rate_of(key_P))
         with torch.enable_grad():
             # The inner loop asks for nothing else of a Side.
             adapted = inner.take_steps(working, cast(Side, support), EXPECTED_QUERY_ROWS, False)
-        key_NF, dense_NK, key_NML, lengths_NM = self.columns(inputs, QUERY)
-        keys_Q = torch.cat([key_NF.flatten(), key_NML.flatten()])
-        fetched_QD = self.tables(keys_Q)
+        key_QF, dense_QK, key_QMH, lengths_QM = self.columns(inputs, QUERY)
+        keys_V = torch.cat([key_QF.flatten(), key_QMH.flatten()])
+        fetched_VD = self.tables(keys_V)
         if self._adapts_rows:
-            place_Q = torch.searchsorted(key_P, keys_Q).clamp(max=key_P.shape[0] - 1)
-            is_known_Q1 = (key_P[place_Q] == keys_Q).unsqueeze(1)
+            place_V = torch.searchsorted(key_P, keys_V).clamp(max=key_P.shape[0] - 1)
+            is_known_V1 = (key_P[place_V] == keys_V).unsqueeze(1)
             # Both are computed and one is chosen, as a graph has no branches.
-            fetched_QD = torch.where(is_known_Q1, adapted.rows_PD[place_Q], fetched_QD)
+            fetched_VD = torch.where(is_known_V1, adapted.rows_PD[place_V], fetched_VD)
         # Each key of the query has a row of its own, in their order.
-        place_Q = torch.arange(keys_Q.shape[0], device=keys_Q.device)
-        place_NF, place_NML = place_Q.split([key_NF.numel(), key_NML.numel()])
-        label_N = dense_NK.new_zeros(dense_NK.shape[0])
+        place_V = torch.arange(keys_V.shape[0], device=keys_V.device)
+        place_QF, place_QMH = place_V.split([key_QF.numel(), key_QMH.numel()])
+        label_Q = dense_QK.new_zeros(dense_QK.shape[0])
         query = KeyedRows(
-            _layout_of_one_task(key_NF),
-            label_N,
-            place_NF.view(key_NF.shape),
-            place_NML.view(key_NML.shape),
-            dense_NK,
-            lengths_NM,
+            _layout_of_one_task(key_QF),
+            label_Q,
+            place_QF.view(key_QF.shape),
+            place_QMH.view(key_QMH.shape),
+            dense_QK,
+            lengths_QM,
         )
         layers = adapted.layers
-        query_inputs = inner.restore_adapted(layers.changes, layers.gates_TMO, fetched_QD)
+        query_inputs = inner.restore_adapted(layers.changes, layers.gates_TJO, fetched_VD)
         logits = inner.output_N(query_inputs, cast(Side, query)).detach()
         return self._losses.predictions(logits)
 

@@ -4,42 +4,34 @@ Rows are encoded as they are read and spooled by task, as for `gmeta predict`; t
 chunks of whole tasks go to processes that share the mapped tables, and their states are written in
 the order of the chunks, which the inputs alone decide.
 
-Shape suffixes: N rows.
+Shape suffix: N rows.
 """
 
 import multiprocessing as mp
+import numpy as np
 import os
+import pyarrow as pa
+import pyarrow.parquet as pq
 import signal
 import threading
 import time
+import torch
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import (Callable, Iterator)
+from concurrent.futures import (Future, ProcessPoolExecutor)
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from gmeta.errors import (GMetaError, UserError)
+from gmeta.platform.files.local_paths import check_replaceable
+from gmeta.serving.bulk.row_files import (RowFiles, atomic_output)
+from gmeta.serving.bulk.task_spool import (Advance, ModelTimer, PART_ROWS, TaskSpool, parts_for, spool_rows)
+from gmeta.serving.encoded_rows import (EncodedColumns, split_rows, take_rows)
+from gmeta.serving.model_loader import load
+from gmeta.serving.offline.adapt_rows import (CHUNK_ROWS, STATE_COLUMNS, adapt_rows)
+from gmeta.serving.served_model import ServedModel
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
-
-from gmeta.errors import GMetaError, UserError
-from gmeta.platform.files.local_paths import check_replaceable
-from gmeta.serving.bulk.row_files import RowFiles, atomic_output
-from gmeta.serving.bulk.task_spool import (
-    PART_ROWS,
-    Advance,
-    ModelTimer,
-    TaskSpool,
-    parts_for,
-    spool_rows,
-)
-from gmeta.serving.encoded_rows import EncodedColumns, split_rows, take_rows
-from gmeta.serving.model_loader import load
-from gmeta.serving.offline.adapt_rows import CHUNK_ROWS, STATE_COLUMNS, adapt_rows
-from gmeta.serving.served_model import ServedModel
 
 _CHUNKS_A_PROCESS = 2  # under way: one that is computed, one that waits
 _LOOK_EVERY_S = 1.0

@@ -1,17 +1,17 @@
 """From encoded, labelled rows of many tasks to a row for each task: its raw id, its state as bytes,
 and how many rows it adapted by.
 
-Shape suffixes: N rows, T tasks.
+Shape suffixes: T tasks, N rows.
 """
 
 import numpy as np
 import pyarrow as pa
-
 from gmeta.errors import UserError
-from gmeta.serving.encoded_rows import EncodedColumns, join_rows, split_rows, take_rows
+from gmeta.serving.encoded_rows import (EncodedColumns, join_rows, split_rows, take_rows)
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.state_bytes import to_bytes
 from gmeta.serving.task_matching import cut_runs
+
 
 STATE_COLUMNS = ("task", "state", "rows")
 # Rows to adapt by in one go; the states of their tasks are in memory together.

@@ -1,26 +1,23 @@
 """Cuts the sorted rows of whole tasks into episodes of support and query rows.
 
-Shape suffixes: N rows, T tasks or episodes, V ids of all multi-id features; T1 = T + 1.
+Shape suffixes: T tasks, N rows, E chosen episodes.
 """
-
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-
-from metaio.errors import DataError, TooFewRowsError
+from __future__ import annotations
+from dataclasses import (dataclass, replace)
+from metaio.errors import (DataError, TooFewRowsError)
 from metaio.prepare.episodes.encoded_rows import EncodedRows
 from metaio.prepare.episodes.gather import BucketEpisodes
-from metaio.prepare.episodes.negatives import Catalogue, NegativeSampler
-from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
+from metaio.prepare.episodes.negatives import (Catalogue, NegativeSampler)
+from metaio.prepare.episodes.row_order import (hash_row_identity, sort_rows)
 from metaio.prepare.episodes.splits import Cutting
 from metaio.prepare.schema.rules import EpisodeRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import QUERY, SUPPORT
+from metaio.prepare.schema.side_columns import (QUERY, SUPPORT)
 from metaio.quantities import format_count
-from metaio.ragged import Int64, find_run_starts, offsets, owners, places, ragged_indices
+from metaio.ragged import (Int64, find_run_starts, offsets, owners, places, ragged_indices)
 
 
 @dataclass(frozen=True)

@@ -3,40 +3,30 @@ order.
 
 The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
 
-Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
-S is 1 where sides are given, I where negatives are drawn, R where rows have ids, W where they have
-weights, else 0.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, L labels.
 """
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-
+from collections.abc import Mapping
+from dataclasses import (dataclass, field)
 from metaio.errors import DataError
-from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.episodes.encoded_rows import EncodedRows, list_array_types
-from metaio.prepare.episodes.splits import PLACE, Splits, assign_splits
-from metaio.prepare.episodes.vocabulary import RowIndex, make_index
-from metaio.prepare.schema.label_columns import read_labels, read_weights
-from metaio.prepare.schema.raw_columns import read_dense, read_lists, read_vectors
-from metaio.prepare.schema.schema import DenseColumn, IdColumn, Schema
-from metaio.prepare.schema.side_columns import SIDE_OF_FILE, read_sides
-from metaio.prepare.schema.values import (
-    Kind,
-    hash_lists,
-    hash_values,
-    infer_kind,
-    to_float32,
-    to_int64,
-    to_time_ticks,
-)
+from metaio.hashing import (UInt64, splitmix64)
+from metaio.prepare.episodes.encoded_rows import (EncodedRows, list_array_types)
+from metaio.prepare.episodes.splits import (PLACE, Splits, assign_splits)
+from metaio.prepare.episodes.vocabulary import (RowIndex, make_index)
+from metaio.prepare.schema.label_columns import (read_labels, read_weights)
+from metaio.prepare.schema.raw_columns import (read_dense, read_lists, read_vectors)
+from metaio.prepare.schema.schema import (DenseColumn, IdColumn, Schema)
+from metaio.prepare.schema.side_columns import (SIDE_OF_FILE, read_sides)
+from metaio.prepare.schema.values import (Kind, hash_lists, hash_values, infer_kind, to_float32, to_int64, to_time_ticks)
 from metaio.quantities import format_count
-from metaio.ragged import Int64, reorder_row_by_row, sum_rows
+from metaio.ragged import (Int64, reorder_row_by_row, sum_rows)
+from typing import Any
+
 
 _ONE = np.uint64(1)
 
@@ -184,8 +174,8 @@ class Encoder:
         return _hash_rows(bits_N ^ seed, *columns)
 
     def _encode_row_ids(self, batch: pa.RecordBatch) -> Int64:
-        """Return the ids of rows [N, R]: integers as they are, text as its xxh3_64, as with
-        tasks."""
+        """Return the ids of rows, [N, 1] or [N, 0]: integers as they are, text as its xxh3_64, as
+        with tasks."""
         rule = self.schema.row_id
         if rule is None:
             return np.zeros((batch.num_rows, 0), np.int64)

@@ -1,25 +1,23 @@
 """Rows of a log as ids and numbers: what the encoder makes, for buckets, episodes and streams.
 
-Shape suffixes: N rows, F single-id features, M multi-id features, V ids of all multi-id features;
-S is 1 where sides are given, I where negatives are drawn, R where rows have ids, W where they have
-weights, else 0.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns.
 """
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
+from dataclasses import dataclass
 from metaio.hashing import UInt64
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import Int64, index_entries, offsets, sum_rows
+from metaio.ragged import (Int64, index_entries, offsets, sum_rows)
+from typing import Any
 
 
 @dataclass(frozen=True)
 class EncodedRows:
     """Rows as ids and numbers, with the keys that decide split, bucket and order.
 
+    The second axis of what not every log has (row ids, weights, sides, items) is 1, or 0 without.
     `values_V` holds the ids of all multi-hot columns, row by row and column by column within a row.
     """
 

@@ -1,19 +1,17 @@
 """Gathers the rows of episodes, and their negatives, from their places in a bucket.
 
-Shape suffixes: N rows, C chosen rows, T episodes, M multi-id features, V ids of all multi-id
-features; T1 = T + 1.
+Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
+dense columns.
 """
 
+import numpy as np
 from __future__ import annotations
-
 from dataclasses import replace
+from metaio.format.block import Rows
+from metaio.prepare.episodes.encoded_rows import (EncodedRows, find_value_starts)
+from metaio.ragged import (Int64, offsets, ragged_indices)
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from metaio.format.block import Rows
-from metaio.prepare.episodes.encoded_rows import EncodedRows, find_value_starts
-from metaio.ragged import Int64, offsets, ragged_indices
 
 if TYPE_CHECKING:  # which negatives are drawn is the business of whoever makes the sampler
     from metaio.prepare.episodes.negatives import NegativeSampler
@@ -83,16 +81,16 @@ class BucketEpisodes:
         return replace(gathered, multi_ids_V=self._values_V[values])
 
 
-def _insert_negatives(sampler: NegativeSampler, chosen_C: Int64) -> tuple[Int64, Int64]:
+def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, Int64]:
     """Return the row that each row of an episode is made of, and the item that takes the place of
     its own: -1 where it keeps it.
     """
-    repeats = 1 + sampler.count_negatives(chosen_C)
+    repeats = 1 + sampler.count_negatives(chosen)
     items_N = np.full(int(repeats.sum()), -1, dtype=np.int64)
     is_negative = np.ones(len(items_N), np.bool_)
     is_negative[offsets(repeats)[:-1]] = False
-    items_N[is_negative] = sampler.draw(chosen_C).ravel()
-    return np.repeat(chosen_C, repeats), items_N
+    items_N[is_negative] = sampler.draw(chosen).ravel()
+    return np.repeat(chosen, repeats), items_N
 
 
 def _write_items(

@@ -3,28 +3,22 @@
 Items come from a catalogue that is gathered while rows are encoded, so memory follows the number of
 items; negatives are drawn where a bucket's episodes are built, a portion at a time.
 
-Shape suffixes: N rows of a bucket, I items, C chosen rows, P positives among them, J negatives of a
-positive, M multi-id features.
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
+columns, A items.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
+from dataclasses import dataclass
 from metaio.errors import DataError
 from metaio.format.features import find_vector_column
-from metaio.hashing import UInt64, splitmix64
-from metaio.prepare.episodes.encoded_rows import (
-    EncodedRows,
-    concatenate_rows,
-    find_value_starts,
-    select_rows,
-)
+from metaio.hashing import (UInt64, splitmix64)
+from metaio.prepare.episodes.encoded_rows import (EncodedRows, concatenate_rows, find_value_starts, select_rows)
 from metaio.prepare.episodes.ordered_map import should_merge
-from metaio.prepare.schema.schema import IdColumn, Schema
+from metaio.prepare.schema.schema import (IdColumn, Schema)
 from metaio.prepare.schema.values import hash_lists
-from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices
+from metaio.ragged import (Int64, find_run_starts, offsets, ragged_indices)
+
 
 # If the task has the drawn item, draw again, this often at most; then take the next item that it
 # lacks.
@@ -57,11 +51,11 @@ class Catalogue:
     """The items of a log in the order of their hash, a row of each, and how many rows they have."""
 
     rows: EncodedRows
-    train_I: Int64  # rows of the train split
-    all_I: Int64
+    train_A: Int64  # rows of the train split
+    all_A: Int64
 
     @property
-    def item_I(self) -> UInt64:
+    def item_A(self) -> UInt64:
         """Return the hash of each item."""
         hashes: UInt64 = self.rows.item_NI[:, 0]
         return hashes
@@ -79,7 +73,7 @@ class CatalogueBuilder:
     def add(self, part: Catalogue) -> None:
         """Add the items of other rows."""
         self._parts.append(part)
-        if should_merge([len(part.train_I) for part in self._parts]):
+        if should_merge([len(part.train_A) for part in self._parts]):
             self._parts = [self.build()]
 
     def build_from_rows(self, rows: EncodedRows) -> Catalogue:
@@ -91,8 +85,8 @@ class CatalogueBuilder:
         """Return all items added so far."""
         rows = concatenate_rows(self._schema, [part.rows for part in self._parts])
         none = np.zeros(0, np.int64)
-        train = np.concatenate([none, *(part.train_I for part in self._parts)])
-        every = np.concatenate([none, *(part.all_I for part in self._parts)])
+        train = np.concatenate([none, *(part.train_A for part in self._parts)])
+        every = np.concatenate([none, *(part.all_A for part in self._parts)])
         return self._merge_items(rows, train, every)
 
     def _merge_items(self, rows: EncodedRows, train_N: Int64, all_N: Int64) -> Catalogue:
@@ -144,68 +138,68 @@ class NegativeSampler:
         self.catalogue = catalogue
         self.columns = find_item_columns(schema)
         # A model in training may not learn which items come later.
-        counts_I = catalogue.train_I if is_train else catalogue.all_I
-        weights_I = (
-            counts_I if rule and rule.by == "popularity" else (counts_I > 0).astype(np.int64)
+        counts_A = catalogue.train_A if is_train else catalogue.all_A
+        weights_A = (
+            counts_A if rule and rule.by == "popularity" else (counts_A > 0).astype(np.int64)
         )
-        self._ends_I = np.cumsum(weights_I)
-        self._allowed_I = weights_I > 0
+        self._ends_A = np.cumsum(weights_A)
+        self._allowed_A = weights_A > 0
         self._rows = rows
         # Of the row and its task, not of its place: whatever bucket or engine draws, draws the
         # same.
         self._key_N = splitmix64(identity_N ^ splitmix64(rows.task_hash_N ^ _SALT))
         _, self._task_N = np.unique(rows.task_hash_N, return_inverse=True)
-        item_N = np.searchsorted(catalogue.item_I, rows.item_NI[:, 0])
-        self._has = np.unique(self._task_N * len(catalogue.item_I) + item_N)
+        item_N = np.searchsorted(catalogue.item_A, rows.item_NI[:, 0])
+        self._has = np.unique(self._task_N * len(catalogue.item_A) + item_N)
 
-    def count_negatives(self, chosen_C: Int64) -> Int64:
+    def count_negatives(self, chosen: Int64) -> Int64:
         """Return how many negatives stand behind each chosen row."""
-        count_negatives: Int64 = self._per_positive * (self._rows.label_N[chosen_C] > 0).astype(
+        count_negatives: Int64 = self._per_positive * (self._rows.label_N[chosen] > 0).astype(
             np.int64
         )
         return count_negatives
 
-    def draw(self, chosen_C: Int64) -> Int64:
+    def draw(self, chosen: Int64) -> Int64:
         """Return the items of the negatives of each positive among the chosen rows, as places in
-        the catalogue [P, J]: no two alike, none that the task has.
+        the catalogue, a line each: no two alike, none that the task has.
 
         Raises:
             DataError: there are too few items that a task lacks.
         """
-        positive_P = chosen_C[self._rows.label_N[chosen_C] > 0]
-        items_PJ = np.full((len(positive_P), self._per_positive), -1, dtype=np.int64)
+        positives = chosen[self._rows.label_N[chosen] > 0]
+        found = np.full((len(positives), self._per_positive), -1, dtype=np.int64)
         for index in range(self._per_positive):
-            open_P = np.arange(len(positive_P))
+            unfilled = np.arange(len(positives))
             for attempt in range(_ATTEMPTS):
                 salt = splitmix64(np.uint64(index << 32 | attempt))
-                mixed = splitmix64(self._key_N[positive_P[open_P]] ^ salt)
-                at = (mixed % np.uint64(self._ends_I[-1])).astype(np.int64)
-                proposed = np.searchsorted(self._ends_I, at, side="right")
-                is_taken = self._find_taken(positive_P[open_P], proposed, items_PJ[open_P, :index])
-                items_PJ[open_P[~is_taken], index] = proposed[~is_taken]
-                open_P = open_P[is_taken]
-                if not len(open_P):
+                mixed = splitmix64(self._key_N[positives[unfilled]] ^ salt)
+                at = (mixed % np.uint64(self._ends_A[-1])).astype(np.int64)
+                proposed = np.searchsorted(self._ends_A, at, side="right")
+                is_taken = self._find_taken(positives[unfilled], proposed, found[unfilled, :index])
+                found[unfilled[~is_taken], index] = proposed[~is_taken]
+                unfilled = unfilled[is_taken]
+                if not len(unfilled):
                     break
-            for place in open_P.tolist():
-                row, own = positive_P[place], items_PJ[place, :index]
-                items_PJ[place, index] = self._find_free_item(row, own)
-        return items_PJ
+            for place in unfilled.tolist():
+                row, own = positives[place], found[place, :index]
+                found[place, index] = self._find_free_item(row, own)
+        return found
 
     def _find_taken(
-        self, rows_P: Int64, items_P: Int64, proposed_PJ: Int64
+        self, rows: Int64, items: Int64, drawn: Int64
     ) -> npt.NDArray[np.bool_]:
         """Tell which items the row's task has, or the row has as negatives already."""
         # (task, item) as one integer, looked up among those of all rows by bisection.
-        keys = self._task_N[rows_P] * len(self._allowed_I) + items_P
+        keys = self._task_N[rows] * len(self._allowed_A) + items
         places = np.minimum(np.searchsorted(self._has, keys), len(self._has) - 1)
         is_taken: npt.NDArray[np.bool_] = self._has[places] == keys
-        is_taken |= (proposed_PJ == items_P[:, None]).any(axis=1)
+        is_taken |= (drawn == items[:, None]).any(axis=1)
         return is_taken
 
     def _find_free_item(self, row: int, own: Int64) -> int:
         """Return the first item that the row's task lacks, from a drawn place of the catalogue on.
         Raise DataError where there is none."""
-        items = np.flatnonzero(self._allowed_I)
+        items = np.flatnonzero(self._allowed_A)
         items = np.roll(items, -int(self._key_N[row] % np.uint64(len(items))))
         rows = np.full(len(items), row)
         free = items[~self._find_taken(rows, items, np.tile(own, (len(items), 1)))]

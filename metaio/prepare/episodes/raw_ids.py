@@ -4,25 +4,23 @@ raw_ids/task.parquet has the text behind the hash of each task; integer tasks ar
 are. raw_ids/item.parquet has the values behind the rows of the item's table where these are hashed;
 else they are the table's vocabulary.
 
-Shape suffixes: N rows.
+Shape suffix: N rows.
 """
-
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
 from metaio.errors import FormatError
-from metaio.format.dataset import Dataset, read_verified_file
-from metaio.format.layout import RAW_IDS_FOLDER, VOCABULARY_FOLDER
+from metaio.format.dataset import (Dataset, read_verified_file)
+from metaio.format.layout import (RAW_IDS_FOLDER, VOCABULARY_FOLDER)
 from metaio.format.manifest import FileEntry
 from metaio.prepare.episodes.encode import hash_to_rows
-from metaio.prepare.episodes.survey import Survey, find_raw_id_columns, merge_counts
+from metaio.prepare.episodes.survey import (Survey, find_raw_id_columns, merge_counts)
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import read_item_rule
-from metaio.prepare.schema.values import hash_values, infer_kind
+from metaio.prepare.schema.values import (hash_values, infer_kind)
 from metaio.ragged import Int64
+from pathlib import Path
 
 
 def write_raw_ids(folder: Path, schema: Schema, survey: Survey) -> None:

@@ -1,18 +1,16 @@
 """The order of a bucket's rows: by task, side, time, and what tells the rows of a task apart.
 
-Shape suffixes: N rows; S is 1 where sides are given, else 0.
+Shape suffix: N rows.
 """
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from metaio.errors import DataError
-from metaio.hashing import UInt64, splitmix64
+from metaio.hashing import (UInt64, splitmix64)
 from metaio.prepare.episodes.encoded_rows import EncodedRows
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import Int64, find_run_starts, places
+from metaio.ragged import (Int64, find_run_starts, places)
+from typing import Any
 
 
 def hash_row_identity(schema: Schema, rows: EncodedRows) -> UInt64:

@@ -1,33 +1,26 @@
 """Deals rows to splits: by a column, by the hash of their task, or by windows of time.
 
-Shape suffixes: N rows, W windows, K wanted ranks, B bins of 16 bits.
+Shape suffixes: N rows, V values.
 """
-
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-
+from collections import Counter
+from collections.abc import (Callable, Iterable)
+from dataclasses import dataclass
+from itertools import pairwise
 from metaio.errors import DataError
 from metaio.format.names import check_split_name
-from metaio.hashing import UInt64, splitmix64, unit_interval
-from metaio.prepare.schema.rules import DEFAULT_VALIDATION_SHARE, GATE, VALIDATION, VALIDATION_ITEMS
+from metaio.hashing import (UInt64, splitmix64, unit_interval)
+from metaio.prepare.schema.rules import (DEFAULT_VALIDATION_SHARE, GATE, VALIDATION, VALIDATION_ITEMS)
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import QUERY, SUPPORT, UNDECIDED
-from metaio.prepare.schema.values import (
-    hash_values,
-    infer_kind,
-    parse_time,
-    to_int64,
-    to_time_ticks,
-)
+from metaio.prepare.schema.side_columns import (QUERY, SUPPORT, UNDECIDED)
+from metaio.prepare.schema.values import (hash_values, infer_kind, parse_time, to_int64, to_time_ticks)
 from metaio.ragged import Int64
+from typing import (Any, Literal)
+
 
 # Where a row stands in the input, for engines that do not keep its order.
 PLACE = "place in the input"
@@ -207,8 +200,8 @@ class WindowSearch:
         self._cumulated: npt.NDArray[np.float64] = np.cumsum(np.array(list(shares), np.float64))[
             :-1
         ]
-        self._prefix_K = np.zeros(len(self._cumulated), dtype=np.uint64)
-        self._rank_K: Int64 | None = None
+        self._prefixes = np.zeros(len(self._cumulated), dtype=np.uint64)
+        self._ranks: Int64 | None = None
         self._shift = 48
 
     @property
@@ -217,12 +210,12 @@ class WindowSearch:
         return self._shift < 0
 
     def count(self, times_N: Int64) -> Int64:
-        """Return how many times fall into each bin of this pass [K, B]."""
+        """Return how many times fall into each bin of this pass, for each wanted rank."""
         # The order of int64 as that of uint64.
         values_N = times_N.view(np.uint64) ^ np.uint64(1 << 63)
         # A radix search: each pass fixes 16 bits more of the time at each wanted rank.
-        found = np.zeros((len(self._prefix_K), _BINS), dtype=np.int64)
-        for index, prefix in enumerate(self._prefix_K):
+        found = np.zeros((len(self._prefixes), _BINS), dtype=np.int64)
+        for index, prefix in enumerate(self._prefixes):
             # Beyond 64 bits numpy does not shift.
             above = np.uint64(self._shift + 16)
             own = values_N if self._shift == 48 else values_N[values_N >> above == prefix >> above]
@@ -236,24 +229,24 @@ class WindowSearch:
         counts = (self.count(to_time_ticks(column, batch[column])) for batch in batches)
         return sum(counts, start=np.zeros(1, np.int64))
 
-    def narrow(self, counts_KB: Int64) -> None:
+    def narrow(self, counts: Int64) -> None:
         """Go on to the next 16 bits, given the sum of all counts of this pass."""
-        if self._rank_K is None:
-            total = int(counts_KB[0].sum())
+        if self._ranks is None:
+            total = int(counts[0].sum())
             # Rounding must not turn 0.7 + 0.1 of ten rows into the seventh.
             ranks = np.floor(self._cumulated * total + 1e-9).astype(np.int64)
-            self._rank_K = np.minimum(ranks, total - 1)
-        for index, counts_B in enumerate(counts_KB):
-            ends = np.cumsum(counts_B)
-            bin_ = int(np.searchsorted(ends, self._rank_K[index], side="right"))
-            self._rank_K[index] -= int(ends[bin_ - 1]) if bin_ else 0
-            self._prefix_K[index] |= np.uint64(bin_) << np.uint64(self._shift)
+            self._ranks = np.minimum(ranks, total - 1)
+        for index, own in enumerate(counts):
+            ends = np.cumsum(own)
+            bin_ = int(np.searchsorted(ends, self._ranks[index], side="right"))
+            self._ranks[index] -= int(ends[bin_ - 1]) if bin_ else 0
+            self._prefixes[index] |= np.uint64(bin_) << np.uint64(self._shift)
         self._shift -= 16
 
     @property
     def starts(self) -> tuple[int, ...]:
         """Return the times at which the windows after the first begin."""
-        starts: list[int] = (self._prefix_K ^ np.uint64(1 << 63)).view(np.int64).tolist()
+        starts: list[int] = (self._prefixes ^ np.uint64(1 << 63)).view(np.int64).tolist()
         return tuple(starts)
 
 

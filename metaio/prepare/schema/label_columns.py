@@ -1,15 +1,14 @@
 """Labels and weights of raw rows, as their columns and masks give them.
 
-Shape suffixes: N rows; W is 1 where rows have weights, else 0.
+Shape suffix: N rows.
 """
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
 from metaio.errors import DataError
-from metaio.prepare.schema.schema import LabelColumn, Schema
-from metaio.prepare.schema.values import to_float32, to_float64
+from metaio.prepare.schema.schema import (LabelColumn, Schema)
+from metaio.prepare.schema.values import (to_float32, to_float64)
 from metaio.quantities import format_count
 
 
@@ -24,7 +23,7 @@ def read_labels(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32
 
 
 def read_weights(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the weights of raw rows, [N, W].
+    """Return the weights of raw rows, [N, 1] or [N, 0].
 
     Raises:
         DataError: one is no finite number from 0 on.

@@ -7,7 +7,7 @@ of the vectors V is G V: a gather and one product. A gradient U of G V gives G U
 its transpose at the pairs to g, which again have such derivatives. So a MAML step of DLRM takes
 four fifths of the time with 26 features, nine tenths with the demo's.
 
-Shape suffixes: N rows, F vectors of a row, D their width, P pairs.
+Shape suffixes: N rows, F single-id or pooled features, D embedding width.
 """
 
 from typing import Any
@@ -19,39 +19,39 @@ from torch import Tensor, nn
 class PairwiseDots(nn.Module):
     """v_i . v_j of all pairs i > j, in the order of i, then j."""
 
-    pair_P: Tensor
+    pair: Tensor
     place_FF: Tensor
 
     def __init__(self, num_vectors: int) -> None:
         super().__init__()
         # On the CPU whatever the default: on the meta device, where a model that is loaded is built
         # first, torch takes ten milliseconds to compute these in Python.
-        row_P, column_P = torch.tril_indices(num_vectors, num_vectors, offset=-1, device="cpu")
-        pairs_P = torch.arange(row_P.numel(), device="cpu")
+        row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1, device="cpu")
+        pairs = torch.arange(row.numel(), device="cpu")
         # The pair at each place of the matrix of all dot products; on its diagonal one past the
         # last.
-        place_FF = torch.full((num_vectors, num_vectors), row_P.numel(), device="cpu")
-        place_FF[row_P, column_P] = place_FF[column_P, row_P] = pairs_P
+        place_FF = torch.full((num_vectors, num_vectors), row.numel(), device="cpu")
+        place_FF[row, column] = place_FF[column, row] = pairs
         # Not for checkpoints: they follow from the number of vectors.
-        self.register_buffer("pair_P", row_P * num_vectors + column_P, persistent=False)
+        self.register_buffer("pair", row * num_vectors + column, persistent=False)
         self.register_buffer("place_FF", place_FF.flatten(), persistent=False)
 
     def forward(self, vectors_NFD: Tensor) -> Tensor:
-        """Return the dots of all pairs: [N, F, D] -> [N, P]."""
+        """Return the dots of all pairs: [N, F, D] -> [N, pairs]."""
         device = vectors_NFD.device.type
         if torch.is_autocast_enabled(device):
             # Cast before, not inside: the derivative multiplies by the vectors.
             vectors_NFD = vectors_NFD.to(torch.get_autocast_dtype(device))
-        dots_NP: Tensor = _Dots.apply(vectors_NFD, self.pair_P, self.place_FF)
-        return dots_NP
+        dots: Tensor = _Dots.apply(vectors_NFD, self.pair, self.place_FF)
+        return dots
 
 
 class _Dots(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
-        return _pairs(torch.bmm(vectors_NFD, vectors_NFD.mT), pair_P)
+    def forward(vectors_NFD: Tensor, pair: Tensor, place_FF: Tensor) -> Tensor:
+        return _pairs(torch.bmm(vectors_NFD, vectors_NFD.mT), pair)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -59,8 +59,8 @@ class _Dots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        vectors_NFD, pair_P, place_FF = ctx.saved_tensors
-        return _Spread.apply(grads[0], vectors_NFD, pair_P, place_FF), None, None
+        vectors_NFD, pair, place_FF = ctx.saved_tensors
+        return _Spread.apply(grads[0], vectors_NFD, pair, place_FF), None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -69,10 +69,10 @@ class _Spread(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad_NP: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
+    def forward(grad: Tensor, vectors_NFD: Tensor, pair: Tensor, place_FF: Tensor) -> Tensor:
         num_rows, num_vectors, _ = vectors_NFD.shape
         # One more pair, whose gradient is 0: the diagonal takes its place.
-        with_zero = torch.cat([grad_NP, grad_NP.new_zeros(num_rows, 1)], dim=1)
+        with_zero = torch.cat([grad, grad.new_zeros(num_rows, 1)], dim=1)
         symmetric_NFF = with_zero.index_select(1, place_FF).view(-1, num_vectors, num_vectors)
         # d(sum_p g_p v_i . v_j)/dv_i = sum_j G_ij v_j: each pair counts once in the row of either.
         return torch.bmm(symmetric_NFF, vectors_NFD)
@@ -83,11 +83,11 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_NP, vectors_NFD, pair_P, place_FF = ctx.saved_tensors
+        grad, vectors_NFD, pair, place_FF = ctx.saved_tensors
         of_pairs, of_vectors, _, _ = ctx.needs_input_grad
         return (
-            _Crossed.apply(grads[0], vectors_NFD, pair_P, place_FF) if of_pairs else None,
-            _Spread.apply(grad_NP, grads[0], pair_P, place_FF) if of_vectors else None,
+            _Crossed.apply(grads[0], vectors_NFD, pair, place_FF) if of_pairs else None,
+            _Spread.apply(grad, grads[0], pair, place_FF) if of_vectors else None,
             None,
             None,
         )
@@ -99,11 +99,11 @@ class _Crossed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(other_NFD: Tensor, vectors_NFD: Tensor, pair_P: Tensor, place_FF: Tensor) -> Tensor:
+    def forward(other_NFD: Tensor, vectors_NFD: Tensor, pair: Tensor, place_FF: Tensor) -> Tensor:
         products_NFF, num_vectors = torch.bmm(other_NFD, vectors_NFD.mT), other_NFD.shape[1]
         # Of the pair (i, j), the place of (j, i).
-        mirrored_P = pair_P % num_vectors * num_vectors + pair_P // num_vectors
-        return _pairs(products_NFF, pair_P) + _pairs(products_NFF, mirrored_P)
+        mirrored = pair % num_vectors * num_vectors + pair // num_vectors
+        return _pairs(products_NFF, pair) + _pairs(products_NFF, mirrored)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -111,15 +111,15 @@ class _Crossed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        other_NFD, vectors_NFD, pair_P, place_FF = ctx.saved_tensors
+        other_NFD, vectors_NFD, pair, place_FF = ctx.saved_tensors
         of_other, of_vectors, _, _ = ctx.needs_input_grad
         return (
-            _Spread.apply(grads[0], vectors_NFD, pair_P, place_FF) if of_other else None,
-            _Spread.apply(grads[0], other_NFD, pair_P, place_FF) if of_vectors else None,
+            _Spread.apply(grads[0], vectors_NFD, pair, place_FF) if of_other else None,
+            _Spread.apply(grads[0], other_NFD, pair, place_FF) if of_vectors else None,
             None,
             None,
         )
 
 
-def _pairs(products_NFF: Tensor, pair_P: Tensor) -> Tensor:
-    return products_NFF.flatten(1).index_select(1, pair_P)
+def _pairs(products_NFF: Tensor, pair: Tensor) -> Tensor:
+    return products_NFF.flatten(1).index_select(1, pair)

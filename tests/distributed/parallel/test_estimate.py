@@ -1,21 +1,20 @@
 """What a plan is said to cost, against sums by hand and against what the exchange itself counts."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-
+from dataclasses import replace
 from gmeta.config.sharding import ShardingConfig
-from gmeta.config.train_config import OuterConfig, TrainConfig
-from gmeta.distributed.cluster_spec import Cluster, Speeds
-from gmeta.distributed.estimate import RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits
-from gmeta.distributed.exchange.routes import Routes, Shard
+from gmeta.config.train_config import (OuterConfig, TrainConfig)
+from gmeta.distributed.cluster_spec import (Cluster, Speeds)
+from gmeta.distributed.estimate import (RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits)
+from gmeta.distributed.exchange.routes import (Routes, Shard)
 from gmeta.distributed.exchange.wire import KINDS
-from gmeta.distributed.sharding_plan import describe_plan, merge_plans, plan_on
+from gmeta.distributed.sharding_plan import (describe_plan, merge_plans, plan_on)
 from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta_models.model_config import ModelConfig
-from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.format.features import (FeatureSpec, Features, TableSpec)
+
 
 GB = 10**9
 SPEEDS = Speeds(hbm=4e12, pcie=5e10, nvlink=3e11, network=5e10, flops=6e13)
@@ -99,9 +98,9 @@ def test_bytes_on_the_wire_are_what_the_exchange_counts(
     for rank in range(gpus):
         routes = Routes(shards, rank, gpus)
         asked = routes.make_request(ids_U, lengths_B)
-        is_remote_S = ~routes.is_of_peer_SW[:, -1].astype(bool)
-        ids += asked.row_of_shard.element_size() * int(asked.counts_S[is_remote_S].sum())
-        values += int((asked.counts_S * routes.columns_S)[is_remote_S].sum())
+        is_remote_Y = ~routes.is_of_peer_YW[:, -1].astype(bool)
+        ids += asked.row_of_shard.element_size() * int(asked.counts_Y[is_remote_Y].sum())
+        values += int((asked.counts_Y * routes.columns_Y)[is_remote_Y].sum())
     step = StepWork(1, 1, {name: float(count) for name, count in rows.items()}, 0.0, 0)
     sizes = {name: (count, 64) for name, count in rows.items()}
     cluster = Cluster(gpus, gpus, "cuda", GB, GB)

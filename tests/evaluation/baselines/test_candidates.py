@@ -2,33 +2,28 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.train_config import config_from_dict
-from gmeta.data.support_views import STORED, SupportView
-from gmeta.errors import ConfigError, UserError
+from gmeta.data.support_views import (STORED, SupportView)
+from gmeta.errors import (ConfigError, UserError)
 from gmeta.evaluation.baselines import candidates
 from gmeta.evaluation.baselines.block_rows import read_rows
-from gmeta.evaluation.baselines.candidates import (
-    Candidates,
-    make_candidates,
-    rank_among_candidates_N2,
-)
+from gmeta.evaluation.baselines.candidates import (Candidates, make_candidates, rank_among_candidates_N2)
 from gmeta.evaluation.baselines.episode_rows import EpisodeRows
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import split_terms
 from gmeta.runs.early_stop import make_early_stop
-from metaio import Dataset, open_dataset
+from metaio import (Dataset, open_dataset)
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
+from pathlib import Path
+from tests.support.commands import (SMALL_MODEL, evaluate, gmeta, write_config)
+from typing import Any
+
 
 FILMS = 25
 SCHEMA: dict[str, Any] = {
@@ -120,12 +115,12 @@ def test_a_sampled_row_is_its_positive_with_a_film_that_the_task_never_had(
     seen, drawn_films = 0, []
     for listed in parts:
         shown = plain(listed.rows)
-        for place, is_sampled in enumerate(listed.is_sampled_M.tolist()):
-            source = int(listed.source_M[place])
+        for place, is_sampled in enumerate(listed.is_sampled_N.tolist()):
+            source = int(listed.source_N[place])
             if not is_sampled:
                 assert (shown[place], source) == (own[seen], seen)
                 is_positive = bool(query[seen]) and own[seen][-1] == 1.0
-                count = listed.source_M.tolist().count(seen)
+                count = listed.source_N.tolist().count(seen)
                 assert count == (5 if is_positive else 1)
                 seen += 1
                 continue
@@ -145,7 +140,7 @@ def test_task_and_draw_decide_which_films_and_nothing_else(data: Path) -> None:
     def films(rows: EpisodeRows, view: SupportView) -> dict[int, list[int]]:
         (listed,) = sampler.add_candidates(rows, view)
         found: dict[int, list[int]] = {}
-        for row, sampled in zip(plain(listed.rows), listed.is_sampled_M, strict=True):
+        for row, sampled in zip(plain(listed.rows), listed.is_sampled_N, strict=True):
             if sampled:
                 found.setdefault(row[0], []).append(row[1][1])
         return found
@@ -184,7 +179,7 @@ def test_tasks_of_new_items_alone_meet_all_known_ones(tmp_path: Path) -> None:
     (rows,) = read_rows(dataset, "cold")
     assert not rows.ids_NF.any()
     (listed,) = found.add_candidates(rows, STORED)
-    assert set(listed.rows.ids_NF[listed.is_sampled_M, 0]) <= set(range(1, 13))
+    assert set(listed.rows.ids_NF[listed.is_sampled_N, 0]) <= set(range(1, 13))
 
 
 @pytest.mark.parametrize("name", ["mrr", "hr@1", "hr@3", "ndcg@3", "p@3", "recall@2", "hr@99"])
@@ -193,17 +188,17 @@ def test_metrics_are_those_of_a_loop_over_lists(name: str) -> None:
     rng = np.random.default_rng(4)
     family, _, cut = name.partition("@")
     k = int(cut or 10**6)
-    score_M, is_sampled_M, task_N, values, owners = [], [], [], [], []
+    score_N, is_sampled_N, task_N, values, owners = [], [], [], [], []
     for row in range(30):
         task_N.append(row // 3)
         own = float(rng.integers(0, 4))
-        score_M.append(own)
-        is_sampled_M.append(False)
+        score_N.append(own)
+        is_sampled_N.append(False)
         if row % 4 == 0:
             continue  # not positive
         others = rng.integers(0, 4, 5).astype(float).tolist()
-        score_M += others
-        is_sampled_M += [True] * 5
+        score_N += others
+        is_sampled_N += [True] * 5
         above, tied = (
             sum(test) for test in ([o > own for o in others], [o == own for o in others])
         )
@@ -217,7 +212,7 @@ def test_metrics_are_those_of_a_loop_over_lists(name: str) -> None:
         }[family]
         values.append(sum(map(worth, ranks)) / len(ranks))
         owners.append(row // 3)
-    places = rank_among_candidates_N2(np.array(score_M), np.array(is_sampled_M))
+    places = rank_among_candidates_N2(np.array(score_N), np.array(is_sampled_N))
     scoring = Scoring("bce", EvaluationConfig(metrics=(name,), candidates=5))
     label_N = (np.arange(30) % 4 > 0).astype(np.float64)
     terms = split_terms(label_N, np.zeros(30), np.array(task_N), scoring, (), places)[name]

@@ -1,14 +1,13 @@
 """The learning curve keeps the shape of what was logged."""
 
 import math
-from typing import Any
-
 import numpy as np
 import pytest
-
-from gmeta.evaluation.report.learning_curves import MAX_POINTS, make_learning_curves
+from gmeta.evaluation.report.learning_curves import (MAX_POINTS, make_learning_curves)
 from gmeta.metrics.catalogue import Scoring
 from tests.evaluation.report.sample import history
+from typing import Any
+
 
 # P points
 
@@ -54,9 +53,9 @@ def test_a_long_run_is_thinned_to_means_of_neighbours() -> None:
 
 
 def test_the_running_mean_equals_a_loop_over_windows() -> None:
-    values_P = np.random.default_rng(0).normal(size=200)
-    (curve,) = make_learning_curves(losses(values_P.tolist()), Scoring("bce"))
-    slow = [values_P[max(0, place - 5) : place + 6].mean() for place in range(200)]
+    values_V = np.random.default_rng(0).normal(size=200)
+    (curve,) = make_learning_curves(losses(values_V.tolist()), Scoring("bce"))
+    slow = [values_V[max(0, place - 5) : place + 6].mean() for place in range(200)]
     assert curve.smooth == pytest.approx(slow)
 
 

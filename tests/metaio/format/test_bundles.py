@@ -1,22 +1,21 @@
 """Bundles against loops over the rows that were written; files that contradict themselves."""
 
 import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from metaio import FormatError, SchemaError, open_dataset
-from metaio.format.block import Block, build_block, bundle_ids
-from metaio.format.features import Features, FeatureSpec, TableSpec
-from metaio.format.inspection import find_damage, summarise
-from metaio.format.layout import BLOCK_TABLE_NAME, make_block_table_schema
-from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio import (FormatError, SchemaError, open_dataset)
+from metaio.format.block import (Block, build_block, bundle_ids)
+from metaio.format.features import (FeatureSpec, Features, TableSpec)
+from metaio.format.inspection import (find_damage, summarise)
+from metaio.format.layout import (BLOCK_TABLE_NAME, make_block_table_schema)
+from metaio.format.manifest import (canonical_json, xxh3_hex)
 from metaio.format.shard_writer import make_file_entry
-from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
+from pathlib import Path
+from tests.metaio.conftest import (FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split)
+from typing import Any
+
 
 IDS_ALONE = Features(
     tables=(TableSpec("item", 50), TableSpec("unused", 9)),
@@ -58,10 +57,10 @@ def test_a_bundle_has_the_ids_of_its_episodes_and_no_others(
     assert np.array_equal(
         block.unique_ids_U[block.multi_positions_V], plain.unique_ids_U[plain.multi_positions_V]
     )
-    starts_GB, lengths_GB = block.bundles.starts_GB, block.bundles.lengths_GB
-    assert len(starts_GB) == len(lengths_GB) == -(-23 // num_tasks)
+    bundle_starts, bundle_lengths = block.bundles.bundle_starts, block.bundles.bundle_lengths
+    assert len(bundle_starts) == len(bundle_lengths) == -(-23 // num_tasks)
     used = np.zeros(len(block.unique_ids_U), dtype=int)
-    for index, (starts, lengths) in enumerate(zip(starts_GB, lengths_GB, strict=True)):
+    for index, (starts, lengths) in enumerate(zip(bundle_starts, bundle_lengths, strict=True)):
         first, stop = index * num_tasks, min((index + 1) * num_tasks, 23)
         wanted = ids_by_table(features, plain, first, stop)
         for table, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -82,17 +81,17 @@ def test_blocks_end_where_bundles_do(write: WriteFn) -> None:
     assert whole_split(dataset, "train") == episodes_of_rows(rows)
     blocks = dataset.split("train").blocks
     assert blocks.bundle_tasks == 4
-    assert len(blocks.num_episodes_X) > 6
-    assert (blocks.num_episodes_X[:-1] % 4 == 0).all()
-    for block in range(len(blocks.num_episodes_X)):
+    assert len(blocks.num_episodes_Z) > 6
+    assert (blocks.num_episodes_Z[:-1] % 4 == 0).all()
+    for block in range(len(blocks.num_episodes_Z)):
         read = dataset.read_block("train", block)
         assert read.bundles is not None
-        assert read.bundles.lengths_GB.sum() == len(read.unique_ids_U)
+        assert read.bundles.bundle_lengths.sum() == len(read.unique_ids_U)
 
 
 def test_an_episode_longer_than_a_block_stands_in_a_bundle_all_the_same(write: WriteFn) -> None:
     path = write({"train": make_rows(20)}, bundle_tasks=3, block_rows=2)
-    assert open_dataset(path).split("train").blocks.num_episodes_X.tolist() == [3] * 6 + [2]
+    assert open_dataset(path).split("train").blocks.num_episodes_Z.tolist() == [3] * 6 + [2]
 
 
 def test_ids_are_counted_as_without_bundles(write: WriteFn) -> None:

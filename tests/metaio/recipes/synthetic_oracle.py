@@ -1,7 +1,7 @@
 """What a model can win on the synthetic recipe at best, with and without adapting to a user's
 support rows.
 
-Shape suffixes: T users, N rows, M tastes drawn from the population, L latent factors.
+Shape suffixes: T tasks, N rows, D embedding width, A items.
 """
 
 from dataclasses import dataclass
@@ -42,21 +42,21 @@ def oracle(
     draw = draw_users(config, world, 1 << 30, num_users, cold_items)
     rng = np.random.default_rng([config.seed, 5])
     clicks_N = rng.random(len(draw.item_N)) < draw.click_probability_N
-    tastes_ML = draw_tastes(rng, world, num_tastes)
+    tastes = draw_tastes(rng, world, num_tastes)
     population_N, posterior_N = np.empty(len(clicks_N)), np.empty(len(clicks_N))
     query_N = np.zeros(len(clicks_N), dtype=np.bool_)
     ends_T = np.cumsum(draw.lengths_T)
     for end, length in zip(ends_T.tolist(), draw.lengths_T.tolist(), strict=True):
         rows, support = slice(end - length, end), slice(end - length, end - config.query_rows)
         # Bayes by sampling: each taste of the population is a guess, weighed by the support rows.
-        logits_MN = TASTE_SCALE * tastes_ML @ world.item_latent_IL[draw.item_N[rows]].T
-        probability_MN = sigmoid(logits_MN + draw.visible_logit_N[rows])
-        seen_MN = probability_MN[:, : length - config.query_rows]
-        log_likelihood_M = np.log(np.where(clicks_N[support], seen_MN, 1.0 - seen_MN)).sum(axis=1)
+        logits = TASTE_SCALE * tastes @ world.item_latent_AD[draw.item_N[rows]].T
+        probability = sigmoid(logits + draw.visible_logit_N[rows])
+        seen = probability[:, : length - config.query_rows]
+        log_likelihood = np.log(np.where(clicks_N[support], seen, 1.0 - seen)).sum(axis=1)
         # Relative to the best guess, or 30 factors below 1 would vanish.
-        weight_M = np.exp(log_likelihood_M - log_likelihood_M.max())
-        population_N[rows] = probability_MN.mean(axis=0)
-        posterior_N[rows] = weight_M @ probability_MN / weight_M.sum()
+        weight = np.exp(log_likelihood - log_likelihood.max())
+        population_N[rows] = probability.mean(axis=0)
+        posterior_N[rows] = weight @ probability / weight.sum()
         query_N[end - config.query_rows : end] = True
     scores = (population_N, posterior_N, draw.click_probability_N)
     return Oracle(*(_auc(score[query_N], clicks_N[query_N]) for score in scores))
