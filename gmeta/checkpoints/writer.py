@@ -24,7 +24,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoints.about import PROGRESS_FILE, REPLACED_PREFIX, TEMPORARY_PREFIX, describe
 from gmeta.checkpoints.choice import tied_config
-from gmeta.checkpoints.files import reason_of
+from gmeta.checkpoints.files import damage_told, reason_of
+from gmeta.checkpoints.index import read_index
 from gmeta.checkpoints.lineage import Lineage, told_lineage
 from gmeta.checkpoints.loader import state_of
 from gmeta.checkpoints.mirror import Mirror
@@ -190,6 +191,9 @@ class CheckpointWriter:
                 "were free there",
                 "Free some, then go on from the checkpoint before with --resume",
             )
+        except GMetaError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._error = error
         else:
             self._error = None
             if self._mirror is not None:
@@ -208,6 +212,9 @@ class CheckpointWriter:
             if isinstance(of_rank, OSError):
                 raise of_rank
             entries.update(of_rank)
+        # Torch wrote it: one that nothing can read must not take a good checkpoint's place.
+        with damage_told(temporary, "Use a Python and torch of docs/install.md, and --resume"):
+            read_index(temporary)
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
         # These files, and the index, were written by no rank.
