@@ -109,7 +109,7 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
     # Not by torch's own writer of files, which aborts the process on a full disk.
     content = io.BytesIO()
     torch.export.save(program, content)
-    path.write_bytes(content.getbuffer())
+    path.write_bytes(content.getvalue())
 
 
 def _copy(model: Path, folder: Path) -> None:
