@@ -1,5 +1,7 @@
-# setup, format, check, test, bench: the five commands, and CI runs exactly check and test.
-PYTHON ?= python3.11
+# setup, format, check, test, bench: the five commands, and CI runs check, test and demo.
+# The newest that runs: a pyenv's may be there and not run.
+PYTHON := $(or $(PYTHON),$(firstword $(shell for python in python3.13 python3.12 python3.11; do \
+	$$python -c 'import ensurepip' 2>/dev/null && echo $$python; done) false))
 VENV := .venv
 BIN := $(VENV)/bin
 # The CUDA build of fbgemm-gpu does not even import without the NVIDIA driver: choose by its presence.
@@ -13,6 +15,8 @@ setup: $(VENV)/.developer
 REQUIREMENTS := deploy/requirements/$(VARIANT).txt
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 $(VENV)/.installed: pyproject.toml $(REQUIREMENTS)
+	@$(PYTHON) -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
+		'make needs Python 3.11, 3.12 or 3.13 with venv (on Debian and Ubuntu: apt-get install python3-venv), or PYTHON=its path' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -r $(REQUIREMENTS)
 	touch $@

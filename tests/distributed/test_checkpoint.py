@@ -2,30 +2,25 @@
 any number of ranks.
 """
 
+import copyreg
 import errno
 import json
+import pytest
 import random
 import threading
+import torch
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-from unittest import mock
-
-import pytest
-import torch
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torchrec.distributed import DistributedModelParallel
-
+from enum import Enum
 from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.config.sharding import DefaultKind, ShardingConfig
-from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
-from gmeta.distributed.optim.optimizers import OuterOptimizer, build_optimizer
-from gmeta.distributed.ranks import Ranks, barrier
-from gmeta.distributed.sharding import shard_learner, table_shards
-from gmeta.errors import GMetaError, UserError
+from gmeta.config.sharding import (DefaultKind, ShardingConfig)
+from gmeta.config.train_config import (OuterConfig, RunConfig, TrainConfig)
+from gmeta.distributed.optim.optimizers import (OuterOptimizer, build_optimizer)
+from gmeta.distributed.ranks import (Ranks, barrier)
+from gmeta.distributed.sharding import (shard_learner, table_shards)
+from gmeta.errors import (GMetaError, UserError)
 from gmeta.learner import MetaLearner
-from gmeta.platform.files.checksums import FileChecksum, describe_file
+from gmeta.platform.files.checksums import (FileChecksum, describe_file)
 from gmeta.platform.internals import table_kernels
 from gmeta.runs.build import build_learner
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
@@ -37,8 +32,16 @@ from gmeta.runs.run_progress import RunProgress
 from gmeta.serving.export import CheckpointReader
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
-from tests.distributed.harness import on_ranks, steps_of
+from operator import attrgetter
+from pathlib import Path
+from tests.distributed.harness import (on_ranks, steps_of)
 from tests.support import reference
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torchrec.distributed import DistributedModelParallel
+from typing import Any
+from unittest import mock
+
 
 FEATURES = reference.some_features(2, 0, 0)
 MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(3,))
@@ -357,7 +360,8 @@ def test_no_wrong_bit_of_a_checkpoint_is_loaded_exported_or_inspected_in_silence
 
 
 def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
-    """A file of rank 1 that it cannot read once it is written, then one with a flipped bit."""
+    """A file of rank 1 that it cannot read once it is written, an index that nothing of ours can
+    read, then a file with a flipped bit."""
     learner, sharded, optimizer = fresh(ranks)
     train_steps(ranks, learner, sharded, optimizer, range(1))
     writer = CheckpointWriter(folder, sharded, optimizer, CONFIG, ranks)
@@ -369,6 +373,13 @@ def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
     with patched if ranks.rank == 1 else nullcontext():
         writer.save(RunProgress(step=1))
         said = [message_of(writer.finish)]
+
+    def other_form(member: Enum) -> tuple[Any, ...]:
+        return attrgetter(member.name), (type(member),)
+
+    with mock.patch.dict(copyreg.dispatch_table, {_MEM_FORMAT_ENCODING: other_form}):
+        writer.save(RunProgress(step=1))
+        said.append(message_of(writer.finish))
     writer.save(RunProgress(step=2))
     writer.finish()
     (path,) = list_checkpoints(folder)
@@ -385,10 +396,14 @@ def refuse_together(ranks: Ranks, folder: Path) -> list[str]:
 @pytest.mark.distributed
 def test_all_ranks_refuse_what_one_of_them_finds(tmp_path: Path) -> None:
     temporary, checkpoint = tmp_path / "tmp-step-00000001", tmp_path / "step-00000002"
-    for written, loaded in on_ranks(2, refuse_together, tmp_path):
+    for written, read_back, loaded in on_ranks(2, refuse_together, tmp_path):
         assert written.startswith(
             f"checkpoint {tmp_path}/step-00000001 cannot be written: [Errno 5] Input/output error: "
             f"'{temporary}/__1_0.distcp'; "
+        )
+        assert read_back == (
+            f"checkpoint {temporary} cannot be read: its index names operator.attrgetter, as none "
+            "of ours does. Use a Python and torch of docs/install.md, and --resume"
         )
         assert loaded == (
             f"checkpoint {checkpoint} cannot be read: {checkpoint}/__1_0.distcp differs from the "

@@ -7,41 +7,35 @@ it is on disk, is the one commit point. At most one is being written; the next w
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+import torch
+from collections.abc import (Callable, Mapping)
 from contextlib import suppress
 from dataclasses import replace
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.ranks import (Ranks, gather_values, lost_contact, new_control_group)
+from gmeta.errors import (GMetaError, NotWrittenError)
+from gmeta.platform.files.checksums import (FileChecksum, describe_file)
+from gmeta.platform.internals import (ShardedTensor, empty_like_sharded)
+from gmeta.runs.checkpoints.choice import tied_config
+from gmeta.runs.checkpoints.index import read_index
+from gmeta.runs.checkpoints.integrity import (describe_failure, translate_damage)
+from gmeta.runs.checkpoints.lineage import (Lineage, lineage_to_json)
+from gmeta.runs.checkpoints.loader import collect_state
+from gmeta.runs.checkpoints.progress_file import (PROGRESS_FILE, REPLACED_PREFIX, TEMPORARY_PREFIX, format_progress)
+from gmeta.runs.checkpoints.run_mirror import RunMirror
+from gmeta.runs.run_folder import (checkpoint_name, list_checkpoints)
+from gmeta.runs.run_progress import RunProgress
+from metaio.format.atomic_folder import flush_to_disk
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
-
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
-
-from gmeta.config.train_config import TrainConfig
-from gmeta.distributed.collective_errors import run_on_first
-from gmeta.distributed.ranks import Ranks, gather_values, lost_contact, new_control_group
-from gmeta.errors import GMetaError, NotWrittenError
-from gmeta.platform.files.checksums import FileChecksum, describe_file
-from gmeta.platform.internals import ShardedTensor, empty_like_sharded
-from gmeta.runs.checkpoints.choice import tied_config
-from gmeta.runs.checkpoints.integrity import describe_failure
-from gmeta.runs.checkpoints.lineage import Lineage, lineage_to_json
-from gmeta.runs.checkpoints.loader import collect_state
-from gmeta.runs.checkpoints.progress_file import (
-    PROGRESS_FILE,
-    REPLACED_PREFIX,
-    TEMPORARY_PREFIX,
-    format_progress,
-)
-from gmeta.runs.checkpoints.run_mirror import RunMirror
-from gmeta.runs.run_folder import checkpoint_name, list_checkpoints
-from gmeta.runs.run_progress import RunProgress
-from metaio.format.atomic_folder import flush_to_disk
+from types import MappingProxyType
+from typing import Any
 
 
 def _do_nothing(checkpoint: Path) -> None:
@@ -200,6 +194,9 @@ class CheckpointWriter:
                 "were free there",
                 "Free some, then go on from the checkpoint before with --resume",
             )
+        except GMetaError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self._error = error
         else:
             self._error = None
             if self._mirror is not None:
@@ -218,6 +215,9 @@ class CheckpointWriter:
             if isinstance(of_rank, OSError):
                 raise of_rank
             entries.update(of_rank)
+        # Torch wrote it: one that nothing can read must not take a good checkpoint's place.
+        with translate_damage(temporary, "Use a Python and torch of docs/install.md, and --resume"):
+            read_index(temporary)
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
         # These files, and the index, were written by no rank.

@@ -5,23 +5,18 @@ every class that it names becomes an inert record, and the index is built anew f
 say, each value checked. Items that are no tensors are refused: torch would unpickle them freely.
 """
 
+import copyreg
 import pickle
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import torch
+from collections.abc import (Iterator, Mapping)
+from dataclasses import (dataclass, replace)
+from enum import Enum
+from metaio.format.names import is_name
 from pathlib import Path
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata)
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
-from metaio.format.names import is_name
 
 INDEX_FILE = ".metadata"
 _DCP_MODULE = "torch.distributed.checkpoint"
@@ -40,6 +35,9 @@ _KNOWN_CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
+# The one Enum of an index, by its value on every Python: 3.11.2 would write getattr and its name.
+_MemoryFormat: type[Enum] = type(TensorProperties().__getstate__()[3])
+copyreg.pickle(_MemoryFormat, lambda member: (_MemoryFormat, (member.value,)))
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,25 @@ class _PickledRecord:
         self.state = state
 
 
+class _Member(_PickledRecord):
+    """Stands in for getattr, by which gmeta once wrote a member of the Enum on Python 3.11.2."""
+
+    def __new__(cls, kind: Any, name: Any) -> Any:
+        """Return the record that its value makes; no other attribute is to be had."""
+        values = [member.value for member in _MemoryFormat if member.name == name]
+        if isinstance(kind, type) and kind.__name__ == _MemoryFormat.__name__ and values:
+            return kind(*values)
+        raise pickle.UnpicklingError("its index names builtins.getattr, as none of ours does")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a new class of records for the few classes of an index, a dtype for its name."""
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
+        if (module, name) == ("builtins", "getattr"):
+            return type(name, (_Member,), {})
         if (module, name) not in _KNOWN_CLASSES:
             raise pickle.UnpicklingError(f"its index names {module}.{name}, as none of ours does")
         return type(name, (_PickledRecord,), {})

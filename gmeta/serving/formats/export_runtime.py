@@ -2,38 +2,21 @@
 
 import io
 import shutil
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
 import torch
-
-from gmeta.errors import GMetaError, UserError
+from dataclasses import dataclass
+from gmeta.errors import (GMetaError, UserError)
 from gmeta.serving.export import export_run
-from gmeta.serving.exported_folder import (
-    CONFIG_FILE,
-    FolderKind,
-    is_export,
-    new_folder,
-    read_config,
-)
-from gmeta.serving.formats.program_export import (
-    ADAPTED_FILE,
-    FORWARD_FILE,
-    ONNX_FILE,
-    adapted_shapes,
-    check_onnx,
-    export_adapted,
-    export_forward,
-    forward_shapes,
-    write_onnx,
-)
-from gmeta.serving.formats.program_inputs import is_program, write_inputs
-from gmeta.serving.formats.triton_repository import MODEL_FOLDER, is_repository, write_repository
+from gmeta.serving.exported_folder import (CONFIG_FILE, FolderKind, is_export, new_folder, read_config)
+from gmeta.serving.formats.program_export import (ADAPTED_FILE, FORWARD_FILE, ONNX_FILE, adapted_shapes, check_onnx, export_adapted, export_forward, forward_shapes, write_onnx)
+from gmeta.serving.formats.program_inputs import (is_program, write_inputs)
+from gmeta.serving.formats.triton_repository import (MODEL_FOLDER, is_repository, write_repository)
 from gmeta.serving.model_loader import load
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.table_format import TableFormat
 from metaio.format.atomic_folder import copy_folder
+from pathlib import Path
+from typing import Literal
+
 
 Runtime = Literal["torch", "onnx", "triton"]
 _PROGRAM = FolderKind("exported program", is_program)
@@ -115,7 +98,7 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
     # Not by torch's own writer of files, which aborts the process on a full disk.
     content = io.BytesIO()
     torch.export.save(program, content)
-    path.write_bytes(content.getbuffer())
+    path.write_bytes(content.getvalue())
 
 
 def _copy(model: Path, folder: Path) -> None:

@@ -3,22 +3,22 @@
 import io
 import os
 import pickle
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
 from gmeta.errors import GMetaError
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.runs.checkpoints.index import read_index
 from gmeta.serving.export import CheckpointReader
-from tests.support.commands import SMALL_MODEL, gmeta
+from pathlib import Path
+from tests.support.commands import (SMALL_MODEL, gmeta)
 from tests.support.sealed import replace_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (BytesStorageMetadata, Metadata, _MEM_FORMAT_ENCODING)
+from typing import Any
+
 
 LAYER = "model.learner.model.top.0.bias"
 
@@ -127,6 +127,73 @@ def test_a_pickle_cannot_change_what_later_reads_are_made_of(checkpoint: Path) -
     pickle.loads(hostile)
     assert "state" in vars(Metadata)  # so it would have been changed
     del Metadata.state
+
+
+class Attribute:
+    """Pickles as the attribute of an object, as a member of an Enum does on Python 3.11.2."""
+
+    def __init__(self, of: object, name: object) -> None:
+        self._words = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._words
+
+
+class PicklerBefore(pickle.Pickler):
+    """Writes an index as gmeta did on Python 3.11.2."""
+
+    def reducer_override(self, value: object) -> Any:
+        is_member = isinstance(value, Enum)
+        return (getattr, (type(value), value.name)) if is_member else NotImplemented
+
+
+def test_an_index_that_python_3_11_2_wrote_is_read(checkpoint: Path) -> None:
+    expected, content = read_index(checkpoint), io.BytesIO()
+    PicklerBefore(content).dump(unpickled(checkpoint))
+    assert b"getattr" in content.getvalue()
+    (checkpoint / ".metadata").write_bytes(content.getvalue())
+    assert read_index(checkpoint) == expected
+
+
+MEMBER = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        Attribute(Metadata, "TORCH_CHANNELS_LAST"),
+        Attribute("_MEM_FORMAT_ENCODING", "title"),
+        *(Attribute(_MEM_FORMAT_ENCODING, name) for name in ("__class__", "mro", "_member_map_")),
+        Attribute(_MEM_FORMAT_ENCODING, ["TORCH_CHANNELS_LAST"]),
+        Attribute(MEMBER, "TORCH_CHANNELS_LAST"),
+        Attribute(Attribute(_MEM_FORMAT_ENCODING, "__class__"), "mro"),
+        Attribute(getattr, "__call__"),
+    ],
+)
+def test_no_other_attribute_is_read(checkpoint: Path, attribute: Attribute) -> None:
+    index = unpickled(checkpoint)
+    index.planner_data = [MEMBER, attribute]
+    replace_file(checkpoint, "progress.json", ".metadata", pickle.dumps(index))
+    with pytest.raises(GMetaError) as caught:
+        summarise_checkpoint(checkpoint)
+    assert str(caught.value).startswith(
+        f"checkpoint {checkpoint} cannot be read: its index names builtins.getattr, as none of "
+        "ours does. "
+    )
+
+
+def test_an_index_has_the_same_form_on_every_python(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_python_3_11_2(member: Enum, protocol: int) -> Any:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(Enum, "__reduce_ex__", as_python_3_11_2)
+    assert pickle.dumps(_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST, protocol=4) == (
+        b"\x80\x04\x95H\x00\x00\x00\x00\x00\x00\x00\x8c%torch.distributed.checkpoint.metadata\x94"
+        b"\x8c\x14_MEM_FORMAT_ENCODING\x94\x93\x94K\x01\x85\x94R\x94."
+    )
+    assert b"getattr" not in (checkpoint / ".metadata").read_bytes()
 
 
 COMMANDS = {
