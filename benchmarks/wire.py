@@ -149,7 +149,7 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
-    ranks = start_ranks("cpu", 300, store, shared_memory=False)  # as between hosts
+    ranks = start_ranks("cpu", 300, store)
     features = single_id_features(len(ROWS_OF_TABLES), ROWS_OF_TABLES)
     model = ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), interaction="cat")
     config = TrainConfig(

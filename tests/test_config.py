@@ -47,6 +47,10 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
     assert config_from_dict(config.to_json()) == config
 
 
+def test_a_key_of_an_earlier_release_loads_with_its_default(good: Path) -> None:
+    assert load_config(good, ["sharding.shared_memory=false"]) == load_config(good)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -55,6 +59,11 @@ def test_a_saved_config_reads_back_equal(good: Path) -> None:
         (
             "run.zzz=1",
             "run.zzz is unknown; known are dir, start_from, continue_from, skip_increments",
+        ),
+        (
+            "sharding.shared_memory=true",
+            "sharding.shared_memory is no more: ranks of one host exchange over TCP, with the same "
+            "results. Leave it out",
         ),
         ("foo=1", "override 'foo=1' is not of the form section.key=value. Write e.g. run.epochs=3"),
         ("outer.dense_lr=fast", "outer.dense_lr = 'fast' is not of type float. Correct the value"),

@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from gmeta.commands import on_ranks
+from gmeta.commands.overrides import Overrides
 from gmeta.commands.screen import screen, show_table
 from gmeta.config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
@@ -18,10 +19,7 @@ def config(
     path: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file; without: list every key")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
-    ] = None,
+    overrides: Overrides = None,
     short: Annotated[
         bool, typer.Option("--short", help="leave out what has its default value")
     ] = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gmeta.commands import on_ranks
+from gmeta.commands.overrides import Overrides
 from gmeta.config import load_config
 from gmeta.errors import UserError
 from gmeta.feeds.service import SERVICE_VARIABLE, SHARDS_FOLDER, needs_own_service, own_service
@@ -19,10 +20,7 @@ from gmeta.runs.folder import CONFIG_FILE, LOCK_FILE
 
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; `gmeta config` lists every key")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
-    ] = None,
+    overrides: Overrides = None,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="ranks to start on this machine")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the run folder's newest checkpoint")

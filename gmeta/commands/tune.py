@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gmeta.checkpoints.named import with_names
 from gmeta.commands.on_ranks import importing
+from gmeta.commands.overrides import Overrides
 from gmeta.commands.screen import print_result, screen, show_table, table_of
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
@@ -69,10 +70,7 @@ WORK = "gmeta.commands.work.tune"
 
 def tune(
     config: Annotated[Path, typer.Argument(help="TOML file, as of `gmeta train`")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
-    ] = None,
+    overrides: Overrides = None,
     trials: Annotated[int, typer.Option(min=1, help="runs to try, those of before included")] = 20,
     space: Annotated[
         Path | None,

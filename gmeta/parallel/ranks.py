@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,8 +18,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from gmeta.errors import GMetaError, UserError
 from gmeta.numerics import keep_freed_memory
-from gmeta.parallel.transport.shared_memory import open_shared_memory
-from gmeta.parallel.transport.transport import Alone, Gloo, Transport
+from gmeta.parallel.transport.transport import Transport
 
 T = TypeVar("T")
 
@@ -46,15 +45,12 @@ class Ranks:
             torch.cuda.set_device(self.device)
 
 
-def start_ranks(
-    device: str, timeout_s: int, store: Store | None = None, *, shared_memory: bool = False
-) -> Ranks:
+def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Ranks:
     """Join the process group that torchrun describes in the environment (one rank without
     torchrun).
 
     A `store` replaces the rendezvous that the environment names; rank and world size still come
-    from there. With `shared_memory` a step's messages go through memory on a CPU where all ranks
-    are on one host (docs/scaling.md says why not always).
+    from there.
 
     Raises:
         UserError: cuda is asked for where no GPU is visible, or there are fewer than ranks.
@@ -86,9 +82,7 @@ def start_ranks(
     # torch tells groups apart by the order in which they are made: the same on every rank.
     control = dist.new_group(backend="gloo", timeout=timeout)
     rows = dist.new_group(backend="gloo", timeout=timeout)
-    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
-    return with_shared_memory(ranks, timeout_s) if shared_memory else ranks
+    return Ranks(rank, world_size, where, control, rows, Transport(rows, control))
 
 
 def _check_gpu(local_rank: int, visible: int) -> None:
@@ -100,15 +94,6 @@ def _check_gpu(local_rank: int, visible: int) -> None:
             "needs its own, by that number. Start fewer ranks (--nproc-per-node), let each see all "
             'GPUs (CUDA_VISIBLE_DEVICES), or set run.device = "cpu"'
         )
-
-
-def with_shared_memory(ranks: Ranks, timeout_s: int) -> Ranks:
-    """Return the same ranks, whose messages go through memory if all of them compute on the CPU of
-    one host. Collective."""
-    if ranks.world_size == 1 or ranks.device.type != "cpu":
-        return ranks
-    transport = open_shared_memory(ranks.control, timeout_s) or ranks.transport
-    return replace(ranks, transport=transport)
 
 
 def quieten() -> None:

@@ -51,11 +51,6 @@ class ShardingConfig:
     dense_wire_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "precision of the layers' gradients between ranks"
     )
-    shared_memory: bool = key(
-        False,
-        "ranks of one host exchange through memory in place of TCP, on the CPU: "
-        "faster where every rank has a core to itself, slower beside other work",
-    )
 
 
 def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind | None]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import gmeta.train as training
 from gmeta.config import load_config
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.transport.transport import Alone, Gloo, Transport
+from gmeta.parallel.transport.transport import Transport
 from tests.pretended.device import (
     CUDA,
     HOST,
@@ -68,8 +68,7 @@ def ranks_on(device: torch.device) -> Ranks:
             "gloo", timeout=PATIENCE, store=store, rank=rank, world_size=world_size
         )
     control, rows = dist.new_group(timeout=PATIENCE), dist.new_group(timeout=PATIENCE)
-    transport: Transport = Alone() if world_size == 1 else Gloo(rows, control)
-    return Ranks(rank, world_size, device, control, rows, transport)
+    return Ranks(rank, world_size, device, control, rows, Transport(rows, control))
 
 
 def trained(

@@ -4,13 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gmeta.commands.work.told_once import told_once
-from gmeta.parallel.ranks import (
-    Ranks,
-    lost_peers_explained,
-    start_ranks,
-    stop_ranks,
-    with_shared_memory,
-)
+from gmeta.parallel.ranks import Ranks, lost_peers_explained, start_ranks, stop_ranks
 from gmeta.parallel.stopping import end_with_agent
 from gmeta.runs.alike import check_alike
 
@@ -20,8 +14,6 @@ def be_rank(
     timeout_s: int,
     told: Mapping[str, Any],
     work: Callable[[Ranks], None],
-    *,
-    shared_memory: bool = False,
 ) -> None:
     """Join the other ranks (see start_ranks), do the work if all were `told` the same, and leave;
     an error ends all of them."""
@@ -30,5 +22,5 @@ def be_rank(
         ranks = start_ranks(device, timeout_s)
         with told_once(ranks):
             check_alike(told, ranks)
-            work(with_shared_memory(ranks, timeout_s) if shared_memory else ranks)
+            work(ranks)
         stop_ranks()
