@@ -16,7 +16,7 @@ from peers.agreement import (
     gradient_difference,
     require_equal_losses,
 )
-from peers.interface import PEERS, Parameters, Peer, load_peer
+from peers.interface import Parameters, Peer, load_peer
 from peers.torch_common import DenseTables, TorchBatch, TorchPeer, episodes
 from peers.torch_loop import Loop
 from peers.workload import (
@@ -84,13 +84,6 @@ def test_vmap_equals_the_loop(workload: Workload) -> None:
     require_equal_losses("vmap", losses_of(vmap, workload), losses_of(Loop(), workload))
 
 
-def test_melu_equals_the_loop() -> None:
-    workload = movielens_workload(synthetic_tasks(num_users=40, num_items=200), num_batches=1)
-    melu = load_peer("melu")
-    gradient_difference("melu", gradients_of(melu, workload), gradients_of(Loop(), workload))
-    require_equal_losses("melu", losses_of(melu, workload), losses_of(Loop(), workload))
-
-
 @pytest.mark.parametrize("impostor", [FirstOrder, NoInnerStep])
 def test_another_algorithm_is_noticed(workload: Workload, impostor: type[TorchPeer]) -> None:
     found, expected = gradients_of(impostor(), workload), gradients_of(Loop(), workload)
@@ -148,9 +141,3 @@ def test_rows_trained_alone_equal_whole_tables_trained() -> None:
     for name, table in whole.items():
         np.testing.assert_allclose(alone[name], table, atol=1e-5)
         assert np.abs(table - initial[f"emb.{name}"]).max() > 0.01, "nothing was trained"
-
-
-def test_every_peer_has_a_module_and_a_known_workload() -> None:
-    for name, entry in PEERS.items():
-        assert set(entry.workloads) <= {"movielens", "large"}, name
-        assert entry.packages, name
