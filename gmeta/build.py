@@ -24,7 +24,8 @@ from gmeta.batches.config import (
 )
 from gmeta.batches.item_statistics import ItemStatistics
 from gmeta.batches.labels import check_first_labels, scored_labels
-from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics, log_odds
+from gmeta.batches.sums import log_odds
+from gmeta.batches.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data

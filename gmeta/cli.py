@@ -171,8 +171,7 @@ def _open_streams() -> None:
 
 def main(work: Callable[[], object] = app) -> None:
     """Run the command line, or other work in its place, and end the process with the right exit
-    code.
-    """
+    code."""
     _open_streams()
     try:
         with failing_as(_FaultError):

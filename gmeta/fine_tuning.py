@@ -55,8 +55,7 @@ def judges_of(
     """Return the splits that choose rate and steps together: the validation splits, for all splits
     that are scored. Where these are too few, each half of the tasks of a scored split judges for
     the other, but only for a plain run, which never saw an inner step; training tasks cannot, whose
-    labels the model has seen (docs/evaluation.md). None where there is nothing to choose.
-    """
+    labels the model has seen (docs/evaluation.md). None where there is nothing to choose."""
     if not has_rates(config):
         return []
     if not are_too_few(config, dataset):

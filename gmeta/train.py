@@ -55,11 +55,8 @@ from gmeta.validation import forecast, score_validation
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
-    """Train as `config` says, from the run folder's newest checkpoint if there is one.
-
-    Raises:
-        StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
-    """
+    """Train as `config` says, from the run folder's newest checkpoint if there is one. Raises
+    StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done."""
     by_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
     asked, config = config, settled_by_first(config, ranks)
     if config.run.deterministic:
@@ -139,11 +136,8 @@ class TrainingRun:
         keep_metrics_up_to(self.folder, self._progress.step)
 
     def work(self, stop: Stop) -> None:
-        """Train epoch after epoch, to the end of the run.
-
-        Raises:
-            StoppedError: SIGTERM asked a rank to stop.
-        """
+        """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM asked a rank
+        to stop."""
         self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
         self.hooks.tell(self._told_at_start)
         if self._forecasts:

@@ -70,8 +70,7 @@ def score_validation(
     scored: Scored, tell: Callable[[Sequence[str]], None]
 ) -> dict[str, float | None]:
     """Return the metrics of the validation splits on rank 0 as mean_scores does, an empty dict
-    elsewhere, and tell why one is undefined.
-    """
+    elsewhere, and tell why one is undefined."""
     found = {split: score_split(scored, split) for split in scored.config.data.valid_splits}
     tell([line for one in found.values() for line in one.told])
     scores = {split: one.scores for split, one in found.items()}
@@ -80,8 +79,7 @@ def score_validation(
 
 def mean_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, float | None]:
     """Return the metrics of a split; of several splits the means, undefined where one is, and
-    behind them those of each, as METRIC/SPLIT.
-    """
+    behind them those of each, as METRIC/SPLIT."""
     first = next(iter(scores.values()))
     if len(scores) == 1:
         return first
@@ -97,8 +95,7 @@ def mean_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, floa
 
 def forecast(scored: Scored, lineage: Lineage) -> list[str]:
     """Score every split of the increment that is trained next, the last of `lineage`, keep the
-    scores in the run folder (prequential.json) and return a line on each. Collective.
-    """
+    scores in the run folder (prequential.json) and return a line on each. Collective."""
     config, dataset = scored.config, scored.dataset
     # No split was trained on: each is read as it is stored. Which one is validated on stays, as the
     # keys of early stopping, whose metric is among the scores, ask for one.

@@ -44,8 +44,7 @@ def entries_of(offsets_N1: Int64, chosen_C: Int64) -> Int64:
 
 def row_by_row(lengths_NM: npt.NDArray[np.integer[Any]], columns: Sequence[Ids]) -> Int64:
     """Return lists that stand column by column in the order in which they are stored: those of the
-    first row, then of the next. The lengths alone tell every list's place.
-    """
+    first row, then of the next. The lengths alone tell every list's place."""
     starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
     values_V = np.empty(sum(len(column) for column in columns), np.int64)
     for index, column in enumerate(columns):

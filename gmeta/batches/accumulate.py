@@ -72,8 +72,7 @@ class MicroBatches:
     @property
     def plan(self) -> RowPlan | None:
         """Return which rows to ask for, for all parts; None: no exchange has looked at the ids
-        yet.
-        """
+        yet."""
         return self.parts[0].plan
 
     def planned(self, plan: RowPlan) -> "MicroBatches":

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from gmeta.batches.config import chosen_columns
-from gmeta.batches.support_statistics import log_odds, shown_count
+from gmeta.batches.sums import NUM_FOLDS, Floats, add_to_folds, log_odds
+from gmeta.batches.support_statistics import shown_count
 from metaio.format.block import multi_feature_of_values
 from metaio.format.features import OOV_ROW
 from metaio.hashing import splitmix64
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
 
-Floats = npt.NDArray[np.float64]
-
-NUM_FOLDS = 5
 # A rank that trains keeps 48 bytes a value and for a while 80 more, a checkpoint 8: at most 1 GiB.
 MOST_VALUES = 1 << 23
 _SALT = np.uint64(0x17E3)
@@ -72,10 +70,8 @@ class ItemStatistics(nn.Module):
     """Which statistics of training rows a learner takes, and their values.
 
     What all training rows say lies in buffers: checkpoints and exports keep it with the model. What
-    the folds say is needed to train alone, and made anew from the dataset.
-
-    Raises:
-        ValueError: a pattern of `columns` matches no sparse column, or a table is too large.
+    the folds say is needed to train alone, and made anew from the dataset. Raises ValueError: a
+    pattern of `columns` matches no sparse column, or a table is too large.
     """
 
     def __init__(self, config: ItemFeaturesConfig, features: Features) -> None:
@@ -131,13 +127,7 @@ class ItemStatistics(nn.Module):
             sums.total_K3[:, place] += np.bincount(fold_N, values_N, NUM_FOLDS)
         for column, sums_KV2 in zip(self._columns, sums.columns, strict=True):
             row_E, id_E = _entries(batch, column)
-            # Only the values that occur: a table may have far more rows than the batch.
-            distinct, index_E = np.unique(
-                fold_N[row_E] * column.num_values + id_E, return_inverse=True
-            )
-            flat_X2 = sums_KV2.reshape(-1, 2)
-            flat_X2[distinct, 0] += np.bincount(index_E)
-            flat_X2[distinct, 1] += np.bincount(index_E, label_N[row_E])
+            add_to_folds(sums_KV2, fold_N[row_E], id_E, label_N[row_E])
 
     def take(self, sums: ItemSums) -> None:
         """Take the statistics from the sums over the whole training split."""
@@ -156,19 +146,15 @@ class ItemStatistics(nn.Module):
         return _widened(batch, found)
 
     def of_folds(self) -> FoldStatistics:
-        """Return the statistics that training rows are told.
-
-        Raises:
-            ValueError: nobody took the sums of the training split.
-        """
+        """Return the statistics that training rows are told. Raises ValueError: nobody took the
+        sums of the training split."""
         if self._without_fold is None:
             raise ValueError("the statistics of items were not taken from training rows")
         return FoldStatistics(self._columns, self._without_fold)
 
     def of_ids(self, ids_NF: Tensor, ids_NML: Tensor, lengths_NM: Tensor) -> Tensor:
         """Return what all training rows say of rows to predict [N, width], in tensors alone; their
-        lists are padded to one length.
-        """
+        lists are padded to one length."""
         found = []
         for index, column in enumerate(self._columns):
             values_V2 = self.get_buffer(_buffer(index))

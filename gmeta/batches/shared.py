@@ -37,8 +37,7 @@ def into_block(episodes: Episodes | MicroBatches, memory: Callable[[int], Tensor
 
 def out_of_block(told: Told, block: Tensor) -> Episodes | MicroBatches:
     """Return the batch, whose tensors are views of a block with the same bytes; what a device needs
-    is `packed`.
-    """
+    is `packed`."""
     start, layout = told.rest
     for_device = block[:start]
     trees = [Packed(for_device, *place) for place in told.trees]

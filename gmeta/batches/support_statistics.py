@@ -35,6 +35,7 @@ import numpy.typing as npt
 import torch
 
 from gmeta.batches.config import NO_PRIOR, LabelPrior, chosen_columns
+from gmeta.batches.sums import Floats, log_odds, sum_of_sharing
 from metaio.format.block import multi_feature_of_values
 from metaio.format.features import OOV_ROW
 from metaio.ragged import Int64, owners, places, row_sums
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
     from metaio.read.task_rows import TaskRows
-
-Floats = npt.NDArray[np.float64]
 
 # Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
 _MANY_ROWS = 100.0
@@ -80,12 +79,8 @@ class SupportStatistics:
         items: ItemFeaturesConfig | None = None,
     ) -> SupportStatistics:
         """Return the statistics that the config asks for; `items` says what stands between the
-        dense columns and these.
-
-        Raises:
-            ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none
-                of the columns of `items`, or has nothing to change.
-        """
+        dense columns and these. Raises ValueError: a pattern of `columns` matches no sparse column,
+        or `residual_of` is none of the columns of `items`, or has nothing to change."""
         known = [column.name for column in features.sparse]
         chosen = chosen_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
@@ -118,8 +113,7 @@ class SupportStatistics:
 
     def of_rows_NG(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
         """Return the statistics of every row of the batch: made of the task's support rows, except
-        for the row itself.
-        """
+        for the row itself."""
         rows, foretold_N = _Rows.of(batch, self.prior), self._foretold_N(batch)
         rows = rows.above(foretold_N)
         tasks = rows.totals()
@@ -215,15 +209,9 @@ class _Rows:
 
     def shared(self, entries: _Entries) -> tuple[Floats, Floats]:
         """Return sum and number of the labels of the support rows that share the row's values in
-        one column, a row once for each id.
-        """
-        sums: list[Floats] = []
-        for value_N in (self.label_N, self.is_support_N.astype(np.float64)):
-            value_E = value_N[entries.row_E]
-            of_pair_P = np.bincount(entries.pair_E, value_E, entries.num_pairs)
-            others_E = of_pair_P[entries.pair_E] - value_E
-            sums.append(np.bincount(entries.row_E, others_E, len(value_N)).astype(np.float64))
-        return sums[0], sums[1]
+        one column, a row once for each id."""
+        counted_N = self.is_support_N.astype(np.float64)
+        return sum_of_sharing(self.label_N, *entries), sum_of_sharing(counted_N, *entries)
 
     def of_others(self, value_N: Floats) -> Floats:
         """Return the sum over each row's task, without its own value; query rows hold 0."""
@@ -280,13 +268,6 @@ def _columns(
         known_E = known_P[pair_E]
         entries.append(_Entries(row_E[known_E], pair_E[known_E], num_pairs))
     return entries
-
-
-def log_odds(share: float | Floats) -> Floats:
-    """Return log(p / (1 - p)) of shares of clicks, finite for none and for all of them."""
-    inside = np.clip(share, 1e-6, 1.0 - 1e-6)
-    found: Floats = np.log(inside / (1.0 - inside))
-    return found
 
 
 def shown_count(count_N: Floats) -> Floats:

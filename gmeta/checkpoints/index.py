@@ -65,12 +65,7 @@ class IndexedReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """Return the index of the checkpoint in the folder `path`.
-
-    Raises:
-        OSError, ValueError, pickle.UnpicklingError: it cannot be read, names what no checkpoint of
-            ours holds, or points outside the folder; more where it is damaged, see files.DAMAGE.
-    """
+    """Return the index of the checkpoint in the folder `path`."""
     with (path / INDEX_FILE).open("rb") as file:
         told = _state(_Unpickler(file).load(), "Metadata")
     places = {_key(key): _place(place) for key, place in told["storage_data"].items()}
@@ -80,8 +75,7 @@ def read_index(path: Path) -> Metadata:
 
 def grown(index: Metadata, wanted: Mapping[str, Any], prefixes: tuple[str, ...]) -> Metadata:
     """Return an index that fits the nested state `wanted` also where a tensor of one of these
-    prefixes has more rows there: torch loads the rows that are stored, and leaves the rest.
-    """
+    prefixes has more rows there: torch loads the rows that are stored, and leaves the rest."""
     tensors = dict(index.state_dict_metadata)
     for name, size in _sizes(wanted):
         stored = tensors.get(name)

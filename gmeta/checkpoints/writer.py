@@ -93,11 +93,8 @@ class CheckpointWriter:
     def save(self, progress: Progress, files: Mapping[str, str] = MappingProxyType({})) -> None:
         """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it.
 
-        Waits for the checkpoint before, if that is still being written; call `finish` first to
-        know that it was committed.
-
-        Raises:
-            GMetaError: the checkpoint before could not be written.
+        Waits for the checkpoint before, if that is still being written; call `finish` first to know
+        that it was committed.
         """
         self.finish()
         self._final = self._folder / checkpoint_name(progress.step)
@@ -119,20 +116,12 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> None:
-        """Report on the checkpoint being written if that has ended: call `committed`, or raise.
-
-        Raises:
-            GMetaError: it could not be written; nothing of it is kept.
-        """
+        """Report on the checkpoint being written if that has ended: call `committed`, or raise."""
         if self._thread is not None and not self.is_writing:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the one being written, if any.
-
-        Raises:
-            GMetaError: it could not be written; nothing of it is kept.
-        """
+        """Wait for the one being written, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -57,11 +57,7 @@ def config(
 
 
 def checked(path: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Return a config that was checked against its data, model and algorithm.
-
-    Raises:
-        ConfigError, FormatError: see load_config and check_for_ranks.
-    """
+    """Return a config that was checked against its data, model and algorithm."""
     resolved = load_config(path, overrides)
     # Loading torch takes seconds: not before the keys are known to be right.
     with on_ranks.importing():

@@ -15,10 +15,6 @@ _SHOWN = 20  # of the versions and of the verdicts: one screen
 def inspect_channel(place: str, channel: Channel, told: list[dict[str, Any]], verify: bool) -> None:
     """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
     and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
-
-    Raises:
-        GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
-            files are checked against their checksums.
     """
     console, current = screen(), channel.current()
     numbers = channel.numbers()

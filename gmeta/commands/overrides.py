@@ -11,8 +11,7 @@ METAVAR = "[SECTION.KEY=VALUE]..."
 
 def complete_override(context: typer.Context, incomplete: str) -> list[str]:
     """Return all that a shell may complete an override to: every key with each value that it has
-    to choose from; behind `KEY=`, which bash takes for words of their own, the values alone.
-    """
+    to choose from; behind `KEY=`, which bash takes for words of their own, the values alone."""
     values = {
         f"{section}.{name}": _choices(hint)
         for section, fields in get_type_hints(TrainConfig).items()

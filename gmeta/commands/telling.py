@@ -85,8 +85,7 @@ def _told(error: Exception) -> tuple[str, int]:
 
 def let_others_tell(error: Exception) -> None:
     """Wait, under torchrun, where another rank of this machine may print the same error or its
-    cause: once that rank has ended, torchrun's agent ends this one before it prints anything.
-    """
+    cause: once that rank has ended, torchrun's agent ends this one before it prints anything."""
     if not has_agent():
         return  # nobody would end it
     # What lost_peers_explained explains is never the cause: the others may still print theirs.

@@ -212,8 +212,7 @@ def _check_folder(folder: Path) -> None:
 
 def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
     """Return the config with VALIDATIONS validations a run unless it says how many: a run that
-    validates only at its end cannot be pruned.
-    """
+    validates only at its end cannot be pruned."""
     run, data = config.run, config.data
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
         return config

@@ -39,12 +39,7 @@ class Predicted:
 
 def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> Predicted:
     """Return what the model in the folder `model`, which is loaded, predicts of the split's query
-    rows after it adapted to each task's support rows, as it would when served.
-
-    Raises:
-        UserError: the dataset has no such split, or holds other columns than the model takes.
-        GMetaError: the model is damaged.
-    """
+    rows after it adapted to each task's support rows, as it would when served."""
     if split not in dataset.splits or not dataset.splits[split].num_episodes:
         raise UserError(
             f"{dataset.url} has no tasks in split {split!r}: it has "

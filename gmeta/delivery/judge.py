@@ -79,12 +79,7 @@ def judge(
     """Return the verdict on an exported model against another, on the query rows of the split of
     `datasets(0)`; where they are too few to tell a margin, also of `datasets(1)` and so on, at most
     `pool`, until there is none. Without a champion there is nothing to compare with. A window that
-    has no task in the split says nothing; if none has, the model is refused.
-
-    Raises:
-        UserError: a dataset has no such split, or other columns.
-        GMetaError: a model is damaged.
-    """
+    has no task in the split says nothing; if none has, the model is refused."""
     served = load(candidate)
     # Its checksums were checked by whoever found it: it serves.
     against = None if champion is None else load(champion, verify=False)

@@ -14,47 +14,28 @@ from metaio.format.storage import file_system
 
 
 def served_at(place: str | Path) -> Current:
-    """Return what the channel at a path or a URL serves now; of a URL the pointer alone is read.
-
-    Raises:
-        UserError: there is no channel, or it has no version.
-        GMetaError: its pointer was altered, or it cannot be reached.
-    """
+    """Return what the channel at a path or a URL serves now; of a URL the pointer alone is read."""
     if not is_url(place):
         return Channel(place).served()
     return pointer_at(str(place))[1]
 
 
 def is_channel_at(place: str) -> bool:
-    """Return whether a channel is at a URL.
-
-    Raises:
-        UrlError: no installed package reads such URLs.
-        GMetaError: it cannot be reached.
-    """
+    """Return whether a channel is at a URL."""
     fs, root = file_system(place)
     with reached(place):
         return bool(fs.exists(f"{root.rstrip('/')}/{POINTER}"))
 
 
 def promotions_at(place: str) -> list[dict[str, Any]]:
-    """Return every verdict and every move of the pointer of the channel at a URL, oldest first.
-
-    Raises:
-        GMetaError: it cannot be reached.
-    """
+    """Return every verdict and every move of the pointer of the channel at a URL, oldest first."""
     fs, root = file_system(place)
     with reached(place):
         return entries_of(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
 
 
 def pointer_at(url: str) -> tuple[bytes, Current]:
-    """Return the pointer of the channel at a URL, its bytes and what they say.
-
-    Raises:
-        UserError: there is no channel.
-        GMetaError: the pointer was altered, or it cannot be reached.
-    """
+    """Return the pointer of the channel at a URL, its bytes and what they say."""
     fs, root = file_system(url)
     name = f"{url}/{POINTER}"
     with reached(url):

@@ -33,12 +33,7 @@ from metaio.format.storage import file_system, is_local
 
 def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
     """Return the channel at a path; of one at a URL a copy in `cache` (default: cache_folder()),
-    with the version that it serves now and what that builds on, every file checked.
-
-    Raises:
-        UserError: there is no channel, or the cache cannot be written.
-        GMetaError: it cannot be reached, or a file of it is missing or damaged.
-    """
+    with the version that it serves now and what that builds on, every file checked."""
     if not is_url(place):
         return Channel(place)
     url = str(place).rstrip("/")
@@ -56,13 +51,7 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
 
 def publish(channel: Channel, url: str) -> list[int]:
     """Copy what a channel holds to a URL: versions that are not there yet, then the pointer; remove
-    there what the channel has no longer. Return the numbers of the versions that were copied.
-
-    Raises:
-        UserError: the channel has no version, or another one is at that URL.
-        GMetaError: the place cannot be reached.
-        DataError: another process changes the channel.
-    """
+    there what the channel has no longer. Return the numbers of the versions that were copied."""
     url = url.rstrip("/")
     fs, root = file_system(url)
     with channel.changing() as current, reached(url):

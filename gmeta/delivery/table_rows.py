@@ -30,8 +30,7 @@ _GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
     """Write the rows of the table file `new` that differ from those of `old`, and return their
-    number; no file where none differ. Without `old`, or where it holds other tensors, all rows.
-    """
+    number; no file where none differ. Without `old`, or where it holds other tensors, all rows."""
     after = read_tensors(new)
     before = {} if old is None else read_tensors(old)
     if not _alike(before, after):
@@ -51,11 +50,7 @@ def write_whole_table(
     base: Path, changes: Sequence[Path], out: Path, table: str, num_rows: int
 ) -> None:
     """Write the table file of the last version: the rows of the full one with those of each delta
-    over them, in their order.
-
-    Raises:
-        GMetaError: the files do not fit each other. OSError: the disk does not take it.
-    """
+    over them, in their order."""
     whole: dict[str, Tensor] = {}
     for name, stored in read_tensors(base).items():
         whole[name] = stored.new_empty((num_rows, *stored.shape[1:]))

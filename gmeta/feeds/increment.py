@@ -9,25 +9,15 @@ from metaio.stream.chain import is_stream, open_stream
 
 
 def open_data(data: DataConfig) -> Dataset:
-    """Open the dataset that a config with a settled increment means.
-
-    Raises:
-        ConfigError: data.increment is no number.
-        FormatError: it is damaged.
-        NoDatasetError: there is no dataset, no stream, or no such increment.
-    """
+    """Open the dataset that a config with a settled increment means. Raises ConfigError:
+    data.increment is no number."""
     if not data.increment:
         return open_dataset(data.path)
     return open_stream(data.path).dataset(number_of(data.increment))
 
 
 def open_named(named: str) -> Dataset:
-    """Open a dataset, an increment of a stream as STREAM:NUMBER, or a stream's newest increment.
-
-    Raises:
-        FormatError: it is damaged.
-        NoDatasetError: there is neither a dataset nor a stream, or no such increment.
-    """
+    """Open a dataset, an increment of a stream as STREAM:NUMBER, or a stream's newest increment."""
     path, _, number = named.rpartition(":")
     if path and number.isdecimal() and number.isascii():
         return open_stream(path).dataset(number_of(number))
@@ -37,11 +27,7 @@ def open_named(named: str) -> Dataset:
 
 def newest_named(named: str) -> str:
     """Return STREAM:NUMBER of the increment that is a stream's newest now, and any other name as it
-    is.
-
-    Raises:
-        FormatError: the stream is damaged.
-    """
+    is."""
     return f"{named}:{open_stream(named).newest.number}" if is_stream(named) else named
 
 
@@ -54,11 +40,7 @@ def data_of(data: DataConfig, dataset: Dataset) -> DataConfig:
 
 
 def number_of(text: str) -> int:
-    """Return the number of an increment, as data.increment has it.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the number of an increment, as data.increment has it."""
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
         raise ConfigError(
             f"data.increment = {text!r} is no increment: a number is needed, or, to train, next. "

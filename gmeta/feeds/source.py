@@ -14,10 +14,7 @@ from metaio.format.dataset import Dataset
 
 def open_feed(config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None) -> Feed:
     """Return the feed that `data.source` names, at the place in the data where `checkpoint` stands.
-
-    Raises:
-        UserError: the checkpoint was trained with the other source, or from other data.
-    """
+    Raises UserError: the checkpoint was trained with the other source, or from other data."""
     leased = config.data.source == "service"
     if checkpoint is not None and (checkpoint / MANIFEST_FILE_NAME).exists() != leased:
         raise UserError(

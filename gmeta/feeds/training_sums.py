@@ -15,12 +15,8 @@ def take_item_statistics(
     items: ItemStatistics | None, config: TrainConfig, dataset: Dataset, ranks: Ranks
 ) -> list[str]:
     """Read the training split once, each rank its share of the blocks, fill `items` with what it
-    says, and return what to tell of it: nothing where there are none. Collective.
-
-    Raises:
-        ConfigError: a label is not one that the loss takes.
-        FormatError: a file is missing or damaged.
-    """
+    says, and return what to tell of it: nothing where there are none. Collective. Raises
+    ConfigError: a label is not one that the loss takes."""
     if items is None:
         return []
     sums, split = items.no_sums(), dataset.split(config.data.train_split)

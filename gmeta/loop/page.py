@@ -37,12 +37,7 @@ class Picture:
 
 
 def draw_stream(loop: Loop) -> Picture:
-    """Draw a loop's stream.
-
-    Raises:
-        UserError: follow.best names no such file.
-        MetaIOError: the stream is damaged.
-    """
+    """Draw a loop's stream."""
     days = days_of(loop)
     chart = stream_chart(days)
     with _DRAWING:

@@ -40,9 +40,6 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[Partition]:
     A folder is one of all files in it but those whose names begin with _ or a dot, and is closed by
     _SUCCESS; a file is one of itself. Either is closed too, with `closed_after_s`, once nothing was
     written to it for so long.
-
-    Raises:
-        GMetaError: the place cannot be listed.
     """
     found = []
     with _reached(pattern):
@@ -141,11 +138,7 @@ class NotedFiles:
     def holding(
         self, notes: Sequence[Mapping[str, Any]], taken: Collection[str]
     ) -> list[Mapping[str, Any]]:
-        """Return the notes that hold; files that were taken are not looked at.
-
-        Raises:
-            GMetaError, MetaIOError: a file cannot be read.
-        """
+        """Return the notes that hold; files that were taken are not looked at."""
         return [
             note
             for note in notes
@@ -155,11 +148,7 @@ class NotedFiles:
     def rewritten(
         self, partitions: Sequence[Partition], taken: Mapping[str, Mapping[str, Any]]
     ) -> list[str]:
-        """Return the taken files whose size has changed, and, as is checked then, their bytes.
-
-        Raises:
-            GMetaError, MetaIOError: a file cannot be read.
-        """
+        """Return the taken files whose size has changed, and, as is checked then, their bytes."""
         return [
             name
             for partition in partitions
@@ -196,11 +185,7 @@ class TakenFiles:
         self._known: set[int] = set()
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return what each file was as the newest `increment` took it, by its name.
-
-        Raises:
-            FormatError: a manifest is damaged.
-        """
+        """Return what each file was as the newest `increment` took it, by its name."""
         numbers = set(increment_numbers(self._stream))
         if not self._known <= numbers:  # the newest was taken back: its files are free again
             self._file_of, self._known = {}, set()

@@ -54,8 +54,7 @@ def list_slopes(
     kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: Lists
 ) -> Tensor:
     """Return the gradient of the weighted sum of these losses at the outputs, differentiable once
-    more. None: each weighs 1.
-    """
+    more. None: each weighs 1."""
     of_block = _softmax_slopes if kind == "softmax" else _pair_slopes
     return _by_list(of_block, lists, output, label, weight)
 
@@ -208,8 +207,7 @@ def _sums_over_pairs(
     output_TR: Tensor, label_TR: Tensor, term: Callable[[_Pairs], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return, for each row, m / (2 |P|) times the sum of the terms of the pairs in which it is
-    first, and of those in which it is second: [T, R] each.
-    """
+    first, and of those in which it is second: [T, R] each."""
     above_TR, below_TR = torch.empty_like(output_TR), torch.zeros_like(output_TR)
     count_T1 = output_TR.new_zeros(len(output_TR), 1)
     for pairs in _pairs(output_TR, label_TR):

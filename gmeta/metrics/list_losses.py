@@ -19,8 +19,7 @@ def list_loss_terms(
     """Return the mean over the tasks whose labels differ of `softmax`, the cross-entropy of the
     softmax of its scores against its labels over their sum, or of `pairwise`, the mean of
     log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see losses/ranking.py. code_N are dense
-    task codes in [0, num_tasks).
-    """
+    task codes in [0, num_tasks)."""
     num_negative = int(np.count_nonzero(label_N < 0))
     if name == "softmax" and num_negative:
         told = f"{num_negative:,} of {label_N.size:,} labels are below 0, and cannot share 1"

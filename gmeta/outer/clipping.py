@@ -51,8 +51,7 @@ class _HoldingFastGroup:
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of the gradient of this rank's rows, each summed over all who
-        fetched it: a scalar.
-        """
+        fetched it: a scalar."""
         if not self._held:
             return torch.zeros((), device=self._group.rows.values_RD.device)
         row_N = torch.cat([given.row_N for given, _ in self._held])

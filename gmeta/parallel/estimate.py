@@ -35,8 +35,7 @@ PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
 @dataclass(frozen=True)
 class Step:
     """What one rank has to do in a step: its tasks and rows, the ids asked of each table, the
-    operations of the layers, and how many weights these have.
-    """
+    operations of the layers, and how many weights these have."""
 
     tasks: float
     rows: float
@@ -48,8 +47,7 @@ class Step:
 @dataclass(frozen=True)
 class Estimate:
     """Tables, each with its place, bytes and what it sends in a step; memory by rank, in bytes; and
-    the parts of a step as bytes of the busiest rank and seconds.
-    """
+    the parts of a step as bytes of the busiest rank and seconds."""
 
     tables: dict[str, dict[str, Any]]
     device_bytes_W: Values
@@ -74,8 +72,7 @@ def estimate(
     speeds: Speeds,
 ) -> Estimate:
     """Return what a plan, as describe_plan gives it, asks of each rank; `sizes` are rows and width
-    of each table.
-    """
+    of each table."""
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
     device_W, host_W, copied_W, asked_W, sent_W, from_host_W = np.zeros((6, num_ranks))
@@ -149,8 +146,7 @@ def estimate(
 
 def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> tuple[Any, Any]:
     """Return the bytes of a table, or of each rank's part of it, with its optimizer's state, in the
-    GPU's memory and in the host's. fbgemm keeps what is one number a row on the GPU in any case.
-    """
+    GPU's memory and in the host's. fbgemm keeps what is one number a row on the GPU in any case."""
     of_values, of_rows = _states(outer)
     weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
     whole = weights * (1 + of_values)
@@ -188,8 +184,7 @@ def _held(
 
 def _busiest(given_W: Values, ranks_per_host: int) -> tuple[float, float]:
     """Return the bytes that the busiest rank sends, or takes in, within its host and beyond it,
-    where each rank gives every other one `given_W`.
-    """
+    where each rank gives every other one `given_W`."""
     host_W = np.arange(len(given_W)) // ranks_per_host
     of_host_W = np.bincount(host_W, given_W)[host_W]
     peers_W = np.bincount(host_W)[host_W]

@@ -27,8 +27,7 @@ T = TypeVar("T")
 class Ranks:
     """This process among all; `control` is a gloo group for small messages between hosts, `rows`
     carries ids, and on the CPU rows and their gradients: beside the AllReduce of the layers, which
-    several ranks may start at different points of backward. `transport` is what carries them.
-    """
+    several ranks may start at different points of backward. `transport` is what carries them."""
 
     rank: int
     world_size: int
@@ -39,8 +38,7 @@ class Ranks:
 
     def enter_thread(self) -> None:
         """Have the thread that calls it, a new one, ask CUDA for this rank's GPU: threads begin on
-        the first of the machine, where the rank would take memory of another's.
-        """
+        the first of the machine, where the rank would take memory of another's."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -50,10 +48,8 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
     torchrun).
 
     A `store` replaces the rendezvous that the environment names; rank and world size still come
-    from there.
-
-    Raises:
-        UserError: cuda is asked for where no GPU is visible, or there are fewer than ranks.
+    from there. Raises UserError: cuda is asked for where no GPU is visible, or there are fewer than
+    ranks.
     """
     quieten()
     if device == "cuda" and not torch.cuda.is_available():
@@ -108,11 +104,8 @@ def quieten() -> None:
 
 @contextmanager
 def lost_peers_explained() -> Iterator[None]:
-    """Turn a broken collective into one line: the rank that caused it tells its own story.
-
-    Raises:
-        GMetaError: a peer died or did not answer within the timeout.
-    """
+    """Turn a broken collective into one line: the rank that caused it tells its own story. Raises
+    GMetaError: a peer died or did not answer within the timeout."""
     try:
         yield
     except RuntimeError as error:
@@ -138,8 +131,7 @@ def lost_contact(error: BaseException) -> GMetaError | None:
 
 def _is_gloos(message: str) -> bool:
     """Return whether a message comes from gloo: it names one of gloo's files, or says what gloo
-    says after a late message.
-    """
+    says after a late message."""
     return "gloo" in message or "Application timeout caused pair closure" in message
 
 
@@ -165,8 +157,7 @@ def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[np.float64]], ranks: Rank
 
 def add_over_ranks(value: Tensor) -> None:
     """Replace a tensor by its element-wise sum over the ranks, on its device; does not wait for
-    it.
-    """
+    it."""
     dist.all_reduce(value)
 
 
@@ -217,8 +208,7 @@ def barrier(ranks: Ranks) -> None:
 
 def before_device(ranks: Ranks) -> None:
     """Wait for the hosts of all ranks, before a wait for a GPU: gloo notices a rank that is gone,
-    where a kernel of NCCL would wait for it until somebody ends this rank.
-    """
+    where a kernel of NCCL would wait for it until somebody ends this rank."""
     if ranks.device.type == "cuda":
         barrier(ranks)
 

@@ -28,8 +28,7 @@ def support_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
 
 def activity_chart(evaluation: Evaluation, series: Sequence[Series]) -> Chart:
     """Return the headline metric by how many rows a task has, where that differs from its support
-    size.
-    """
+    size."""
     panels = [
         _panel_of_bins(evaluation, group, group.by_activity, "rows of a task", series)
         for group in evaluation.groups

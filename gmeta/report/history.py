@@ -84,8 +84,7 @@ def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, flo
 
 def _without_short_end(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points without the last one if it stands for few steps: a logged loss is the mean
-    since the one before, and that of a few steps is mostly noise.
-    """
+    since the one before, and that of a few steps is mostly noise."""
     if len(points) < 3:
         return points
     before, last = np.diff([step for step, _ in points[-3:]])

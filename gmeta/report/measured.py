@@ -33,8 +33,7 @@ UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "u
 @dataclass(frozen=True)
 class Measured:
     """A metric over draws: the mean of `value_D`, and `values_B`, the same on resampled tasks; NaN
-    with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
-    """
+    with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw."""
 
     value_D: Floats
     num_tasks: int

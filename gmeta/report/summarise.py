@@ -68,11 +68,7 @@ def summarise(
     notes: Sequence[str] = (),
 ) -> Evaluation:
     """Evaluate the first run against the others, its baselines, and against the yardsticks, on each
-    split that it predicted.
-
-    Raises:
-        UserError: the runs cannot be reported or compared; see check_runs.
-    """
+    split that it predicted."""
     check_runs(runs, [one.name for one in yardsticks])
     splits = split_names(runs[0].predictions)
     scored = [_of_label(runs, yardsticks, label) for label in runs[0].labels]

@@ -50,8 +50,7 @@ class CommonInputs(NamedTuple):
         cls, features: CommonFeatures, rows_PD: Tensor, first_column: int, width: int
     ) -> "CommonInputs":
         """Take the inputs from the embedding rows, for a layer of `width` columns in which the
-        features stand side by side from `first_column` on.
-        """
+        features stand side by side from `first_column` on."""
         dim, device = rows_PD.shape[1], rows_PD.device
         order_X, num_own = _columns(features.features, first_column, dim, width, device)
         return cls(features.values_TU(rows_PD), order_X, num_own)

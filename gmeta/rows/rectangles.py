@@ -55,8 +55,7 @@ class PaddedHistory:
 @dataclass(frozen=True)
 class PaddedRows:
     """Where the rows of each task are on one side, and what their loss needs; padding rows weigh
-    nothing.
-    """
+    nothing."""
 
     rectangles: tuple[Rectangle, ...]
     label_N: Tensor  # [N, labels] of several
@@ -85,8 +84,7 @@ class PaddedRows:
 
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """Return the weight of each row in a sum over the tasks of the (shrunken) mean of their
-        rows, as RowLayout.mean_weights_N does; 0 for a row that pads.
-        """
+        rows, as RowLayout.mean_weights_N does; 0 for a row that pads."""
         share_N = self.share_N.to(dtype)
         return share_N / (1.0 + prior * share_N) if prior else share_N
 
@@ -110,8 +108,7 @@ class PaddedFeatures:
 @dataclass(frozen=True)
 class PaddedTasks:
     """Support and query rows of the tasks of a batch, for the fused loop; rectangle i of the one
-    side and of the other hold the same tasks in the same order.
-    """
+    side and of the other hold the same tasks in the same order."""
 
     support: PaddedRows
     query: PaddedRows

@@ -63,7 +63,6 @@ class Sides(NamedTuple):
 @dataclass(frozen=True)
 class TaskGroups:
     """The tasks of a batch in groups of similar size, as products inside each task pad to the
-    group's longest.
-    """
+    group's longest."""
 
     groups: tuple[Sides, ...]

@@ -50,8 +50,7 @@ class SparseRows(NamedTuple):
 
     def padded(self, num_entries: int) -> "SparseRows":
         """Return the matrix with at least this many entries, for shapes that do not depend on how
-        many there are.
-        """
+        many there are."""
         missing = num_entries - self.index_V.numel()
         padding = -(-num_entries // ENTRIES_OF_PADDING)
         ends = torch.arange(1, padding + 1) * missing // max(padding, 1)
@@ -102,8 +101,7 @@ class Scattered(NamedTuple):
         cls, matrix: SparseRows, lengths_C: Tensor, num_rows: int, several: bool = False
     ) -> "Scattered":
         """Transpose a [C, P] matrix, whose bags have these lengths, on the host; `several`: as one
-        whose bags may have several rows, though these have not.
-        """
+        whose bags may have several rows, though these have not."""
         is_there_C = lengths_C.numpy() > 0
         at_most_one = np.count_nonzero(is_there_C) == matrix.index_V.numel()
         if at_most_one and not several and matrix.weight_V is None:
@@ -161,8 +159,7 @@ class Bags:
     ) -> "Bags":
         """Make bags of these lengths over a block of `num_rows` rows, or of fewer, for a kind of
         device; with `num_entries`, which hold all, shapes depend on these, on the bags and on the
-        rows alone, if `several` says whether bags may have more than one row in any batch.
-        """
+        rows alone, if `several` says whether bags may have more than one row in any batch."""
         forward = SparseRows(index_V.to(torch.int32), _offsets(lengths_C), weight_V)
         backward: SparseRows | Scattered | None = None
         if not constant:
@@ -191,11 +188,8 @@ class Bags:
         return cls(forward, None if constant else forward.transposed(num_rows))
 
     def pool(self, rows_PD: Tensor) -> Tensor:
-        """Return the bags' sums: [C, D].
-
-        Raises:
-            ValueError: they are constants, and asked for where rows are differentiated.
-        """
+        """Return the bags' sums: [C, D]. Raises ValueError: they are constants, and asked for where
+        rows are differentiated."""
         if self.backward is not None:
             pooled_CD: Tensor = _Pool.apply(rows_PD, self.forward, self.backward)
             return pooled_CD

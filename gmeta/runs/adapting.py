@@ -22,11 +22,7 @@ def write_adapting(folder: RunFolder, step: int, rate: float, steps: int, **told
 
 def read_adapting(folder: RunFolder, own: AlgorithmConfig, step: int) -> AlgorithmConfig | None:
     """Return `own`, the algorithm of the run's config, with what was chosen for the checkpoint of
-    this step; None where nothing was chosen.
-
-    Raises:
-        GMetaError: the file is damaged.
-    """
+    this step; None where nothing was chosen."""
     path = folder.root / ADAPTING_FILE
     if not path.exists():
         return None

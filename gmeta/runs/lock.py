@@ -11,11 +11,7 @@ from metaio.format.destination import one_writer
 @contextmanager
 def held_alone(root: Path) -> Iterator[None]:
     """Make the run folder, and be the only process inside. The lock goes with its process, however
-    that ends.
-
-    Raises:
-        DataError: another process trains in it.
-    """
+    that ends."""
     root.mkdir(parents=True, exist_ok=True)
     with one_writer(root / LOCK_FILE, f"run folder {root}"):
         yield

@@ -84,8 +84,7 @@ class KeyedTables(nn.Module):
 
     def __init__(self, served: ServedModel) -> None:
         """Join the tables in the format they are stored in, zeros behind the rows of narrower ones.
-        Where an IdGenerator adds to the rows of a table, they are 0.
-        """
+        Where an IdGenerator adds to the rows of a table, they are 0."""
         super().__init__()
         tables, generated = served.tables, served.learner.generated_table
         self.projections = served.learner.projections
@@ -144,8 +143,7 @@ class Columns(nn.Module):
         self, inputs: Mapping[str, Tensor], side: str = ""
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the keys of both kinds, the dense columns and the lengths of the lists; groups of
-        columns that the model does not have are of width 0.
-        """
+        columns that the model does not have are of width 0."""
         ids_NF, dense_NK = inputs.get(side + IDS), inputs.get(side + DENSE)
         ids_NML, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
         given = next(each for each in (ids_NF, ids_NML) if each is not None)
@@ -191,8 +189,7 @@ class UnadaptedForward(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of `ids` [N, F], `dense` columns [N, K], and
-        `lists` [N, M, L] of which the first `list_lengths` [N, M] ids count.
-        """
+        `lists` [N, M, L] of which the first `list_lengths` [N, M] ids count."""
         key_NF, dense_NK, key_NML, lengths_NM = self.columns(inputs)
         unknown_NG = dense_NK.new_zeros(dense_NK.shape[0], self._num_statistics)
         rows: RowInputs = PaddedInputs.of(
@@ -242,8 +239,7 @@ class KeyedSide:
 
 class AdaptAndPredict(nn.Module):
     """Adapts to the support rows of one task and predicts its query rows, as `ServedModel.adapt`
-    and `AdaptedTask.predict` do.
-    """
+    and `AdaptedTask.predict` do."""
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
@@ -262,8 +258,7 @@ class AdaptAndPredict(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of the query rows; `inputs` are those of
         UnadaptedForward, of both sides, the labels [S], or [S, L] of several, and the weights [S]
-        of rows that have some.
-        """
+        of rows that have some."""
         key_SF, dense_SK, key_SML, lengths_SM = self.columns(inputs, SUPPORT)
         # A key that stands there several times has its one row where it stands first.
         key_P = torch.cat([key_SF.flatten(), key_SML.flatten()]).sort()[0]
@@ -311,8 +306,7 @@ class AdaptAndPredict(nn.Module):
 
 def recorded(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:
     """Return the operations that the module does for inputs like these, of any number of rows, as a
-    module that takes them by name ("." as "_").
-    """
+    module that takes them by name ("." as "_")."""
     # Parameters and tables are no inputs: they become constants of the graph.
     graph: GraphModule = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
         example

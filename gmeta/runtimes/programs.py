@@ -52,11 +52,8 @@ Shapes = dict[str, list[int | str]]
 
 def forward_program(served: ServedModel) -> ExportedProgram:
     """Return the predictions without adaptation as a program of one dict: `ids`, `dense`, `lists`
-    and `list_lengths` as UnadaptedForward says, of any number of rows.
-
-    Raises:
-        GMetaError: torch cannot export the model, or what it made predicts something else.
-    """
+    and `list_lengths` as UnadaptedForward says, of any number of rows. Raises GMetaError: torch
+    cannot export the model, or what it made predicts something else."""
     what = "predictions without adaptation"
     example, _ = draw_rows(served, *_ALONE)
     with _told(what):
@@ -71,12 +68,9 @@ def forward_program(served: ServedModel) -> ExportedProgram:
 
 def adapted_program(served: ServedModel) -> ExportedProgram:
     """Return adaptation to one task and the predictions of its query rows as a program of one dict:
-    the same names behind `support.` and `query.`, and `support.label` [S].
-
-    Raises:
-        UserError: the model sees statistics of support rows, which are not made of tensors.
-        GMetaError: torch cannot export the model, or what it made predicts something else.
-    """
+    the same names behind `support.` and `query.`, and `support.label` [S]. Raises UserError: the
+    model sees statistics of support rows, which are not made of tensors. Raises GMetaError: torch
+    cannot export the model, or what it made predicts something else."""
     if served.learner.statistics.width:
         raise UserError(
             "adaptation cannot become a program of torch: support_features are counted from the "
@@ -101,11 +95,7 @@ def adapted_program(served: ServedModel) -> ExportedProgram:
 
 def write_onnx(served: ServedModel, path: Path) -> None:
     """Write the predictions without adaptation as an ONNX model, with the tables inside; from 2 GiB
-    on, the most that such a file holds, its weights go to a file `PATH.data` beside it.
-
-    Raises:
-        GMetaError: the model cannot be exported.
-    """
+    on, the most that such a file holds, its weights go to a file `PATH.data` beside it."""
     program = forward_program(served)
     example, _ = draw_rows(served, *_ALONE)
     with _told("an ONNX model"):
@@ -137,8 +127,7 @@ def check_onnx() -> None:
 
 def forward_shapes(served: ServedModel) -> Shapes:
     """Return the shape of each input of the predictions without adaptation, with a name for each
-    dimension that may be of any size from 1 on.
-    """
+    dimension that may be of any size from 1 on."""
     return shapes_of(draw_rows(served, *_ALONE)[0])
 
 
@@ -149,8 +138,7 @@ def adapted_shapes(served: ServedModel) -> Shapes:
 
 def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return rows and longest list of both sides of an example: no two are equal, and none is a
-    number of columns, as recording takes all sizes that are equal for one and the same.
-    """
+    number of columns, as recording takes all sizes that are equal for one and the same."""
     columns = len(features.single), len(features.multi), len(features.dense), features.num_labels
     free = (size for size in count(3) if size not in columns)
     query_longest, support_longest, support_rows, query_rows = islice(free, 4)
@@ -179,8 +167,7 @@ def draw_rows(
     served: ServedModel, num_rows: int, longest: int, side: str = "", seed: int = 0
 ) -> tuple[Example, EncodedColumns]:
     """Return drawn rows of one task as a program takes them, and as the model does. The first row's
-    lists are the longest; padding holds ids that count for nothing.
-    """
+    lists are the longest; padding holds ids that count for nothing."""
     features, rng = served.config.features, np.random.default_rng(seed + len(side))
     sizes = {table.name: table.num_rows for table in features.tables}
     shape = num_rows, len(features.multi), longest

@@ -51,13 +51,7 @@ def export_for(
     overwrite: bool = False,
 ) -> Written:
     """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`,
-    which appears whole or not at all.
-
-    Raises:
-        UserError: there is no run or model, `out` is taken, or an option belongs to the other kind
-            of source.
-        GMetaError: the source is damaged, or the model cannot become such a program.
-    """
+    which appears whole or not at all."""
     was_exported = is_export(source)
     if was_exported and (table_format, step) != (None, None):
         raise UserError(

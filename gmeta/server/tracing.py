@@ -49,11 +49,7 @@ class Tracing:
 
 def tracing_from_environment(exporter: Any = None) -> Tracing:
     """Return the tracing that the environment asks for: OTEL_TRACES_EXPORTER is console, otlp or
-    none; the exporter reads its own variables. `exporter`, if given, is used in its place.
-
-    Raises:
-        UserError: an exporter is asked for that is not installed or not known.
-    """
+    none; the exporter reads its own variables. `exporter`, if given, is used in its place."""
     name = os.environ.get(EXPORTER, "none")
     if exporter is None and name == "none":
         return Tracing()

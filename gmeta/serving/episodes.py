@@ -21,8 +21,7 @@ def task_batch(
     lengths_T: tuple[Int64, Int64],
 ) -> TaskBatch:
     """Return a batch of episodes: `chosen_E` are indices of support and query rows, task by task,
-    and `lengths_T` how many of each a task has.
-    """
+    and `lengths_T` how many of each a task has."""
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
     order_N = row_by_row(np.stack(lengths_T, axis=1), [support_E, query_E + support.num_rows])

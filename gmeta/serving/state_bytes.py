@@ -42,8 +42,7 @@ _Arrays = Mapping[str, npt.NDArray[Any]]
 class StateShape:
     """What the states of a model hold: the widths (I, O) of each layer that may adapt, the gates of
     a task of which nothing is known, the embedding width, the number of rows of all tables; and
-    whether the support rows are kept.
-    """
+    whether the support rows are kept."""
 
     layers: Mapping[str, tuple[int, int]]
     gates_1MO: Mapping[str, Tensor]
@@ -61,11 +60,7 @@ def to_bytes(state: TaskState, model_checksum: str) -> bytes:
 
 
 def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskState:
-    """Return the state in what `to_bytes` returned, bit for bit.
-
-    Raises:
-        UserError: it is no state, damaged, of another release or of another model.
-    """
+    """Return the state in what `to_bytes` returned, bit for bit."""
     if not isinstance(content, bytes | bytearray | memoryview):
         raise UserError(
             f"a task's state is of type {type(content).__name__}; bytes are needed. Give what "

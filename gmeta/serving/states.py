@@ -76,8 +76,7 @@ def split(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
 
 def stacked(states: Sequence[TaskState]) -> AdaptedTensors:
     """Return the tasks side by side, in their order. Factors of fewer rows are padded with zeros,
-    which change nothing; where one task has a matrix for a layer, all get one.
-    """
+    which change nothing; where one task has a matrix for a layer, all get one."""
     names = dict.fromkeys(name for state in states for name in state.changes)
     changes = {name: _together([state.changes.get(name) for state in states]) for name in names}
     gates_TMO = {

@@ -79,11 +79,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
 def check_table(
     where: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], table_format: TableFormat
 ) -> StoredTable:
-    """Return the table in the tensors of its file, which must be what config.json says.
-
-    Raises:
-        GMetaError: a tensor is missing, of another type or of another shape.
-    """
+    """Return the table in the tensors of its file, which must be what config.json says."""
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "values": (shape, _DTYPES[table_format])
     }
@@ -107,8 +103,7 @@ def _shown(tensors: _Description) -> str:
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
     """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; rows of
-    narrower tables end in zeros.
-    """
+    narrower tables end in zeros."""
     parts = ids_U.split(lengths_B.tolist())
     rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
     widest = max(each.shape[1] for each in rows)

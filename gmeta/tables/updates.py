@@ -57,8 +57,7 @@ class _DeviceRows(_Rows):
 @final
 class _HostRows(_Rows):
     """numpy moves each row as one piece of bytes, in a quarter of the time of torch's index_copy_,
-    which goes column by column: a fifth of a step on 26 tables of 32 columns.
-    """
+    which goes column by column: a fifth of a step on 26 tables of 32 columns."""
 
     def __init__(self, values_RD: Tensor) -> None:
         super().__init__(values_RD)
@@ -113,8 +112,7 @@ def _partial_rowwise_adam(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) ->
 
 def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
     """Store the new moments, and take Adam's step with them: of these rows alone, as fbgemm's and
-    torch's SparseAdam do (arXiv 1412.6980, algorithm 1).
-    """
+    torch's SparseAdam do (arXiv 1412.6980, algorithm 1)."""
     tables, (beta1, beta2) = group.tables, group.tables.betas
     # The step of the run, not of the row, as fbgemm counts.
     step = tables.steps_done + 1
@@ -166,8 +164,7 @@ class FastGroup:
     @torch.no_grad()
     def update(self, given: GivenRows, grad_ND: Tensor) -> None:
         """Take one optimizer step on these rows; a row that stands several times moves once, by the
-        sum of its gradients.
-        """
+        sum of its gradients."""
         if given.row_N.numel():
             self._update_rows(self, *given.summed(grad_ND))
 
@@ -188,8 +185,7 @@ def summed_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
 
 def row_numbers_N(first_row_F: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
     """Return where each of a group's jagged ids stands among all rows of its tables, given each
-    feature's first row.
-    """
+    feature's first row."""
     num_features = first_row_F.numel()
     samples = (offsets.numel() - 1) // num_features
     ids_F = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gmeta.batches.sums import log_odds
 from gmeta.losses.config import Loss
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.metrics.scores import logloss, mae
@@ -155,8 +156,7 @@ def _best(
 
 def error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:
     """Return what a model is chosen by: logloss, the mean absolute error of ratings, or, beside
-    scores, the mean squared one: of rare clicks the absolute error is least for no click at all.
-    """
+    scores, the mean squared one: of rare clicks the absolute error is least for no click at all."""
     if predicted_by(loss) == "score":
         return mean_of(np.square(label_N - predicted_N))
     return (logloss if loss == "bce" else mae)(label_N, predicted_N)
@@ -164,10 +164,7 @@ def error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:
 
 def middle(loss: Loss, mean: float) -> float:
     """Return the mean label as a model's output: its log-odds for bce, which are kept finite."""
-    if loss != "bce":
-        return mean
-    inside = min(max(mean, 1e-6), 1 - 1e-6)
-    return float(np.log(inside / (1 - inside)))
+    return float(log_odds(mean)) if loss == "bce" else mean
 
 
 def sigmoid(logit_N: Floats) -> Floats:

@@ -125,11 +125,8 @@ def candidates_of(
     read once.
 
     The item is that of the schema, or `item_column`. Its attributes are those that [item] or
-    [negatives] lists, else the sparse columns that follow from it.
-
-    Raises:
-        UserError: nothing names an item, or a task lacks fewer items than are asked for.
-        FormatError: a file is missing or damaged.
+    [negatives] lists, else the sparse columns that follow from it. Raises UserError: nothing names
+    an item, or a task lacks fewer items than are asked for.
     """
     rule, features = item_rule_of(dataset.manifest), dataset.features
     names = [feature.name for feature in features.single]
@@ -184,8 +181,7 @@ def candidates_of(
 
 def places_N2(score_M: npt.NDArray[np.floating], is_sampled_M: Bools) -> npt.NDArray[np.int32]:
     """Return how many sampled rows score above each row that was not sampled, and how many the
-    same; -1 for rows that have none. What is no number counts as above.
-    """
+    same; -1 for rows that have none. What is no number counts as above."""
     first_N = np.flatnonzero(~is_sampled_M)
     owner_M = np.cumsum(~is_sampled_M) - 1
     own_J = score_M[first_N][owner_M[is_sampled_M]]

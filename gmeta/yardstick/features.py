@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gmeta.batches.sums import sum_of_sharing
 from gmeta.yardstick.bias import BiasModel, middle, shown
 from gmeta.yardstick.rows import NO_ITEM, Bools, EpisodeRows, Floats, Lists, lists_of
 from gmeta.yardstick.sums import TrainingSums
@@ -138,9 +139,7 @@ def _shared(name: str, lists: Lists, rows: EpisodeRows, above_N: Floats) -> dict
     # (episode, value) as one integer, made dense twice, so that counts fit an array.
     key_V = rows.episode_N[row_V] * (int(id_V.max()) + 1) + id_V
     pair_V = np.unique(key_V, return_inverse=True)[1]
-    support_V = rows.is_support_N[row_V].astype(np.float64)
-    counts = np.bincount(pair_V, support_V)[pair_V]
-    sums = np.bincount(pair_V, above_N[row_V] * support_V)[pair_V]
-    count_N = np.bincount(row_V, counts, minlength=rows.num_rows)
-    sum_N = np.bincount(row_V, sums, minlength=rows.num_rows)
+    entries = row_V, pair_V, int(pair_V.max()) + 1
+    count_N = sum_of_sharing(rows.is_support_N.astype(np.float64), *entries)
+    sum_N = sum_of_sharing(above_N, *entries)
     return {f"{name}: shared": count_N, f"{name}: shared mean": sum_N / (count_N + SHARED_PRIOR)}

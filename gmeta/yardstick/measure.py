@@ -47,11 +47,7 @@ class Yardsticks:
 
 
 def item_index(dataset: Dataset, name: str) -> int | None:
-    """Return which single column is the item; None, for the name "", that it is to be found.
-
-    Raises:
-        UserError: there is no such column.
-    """
+    """Return which single column is the item; None, for the name "", that it is to be found."""
     names = [feature.name for feature in dataset.features.single]
     if name and name not in names:
         raise UserError(
@@ -74,12 +70,7 @@ def measure(
 ) -> Yardsticks:
     """Return the predictions of the bias model and of the trees, made from the rows of `dataset`
     where the label is known, for the query rows of `splits` of `on` (None: of the same dataset), as
-    the runs were shown them.
-
-    Raises:
-        UserError: there is no such item column.
-        FormatError: a file is missing or damaged.
-    """
+    the runs were shown them."""
     item = item_index(dataset, item_column)
     loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
@@ -152,8 +143,7 @@ def _predicted_view(
     asked: _Asked, view: View, predict: Callable[[EpisodeRows], Floats]
 ) -> pa.Table:
     """Return a row for each query row: split, task, support_rows, label, prediction, draw, the item
-    where one is known, and its place among candidates where there are any.
-    """
+    where one is known, and its place among candidates where there are any."""
     parts, item = [], item_place(asked.dataset)
     for split in asked.splits:
         for stored in read_rows(asked.dataset, split):

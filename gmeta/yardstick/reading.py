@@ -14,22 +14,14 @@ from metaio.ragged import Int64, offsets
 
 
 def read_rows(dataset: Dataset, split: str) -> Iterator[EpisodeRows]:
-    """Yield the rows of a split, a stored block at a time.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    """Yield the rows of a split, a stored block at a time."""
     for block in range(dataset.split(split).num_blocks):
         yield rows_of(dataset.read_block(split, block))
 
 
 def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> EpisodeRows:
     """Return whole episodes of a split: all if they have no more than `max_rows` rows, else about
-    as many as that; the seed and a task's id decide which.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    as many as that; the seed and a task's id decide which."""
     share = max_rows / max(dataset.split(split).num_rows, 1)
 
     def drawn(share: float) -> EpisodeRows:

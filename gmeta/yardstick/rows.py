@@ -48,8 +48,7 @@ class Lists:
 @dataclass(frozen=True)
 class EpisodeRows:
     """Whole episodes, rows of an episode together, support rows before query rows; with several
-    labels `label_N` is [N, L], NaN where one is not known.
-    """
+    labels `label_N` is [N, L], NaN where one is not known."""
 
     task_T: Int64
     row_offsets_T1: Int64
@@ -94,8 +93,7 @@ class EpisodeRows:
 
     def of_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
         """Return the rows where a label is known, with it alone; if they are predicted, all query
-        rows, and NaN where it is not known.
-        """
+        rows, and NaN where it is not known."""
         label_N = label.label_N(self.label_N)
         known_N = ~np.isnan(label_N)
         kept_N = known_N | (~self.is_support_N & is_predicted)
@@ -165,8 +163,7 @@ def some_of(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
 
 def some_rows(drawn: Callable[[float], EpisodeRows], share: float) -> EpisodeRows:
     """Return what is drawn at this share of the tasks; if that is nothing, at twice the share, and
-    so on: of few large tasks, such as advertisers, hashes may choose none.
-    """
+    so on: of few large tasks, such as advertisers, hashes may choose none."""
     rows = drawn(share)
     return rows if rows.num_rows or share >= 1.0 else some_rows(drawn, 2 * share)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gmeta.batches.sums import NUM_FOLDS
 from gmeta.losses.config import Loss
 from gmeta.metrics.catalogue import LIST_LOSSES
 from gmeta.yardstick.bias import shown
@@ -28,7 +29,7 @@ from gmeta.yardstick.rows import (
     Floats,
     uniform,
 )
-from gmeta.yardstick.sums import NO_FOLD, NUM_FOLDS, fold_of
+from gmeta.yardstick.sums import NO_FOLD, fold_of
 from metaio.hashing import splitmix64
 from metaio.ragged import Int64, places
 
@@ -116,8 +117,7 @@ def grow(
 ) -> Trees | None:
     """Return trees grown on the training tasks `train`, chosen by the mean loss of the groups of
     tasks `valid`, or, where there are none, on the tasks of one fold of `train`; None where one of
-    both has no query row. Needs LightGBM, see available.
-    """
+    both has no query row. Needs LightGBM, see available."""
     library = importlib.import_module("lightgbm")
     given, is_held_N = training_statistics(known, train, support_is_past, seed)
     if not valid:
@@ -237,8 +237,7 @@ def _parameters(objective: dict[str, Any], setting: Setting) -> dict[str, Any]:
 
 def _threads(library: Any, objective: dict[str, Any], data: Any) -> int:
     """Return 1, or 0 for all cores: whichever grows some trees sooner here and now. Beside other
-    work threads wait for each other, and took twenty times as long. The trees are the same.
-    """
+    work threads wait for each other, and took twenty times as long. The trees are the same."""
     data.construct()
     seconds = dict.fromkeys((1, 0), 0.0)
     for threads in seconds:

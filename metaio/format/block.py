@@ -63,8 +63,7 @@ class Rows:
 @dataclass(frozen=True)
 class Bundles:
     """Which ids of a block its bundles of `num_tasks` episodes use: for each table one stretch,
-    which no other bundle uses.
-    """
+    which no other bundle uses."""
 
     num_tasks: int
     starts_GB: Int64
@@ -194,8 +193,7 @@ def _rank(
     parts: list[Ids], num_ids: int, base: int
 ) -> tuple[Int64, list[npt.NDArray[np.integer[Any]]]]:
     """Return the sorted distinct ids of all parts, below `num_ids`, and each part as `base` plus
-    indices into them.
-    """
+    indices into them."""
     joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     bounds = offsets([len(part) for part in parts]).tolist()
     if num_ids > _MAX_RANKED_IDS:
@@ -299,8 +297,7 @@ def bundled(block: Block, num_tasks: int) -> Block:
 
 def are_apart(features: Features, block: Block) -> bool:
     """Tell whether each position is one of the ids of the feature's table, and of its own bundle
-    where there are bundles.
-    """
+    where there are bundles."""
     table_F, table_M = features.table_of_single, features.table_of_multi
     all_lengths_B = np.diff(block.unique_offsets_B1)
     bundles = block.bundles or bundles_of(max(block.num_episodes, 1), all_lengths_B[None])

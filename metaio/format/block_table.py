@@ -43,11 +43,7 @@ class BlockTable:
 def read_block_table(
     storage: Storage, path: str, entry: SplitEntry, features: Features, num_columns: int
 ) -> BlockTable:
-    """Return the table at `path`, whose blocks have `num_columns` column chunks each.
-
-    Raises:
-        FormatError: it is missing or altered, or its lists have the wrong lengths.
-    """
+    """Return the table at `path`, whose blocks have `num_columns` column chunks each."""
     data = storage.read(path)
     if xxh3_hex(data) != entry.block_table.xxh3:
         raise FormatError(

@@ -101,11 +101,7 @@ class Dataset:
         return self._storage.is_local
 
     def split(self, name: str) -> Split:
-        """Return the split of that name.
-
-        Raises:
-            FormatError: the dataset has no such split.
-        """
+        """Return the split of that name."""
         if name not in self.splits:
             raise FormatError(
                 f"{self.url} has no split {name}; it has {', '.join(self.splits)}. "
@@ -154,19 +150,12 @@ class Dataset:
                 yield from ((s.path(name, index), shard.files[s.name]) for s in self._streams)
 
     def read_file(self, path: str) -> bytes:
-        """Return a whole file below the dataset, unchecked.
-
-        Raises:
-            FormatError: it is missing or unreadable.
-        """
+        """Return a whole file below the dataset, unchecked."""
         return self._storage.read(path)
 
     def read_block(self, split: str, block: int) -> Block:
-        """Read and decode one block; checksums are verified at its first read, remote ones always.
-
-        Raises:
-            FormatError: a file is missing, truncated or altered; it names file, row group, column.
-        """
+        """Read and decode one block; checksums are verified at its first read, remote ones
+        always."""
         entry = self.split(split)
         shard = int(entry.blocks.shard_X[block])
         row_group = block - int(entry.first_block[shard])
@@ -256,12 +245,7 @@ class Dataset:
 
 def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
     """Open the dataset at a local path or any fsspec URL; with a list of what is `damaged`, a split
-    without its block table is named there and left out.
-
-    Raises:
-        NoDatasetError: there is none.
-        FormatError: it is of another version, or the manifest or a block table was altered.
-    """
+    without its block table is named there and left out."""
     storage = Storage(url)
     try:
         raw = storage.read(MANIFEST_NAME)
@@ -320,11 +304,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
 
 
 def verify_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
-    """Return a whole file, held against the manifest.
-
-    Raises:
-        FormatError: it is missing, or its size or checksum differs.
-    """
+    """Return a whole file, held against the manifest."""
     data = dataset.read_file(path)
     if len(data) != entry.num_bytes or xxh3_hex(data) != entry.xxh3:
         raise FormatError(
@@ -338,11 +318,7 @@ def read_column(
     dataset: Dataset, path: str, entry: FileEntry, name: str, kind: pa.DataType | None = None
 ) -> pa.Array:
     """Return a column of a small Parquet file, all of which is held against the manifest; with a
-    `kind`, cast to it and without nulls.
-
-    Raises:
-        FormatError: the file is missing or altered, or has no such column.
-    """
+    `kind`, cast to it and without nulls."""
     content = verify_file(dataset, path, entry)
     try:
         column = pq.read_table(pa.BufferReader(content))[name].combine_chunks()

@@ -54,11 +54,7 @@ class RowGroup:
     def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
         """Return the columns as arrays, which share Arrow's memory; with `in_place` they share the
         file's, if its bytes are the values and few enough files are held that way: such arrays may
-        begin at any address.
-
-        Raises:
-            FormatError: the pages are not what the footer says.
-        """
+        begin at any address."""
         stored = self._stored() if in_place and self.window.may_be_held() else None
         if stored is not None:
             return stored
@@ -120,11 +116,7 @@ def _varint(number: int) -> bytes:
 def read_footer(
     name: str, data: memoryview, stream: Stream, num_blocks: int, num_bytes: int
 ) -> pq.FileMetaData:
-    """Return the footer of a file of `num_bytes`, given its bytes.
-
-    Raises:
-        FormatError: its columns are not the stream's, or its row groups not the shard's blocks.
-    """
+    """Return the footer of a file of `num_bytes`, given its bytes."""
     # Its checksum is right, but somebody else may have written both.
     try:
         metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
@@ -215,11 +207,7 @@ def assemble(
     unique_lengths_B: Int64,
     bundles: Bundles | None = None,
 ) -> Block:
-    """Return the block of decoded columns, stream by stream; lengths become offsets.
-
-    Raises:
-        ValueError: they cannot be arranged, since their lengths contradict.
-    """
+    """Return the block of decoded columns, stream by stream; lengths become offsets."""
     task_T, num_rows_T, num_support_T, num_values_T = columns["episodes"]
     num_labels, of_rows = features.num_labels, columns["rows"]
     labels, length_columns = of_rows[:num_labels], of_rows[num_labels:]

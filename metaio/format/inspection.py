@@ -77,11 +77,7 @@ class SplitSummary:
 
 
 def summarise(dataset: Dataset, progress: Progress | None = None) -> list[SplitSummary]:
-    """Read every block of every split once and count.
-
-    Raises:
-        FormatError: a block is damaged.
-    """
+    """Read every block of every split once and count."""
     total = sum(split.num_blocks for split in dataset.splits.values())
     finished = itertools.count(1)
 
@@ -140,8 +136,7 @@ def damage(
     dataset: Dataset, progress: Progress | None = None, known: Sequence[str] = ()
 ) -> list[str]:
     """Check every file and every column chunk; returns one message for each that is missing or
-    altered, those that are `known` from opening first.
-    """
+    altered, those that are `known` from opening first."""
     found = list(known)
     places = [
         (name, block) for name, split in dataset.splits.items() for block in range(split.num_blocks)

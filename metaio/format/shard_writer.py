@@ -88,11 +88,8 @@ class ShardWriter:
         return len(self._blocks)
 
     def write(self, block: Block) -> None:
-        """Append one block as a row group of every file.
-
-        Raises:
-            DataError: the block has more positions than a 32-bit offset can count.
-        """
+        """Append one block as a row group of every file. Raises DataError: the block has more
+        positions than a 32-bit offset can count."""
         if (
             max(block.positions_NF.size, len(block.multi_positions_V), block.dense_NK.size)
             >= 1 << 31

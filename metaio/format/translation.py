@@ -59,12 +59,8 @@ class _Translation:
 
 def translated(own: Dataset, known: Dataset) -> Dataset:
     """Return `own` as a model of `known` sees it: with the ids, the tables and the units of
-    `known`; `own` itself where they are one dataset.
-
-    Raises:
-        DataError: they differ in a column, in what its values mean, or in the label; it is named.
-        FormatError: a vocabulary is missing or altered.
-    """
+    `known`; `own` itself where they are one dataset. Raises DataError: they differ in a column, in
+    what its values mean, or in the label; it is named."""
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)

@@ -91,8 +91,7 @@ def refuse_nulls(schema: Schema, nulls: dict[str, int]) -> None:
 
 class Encoder:
     """Encodes raw record batches. Pure: the same rows give the same records, whatever batch they
-    stand in.
-    """
+    stand in."""
 
     def __init__(
         self, schema: Schema, fitted: Fitted, indexes: Mapping[str, RowIndex] | None = None
@@ -107,12 +106,8 @@ class Encoder:
         }
 
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
-        """Return the batch with its columns encoded.
-
-        Raises:
-            DataError: a column has the wrong type, a null where none is allowed, or a number that
-                is not finite.
-        """
+        """Return the batch with its columns encoded. Raises DataError: a column has the wrong type,
+        a null where none is allowed, or a number that is not finite."""
         schema, types = self.schema, self._types
         refuse_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
         num_rows = batch.num_rows
@@ -260,8 +255,7 @@ class Encoder:
         self, batch: pa.RecordBatch, lengths_NM: npt.NDArray[np.int32]
     ) -> tuple[Int64, UInt64]:
         """Return the ids [V] row by row, and per row a hash of its lists; fill in the lengths [N,
-        M].
-        """
+        M]."""
         ids = []
         for index, rule in enumerate(self.schema.multi):
             lists = as_lists(rule, batch[rule.column])

@@ -46,8 +46,7 @@ class EncodedRows:
 
 def array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
     """Return the type of each array of EncodedRows and the width of its rows; None for arrays of
-    one axis.
-    """
+    one axis."""
     # Half the bytes through disk and caches; a vocabulary of 2^31 values would not fit in memory.
     small = all(column.hash is None or column.hash <= 1 << 31 for column in schema.sparse)
     ids = np.dtype("<i4" if small else "<i8")

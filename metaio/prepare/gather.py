@@ -85,8 +85,7 @@ class Episodes:
 
 def _with_negatives(sampler: Sampler, chosen_C: Int64) -> tuple[Int64, Int64]:
     """Return the row that each row of an episode is made of, and the item that takes the place of
-    its own: -1 where it keeps it.
-    """
+    its own: -1 where it keeps it."""
     repeats = 1 + sampler.counts(chosen_C)
     items_N = np.full(int(repeats.sum()), -1, dtype=np.int64)
     is_negative = np.ones(len(items_N), np.bool_)
@@ -99,8 +98,7 @@ def _put_items(
     rows: Rows, starts_NM: Int64, sampler: Sampler, items_N: Int64, first_value: int
 ) -> None:
     """Turn rows into negatives where they get an item: its columns, and label 0. `starts_NM` are
-    where their lists begin, the catalogue's from `first_value` on.
-    """
+    where their lists begin, the catalogue's from `first_value` on."""
     negative = np.flatnonzero(items_N >= 0)
     items, known = items_N[negative], sampler.catalogue.rows
     rows.label_N[negative] = 0.0

@@ -14,21 +14,15 @@ from metaio.prepare.values import as_float32, as_numbers
 
 
 def labels_of(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known.
-
-    Raises:
-        DataError: one is no finite number, or a mask neither 0 nor 1.
-    """
+    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known. Raises
+    DataError: one is no finite number, or a mask neither 0 nor 1."""
     columns = [_label(rule, batch) for rule in schema.labels]
     return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
 
 
 def weights_of(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the weights of raw rows, [N, W].
-
-    Raises:
-        DataError: one is no finite number from 0 on.
-    """
+    """Return the weights of raw rows, [N, W]. Raises DataError: one is no finite number from 0
+    on."""
     if schema.weight is None:
         return np.zeros((batch.num_rows, 0), np.float32)
     name = schema.weight.column

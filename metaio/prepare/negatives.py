@@ -92,8 +92,7 @@ class CatalogueBuilder:
 
     def _distinct(self, rows: EncodedRows, train_N: Int64, all_N: Int64) -> Catalogue:
         """Return one row an item. If an item's attributes differ between rows, it is the row with
-        their least hash, so that the order of rows does not matter.
-        """
+        their least hash, so that the order of rows does not matter."""
         item_N = rows.item_NI[:, 0]
         order_N = np.lexsort((_attribute_hash(rows, self._columns), item_N))
         ordered = item_N[order_N]
@@ -123,8 +122,7 @@ def _attribute_hash(rows: EncodedRows, columns: ItemColumns) -> UInt64:
 
 class Sampler:
     """Draws the negatives of a bucket's positives: a pure function of seed, task, row and
-    catalogue.
-    """
+    catalogue."""
 
     def __init__(
         self,
@@ -160,11 +158,8 @@ class Sampler:
 
     def draw(self, chosen_C: Int64) -> Int64:
         """Return the items of the negatives of each positive among the chosen rows, as places in
-        the catalogue [P, J]: no two alike, none that the task has.
-
-        Raises:
-            DataError: there are too few items that a task lacks.
-        """
+        the catalogue [P, J]: no two alike, none that the task has. Raises DataError: there are too
+        few items that a task lacks."""
         positive_P = chosen_C[self._rows.label_N[chosen_C] > 0]
         items_PJ = np.full((len(positive_P), self._per_positive), -1, dtype=np.int64)
         for index in range(self._per_positive):

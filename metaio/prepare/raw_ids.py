@@ -27,8 +27,7 @@ from metaio.ragged import Int64
 
 def write_raw_ids(folder: Path, schema: Schema, survey: Survey) -> None:
     """Write the raw ids that a survey of all rows saw, by key: the same file whatever engine
-    surveyed, in whatever order.
-    """
+    surveyed, in whatever order."""
     num_rows = {column.column: column.hash for column in schema.single}
     for role, parts in survey.raw_ids.items():
         values = merged(parts)["value"].combine_chunks()
@@ -47,11 +46,7 @@ def write_raw_ids(folder: Path, schema: Schema, survey: Survey) -> None:
 
 def raw_tasks(dataset: Dataset, task_N: Int64) -> pa.Array | None:
     """Return the tasks [N] as the log calls them, integers or text; None where the dataset does not
-    say.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    say."""
     if dataset.manifest.task_kind == "integer":
         return pa.array(task_N)
     entry = dataset.manifest.raw_ids.get("task")
@@ -60,11 +55,7 @@ def raw_tasks(dataset: Dataset, task_N: Int64) -> pa.Array | None:
 
 def raw_items(dataset: Dataset, id_N: Int64) -> pa.Array | None:
     """Return the values [N] behind these rows of the item's table, null where these are unknown or
-    several; None where the dataset does not say.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    several; None where the dataset does not say."""
     manifest = dataset.manifest
     rule = item_rule_of(manifest)
     if rule is None:
@@ -91,11 +82,7 @@ def item_place(dataset: Dataset) -> int | None:
 
 def with_raw_ids(table: pa.Table, dataset: Dataset, known: Dataset) -> pa.Table:
     """Return a table with `task_id` behind its column `task`, and `item_id` in place of `item`, the
-    row of the item's table in the dataset `known`; without what the two do not say.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    row of the item's table in the dataset `known`; without what the two do not say."""
     tasks = raw_tasks(dataset, table["task"].to_numpy())
     if tasks is not None:
         table = table.add_column(table.column_names.index("task") + 1, "task_id", tasks)

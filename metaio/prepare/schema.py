@@ -101,8 +101,7 @@ class SparseColumn:
 @dataclass(frozen=True)
 class DenseColumn:
     """A float32 input; nulls are refused unless `fill` is given. log1p, then (x - mean) / std of
-    the train split.
-    """
+    the train split."""
 
     column: str
     fill: float | None = None
@@ -113,8 +112,7 @@ class DenseColumn:
 @dataclass(frozen=True)
 class VectorColumn:
     """A list of `width` float32 inputs in each row, such as an embedding of its text that is there
-    already; nulls are refused unless `fill` is given, and become a vector of it.
-    """
+    already; nulls are refused unless `fill` is given, and become a vector of it."""
 
     column: str
     width: int
@@ -211,8 +209,7 @@ class Schema:
     @property
     def item_rule(self) -> ItemRule | None:
         """Return what [item] says, else what [negatives] says of the item; None where neither names
-        a [[single]] column.
-        """
+        a [[single]] column."""
         rule = self.negatives
         if self.item is not None or rule is None:
             return self.item

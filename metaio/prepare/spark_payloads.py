@@ -52,12 +52,8 @@ def by_bucket(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Iterator
 @contextmanager
 def failures_told() -> Iterator[None]:
     """Turn a failure in Spark into an error of ours; ours that a worker raised are raised as they
-    are.
-
-    Raises:
-        MetaIOError: a worker raised it.
-        AccessError: Spark failed for another reason.
-    """
+    are. Raises MetaIOError: a worker raised it. Raises AccessError: Spark failed for another
+    reason."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 

@@ -47,8 +47,7 @@ def scan(
 
 def strict_csv(name: str, options: str, delimiter: str, fields: Iterable[str]) -> str:
     """Return the table function that reads a file as text of these fields, and no line of others:
-    where rows differ in length DuckDB itself may take each line for one field.
-    """
+    where rows differ in length DuckDB itself may take each line for one field."""
     return (
         f"read_csv({paths([name])}, {options}, auto_detect = false, delim = '{delimiter}', "
         f"quote = '\"', escape = '\"', header = true, "

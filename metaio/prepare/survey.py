@@ -90,8 +90,7 @@ def values_of_rows(
     schema: Schema, column: SparseColumn, train: pa.RecordBatch
 ) -> tuple[pa.Array, Int64]:
     """Return the values of a column, or of its lists, as integers or text without nulls, and the
-    row that each stands in.
-    """
+    row that each stands in."""
     values, rows_V = train[column.column], np.arange(train.num_rows)
     if column in schema.multi:
         lists = as_lists(column, values)
@@ -129,8 +128,7 @@ def moments_of(schema: Schema, train: pa.RecordBatch) -> dict[str, Moments]:
 
 def columns_of_raw_ids(schema: Schema) -> dict[str, str]:
     """Return the columns whose raw values are kept beside the dataset: the task's, and the item's
-    where its ids are hashed.
-    """
+    where its ids are hashed."""
     found, rule = {"task": schema.task.column}, schema.item_rule
     hashed = [column.column for column in schema.single if column.hash is not None]
     if rule is not None and rule.column in hashed:
@@ -141,8 +139,7 @@ def columns_of_raw_ids(schema: Schema) -> dict[str, str]:
 def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
     """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). For a
     column far from 0, such as a time stamp, the squares themselves would leave no digit for its
-    deviation.
-    """
+    deviation."""
     for column, (num_rows, mean, squares) in theirs.items():
         n, own_mean, own_squares = ours.get(column, (0, 0.0, 0.0))
         count, apart = n + num_rows, mean - own_mean
@@ -152,11 +149,8 @@ def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
 
 
 def merged(parts: list[pa.Table]) -> pa.Table:
-    """Return the counts of each value of all parts.
-
-    Raises:
-        DataError: there are too many texts for an array of Arrow.
-    """
+    """Return the counts of each value of all parts. Raises DataError: there are too many texts for
+    an array of Arrow."""
     types = {part.schema.field("value").type for part in parts}
     if len(types) > 1:
         # Two columns of one table, one of integers and one of text: text can hold both.
@@ -174,11 +168,8 @@ def merged(parts: list[pa.Table]) -> pa.Table:
 
 
 def fit(schema: Schema, survey: Survey, splits: Splits) -> Fitted:
-    """Return vocabularies in the order of their values, and the moments of dense columns.
-
-    Raises:
-        DataError: the train split has no rows.
-    """
+    """Return vocabularies in the order of their values, and the moments of dense columns. Raises
+    DataError: the train split has no rows."""
     if not survey.rows_of_split[schema.splits.train]:
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "

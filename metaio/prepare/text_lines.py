@@ -20,8 +20,7 @@ _BLOCK = 1 << 20  # characters
 @contextmanager
 def text_lines(name: str, encoding: str, newline: str | None = "") -> Iterator[io.TextIOWrapper]:
     """Return a text file that yields its lines: of UTF-8 one character for each byte, so that bytes
-    that are none, in columns that nobody reads, do no harm. `newline` is that of open().
-    """
+    that are none, in columns that nobody reads, do no harm. `newline` is that of open()."""
     with fsspec.open(name, "rb") as file:
         codec = _CODECS.get(PurePath(name).suffix.lower())
         plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
@@ -57,8 +56,7 @@ def header_of(
     name: str, encoding: str, max_line_bytes: int, wanted: Sequence[str]
 ) -> tuple[str, list[str]]:
     """Return the delimiter and the fields of a file's first line, if it names all columns that are
-    wanted, and nothing if not.
-    """
+    wanted, and nothing if not."""
     try:
         with text_lines(name, encoding) as file:
             line = file.readline(max_line_bytes).rstrip("\r\n")

@@ -145,8 +145,7 @@ def _place(block: Block, episodes_E: Int64) -> tuple[Block, Int64 | slice, Int64
 
 def _ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
     """Return the index of the rows (or values) of ascending episodes, and how many there are; a
-    slice, hence a view, where the episodes are adjacent.
-    """
+    slice, hence a view, where the episodes are adjacent."""
     first, last = int(episodes_E[0]), int(episodes_E[-1])
     if last - first + 1 == len(episodes_E):
         begin, end = int(offsets_T1[first]), int(offsets_T1[last + 1])
@@ -170,8 +169,7 @@ def _marked(block: Block, episodes_E: Int64) -> _Part:
 
 def _gather(parts: list[_Part], name: str, memory: Memory) -> npt.NDArray[Any]:
     """Return the rows of all parts of a column, one after another; none for a column that the
-    dataset does not store.
-    """
+    dataset does not store."""
     columns = [getattr(part.block, name) for part in parts]
     num_rows, kind, shape = sum(part.num_rows for part in parts), columns[0].dtype, columns[0].shape
     if not any(map(len, columns)):
@@ -210,8 +208,7 @@ def _renumber(
     features: Features, parts: list[_Part], shift_PB: Int32, memory: Memory
 ) -> tuple[Int32, Int32]:
     """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
-    table moved by `shift_PB`.
-    """
+    table moved by `shift_PB`."""
     num_rows = sum(part.num_rows for part in parts)
     into_NF = memory.empty("positions_NF", (num_rows, len(features.single)), np.int32)
     into_V = memory.empty("multi_positions_V", (sum(part.num_values for part in parts),), np.int32)
@@ -248,8 +245,7 @@ def _shift_values(
     block: Block, values: Int64 | slice, tables: list[int], shift_B: Int32, into_V: Int32
 ) -> None:
     """Write positions of multi-id features, moved by the shift of their table; they are of
-    `tables`, ascending.
-    """
+    `tables`, ascending."""
     into_V[:] = block.multi_positions_V[values]
     # A block's ids stand table by table, so old positions tell the table: read before any moves.
     later = [into_V >= np.int32(block.unique_offsets_B1[table]) for table in tables[1:]]

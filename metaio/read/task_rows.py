@@ -17,8 +17,7 @@ from metaio.read.batch import TaskBatch
 
 class TaskRows(NamedTuple):
     """Rows of each episode's own working copy, episode by episode, ascending by position within
-    one.
-    """
+    one."""
 
     level1_position_P: Tensor  # int64, into TaskBatch.unique_ids_U
     positions_NF: Tensor  # int64, into the P pairs

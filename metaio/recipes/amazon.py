@@ -22,11 +22,7 @@ _SOURCE = "Amazon"
 
 
 def prepare_amazon(path: str, out: str, config: ByTimeConfig, overwrite: bool = False) -> None:
-    """Write the dataset at URL `out` from the folder `path`.
-
-    Raises:
-        DataError: a file is missing, empty or malformed.
-    """
+    """Write the dataset at URL `out` from the folder `path`."""
     folder = Path(path)
     file = folder / "user_item.dat"
     fields = read_fields(file, "\t", 4, _SOURCE)

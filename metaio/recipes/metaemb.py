@@ -56,9 +56,6 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
     Splits train, and cold, warm-a, warm-b, warm-c: the same query rows of the new movies after 0,
     20, 40 and 60 support rows. With `validation` also fit, and valid-cold to valid-warm-c, where
     held-back old movies play new ones.
-
-    Raises:
-        DataError: a file is missing, empty or malformed, or there are no old or no new movies.
     """
     folder = Path(path)
     ratings = read_ratings(folder)
@@ -80,11 +77,7 @@ def deal(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
     """Return the rows that splits need [C], and of each its split, its side, and whether a model
-    may know the movie by its id.
-
-    Raises:
-        DataError: there are no old or no new movies.
-    """
+    may know the movie by its id."""
     movies, movie_of_N, counts = np.unique(movie_N, return_inverse=True, return_counts=True)
     count_N, place_N = counts[movie_of_N], _places(movie_of_N)
     old_N = count_N >= config.min_old

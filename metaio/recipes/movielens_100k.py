@@ -29,11 +29,7 @@ Attributes = dict[str, dict[str, str | None]]  # id -> column -> value
 def prepare_movielens_100k(
     path: str, out: str, config: ByTimeConfig, overwrite: bool = False
 ) -> None:
-    """Write the dataset at URL `out` from the folder `path`.
-
-    Raises:
-        DataError: a file is missing, empty or malformed, or names nobody knows.
-    """
+    """Write the dataset at URL `out` from the folder `path`."""
     folder = Path(path)
     is_atomic = (folder / "ml-100k.inter").is_file()
     file = folder / ("ml-100k.inter" if is_atomic else "u.data")

@@ -91,8 +91,7 @@ class World:
 
 def features(config: SyntheticConfig) -> Features:
     """Return tables and columns of every synthetic dataset; row 0 of a table is drawn only for cold
-    items.
-    """
+    items."""
     sizes = {
         "item": config.num_items,
         "genre": _GENRES,

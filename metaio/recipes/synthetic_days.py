@@ -118,11 +118,7 @@ class DaysConfig:
 
 def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
     """Write `out`/day=DATE/clicks.parquet for each day, closed by _SUCCESS, schema.toml and
-    days.json.
-
-    Raises:
-        DataError: `out` exists, is a URL, or the disk is full.
-    """
+    days.json."""
     fs, place = file_system(out)
     if not is_local(fs):
         raise DataError(f"{out} is a URL; logs are made at a local path. Make them there, and copy")
@@ -264,8 +260,7 @@ def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:
 
 def auc(score_N: Float, label_N: npt.NDArray[np.integer[np.typing.NBitBase]]) -> float:
     """Return the area under the ROC curve: how often a click scores above a row without one; ties
-    count half.
-    """
+    count half."""
     order = np.argsort(score_N, kind="stable")
     _, place_N, counts = np.unique(score_N[order], return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)

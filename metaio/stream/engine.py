@@ -39,8 +39,7 @@ from metaio.stream.window import Clock, Look, Looking, encoded, look_at, rule_of
 @dataclass(frozen=True)
 class Window:
     """What all buckets of a window have in common. It is sent to every worker of a cluster, without
-    the values of its vocabularies.
-    """
+    the values of its vocabularies."""
 
     job: Job
     clock: Clock
@@ -55,8 +54,7 @@ class Window:
 
 class Bucket(NamedTuple):
     """A bucket's shard, the newest rows of all its tasks, and how many of its tasks in the window
-    are new and returning.
-    """
+    are new and returning."""
 
     shard: WrittenShard
     newest: EncodedRows
@@ -78,18 +76,10 @@ class Engine(Protocol):
     """Reads the rows of the inputs, each time anew."""
 
     def described(self, names: list[str]) -> list[InputFile]:
-        """Return the files with their hashes.
-
-        Raises:
-            DataError: one cannot be read.
-        """
+        """Return the files with their hashes."""
 
     def look(self, looking: Looking, tell: Progress) -> Look:
-        """Return what all rows hold.
-
-        Raises:
-            DataError: some make no sense, or there are none.
-        """
+        """Return what all rows hold."""
 
     def write(
         self,
@@ -100,11 +90,8 @@ class Engine(Protocol):
         tell: Progress,
     ) -> Written:
         """Encode all rows by the tables, which stand in the folder of the state too, and write
-        shards, and to that folder the newest rows of all tasks.
-
-        Raises:
-            DataError: the rows make no training episode, or two of a task have one row id.
-        """
+        shards, and to that folder the newest rows of all tasks. Raises DataError: the rows make no
+        training episode, or two of a task have one row id."""
 
 
 class OneMachine:
@@ -184,10 +171,8 @@ def write_bucket(
 ) -> Bucket:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`.
 
-    Safe to call from several threads, for different buckets.
-
-    Raises:
-        DataError: two rows of a task have one row id.
+    Safe to call from several threads, for different buckets. Raises DataError: two rows of a task
+    have one row id.
     """
     job, schema = window.job, window.job.schema
     most, buckets = rule_of(schema).support, job.plan.of_split(job.plan.split_of(bucket))
@@ -223,11 +208,8 @@ def adopt_buckets(
     tell: Progress,
 ) -> Written:
     """Adopt the shards of all buckets, in order, and write the newest rows of all tasks to the
-    folder of the state; `buckets_of` gives those of a split.
-
-    Raises:
-        DataError: no task of the train split has an episode.
-    """
+    folder of the state; `buckets_of` gives those of a split. Raises DataError: no task of the train
+    split has an episode."""
     job, dropped, tasks, done = window.job, Dropped(), {}, 0
     for index, name in enumerate(job.fitted.splits.names):
         new, returning, num_episodes = 0, 0, 0

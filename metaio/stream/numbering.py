@@ -22,8 +22,7 @@ from metaio.ragged import Int64, entries_of, offsets, places
 @dataclass(frozen=True)
 class Occurrences:
     """The distinct values of some rows: of each, its first times, ascending, at most as many as it
-    takes to admit it, and its last time.
-    """
+    takes to admit it, and its last time."""
 
     values: pa.Array  # [D], of one type, no nulls
     lengths_D: Int64  # how many times of each value
@@ -37,8 +36,7 @@ class Occurrences:
 
     def dealt(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
         """Return the values of each of `num_parts` parts that has any; a value is always in the
-        same part, whatever other values are there.
-        """
+        same part, whatever other values are there."""
         part_D = (_hashes(self.values) % np.uint64(num_parts)).astype(np.int64)
         offsets_D1 = offsets(self.lengths_D)
         found = []

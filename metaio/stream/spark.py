@@ -241,8 +241,7 @@ def _no_rows(window: Window) -> Callable[[_Batches], _Batches]:
 
 def _bucket_writer(window: Window, dataset: Path, parts: Path) -> Callable[[_Batches], _Batches]:
     """Return a function that writes buckets: each one's shard to the dataset, and what the driver
-    is to gather below `parts`; it yields the rest, which is small.
-    """
+    is to gather below `parts`; it yields the rest, which is small."""
 
     def write(batches: _Batches) -> _Batches:
         _check_shared(parts)

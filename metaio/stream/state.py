@@ -33,8 +33,7 @@ _KEPT = 2
 @dataclass(frozen=True)
 class State:
     """Everything that outlives an increment. `windows` are the newest increments' statistics, which
-    the screen compares with; `end` is where the next window begins.
-    """
+    the screen compares with; `end` is where the next window begins."""
 
     tables: dict[str, Numbering]
     inputs: pa.Table = field(default_factory=_INPUTS.empty_table)  # every file taken so far
@@ -59,11 +58,7 @@ def rows_file(folder: Path, split: str) -> Path:
 
 
 def load_state(stream: Path, number: int) -> State:
-    """Return the state that increment `number` left.
-
-    Raises:
-        FormatError: it is missing or of another shape, or a file of it was altered.
-    """
+    """Return the state that increment `number` left."""
     folder = stream / STATES / folder_of(number)
     body = read_of_stream(Storage(str(folder)), STATE_FILE, _FORMAT)
     if not fits(body, _SHAPE) or not isinstance(body.get("end"), int | None):
@@ -102,8 +97,7 @@ def write_tables(partial: Path, tables: dict[str, Numbering]) -> None:
 
 def mapped_tables(folder: Path, num_rows: dict[str, int]) -> dict[str, Numbering]:
     """Return the tables that `write_tables` wrote, given their numbers of rows; what is not looked
-    up is not read.
-    """
+    up is not read."""
     return {name: _numbering(folder / f"table-{name}.arrow", n) for name, n in num_rows.items()}
 
 

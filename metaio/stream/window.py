@@ -30,11 +30,7 @@ _DAY_S = 86_400
 
 def time_unit(schema: Schema, kind: pa.DataType) -> str:
     """Return the unit of a stream's times: us of timestamps, day of dates, as the schema says of
-    integers.
-
-    Raises:
-        DataError: the times are of another type.
-    """
+    integers."""
     if pa.types.is_timestamp(kind):
         return "us"
     if pa.types.is_date(kind):
@@ -138,11 +134,7 @@ class Looking:
 
 
 def look_at(looking: Looking, batch: pa.RecordBatch) -> Look:
-    """Return what a batch holds.
-
-    Raises:
-        DataError: a value makes no sense, such as NaN.
-    """
+    """Return what a batch holds. Raises DataError: a value makes no sense, such as NaN."""
     schema, splits, clock = looking.schema, looking.splits, looking.clock
     assert schema.time is not None
     time_N = time_values(schema.time.column, batch[schema.time.column])
@@ -178,11 +170,7 @@ def look_at(looking: Looking, batch: pa.RecordBatch) -> Look:
 
 def encoded(encoder: Encoder, clock: Clock, batch: pa.RecordBatch) -> EncodedRows:
     """Return the rows of a batch that the window takes; late ones are support, as they are from
-    before it.
-
-    Raises:
-        DataError: see Encoder.encode.
-    """
+    before it."""
     assert encoder.schema.time is not None
     column = encoder.schema.time.column
     kept_N = clock.is_kept(time_values(column, batch[column]))

@@ -72,12 +72,7 @@ class DIN(DecisionModel):
 
 
 def history_and_target(history: str, sizes: InputSizes) -> tuple[int, int]:
-    """Return which multi-id column holds the history, and which single-id column its target.
-
-    Raises:
-        ValueError: there is no such multi-id column, or not exactly one single-id column shares its
-            table.
-    """
+    """Return which multi-id column holds the history, and which single-id column its target."""
     multi = [column.name for column in sizes.multi]
     if history not in multi:
         raise ValueError(

@@ -19,10 +19,8 @@ class DLRM(DecisionModel):
 
     The dense columns become one more vector v_0 = MLP(dense) beside the features' embeddings; the
     top MLP sees v_0 and the dot products v_i . v_j of all pairs i > j (`dot`), or all vectors side
-    by side (`cat`). Without dense columns there is no v_0.
-
-    Raises:
-        ValueError: `dot` of a single vector, which has no pair: every row would score the same.
+    by side (`cat`). Without dense columns there is no v_0. Raises ValueError: `dot` of a single
+    vector, which has no pair: every row would score the same.
     """
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:

@@ -36,12 +36,7 @@ class ContentColumns:
 def content_columns(
     table: str, content: Sequence[str], sizes: InputSizes, pooling: Pooling
 ) -> ContentColumns:
-    """Return the places of the id column, the only one that reads `table`, and of its content.
-
-    Raises:
-        ValueError: not exactly one single-id column reads the table, or a column of the content
-            does not exist, or it is the id itself.
-    """
+    """Return the places of the id column, the only one that reads `table`, and of its content."""
     single = [column.name for column in sizes.single]
     multi = [column.name for column in sizes.multi]
     readers = [c.name for c in (*sizes.single, *sizes.multi) if c.table == table]

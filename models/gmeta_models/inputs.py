@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 class History(NamedTuple):
     """The values of one multi-id feature in their order, padded with zeros to the longest bag, and
-    which of them are there (bool).
-    """
+    which of them are there (bool)."""
 
     values_NHD: Tensor
     there_NH: Tensor
@@ -42,8 +41,7 @@ class RowFeatures(NamedTuple):
 @dataclass(frozen=True)
 class RowInputs:
     """Rows of any number of tasks; a model treats each row on its own, so tasks need no mention
-    here.
-    """
+    here."""
 
     single_NFD: Tensor
     bag_values_VD: (

@@ -40,11 +40,8 @@ class MMoE(TowerModel):
 
 
 def towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
-    """Return a tower for each output, on what its gate makes of the experts.
-
-    Raises:
-        ValueError: model.expert has no layer.
-    """
+    """Return a tower for each output, on what its gate makes of the experts. Raises ValueError:
+    model.expert has no layer."""
     if not config.expert:
         raise ValueError(
             "model.expert = []: an expert needs at least one layer. Write its width, e.g. [64]"

@@ -38,8 +38,7 @@ class ExtractionLevel(nn.Module):
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the mixtures of the outputs, then the shared one if there is a level above: each
-        [N, H]; the inputs are in the same order: each [N, X].
-        """
+        [N, H]; the inputs are in the same order: each [N, X]."""
         *own_inputs, shared_NX = inputs
         shared = [expert(shared_NX) for expert in self.shared]
         own = [

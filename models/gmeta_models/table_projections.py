@@ -35,8 +35,7 @@ class TableProjections(nn.Module):
 
     def of_table(self, place: int, rows_UD: Tensor) -> Tensor:
         """Return rows of one table, as a model takes them: [U, D]; behind a narrow table's own
-        values they hold anything.
-        """
+        values they hold anything."""
         name = self._names[place]
         if name not in self.layers:
             return rows_UD

@@ -40,8 +40,7 @@ def encoded(
     encoder: SupportEncoder, rows: list[Tensor], config: AlgorithmConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Scale and shift of each layer for one task, whose rows are as the encoder reads them: the
-    equations of the docstring, a row at a time.
-    """
+    equations of the docstring, a row at a time."""
     parameters = dict(encoder.named_parameters())
     width = config.encoder_hidden[-1]
     codes = []

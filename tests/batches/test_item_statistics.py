@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import ItemFeaturesConfig
-from gmeta.batches.item_statistics import MOST_VALUES, NUM_FOLDS, ItemStatistics
+from gmeta.batches.item_statistics import MOST_VALUES, ItemStatistics
+from gmeta.batches.sums import NUM_FOLDS
 from gmeta.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import TableSpec

@@ -238,8 +238,7 @@ def test_four_ranks_go_on_from_what_two_saved_as_if_never_stopped(tmp_path: Path
 def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, list[float]]]:
     """Rank 1 holds no table, and SGD keeps no state for its layers; then a row, of which Adam keeps
     one number; then half of the only row. Of each the step, the tables held and what came back of
-    such numbers.
-    """
+    such numbers."""
     found, model = [], replace(MODEL, embedding_dim=8)
     features = reference.some_features(1, 0, 0)
     of_one_row = replace(

@@ -107,8 +107,7 @@ def everything(
     mutant: str,
 ) -> dict[str, Any]:
     """Return what `trained` does of some runs on one rank and, first, of others on two, which are
-    forked: a start takes longer than what is trained.
-    """
+    forked: a start takes longer than what is trained."""
     two = trained_on_ranks(f"{folder}/ranks", 2, data, on_ranks, mutant)
     return {"ranks": two, **trained(folder, data, runs)}
 
@@ -169,8 +168,7 @@ def _run(
 @contextmanager
 def _counting_steps(steps: list[Counts]) -> Iterator[None]:
     """Add the counts of each step: of its batch, on its way two steps ahead, and of itself; not of
-    what comes between steps.
-    """
+    what comes between steps."""
     in_step, step = training.in_step, training.TrainingRun._step
 
     def batches(*rest: Any) -> Iterator[Any]:

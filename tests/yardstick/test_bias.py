@@ -107,20 +107,20 @@ def test_the_sums_of_blocks_are_those_of_all_rows_and_folds_hold_whole_tasks() -
                 for one in ids:
                     expected[column, int(fold_T[row.episode]), one].append(row.label)
     for column, of_column in enumerate(sums.columns):
-        for (fold, value), count in np.ndenumerate(of_column.count_KV):
+        for (fold, value), count in np.ndenumerate(of_column.sums_KV2[..., 0]):
             labels = expected[column, fold, value]
             assert count == len(labels)
-            assert of_column.sum_KV[fold, value] == pytest.approx(sum(labels))
+            assert of_column.sums_KV2[fold, value, 1] == pytest.approx(sum(labels))
     assert sums.num_rows == sum(part.num_rows for part in parts)
 
 
 def test_values_of_a_large_table_share_places_where_memory_ends() -> None:
     rows = episode_rows(20, "mse")
     sums = sum_training_rows([rows], FEATURES, 0, max_bytes=16 * 5 * 3 * 7)
-    assert [column.num_values for column in sums.columns] == [6, 7, 7]
-    whole = sum_training_rows([rows], FEATURES, 0).columns[ITEM].count_KV.sum(axis=0)
+    assert [column.sums_KV2.shape[1] for column in sums.columns] == [6, 7, 7]
+    whole = sum_training_rows([rows], FEATURES, 0).columns[ITEM].sums_KV2[..., 0].sum(axis=0)
     shared = [whole[place::7].sum() for place in range(7)]
-    assert sums.columns[ITEM].count_KV.sum(axis=0).tolist() == shared
+    assert sums.columns[ITEM].sums_KV2[..., 0].sum(axis=0).tolist() == shared
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])

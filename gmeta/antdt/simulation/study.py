@@ -52,11 +52,7 @@ class Result(NamedTuple):
 
 def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace], Outcome]]:
     """Return the methods by name, all where none is named; FILE.py:FUNCTION is AntDT with that
-    policy.
-
-    Raises:
-        UserError: no such method.
-    """
+    policy."""
     found: dict[str, Callable[[JobConfig, Trace], Outcome]] = {}
     for name in names or METHODS:
         if ":" in name:
@@ -74,11 +70,7 @@ def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace],
 def run_study(
     config: JobConfig, scenarios: Sequence[str], methods: Sequence[str], recorded: Path | None
 ) -> Iterator[Result]:
-    """Yield one result after the other; all methods see the same stragglers.
-
-    Raises:
-        UserError: an unknown scenario or method, or a recording that cannot be read.
-    """
+    """Yield one result after the other; all methods see the same stragglers."""
     chosen = find_methods(methods)
     unknown = [name for name in scenarios if name not in SCENARIOS]
     if unknown:

@@ -329,10 +329,7 @@ def log_line(snapshot: Snapshot, rulings: Sequence[Ruling]) -> str:
 
 def replayed(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, Any]:
     """Return (rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
-
-    Raises:
-        PolicyError: the line is not from a decision log.
-    """
+    Raises PolicyError: the line is not from a decision log."""
     with failing_as(
         lambda error: PolicyError(
             f"{line[:60]!r} is no line of a decision log ({error!r}). Name the file that "

@@ -25,11 +25,8 @@ PAUSE_S = 0.02
 @contextmanager
 def told_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Print the error that is raised inside, on one rank if all would print the same, and end with
-    its exit code.
-
-    Raises:
-        SystemExit: an error of `told_errors` was raised on one of several ranks, and printed.
-    """
+    its exit code. Raises SystemExit: an error of `told_errors` was raised on one of several ranks,
+    and printed."""
     try:
         yield
     except told_errors() as error:

@@ -66,8 +66,7 @@ class WirePlanner:
 
     def plan(self, episodes: "Arranged") -> RowPlan:
         """Return the ids sorted by the rank that holds their rows; on a single rank also the rows
-        that it gives out, to itself.
-        """
+        that it gives out, to itself."""
         routes = self._routes
         asked = routes.ask(episodes.unique_ids_U, episodes.unique_lengths_B)
         given = None
@@ -85,8 +84,7 @@ class WirePlanner:
 
     def given(self, counts_WS: Ints, ids: Tensor) -> Given:
         """Return the rows that this rank gives out, from the ids that each rank asks of its shards,
-        and how many these are [W, S].
-        """
+        and how many these are [W, S]."""
         row_N = np.repeat(self._first_row_WS, counts_WS.reshape(-1))
         # Ids travel as rows of a shard; here they become rows of the group that holds it.
         row_N += ids.numpy()

@@ -82,8 +82,7 @@ class RowSwap:
         scale: float = 1.0,
     ) -> Swap:
         """Start to send each other rank its `given` number of values, times `scale` in float16; in
-        float32 what they send arrives in `taken`, if given.
-        """
+        float32 what they send arrives in `taken`, if given."""
         if self.wire_dtype is not None:
             if self.wire_dtype == torch.float16:
                 values = (values * scale).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
@@ -93,8 +92,7 @@ class RowSwap:
 
     def received(self, swap: Swap, scale: float = 1.0) -> list[Tensor]:
         """Wait for what the others sent, times `scale` in float16; return it in float32, rank by
-        rank.
-        """
+        rank."""
         parts = swap.parts()
         if self.wire_dtype is None:
             return parts

@@ -168,8 +168,7 @@ class _WireFetch(RowFetch):
 
     def _put_together(self, flat: Tensor) -> Tensor:
         """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
-        narrower tables are zeros, which did not travel.
-        """
+        narrower tables are zeros, which did not travel."""
         routes = self._exchange.routes
         # Every shard has whole rows of one width: what arrived is the matrix already.
         if routes.is_even and not routes.cut_tables:
@@ -208,8 +207,7 @@ def _places_of_shards(
     kernels: list[TableKernel], names: list[str]
 ) -> dict[tuple[int, int, int], tuple[FastGroup, int]]:
     """Return, by (table, first row, first column) of this rank's shards, the group of each and its
-    first row there.
-    """
+    first row there."""
     places = {}
     for kernel in kernels:
         group = FastGroup(kernel.group)

@@ -58,8 +58,7 @@ class Transport:
         taken: Tensor | None = None,
     ) -> Swap:
         """Start to give the other ranks these values, flat, and to take theirs, into `taken` if
-        there is one; the counts are in the ranks' order.
-        """
+        there is one; the counts are in the ranks' order."""
         if self._rows.size() == 1:
             return Swap(None, None, ())
         own = self._rows.rank()
@@ -77,8 +76,7 @@ class Transport:
 
     def add(self, values: Tensor) -> Pending:
         """Start to replace flat values by their element-wise sum over the ranks, equal on all of
-        them.
-        """
+        them."""
         if self._control.size() == 1:
             done: torch.futures.Future[None] = torch.futures.Future()
             done.set_result(None)

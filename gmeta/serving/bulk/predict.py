@@ -26,8 +26,7 @@ SUPPORT_ROWS = "support_rows"
 
 def schema_of(outputs: Sequence[Output]) -> pa.Schema:
     """Return the columns that are written beside the query's: the outputs, and how many support
-    rows the row's task had.
-    """
+    rows the row's task had."""
     fields = [(output.name, pa.float32()) for output in outputs]
     return pa.schema([*fields, (SUPPORT_ROWS, pa.int64())])
 
@@ -52,10 +51,6 @@ def predict_files(
 ) -> Predicted:
     """Write the query's rows in their order, with the columns of schema_of, to `out`, which appears
     whole or not at all. About `part_rows` rows, at least those of the longest task, are in memory.
-
-    Raises:
-        UserError: a column is missing, or a task has no support rows and that is not allowed.
-        DataError: a column holds what the model cannot take, or `out` cannot be written.
     """
     for rows, what in ((support, "support"), (query, "query")):
         # A missing column is reported before anything is read.

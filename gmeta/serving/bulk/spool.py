@@ -48,8 +48,7 @@ class Clock:
 
 class TaskSpool:
     """All rows of a task in one of the parts, in the order in which they came, each with its place
-    among all rows. The caller removes the folder.
-    """
+    among all rows. The caller removes the folder."""
 
     def __init__(self, folder: Path, num_parts: int, features: Features) -> None:
         folder.mkdir()

@@ -21,12 +21,9 @@ CHUNK_ROWS = 8_192
 def adapt_rows(
     model: ServedModel, rows: EncodedColumns, raw_task_N: pa.Array | pa.ChunkedArray
 ) -> pa.Table:
-    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows;
-    rows of a task need not stand together. `raw_task_N` is the raw task of each row.
-
-    Raises:
-        UserError: a task has more rows than the algorithm takes.
-    """
+    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows; rows
+    of a task need not stand together. `raw_task_N` is the raw task of each row. Raises UserError: a
+    task has more rows than the algorithm takes."""
     _, first_T, task_N, rows_T = np.unique(
         rows.task_N, return_index=True, return_inverse=True, return_counts=True
     )

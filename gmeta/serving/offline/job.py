@@ -60,13 +60,8 @@ def adapt_files(
 ) -> Adapted:
     """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
     `out`, which appears whole or not at all. About `part_rows` rows, at least those of the longest
-    task, are in memory; `tell` is called with the work done and all of it.
-
-    Raises:
-        UserError: there is no model, a column is missing, or an input is no Parquet file.
-        DataError: a column holds what the model cannot take.
-        GMetaError: the model is damaged, or a process died.
-    """
+    task, are in memory; `tell` is called with the work done and all of it. Raises DataError: a
+    column holds what the model cannot take."""
     # One thread of torch a process; and none that a forked process would miss.
     torch.set_num_threads(1)
     model, files = load(folder, verify), RowFiles(*inputs)
@@ -102,8 +97,7 @@ def adapt_files(
 
 def _chunks(spool: TaskSpool) -> Iterator[Chunk]:
     """Yield the rows with their raw tasks, in chunks of CHUNK_ROWS rows or more (the last of a part
-    may have fewer) that hold whole tasks; rows of a task in the order of the inputs.
-    """
+    may have fewer) that hold whole tasks; rows of a task in the order of the inputs."""
     for part in range(spool.num_parts):
         rows = spool.rows(part)
         if not rows.num_rows:

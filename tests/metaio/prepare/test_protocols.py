@@ -193,8 +193,7 @@ def test_windows_begin_at_the_row_of_their_rank(seed: int) -> None:
 
 def sided(table: pa.Table) -> pa.Table:
     """The log with a side for each row: of user 0 none is support, of user 1 none is query, and
-    those above 20 are left to [episodes].
-    """
+    those above 20 are left to [episodes]."""
 
     def side(row: Row) -> str | None:
         if row["user"] > 20:
