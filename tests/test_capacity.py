@@ -283,10 +283,6 @@ def test_tables_that_do_not_fit_are_told_with_what_would(tmp_path: Path, default
             "--rows has 'item=many': write TABLE=ROWS with 1 to 2^40 rows, such as item=1e9",
         ),
         (
-            ("--nvlink", "300"),
-            "--nvlink is '300': a number and a unit are needed, such as 80GB/s. Correct it",
-        ),
-        (
             ("--gpus", "12"),
             "--gpus 12 are no whole number of hosts with 8 GPUs each. Give a multiple, or another "
             "--gpus-per-host",

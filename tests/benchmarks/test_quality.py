@@ -185,15 +185,6 @@ def test_other_algorithms_stand_behind_the_baselines_by_the_seeds_that_have_them
         rows_of([first, lacking], ["cold"], ["auc"], ["encoder"])
 
 
-def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
-    paths = two_seeds(tmp_path)
-    without = evaluation(tmp_path / "2.json", 0.7, {("adapted", "before"): 0.1})
-    with pytest.raises(ValueError, match="0 entries with run plain, stage before: 1 is needed"):
-        rows_of([without], ["cold"], ["auc"])
-    with pytest.raises(ValueError, match="0 entries with name warm: 1 is needed"):
-        rows_of(paths, ["warm"], ["auc"])
-
-
 def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     rows = tuple(rows_of(two_seeds(tmp_path), ["cold"], ["auc"]))
     protocol = PROTOCOLS[0]

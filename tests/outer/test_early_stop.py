@@ -161,16 +161,6 @@ def test_of_several_validation_splits_the_mean_decides(tmp_path: Path, click_log
     assert again.stderr.splitlines()[-1].startswith(f"error: {told}")
 
 
-def test_a_validation_split_named_twice_is_refused(tmp_path: Path, click_logs: Path) -> None:
-    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
-    twice = gmeta("train", config, *SMALL_MODEL, 'data.valid_split=["valid","valid"]')
-    assert twice.returncode == 2
-    assert twice.stderr.splitlines()[-1] == (
-        "error: data.valid_split names 'valid' twice: the mean would count it twice. Name each "
-        "split once"
-    )
-
-
 def test_where_the_best_is_not_kept_every_command_says_which_checkpoint_it_takes(
     tmp_path: Path, click_logs: Path
 ) -> None:

@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gmeta.errors import UserError
 from gmeta.losses.config import Loss
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.config import EvaluationConfig
@@ -340,12 +339,3 @@ def test_a_run_below_a_plain_one_that_is_fine_tuned_is_told() -> None:
 def test_a_baseline_that_is_not_plain_is_no_caution() -> None:
     runs = [run_of("mse", gain=0.3), run_of("mse", "melu-anil", gain=0.9)]
     assert not summarise(runs).cautions
-
-
-def test_a_run_cannot_be_called_like_a_yardstick() -> None:
-    with pytest.raises(UserError) as caught:
-        summarise([run_of("mse", "bias model")], [yardstick_of("mse")])
-    assert str(caught.value) == (
-        "a run is called 'bias model', as a model of the yardstick is: names must differ to tell "
-        "them apart. Give the run another name"
-    )

@@ -178,16 +178,6 @@ def test_leaving_the_client_gives_its_shards_back(address: str, client: ShardCli
     assert {lease.shard_index for lease in client.lease("d", 0, 3)} == {0, 1, 2}
 
 
-def test_units_beyond_the_end_are_refused(client: ShardClient) -> None:
-    (lease,) = client.lease("d", 0)
-    with pytest.raises(ValueError) as beyond:
-        lease.advance(5)
-    assert str(beyond.value) == (
-        f"shard {lease.shard_index} has {lease.num_units} units, 0 are trained and 5 more were "
-        "reported; count each unit once."
-    )
-
-
 def test_a_restore_ends_every_lease_and_fences_the_others(
     address: str, client: ShardClient
 ) -> None:
@@ -303,14 +293,6 @@ def test_a_feed_hands_on_what_its_thread_met(client: ShardClient) -> None:
     with pytest.raises(RefusedError, match="dataset 'unknown' is unknown"):
         feed.poll()
     feed.close()
-
-
-def test_a_feed_that_leases_nothing_ahead_is_refused(client: ShardClient) -> None:
-    with pytest.raises(ValueError) as caught:
-        ShardFeed(client, "d", 0, prefetch_shards=0)
-    assert str(caught.value) == (
-        "prefetch_shards is 0; at least 1 is needed. Use 2 to hide the service."
-    )
 
 
 def test_a_lease_that_was_not_renewed_in_time_stays_lost() -> None:

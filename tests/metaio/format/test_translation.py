@@ -166,16 +166,8 @@ def test_ids_that_a_recipe_numbers_are_those_of_the_same_recipe_alone(tmp_path: 
             "column shop has hash = 60 in {own} and 50 in {known}: its values mean other ids",
         ),
         (
-            {"single": SCHEMA["single"][::-1]},
-            "{own} has column shop where {known} has item",
-        ),
-        (
             {"dense": [{"column": "price"}]},
             "column price has standardise = False in {own} and True in {known}",
-        ),
-        (
-            {"label": {"column": "click", "threshold": 0.5}},
-            "column label click has threshold = 0.5 in {own} and None in {known}",
         ),
     ],
 )

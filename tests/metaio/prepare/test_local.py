@@ -464,15 +464,6 @@ def test_a_place_that_is_taken_is_told_before_anything_is_read(tmp_path: Path) -
     )
 
 
-def test_too_little_memory_says_what_to_raise(tmp_path: Path) -> None:
-    pq.write_table(raw_table(40), tmp_path / "raw.parquet")
-    options = PrepareOptions(threads=1, memory_bytes=1 << 20)
-    with pytest.raises(DataError) as caught:
-        prepare([str(tmp_path / "raw.parquet")], str(tmp_path / "out"), changed(), options)
-    assert "cannot be read within the memory allowed: Out of Memory Error" in str(caught.value)
-    assert str(caught.value).endswith(" Allow more (--memory)")
-
-
 @pytest.mark.parametrize(
     "work",
     [
@@ -570,31 +561,11 @@ def test_a_time_that_is_no_number_is_refused_and_not_the_newest_or_the_oldest(
         )
 
 
-def test_a_number_beyond_float32_is_refused(tmp_path: Path) -> None:
-    """Not stored as infinite: it would make every prediction of its row NaN."""
-    table = with_column("price", [1e39, *[1.0] * 39])
-    assert refused(tmp_path, table, changed(dense=[{"column": "price"}])) == (
-        "dense column price holds 1e+39; finite numbers up to 3.4e38 are needed. "
-        "Replace those values"
-    )
-
-
 def test_a_list_column_needs_lists_or_a_separator(tmp_path: Path) -> None:
     multi = [{"column": "tags", "hash": 9, "null": "unknown"}]
     assert refused(tmp_path, raw_table(40), changed(multi=multi)) == (
         "multi column tags has type string; a list is needed, or text with a separator. "
         "Give separator in the schema"
-    )
-
-
-def test_no_rows_and_no_train_rows_are_refused(tmp_path: Path) -> None:
-    assert refused(tmp_path, raw_table(40).slice(0, 0), changed()) == (
-        f"the inputs hold no rows: {tmp_path}/raw.parquet. Check the path"
-    )
-    splits = {"column": "part", "train": "all"}
-    assert refused(tmp_path, raw_table(40), changed(splits=splits)) == (
-        "the train split all has no rows; the splits found are later, train. Set splits.train to "
-        "one of them"
     )
 
 

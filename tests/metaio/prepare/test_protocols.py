@@ -396,20 +396,6 @@ def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> N
             "splits.by_time needs a [time] column. Add it",
         ),
         (
-            {"splits": {"by_time": {"test": 5.0}, "shares": {"train": 1.0}}},
-            "splits has both shares and by_time. Give one of them",
-        ),
-        (
-            {"splits": {"new_tasks": "drop"}},
-            "splits.new_tasks is about windows of time, and there is no splits.by_time. Leave it "
-            "out",
-        ),
-        (
-            {"splits": {"validation_share": 0.2}},
-            "splits.validation_share says how many tasks become valid, but not of which split. "
-            "Add validation_from",
-        ),
-        (
             {"splits": {"validation_from": "test"}},
             "splits.validation_from is test, which is no split: there are train. Name one of them",
         ),
@@ -419,31 +405,9 @@ def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> N
             'absent. Set validation_from = "train"',
         ),
         (
-            {"splits": {"validation_from": "train", "validation_items": 1.0}},
-            "splits.validation_items is 1; it must lie between 0 and 1. Change it",
-        ),
-        (
-            {"splits": {"validation_from": "train", "validation_items": 0.1}},
-            "splits.validation_items holds back items, but there is no [item], which says what the "
-            "items are. Add it",
-        ),
-        (
-            {
-                "splits": {"validation_from": "train", "validation_items": 0.1},
-                "item": {"column": "item"},
-                "negatives": {"item": "item"},
-            },
-            "splits.validation_items holds back items, but [negatives] are drawn from known items "
-            "alone, which would tell them from the held-back ones. Leave one of them out",
-        ),
-        (
             {"membership": {"support": "a*"}},
             "membership needs a column that says support or query, or two patterns of file names, "
             "support and query. Give the column, or both patterns",
-        ),
-        (
-            {"membership": {"column": "side"}, "splits": {"by_time": {"test": 5.0}}},
-            "[membership] says which rows are query, and so does splits.by_time. Leave one out",
         ),
         (
             {"membership": {"column": "number"}},

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import BatchReader, DataError, Features, FormatError, Rows, open_dataset
+from metaio import BatchReader, DataError, Features, FormatError, open_dataset
 from metaio.format.inspection import damage, summarise
 from metaio.format.picture import drawn
 from metaio.prepare.job import PrepareOptions
@@ -84,35 +84,6 @@ def test_dropping_the_last_step_of_less_than_one_leaves_none(write: WriteFn) -> 
     with BatchReader(dataset, "train", tasks_per_step=2, drop_last=True) as reader:
         assert reader.num_steps() == 0
         assert list(reader.batches(0)) == []
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
-def test_a_rank_that_there_is_not_is_refused(write: WriteFn, rank: int, world_size: int) -> None:
-    dataset = open_dataset(write({"train": ONE_ROW}))
-    with pytest.raises(ValueError) as caught:
-        BatchReader(dataset, "train", tasks_per_step=1, rank=rank, world_size=world_size)
-    assert str(caught.value) == (
-        f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}"
-    )
-
-
-def test_an_episode_without_rows_is_refused(write: WriteFn) -> None:
-    """A step of such alone is none, and an epoch that counts its steps would never end."""
-    lengths = {"row_lengths_T": np.array([0, 1]), "support_lengths_T": np.array([0, 0])}
-    rows: Rows = replace(ONE_ROW, task_T=np.array([1, 2]), **lengths)
-    with pytest.raises(DataError) as caught:
-        write({"train": rows})
-    assert str(caught.value) == "an episode has no rows. This is a fault of the recipe"
-
-
-@pytest.mark.parametrize("support", [-1, 2])
-def test_more_support_than_rows_is_refused(write: WriteFn, support: int) -> None:
-    rows: Rows = replace(ONE_ROW, support_lengths_T=np.array([support]))
-    with pytest.raises(DataError) as caught:
-        write({"train": rows})
-    assert str(caught.value) == (
-        "an episode has more support rows than rows. This is a fault of the recipe"
-    )
 
 
 SCHEMA = parse_schema(

@@ -136,12 +136,6 @@ def test_no_blocks_mean_no_steps() -> None:
     assert EpisodeOrder([], OrderConfig(4)).num_steps == 0
 
 
-def test_a_step_outside_the_epoch_is_refused() -> None:
-    with pytest.raises(IndexError) as caught:
-        EpisodeOrder(LENGTHS, OrderConfig(39)).step(1)
-    assert str(caught.value) == "step 1 is outside this epoch's 0 to 0. Begin the next epoch"
-
-
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
         OrderConfig(2, lanes=3)

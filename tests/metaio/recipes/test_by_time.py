@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metaio import DataError, SchemaError, open_dataset
+from metaio import DataError, open_dataset
 from metaio.recipes.amazon import prepare_amazon
 from metaio.recipes.by_time import ByTimeConfig
 from metaio.recipes.movielens_100k import prepare_movielens_100k
@@ -148,11 +148,6 @@ def test_a_broken_file_is_refused(tmp_path: Path, file: str, text: str, message:
         prepare_amazon(str(folder), str(tmp_path / "out"), ByTimeConfig())
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_shares_that_leave_no_training_rows_are_refused() -> None:
-    with pytest.raises(SchemaError, match=r"valid_share 0\.5, test_share 0\.5: both above 0"):
-        ByTimeConfig(valid_share=0.5, test_share=0.5)
 
 
 @needs_shared
