@@ -292,15 +292,6 @@ def test_a_split_that_was_carved_out_of_the_training_rows_judges_no_trial(
     )
 
 
-def test_a_config_that_does_not_fit_its_data_is_refused_before_any_trial(config: Path) -> None:
-    message = refused(config, "model.name=resnet", "--parallel", "1")
-    assert message.startswith("error: model.name = 'resnet' is unknown: known are ")
-    assert not (config.parent / "run-tune" / "trials").exists()
-    # The corrected command goes on in the same folder.
-    result = tuned(config, "--trials", "1")
-    assert result.returncode == 0, result.stderr
-
-
 def test_a_folder_of_something_else_is_left_alone(config: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")

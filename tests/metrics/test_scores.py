@@ -264,11 +264,6 @@ def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
             "evaluation.metrics[0] = 'logloss' is of probabilities, but with outer.loss = 'mse' "
             "the model predicts ratings. Choose mae or rmse",
         ),
-        (
-            "huber",
-            ("mae", "auc", "mae"),
-            "evaluation.metrics names 'mae' twice: once is enough. Remove one",
-        ),
     ],
 )
 def test_metrics_that_mean_nothing_are_refused(

@@ -65,14 +65,6 @@ def test_a_run_ends_with_the_reason() -> None:
             "hr@K, p@K, recall@K, with a whole number from 1 to 10,000 for K, or name yours as "
             "package.module:Name (docs/extending.md)",
         ),
-        (
-            {"run": {"early_stop_metric": "ac:liked"}},
-            "run.early_stop_metric = 'ac' is no metric: did you mean auc? Else choose one "
-            "of auc, gauc, pr_auc, logloss, ece, mae, rmse, mrr, softmax, pairwise, ndcg@K, hr@K, "
-            "p@K, recall@K, with "
-            "a whole number from 1 to 10,000 for K, or name yours as "
-            "package.module:Name (docs/extending.md)",
-        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused(config: dict[str, object], message: str) -> None:

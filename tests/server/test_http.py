@@ -444,12 +444,6 @@ def test_what_is_not_here_is_told(service: Service, path: str, told: str) -> Non
     assert answer.json()["error"].startswith(told)
 
 
-def test_another_method_is_not_allowed(service: Service) -> None:
-    answer = get(service, INFER)
-    assert answer.status_code == 405
-    assert answer.json()["error"].startswith(f"GET '{INFER}' is not answered: Method Not Allowed.")
-
-
 def test_a_full_place_of_shared_tasks_fails_no_request(exported: Path, tmp_path: Path) -> None:
     shared = SharedSupport(tmp_path / "support.db", 1 << 20)
     with service_of(exported, shared=shared) as service:

@@ -22,7 +22,7 @@ from gmeta.antdt import (
 from gmeta.antdt.client.held import HeldLeases
 from gmeta.antdt.client.lease import Lease, WaitFor
 from gmeta.antdt.client.session import CLOSING_BUDGET_S
-from gmeta.antdt.errors import AntdtError, RefusedError
+from gmeta.antdt.errors import RefusedError
 from gmeta.antdt.model import Grant
 from gmeta.antdt.reports import Report
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
@@ -380,23 +380,6 @@ def test_a_heartbeat_under_way_while_the_job_is_rolled_back_fences_nobody(
     connection._attempt = attempt  # type: ignore[method-assign]
     assert restoring.result(PATIENCE_S) == client.run_generation
     assert isinstance(client.lease("d", 0), list)
-
-
-def test_a_defect_of_the_thread_that_leases_is_told_to_who_waits(
-    client: ShardClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("Channel is closed.")
-
-    monkeypatch.setattr(client, "lease", broken)
-    feed = ShardFeed(client, "d", 0)
-    with pytest.raises(AntdtError) as told:
-        feed.take()
-    assert str(told.value) == (
-        "no shard can be leased any more: RuntimeError: Channel is closed. That is a defect; "
-        "report it with its traceback."
-    )
-    feed.close()
 
 
 def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:

@@ -27,7 +27,7 @@ from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.model import Caller, DatasetSpec
 from gmeta.antdt.rpc import views
 from gmeta.antdt.service.edge import Edge
-from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ServiceStartError, ShardServer
+from gmeta.antdt.service.server import SERVICE_NAME, ServiceConfig, ShardServer
 from gmeta.cli import app
 from gmeta.errors import UserError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
@@ -308,17 +308,6 @@ def test_an_old_service_whose_store_was_taken_answers_nothing_more(tmp_path: Pat
     client.close()
     new.stop(0.0)
     old.stop(0.0)
-
-
-@pytest.mark.parametrize("job", ["", "  ", "a\nb", "\udc80", "j" * 129])
-def test_a_job_without_a_name_that_can_be_written_down_is_not_served(job: str) -> None:
-    with pytest.raises(ServiceStartError) as nameless:
-        CliRunner().invoke(
-            app, ["shard-service", "--insecure", "--job", job], catch_exceptions=False
-        )
-    assert str(nameless.value) == (
-        f"--job is {job[:128]!r}; allowed are 1 to 128 printable characters. Name the job."
-    )
 
 
 @pytest.mark.parametrize("address", ["7070", ":7070", "host:", "host:99999", "host:x"])

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, Dataset, FormatError, open_dataset
-from metaio.format.dataset import read_column
 from metaio.format.manifest import canonical_json, xxh3_hex
 from metaio.format.shard_writer import file_entry
 from metaio.format.translation import translated
@@ -116,23 +115,6 @@ def test_a_vocabulary_without_its_column_is_refused_in_one_line(
             f"{path} has no column value to read: {told}. The program that wrote it is at fault; "
             "see docs/format.md"
         )
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [(["i1"], "Failed to parse string"), ([1, None], "1 values are missing")],
-)
-def test_a_column_of_another_kind_or_with_gaps_is_refused_in_one_line(
-    make: Callable[..., Dataset], values: list[object], told: str
-) -> None:
-    own = make(1)
-    path = Path(own.url) / "rows.parquet"
-    pq.write_table(pa.table({"row": pa.array(values)}), path)
-    entry = file_entry(memoryview(path.read_bytes()))
-    with pytest.raises(FormatError) as caught:
-        read_column(own, "rows.parquet", entry, "row", pa.int64())
-    assert str(caught.value).startswith(f"{path} has no column row to read: ")
-    assert told in str(caught.value)
 
 
 def test_a_dataset_is_itself_to_its_own_model(make: Callable[..., Dataset]) -> None:

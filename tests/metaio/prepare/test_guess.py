@@ -104,15 +104,6 @@ def test_names_may_be_headings() -> None:
     assert [roles[name] for name in heads.values()] == ["task", "time", "label"]
 
 
-def test_a_truth_value_says_no_time() -> None:
-    flags = log().set_column(
-        log().column_names.index("ts"), "ts", pa.array([row % 2 == 0 for row in range(ROWS)])
-    )
-    assert "time" not in guessed(flags).roles.values()
-    with pytest.raises(DataError, match="column 'ts' is bool: its values are no times"):
-        guessed(flags, time="ts")
-
-
 @pytest.mark.parametrize(
     ("given", "dropped", "told"),
     [

@@ -443,15 +443,6 @@ def test_nulls_are_refused_with_column_and_count(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError) as caught:
-        prepare([str(tmp_path / "empty")], str(tmp_path / "out"), changed())
-    assert str(caught.value) == (
-        f"input {tmp_path}/empty is a folder without files. Check the path"
-    )
-
-
 def test_a_place_that_is_taken_is_told_before_anything_is_read(tmp_path: Path) -> None:
     raw, out = tmp_path / "raw.parquet", str(tmp_path / "out")
     pq.write_table(raw_table(200), raw)

@@ -228,11 +228,6 @@ def test_a_task_with_nearly_all_items_gets_those_that_are_left_or_is_refused(
             "negatives.item is user, which is the task: another item would be another task. Name "
             "the column that changes within a task",
         ),
-        (
-            {"item": "item", "per_positive": 0},
-            "schema key negatives.per_positive = 0 is too small: at least 1 is allowed. Correct "
-            "the value",
-        ),
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rule: dict[str, Any], message: str) -> None:

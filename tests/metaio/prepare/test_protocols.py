@@ -423,27 +423,6 @@ def test_rules_that_do_not_go_together_are_refused(parts: dict[str, Any], messag
     assert str(caught.value) == message
 
 
-def test_windows_out_of_order_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, log(), splits={"by_time": {"valid": 90.0, "test": 60.0}})
-    assert str(caught.value) == (
-        "splits.by_time: window test does not begin after valid, so that valid is empty. Give "
-        "later beginnings, or larger shares where many rows share a time"
-    )
-
-
-def test_a_split_column_that_holds_what_validation_makes_is_refused(tmp_path: Path) -> None:
-    table = log(20).append_column("part", pa.array(["train"] * 19 + ["valid-item-cold"]))
-    splits = {"column": "part", "validation_from": "train", "validation_items": 0.2}
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, table, splits=splits, item={"column": "item"})
-    assert str(caught.value) == (
-        "splits.validation_from moves rows of train to valid and valid-item-cold and "
-        "valid-both-cold, which are new, but column part holds train, valid-item-cold. Correct it, "
-        "or leave it out"
-    )
-
-
 def test_a_side_of_another_name_is_refused(tmp_path: Path) -> None:
     table = log(20).append_column("side", pa.array(["support"] * 19 + ["test"]))
     with pytest.raises(DataError) as caught:

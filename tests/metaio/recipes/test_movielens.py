@@ -221,18 +221,6 @@ def test_a_folder_without_ratings_is_told_which_files_are_needed(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
-def test_ratings_of_a_user_without_attributes_are_refused(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path / "raw")
-    users = (folder / "users.dat").read_text().splitlines(keepends=True)
-    (folder / "users.dat").write_text("".join(users[1:]))
-    with pytest.raises(DataError) as caught:
-        prepare_movielens(str(folder), str(tmp_path / "out"), MovieLensConfig())
-    assert str(caught.value) == (
-        "user 1 has ratings but is not in users.dat. Download both files again"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
-
-
 def melu_split(folder: Path, **changed: str) -> Path:
     """Four states of one user and two movies, in MeLU's files."""
     split = folder / "melu_split"
@@ -252,18 +240,3 @@ def test_melus_split_is_read_in_its_order(tmp_path: Path) -> None:
         {user: (movies.tolist(), ratings.tolist()) for user, (movies, ratings) in state.items()}
         for state in states
     ] == [{7: ([1, 2], [3, 5])}] * 4
-
-
-def test_a_file_of_melus_split_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
-    folder = melu_split(tmp_path, user_cold_state="{")
-    path = folder / "melu_split" / "user_cold_state.json"
-    told = f"{path} cannot be read: {{}}. Copy MeLU's split again, or remove the folder"
-    with pytest.raises(DataError) as caught:
-        read_melu_split(folder)
-    assert str(caught.value) == told.format(
-        "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
-    )
-    path.unlink()
-    with pytest.raises(DataError) as caught:
-        read_melu_split(folder)
-    assert str(caught.value) == told.format(f"[Errno 2] No such file or directory: '{path}'")
