@@ -10,7 +10,7 @@ Shape suffixes: N rows, T episodes, X statistics.
 
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,9 +45,7 @@ OBJECTIVES |= dict.fromkeys(LIST_LOSSES, OBJECTIVES["mse"])
 FRACTIONS = {"objective": "cross_entropy", "metric": "cross_entropy"}
 # One after the other, each with the best of those before; the first of each stands until it is its
 # turn.
-LEAVES = (7, 15, 31, 63)
-LEAF_ROWS = (50, 20, 200)
-RATES = (0.1, 0.03)
+GRID = {"leaves": (7, 15, 31, 63), "leaf_rows": (50, 20, 200), "rate": (0.1, 0.03)}
 MAX_TREES = 1_000
 PATIENCE_TREES = 30
 TRIED_TREES = 5  # to choose the number of threads
@@ -73,9 +71,9 @@ MISSING = "boosted trees: they need the extra, pip install 'gmeta[lightgbm]'"
 class Setting:
     """What trees are grown with."""
 
-    leaves: int = LEAVES[0]
-    leaf_rows: int = LEAF_ROWS[0]
-    rate: float = RATES[0]
+    leaves: int = 7
+    leaf_rows: int = 50
+    rate: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,8 @@ def grow(
     support_is_past: bool,
     seed: int,
     huber_delta: float = 1.0,
+    grid: Mapping[str, Sequence[float]] = GRID,
+    max_trees: int = MAX_TREES,
 ) -> Trees | None:
     """Return trees grown on the training tasks `train`, chosen by the mean loss of the groups of
     tasks `valid`, or, where there are none, on the tasks of one fold of `train`; None where one of
@@ -139,12 +139,12 @@ def grow(
     found: dict[Setting, tuple[float, int]] = {}
     best = Setting()
     # One axis after the other: seven settings in place of twenty-four, each a training of its own.
-    for key, values in (("leaves", LEAVES), ("leaf_rows", LEAF_ROWS), ("rate", RATES)):
+    for key, values in grid.items():
         for value in values:
             changed: dict[str, Any] = {key: value}
             setting = replace(best, **changed)
             if setting not in found:
-                found[setting] = _grown(library, objective, data, against, setting)
+                found[setting] = _grown(library, objective, data, against, setting, max_trees)
         best = min(found, key=lambda one: found[one][0])
     num_trees = found[best][1]
     # With all training tasks, those that judged among them.
@@ -249,13 +249,18 @@ def _threads(library: Any, objective: dict[str, Any], data: Any) -> int:
 
 
 def _grown(
-    library: Any, objective: dict[str, Any], data: Any, against: Any, setting: Setting
+    library: Any,
+    objective: dict[str, Any],
+    data: Any,
+    against: Any,
+    setting: Setting,
+    max_trees: int,
 ) -> tuple[float, int]:
     """Return the smallest loss on the tasks that judge, and after how many trees."""
     booster = library.train(
         _parameters(objective, setting),
         data,
-        num_boost_round=MAX_TREES,
+        num_boost_round=max_trees,
         valid_sets=[against],
         callbacks=[library.early_stopping(PATIENCE_TREES, verbose=False)],
     )

@@ -30,22 +30,24 @@ def text_lines(name: str, encoding: str, newline: str | None = "") -> Iterator[i
             yield lines
 
 
-def counted_lines(names: Sequence[str], encoding: str, mark: str) -> tuple[int, int, int]:
+def counted_lines(
+    names: Sequence[str], encoding: str, mark: str, block: int = _BLOCK
+) -> tuple[int, int, int]:
     """Return how many lines files have, and how many of them are blank, or begin with a mark."""
     num_lines = num_blank = num_comments = 0
     for name in names:
         with text_lines(name, encoding, newline=None) as file:
-            for lines in _blocks(file):
+            for lines in _blocks(file, block):
                 num_lines += len(lines)
                 num_blank += lines.count("")
                 num_comments += sum(line.startswith(mark) for line in lines) if mark else 0
     return num_lines, num_blank, num_comments
 
 
-def _blocks(file: io.TextIOWrapper) -> Iterator[list[str]]:
+def _blocks(file: io.TextIOWrapper, size: int) -> Iterator[list[str]]:
     """Yield all lines, without their ends, many at once: one by one takes longer to count."""
     rest = ""
-    while block := file.read(_BLOCK):
+    while block := file.read(size):
         *lines, rest = (rest + block).split("\n")
         yield lines
     if rest:
