@@ -11,7 +11,7 @@ import _quality_jobs
 import numpy as np
 import pytest
 from _common import REPOSITORY
-from _quality_jobs import Job, JobError, run_jobs
+from _quality_jobs import Job, run_jobs
 from _quality_page import Measured, page
 from _quality_protocols import PROTOCOLS
 from _quality_tables import (
@@ -281,10 +281,3 @@ def test_a_run_is_made_anew_from_other_data_and_an_evaluation_from_other_runs(
         now = [job.stamp for job in (*trainings, evaluation)]
         place.write_text("first")
         assert [at for at in range(3) if now[at] != before[at]] == stamps_that_change
-
-
-def test_a_command_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
-    job = Job(("train", str(tmp_path / "none.toml")), tmp_path / "run")
-    with pytest.raises(JobError, match=r"cannot be read: No such file or directory. Give a TOML"):
-        run_jobs([job], 1, with_imports_ready())
-    assert not (tmp_path / "run.done").exists()

@@ -61,16 +61,6 @@ def caller(stub: Any, worker_id: str = "a") -> Any:
 SPEC = pb.DatasetSpec(name="d", num_units=8, units_per_shard=4, num_epochs=1)
 
 
-def test_an_unknown_dataset_is_named_with_the_known_ones(stub: Any) -> None:
-    stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
-    request = pb.LeaseRequest(caller=caller(stub), seq=1, dataset="x", max_shards=1)
-    assert refused(lambda: stub.Lease(request)) == (
-        "NOT_FOUND",
-        "UNKNOWN_DATASET",
-        "dataset 'x' is unknown; registered: d. Name one of these, or register it.",
-    )
-
-
 def test_malformed_and_foreign_tokens_are_fenced_one_by_one(stub: Any) -> None:
     stub.RegisterDataset(pb.RegisterDatasetRequest(spec=SPEC))
     who = caller(stub)
@@ -114,13 +104,6 @@ def test_a_huge_message_is_refused_and_the_service_goes_on(stub: Any) -> None:
     assert code == "RESOURCE_EXHAUSTED"
     assert "larger than max" in message
     assert stub.Status(pb.StatusRequest()).service_epoch == 1
-
-
-def test_garbage_for_a_manifest_is_refused(stub: Any) -> None:
-    request = pb.RestoreRequest(caller=caller(stub), manifest_json=b"\xff\x00[", restore_id="r")
-    code, reason, message = refused(lambda: stub.Restore(request))
-    assert (code, reason) == ("INVALID_ARGUMENT", "BAD_MANIFEST")
-    assert message.startswith("the manifest is no shard manifest (")
 
 
 def test_skip_needs_a_reason(stub: Any) -> None:
