@@ -602,27 +602,6 @@ def test_schema_drift_between_files_names_file_and_column(tmp_path: Path) -> Non
         assert str(caught.value) == message.format(tmp_path)
 
 
-def test_a_line_that_does_not_fit_is_one_clear_message(tmp_path: Path) -> None:
-    lines = "".join(f"{i},{i % 3},1\n" for i in range(30_000))
-    (tmp_path / "raw.csv").write_text(f"user,item,clicked\n{lines}7,oops,1\n")
-    schema = parse_schema(
-        {
-            "task": {"column": "user"},
-            "label": {"column": "clicked"},
-            "single": [{"column": "item", "hash": 9}],
-            "episodes": {"query_rows": 1},
-        }
-    )
-    with pytest.raises(DataError) as caught:
-        prepare([str(tmp_path / "raw.csv")], str(tmp_path / "out"), schema)
-    assert str(caught.value) == (
-        f'input {tmp_path}/raw.csv, line 30002: column item holds "oops", which is no DOUBLE. '
-        "Correct that row, or declare the column's type in the schema, or, if it means a null, "
-        "list it in null under [text]"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["raw.csv"]
-
-
 def test_a_declared_type_keeps_leading_zeros(tmp_path: Path) -> None:
     rows = "".join(f"1,{code},1\n" for code in ["007", "07", "7", "7"])
     (tmp_path / "raw.csv").write_text(f"user,code,clicked\n{rows}")
