@@ -18,27 +18,38 @@ Polars and Mosaic streaming take part once --setup has installed them into .venv
 
 import functools
 import itertools
-import metaio
-import metaio.format.layout
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
-from _common import (REPOSITORY, Spread, environment, finish, interleaved, make_parser, positive_int, print_table, spread_of)
-from _metaio_logs import (logs_schema, write_logs)
-from _metaio_peers import (Batch, PEERS, available_peers, has_mosaic, mosaic, row_table, write_mosaic)
-from collections.abc import (Callable, Iterator)
+from _common import (
+    REPOSITORY,
+    Spread,
+    environment,
+    finish,
+    interleaved,
+    make_parser,
+    positive_int,
+    print_table,
+    spread_of,
+)
+from _metaio_logs import logs_schema, write_logs
+from _metaio_peers import PEERS, Batch, available_peers, has_mosaic, mosaic, row_table, write_mosaic
+from peers.setup import set_up_data
+
+import metaio
+import metaio.format.layout
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.read.episode_order import BlockEpisodes
-from metaio.read.pipeline import (BatchPipeline, Plan)
+from metaio.read.pipeline import BatchPipeline, Plan
 from metaio.read.reader import DEFAULT_WINDOW_BLOCKS
-from pathlib import Path
-from peers.setup import set_up_data
-
 
 DECODES = ("bare decode, read()", "bare decode, mmap")
 OURS, MOSAIC = "gmeta, a block a batch", "Mosaic, a block a sample"

@@ -1,4 +1,4 @@
-"""gmeta against learn2learn, TorchOpt, higher, torch.func.vmap, JAX, MeLU's paper and a plain loop.
+"""gmeta against learn2learn, torch.func.vmap, JAX and a plain loop.
 
 Workload `movielens`: MeLU's model and protocol on MovieLens-1M (8 embeddings of 32, layers
 256-64-64-1, 32 users a step). Workload `large`: the same layers over 8 tables of a million rows,
@@ -153,11 +153,8 @@ def run(options: argparse.Namespace) -> None:
                 report_missing(missing)
             absent |= missing
             for workload in options.workloads:
-                able = {
-                    name: peer for name, peer in peers.items() if workload in PEERS[name].workloads
-                }
                 measured[workload][str(threads)] = measure(
-                    able, workload, options, effort, Path(folder)
+                    peers, workload, options, effort, Path(folder)
                 )
                 print_measured(workload, threads, measured[workload][str(threads)])
     circumstances = {

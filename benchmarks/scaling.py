@@ -50,14 +50,11 @@ from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import barrier, start_ranks
 from gmeta.distributed.sharding import shard_learner
 from gmeta.distributed.steps import iterate_steps
-from gmeta.distributed.transport.transport import GlooTransport
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, build_model
 
 STEPS = 4  # of a turn
-# sharding.shared_memory = false, true
-TCP, SHARED = "tcp", "shared memory"
-BFLOAT16 = "tcp, bfloat16"
+FLOAT32, BFLOAT16 = "float32", "bfloat16"  # on the wire
 ALONE = ("core 0", "core 1", "half on 0", "half on 1")
 # Losses are means over so many tasks in float32.
 LOSS_TOLERANCE = 1e-5
@@ -211,22 +208,18 @@ def work_in_turns(
     torch.set_num_threads(1)
     group = f"store-of-{index}" if alone else "store-of-two"
     store = dist.FileStore(os.path.join(folder, group), world_size)
-    shared = start_ranks("cpu", 300, store, shared_memory=True)
-    through_tcp = (
-        shared if alone else replace(shared, transport=GlooTransport(shared.rows, shared.control))
-    )
+    ranks = start_ranks("cpu", 300, store)
     found: list[Turns] = []
     for work in works:
         mine: dict[str, tuple[Rank, list[Any]]] = {}
         if alone:
-            one = Rank(work, shared, "float32")
+            one = Rank(work, ranks, FLOAT32)
             half = one, one.shares(part, 2)
             whole = one, one.shares(0, 1)
             mine = {f"core {part}": whole, f"half on {part}": half, "apart": half}
         else:
             for variant in variants:
-                ranks = shared if variant == SHARED else through_tcp
-                one = Rank(work, ranks, "bfloat16" if variant == BFLOAT16 else "float32")
+                one = Rank(work, ranks, variant)
                 mine[variant] = one, one.shares(part, 2)
         found.append(take_turns(mine, (*ALONE, "apart", *variants), rounds, turn))
     Path(folder, f"{index}.pickle").write_bytes(pickle.dumps(found))
@@ -322,7 +315,7 @@ def main() -> None:
     if len(available_cores()) < 2:
         raise SystemExit("scaling needs 2 cores, this process has 1: nothing to compare")
     works = WORKLOADS[:QUICK_WORKLOADS] if options.quick else WORKLOADS
-    variants = (TCP, SHARED) if options.quick else (TCP, SHARED, BFLOAT16)
+    variants = (FLOAT32,) if options.quick else (FLOAT32, BFLOAT16)
     found = measure(works, rounds, variants)
     print("one thread and one core a rank")
     lines = [
@@ -351,25 +344,23 @@ def main() -> None:
     ]
     print_table([*header, "CPU", "weak", "loss diff."], lines)
 
-    def slowest(tasks: int, variant: str, what: str = "speedup", models: str = "") -> float:
+    def slowest(tasks: int, what: str = "speedup", models: str = "") -> float:
         """The least figure at a size, of all models or of those of this name."""
-        ending = f"{tasks} tasks, {variant}"
+        ending = f"{tasks} tasks, {FLOAT32}"
         of_size = {name: of for name, of in found.items() if name.endswith(ending)}
         return min(of[what] for name, of in of_size.items() if name.startswith(models))
 
     finish(
         "scaling",
         {
-            "speedup_2_ranks": slowest(256, SHARED),
-            "speedup_2_ranks_tcp": slowest(256, TCP),
-            "speedup_2_ranks_wide": slowest(256, SHARED, models=WIDE.name),
-            "speedup_2_ranks_at_128": slowest(128, SHARED),
-            "speedup_2_ranks_at_128_tcp": slowest(128, TCP),
-            "speedup_fastest": slowest(256, SHARED, "speedup_fastest"),
-            "speedup_fastest_apart": slowest(256, SHARED, "speedup_fastest_apart"),
-            "speedup_apart": slowest(256, SHARED, "speedup_apart"),
-            "speedup_weak": slowest(256, SHARED, "speedup_weak"),
-            "share_of_apart": slowest(256, SHARED, "share_of_apart"),
+            "speedup_2_ranks": slowest(256),
+            "speedup_2_ranks_wide": slowest(256, models=WIDE.name),
+            "speedup_2_ranks_at_128": slowest(128),
+            "speedup_fastest": slowest(256, "speedup_fastest"),
+            "speedup_fastest_apart": slowest(256, "speedup_fastest_apart"),
+            "speedup_apart": slowest(256, "speedup_apart"),
+            "speedup_weak": slowest(256, "speedup_weak"),
+            "share_of_apart": slowest(256, "share_of_apart"),
             "losses_equal": all(of["losses_equal"] for of in found.values()),
             "by_workload": found,
             "environment": environment(("torch", "torchrec")),

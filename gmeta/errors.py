@@ -3,8 +3,7 @@
 
 class GMetaError(Exception):
     """Base of every error that gmeta raises on purpose; the command line prints it as one line and
-    exits with code 1.
-    """
+    exits with code 1."""
 
     exit_code = 1
 

@@ -9,10 +9,14 @@ task-row pairs.
 """
 
 import sys
-import torch
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import (dataclass, replace)
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
 from gmeta.adaptation.adaptation_plan import AdaptationPlan
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.maml import QueryLoss
@@ -20,26 +24,24 @@ from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.closed_form import check_solvable
 from gmeta.adaptation.fused.fused_loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
-from gmeta.adaptation.layout.padded_layout import (PaddedTasks, kind_of_device)
+from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
 from gmeta.adaptation.layout.ragged import RowLayout
-from gmeta.adaptation.layout.sides import (Side, Sides, TaskGroups, WorkingRows)
+from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.adaptation.learned_parts import NOTHING_LEARNED
-from gmeta.config.algorithm import (AlgorithmConfig, PLAIN)
+from gmeta.config.algorithm import PLAIN, AlgorithmConfig
 from gmeta.data.collate import CollateOptions
-from gmeta.data.cuda_graphs import (Capture, LossGraphs)
-from gmeta.data.episodes import (Episodes, collate_support_query)
+from gmeta.data.cuda_graphs import Capture, LossGraphs
+from gmeta.data.episodes import Episodes, collate_support_query
 from gmeta.data.features.item_statistics import ItemStatistics
-from gmeta.data.features.support_statistics import (NO_STATISTICS, SupportStatistics)
-from gmeta.data.task_groups import (GROUP_WORK, least_gain)
-from gmeta.errors import (ConfigError, GMetaError)
+from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
+from gmeta.data.task_groups import GROUP_WORK, least_gain
+from gmeta.errors import ConfigError, GMetaError
 from gmeta.losses.objectives import Objectives
 from gmeta_keys.plugins import is_ours
-from gmeta_keys.translate_errors import (format_foreign_error, translate_errors)
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.decision import DecisionModel
 from gmeta_models.table_projections import TableProjections
-from itertools import pairwise
 from metaio.read.batch import TaskBatch
-from torch import (Tensor, nn)
 
 
 @dataclass(frozen=True)

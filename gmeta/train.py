@@ -59,11 +59,8 @@ from gmeta.runs.step_profiler import StepProfiler
 
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
-    """Train as `config` says, from the run folder's newest checkpoint if there is one.
-
-    Raises:
-        StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
-    """
+    """Train as `config` says, from the run folder's newest checkpoint if there is one. Raises
+    StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done."""
     run_on_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
     is_resumed, config = config, settled_by_first(config, ranks)
     if config.run.deterministic:
@@ -145,11 +142,8 @@ class TrainingRun:
         truncate_metrics(self.folder, self._progress.step)
 
     def work(self, stop: Stop) -> None:
-        """Train epoch after epoch, to the end of the run.
-
-        Raises:
-            StoppedError: SIGTERM asked a rank to stop.
-        """
+        """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM asked a rank
+        to stop."""
         self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
         self.hooks.show_lines(self._start_messages)
         if self._forecasts:

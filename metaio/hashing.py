@@ -31,6 +31,5 @@ def splitmix64(values: UInt64 | np.uint64) -> UInt64:
 
 def unit_interval(mixed: UInt64) -> npt.NDArray[np.float64]:
     """Return mixed integers as numbers in [0, 1): their upper 53 bits, which a float64 holds
-    exactly, so that every machine draws the same.
-    """
+    exactly, so that every machine draws the same."""
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,10 +1,10 @@
 """Ragged arrays: lists of different lengths end to end, told apart by lengths or offsets."""
 
-import numpy as np
-import numpy.typing as npt
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -44,8 +44,7 @@ def index_entries(offsets_N1: Int64, chosen_C: Int64) -> Int64:
 
 def reorder_row_by_row(lengths_NM: npt.NDArray[np.integer[Any]], columns: Sequence[Ids]) -> Int64:
     """Return lists that stand column by column in the order in which they are stored: those of the
-    first row, then of the next. The lengths alone tell every list's place.
-    """
+    first row, then of the next. The lengths alone tell every list's place."""
     starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
     values_V = np.empty(sum(len(column) for column in columns), np.int64)
     for index, column in enumerate(columns):

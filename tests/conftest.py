@@ -8,11 +8,6 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib import import_module
-
-# Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
-# the ranks it starts wait for each other most of the time.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 from pathlib import Path
 
 import pytest
@@ -28,6 +23,11 @@ from tests.support.processes import (
     skipping_what_may_not_start,
 )
 from tests.support.workers import fork_workers
+
+# Before torch is loaded: the suite's tensors are small, and two threads that share two cores with
+# the ranks it starts wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 # Until the tests are collected: a million objects are imported, and none of them is garbage.
 gc.disable()
@@ -76,8 +76,7 @@ def pytest_xdist_setupnodes() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Import another share of the test files first in each worker of the whole suite: pytest keeps
-    what it has made of them, and all workers would make it of all files at once.
-    """
+    what it has made of them, and all workers would make it of all files at once."""
     is_whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if is_whole and (given := getattr(session.config, "workerinput", None)):
         files = sorted(ROOT.glob("tests/**/test_*.py"))
@@ -91,8 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Long files first: a worker that began one last would keep all others waiting. Those with a
     test that was given more time are the longest, then come those that start ranks. Each worker is
     given a piece of the list, so the files are dealt out to as many piles, those that share what is
-    costly to one.
-    """
+    costly to one."""
     long, ranks = (
         {item.path for item in items if item.get_closest_marker(name)}
         for name in ("timeout", "distributed")
@@ -134,8 +132,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logging_as_before() -> Iterator[None]:
     """`gmeta shard-service`, invoked in this process, logs to the stderr that it was given, which
     is closed when a later test logs; and a library that logs to the root has a handler made there,
-    by which later tests would read each line twice.
-    """
+    by which later tests would read each line twice."""
     logger, root = logging.getLogger(LOGGER_NAME), logging.getLogger()
     before = logger.handlers, logger.level, logger.propagate
     yield

@@ -71,7 +71,6 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "        return self.made(super().forward(inputs.features_NFD('mean').sum(dim=1)))\n"
         "class Right(Deep):\n    def made(self, output):\n        return output[:, 0]\n"
         "class Columns(Deep):\n    def made(self, output):\n        return output\n"
-        "class Several(Deep):\n    def made(self, output):\n        return output, output\n"
         "class Detached(Deep):\n"
         "    def made(self, output):\n        return output[:, 0].detach()\n"
         "class Normed(Deep):\n"
@@ -94,16 +93,9 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "        self.steps += self.training\n"
         "        noise_N = torch.randn(len(output), generator=self.noise)\n"
         "        return self.late(output)[:, 0] + noise_N * self.training\n"
-        "class Pair(Deep):\n"
-        "    def made(self, output):\n"
-        "        return (output, output) if self.training else output[:, 0]\n"
         "class Complex(Right):\n"
         "    def __init__(self, config, sizes):\n        super().__init__(config, sizes)\n"
         "        self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))\n"
-        "class Keeping(Right):\n    def get_extra_state(self):\n        return {}\n"
-        "class Unkept(Right):\n    def get_extra_state(self):\n        return self.nothing\n"
-        "class Unmade(Deep):\n"
-        "    def __init__(self, config, sizes):\n        self.linear = nn.Linear(4, 1)\n"
         "class Failing(Deep):\n    def made(self, output):\n        return output.nothing\n"
     )
 
@@ -121,10 +113,6 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
     for name, told in {
         "Columns": "makes [3, 1] of 3 rows; a tensor of [3] is needed. Correct what its forward "
         "returns",
-        "Several": "makes tuple of 3 rows; a tensor of [3] is needed. Correct what its forward "
-        "returns",
-        "Pair": "makes tuple of 3 rows; a tensor of [3] is needed. Correct what its forward "
-        "returns",
         "Failing": "cannot score rows: AttributeError: 'Tensor' object has no attribute 'nothing'. "
         "Mend its forward; --verbose shows the line",
         "Detached": "makes outputs without a gradient, and would learn nothing. Leave out "
@@ -133,12 +121,6 @@ def test_a_model_that_makes_something_else_than_an_output_a_row_is_refused(packa
         "a task would learn from others. Normalise each row alone, with LayerNorm or GroupNorm",
         "Complex": "has complex weights, filter; real ones are needed. Keep pairs of real numbers, "
         "and take torch.view_as_complex of them in its forward",
-        "Keeping": "keeps dict as _extra_state; checkpoints hold tensors alone. Have "
-        "get_extra_state return one, or leave it out",
-        "Unkept": "cannot be saved: AttributeError: 'Unkept' object has no attribute 'nothing'. "
-        "Mend its get_extra_state; --verbose shows the line",
-        "Unmade": "cannot be made: AttributeError: cannot assign module before Module.__init__() "
-        "call. Mend its __init__; --verbose shows the line",
     }.items():
         with pytest.raises(ValueError) as caught:
             checked(name)

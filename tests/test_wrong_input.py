@@ -56,11 +56,6 @@ def refused(code: int, *arguments: str | Path, start: Command = gmeta) -> str:
     return lines[0]
 
 
-def test_an_unknown_key_is_named_with_the_nearest(config: Path) -> None:
-    message = refused(2, "train", config, "outer.dense_lrr=1")
-    assert message == "error: outer.dense_lrr is unknown; did you mean outer.dense_lr?"
-
-
 def test_a_split_that_is_not_there_is_named_with_those_that_are(
     config: Path, click_logs: Path
 ) -> None:
@@ -186,17 +181,6 @@ def test_a_dataset_that_is_not_there_is_named(config: Path) -> None:
     )
 
 
-def test_a_tables_optimizer_that_needs_cuda_is_refused_on_a_cpu(config: Path) -> None:
-    torchrecs = "sharding.exchange=torchrec", "outer.sparse_optimizer=adam"
-    message = refused(2, "train", config, "run.device=cpu", *torchrecs)
-    assert message == (
-        "error: outer.sparse_optimizer = 'adam' with sharding.exchange = \"torchrec\" needs CUDA: "
-        'fbgemm has no such fused update on a CPU. Set sharding.exchange = "host", or choose one '
-        "of sgd, adagrad, rowwise_adagrad"
-    )
-    assert not (config.parent / "run").exists()
-
-
 def test_a_rate_that_diverges_says_what_to_lower(config: Path) -> None:
     result = gmeta("train", config, *SMALL_MODEL, "outer.dense_lr=1e30", "outer.sparse_lr=1e30")
     assert result.returncode == 1
@@ -204,14 +188,6 @@ def test_a_rate_that_diverges_says_what_to_lower(config: Path) -> None:
         result.stderr.strip()
         .splitlines()[-1]
         .endswith("training diverged. Lower outer.dense_lr, outer.sparse_lr or algorithm.inner_lr")
-    )
-
-
-def test_evaluating_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    message = refused(2, "evaluate", tmp_path)
-    assert message == (
-        f"error: {tmp_path} is no run folder: config.json is missing or broken. "
-        "Give the run.dir of a training run"
     )
 
 

@@ -39,12 +39,11 @@ class Peer(ABC):
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a peer's code is, whose environment it needs, and on which workloads it is timed."""
+    """Where a peer's code is, and whose environment it needs."""
 
     module: str
     packages: tuple[str, ...]  # whose versions are reported
     own_environment: bool = True  # True: .venv-peers; False: the project's own
-    workloads: tuple[str, ...] = ("movielens", "large")
     dense_gradients: bool = False  # its gradients of the tables are as large as the tables
 
 
@@ -55,9 +54,6 @@ PEERS: dict[str, Entry] = {
     "loop": Entry("peers.torch_loop", ("torch",), own_environment=False),
     "vmap": Entry("peers.torch_vmap", ("torch",), own_environment=False),
     "learn2learn": Entry("peers.learn2learn_maml", ("learn2learn", "torch"), dense_gradients=True),
-    "torchopt": Entry("peers.torchopt_metasgd", ("torchopt", "torch"), dense_gradients=True),
-    "higher": Entry("peers.higher_innerloop", ("higher", "torch"), workloads=("movielens",)),
-    "melu": Entry("peers.melu_paper", ("torch",), own_environment=False, workloads=("movielens",)),
     "jax": Entry("peers.jax_vmap", ("jax",)),
 }
 

@@ -4,26 +4,27 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, B tables, U unique ids, D embedding width.
 """
 
-import numpy as np
-import torch
 from collections.abc import Mapping
 from functools import cache
-from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.config.train_config import (OuterConfig, TrainConfig)
-from gmeta.data.episodes import Episodes
-from gmeta.distributed.optim.optimizers import build_optimizer
-from gmeta.distributed.ranks import (Ranks, start_ranks)
-from gmeta.distributed.sharded_learner import local_learner
-from gmeta.distributed.sharding import (shard_learner, table_shards)
-from gmeta.learner import MetaLearner
-from gmeta_models import (InputSizes, ModelConfig, build_model)
-from metaio.format.features import (FeatureSpec, Features, TableSpec)
-from metaio.read.batch import TaskBatch
-from numpy.typing import NDArray
-from peers.interface import (Parameters, Peer)
-from peers.workload import (Batch, HIDDEN, Rates, WIDTH, Workload)
 from typing import final
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.train_config import OuterConfig, TrainConfig
+from gmeta.data.episodes import Episodes
+from gmeta.distributed.optim.optimizers import build_optimizer
+from gmeta.distributed.ranks import Ranks, start_ranks
+from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharding import shard_learner, table_shards
+from gmeta.learner import MetaLearner
+from gmeta_models import InputSizes, ModelConfig, build_model
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.read.batch import TaskBatch
+from peers.interface import Parameters, Peer
+from peers.workload import HIDDEN, WIDTH, Batch, Rates, Workload
 
 LAYERS = {"fc1": "decision.0", "fc2": "decision.2", "linear_out": "decision.4"}
 COLLECTIVE_TIMEOUT_S = 300

@@ -8,18 +8,20 @@ Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O out
 gate.
 """
 
-import math
-import torch
 from __future__ import annotations
-from collections.abc import (Callable, Iterator, Mapping, Sequence)
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import (dataclass, field)
-from gmeta.adaptation.closed_form import LayerGradients
-from gmeta.adaptation.plain_update import (PlainUpdate, add_step, step_update)
-from gmeta.errors import ConfigError
-from torch import (Tensor, nn)
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.closed_form import LayerGradients
+from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
+from gmeta.errors import ConfigError
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan, TaskSize

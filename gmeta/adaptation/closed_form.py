@@ -13,14 +13,16 @@ So a row's gradient counts s_n in place of g_n; for a small, s is g and w a grad
 Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
 """
 
-import torch
 from __future__ import annotations
-from collections.abc import Sequence
-from gmeta.losses.row_losses import (in_float32, row_grads_N)
-from gmeta.platform.numerics import multiply_in_float32
-from torch import Tensor
-from typing import (NamedTuple, TYPE_CHECKING)
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gmeta.losses.row_losses import in_float32, row_grads_N
+from gmeta.platform.numerics import multiply_in_float32
 
 if TYPE_CHECKING:
     from gmeta.losses.objectives import Objectives

@@ -9,24 +9,26 @@ Shape suffixes: T tasks, N rows, S support rows, D embedding width, P task-row p
 all inputs side by side, J parts of a gate.
 """
 
-import torch
 from collections.abc import Mapping
-from dataclasses import (dataclass, replace)
-from gmeta.adaptation.adaptation_plan import (AdaptationPlan, TaskSize)
-from gmeta.adaptation.adapted_layers import (AdaptedLayers, Gates)
-from gmeta.adaptation.closed_form import (grad_and_hessian_N, solve_TS)
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.adaptation_plan import AdaptationPlan, TaskSize
+from gmeta.adaptation.adapted_layers import AdaptedLayers, Gates
+from gmeta.adaptation.closed_form import grad_and_hessian_N, solve_TS
 from gmeta.adaptation.layout.ragged import RowLayout
-from gmeta.adaptation.layout.sides import (Side, Sides, WorkingRows)
-from gmeta.adaptation.learned_parts import (LearnedParts, NOTHING_LEARNED)
+from gmeta.adaptation.layout.sides import Side, Sides, WorkingRows
+from gmeta.adaptation.learned_parts import NOTHING_LEARNED, LearnedParts
 from gmeta.adaptation.plain_update import PlainUpdate
-from gmeta.adaptation.rates import (InnerRates, scale_grads)
-from gmeta.losses.objectives import (LabelLosses, Objectives, known_labels)
+from gmeta.adaptation.rates import InnerRates, scale_grads
+from gmeta.losses.objectives import LabelLosses, Objectives, known_labels
 from gmeta.losses.row_losses import weighted_sum
-from gmeta_models.gated import (GatedModel, row_layers)
+from gmeta_models.gated import GatedModel, row_layers
 from gmeta_models.inputs import RowInputs
 from gmeta_models.model_config import resolve_pooling
 from gmeta_models.support_encoder import SupportRows
-from torch import (Tensor, nn)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ task (materialised).
 Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs.
 """
 
-import torch
 from __future__ import annotations
+
 from dataclasses import dataclass
-from gmeta.adaptation.rates import (WeightRates, scale_grads)
-from torch import Tensor
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.rates import WeightRates, scale_grads
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import Path

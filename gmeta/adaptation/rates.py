@@ -3,10 +3,11 @@
 Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs.
 """
 
-import torch
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
 from torch import Tensor
-from typing import (NamedTuple, Protocol)
 
 
 class WeightRates(NamedTuple):

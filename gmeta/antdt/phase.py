@@ -15,8 +15,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
     """Return the workers of the present generation that were not heard from for longer than a lease
-    lives: by then whatever they held is handed out again.
-    """
+    lives: by then whatever they held is handed out again."""
     return frozenset(
         name
         for name in present_workers(ledger)

@@ -50,13 +50,9 @@ class Capacity:
 def plan_capacity(
     config: TrainConfig, overrides: CapacityOverrides, cluster: Cluster, speeds: Speeds
 ) -> Capacity:
-    """Return where training would put the tables, and what a step would cost.
-
-    Raises:
-        ConfigError: the config does not fit its dataset or the cluster, or the tables do not fit
-            into the memory; the message says what would.
-        UserError: there is no dataset, and not all is stated that it would say.
-    """
+    """Return where training would put the tables, and what a step would cost. Raises ConfigError:
+    the config does not fit its dataset or the cluster, or the tables do not fit into the memory;
+    the message says what would."""
     features, learner, dataset = _build_model(config, overrides)
     step = _describe_step(config, overrides, features, learner, dataset, cluster.world_size)
     widths = widths_of_tables(features, config.model)
@@ -190,8 +186,7 @@ def _measure_step(
 ) -> tuple[float, float, float, dict[str, float]]:
     """Return a rank's tasks in a step, their support and query rows each, and the ids of each table
     that it asks for, as the first batches have them: an id of several bundles or blocks counts in
-    each of them, as it travels.
-    """
+    each of them, as it travels."""
     names = [table.name for table in dataset.features.tables]
     split, data = config.data.train_split, config.data
     tasks = -(-data.tasks_per_step // world_size)
@@ -219,8 +214,7 @@ def count_flops(
     learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
 ) -> float:
     """Return the floating-point operations of a task's rows in forward and backward: those of
-    matrix products alone, counted while a few tasks are computed.
-    """
+    matrix products alone, counted while a few tasks are computed."""
     rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
     num_rows = int(rows_T.sum())
     num_single, num_multi = len(features.single), len(features.multi)

@@ -67,7 +67,6 @@ COMMANDS = {
         "Answer the Open Inference Protocol with an exported model that adapts to each "
         "request's task."
     ),
-    "completion": "Print what lets a shell complete commands, flags and config keys.",
     "shard-service": (
         "Hand out the shards of a job's data to its workers, each exactly once an epoch."
     ),
@@ -111,8 +110,6 @@ class _LazyCommand(typer.core.TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        # `gmeta completion` looks at all of them.
-        extra["obj"] = lambda: {name: load_command(name) for name in COMMANDS}
         return load_command(str(self.name)).make_context(info_name, args, parent, **extra)
 
 
@@ -179,8 +176,7 @@ def _open_streams() -> None:
 
 def main(work: Callable[[], object] = app) -> None:
     """Run the command line, or other work in its place, and end the process with the right exit
-    code.
-    """
+    code."""
     _open_streams()
     try:
         with translate_errors(_FaultError):

@@ -37,8 +37,7 @@ class AugmentConfig:
 @dataclass(frozen=True)
 class SupportFeaturesConfig:
     """What a task's support rows say, as dense inputs of the model; a support row without its own
-    label.
-    """
+    label."""
 
     task: bool = key(
         False, "mean label, spread and number of the task's support rows as inputs of the model"
@@ -82,8 +81,7 @@ class SupportFeaturesConfig:
 @dataclass(frozen=True)
 class ItemFeaturesConfig:
     """What the rows of the training split say of a row's values, as dense inputs of the model; of
-    a training row those of other tasks.
-    """
+    a training row those of other tasks."""
 
     columns: tuple[str, ...] = key(
         (),
@@ -103,11 +101,8 @@ class ItemFeaturesConfig:
 
 
 def choose_columns(key_name: str, patterns: Sequence[str], names: Sequence[str]) -> list[bool]:
-    """Return which of the sparse columns the glob patterns of a config key choose.
-
-    Raises:
-        ValueError: a pattern matches no sparse column.
-    """
+    """Return which of the sparse columns the glob patterns of a config key choose. Raises
+    ValueError: a pattern matches no sparse column."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
@@ -119,8 +114,7 @@ def choose_columns(key_name: str, patterns: Sequence[str], names: Sequence[str])
 
 class LabelPrior(NamedTuple):
     """What is known of a label before any row of its task: what statistics of support rows are
-    shrunken to, and counted from in units of its deviation.
-    """
+    shrunken to, and counted from in units of its deviation."""
 
     mean: float
     deviation: float
@@ -128,19 +122,15 @@ class LabelPrior(NamedTuple):
     @classmethod
     def of(cls, label_N: "npt.NDArray[np.floating[Any]]") -> "LabelPrior":
         """Return mean and standard deviation of these labels; 0 and 1 if there are none, a
-        deviation of 1 for labels that are all alike.
-        """
+        deviation of 1 for labels that are all alike."""
         if not label_N.size:
             return NO_PRIOR
         return cls(float(label_N.mean(dtype=float)), float(label_N.std(dtype=float)) or 1.0)
 
     @classmethod
     def from_config(cls, config: "SupportFeaturesConfig") -> "LabelPrior | None":
-        """Return the prior that the config gives; None if it is left to the data.
-
-        Raises:
-            ValueError: it is no pair of a mean and a deviation above 0.
-        """
+        """Return the prior that the config gives; None if it is left to the data. Raises
+        ValueError: it is no pair of a mean and a deviation above 0."""
         mean_and_deviation = config.label_prior
         if not mean_and_deviation:
             return None

@@ -18,8 +18,7 @@ Settings = TypeVar("Settings")
 
 def describe_settings(kind: Any) -> list[tuple[str, str, str]]:
     """Return (section.key, default as JSON, help) of every key of a dataclass of sections, in
-    order.
-    """
+    order."""
     return [
         (
             f"{section}.{item.name}",
@@ -38,8 +37,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 def _with_allowed(key: Mapping[str, Any], hint: Any) -> str:
     """Return the help of a key, with its bounds, and the values there are to choose from unless it
-    names all of them.
-    """
+    names all of them."""
     text: str = key["help"]
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     if not all(re.search(rf"\b{re.escape(choice)}\b", text) for choice in choices):
@@ -52,11 +50,8 @@ def _with_allowed(key: Mapping[str, Any], hint: Any) -> str:
 
 
 def settings_from_dict(kind: type[Settings], raw: Mapping[str, Any]) -> Settings:
-    """Return the dataclass `kind` from nested dicts, as TOML or JSON gives them.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type, or a value outside its bounds.
-    """
+    """Return the dataclass `kind` from nested dicts, as TOML or JSON gives them. Raises
+    ConfigError: an unknown key, a wrong type, or a value outside its bounds."""
     return parse(kind, raw, WORDING)
 
 

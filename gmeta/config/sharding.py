@@ -51,19 +51,11 @@ class ShardingConfig:
     dense_wire_dtype: Literal["float32", "bfloat16"] = key(
         "float32", "precision of the layers' gradients between ranks"
     )
-    shared_memory: bool = key(
-        False,
-        "ranks of one host exchange through memory in place of TCP, on the CPU: "
-        "faster where every rank has a core to itself, slower beside other work",
-    )
 
 
 def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind | None]:
-    """Return the kind of each table, in their order; None: TorchRec's planner is to choose.
-
-    Raises:
-        ConfigError: an entry of `sharding.tables` names no table or no kind.
-    """
+    """Return the kind of each table, in their order; None: TorchRec's planner is to choose. Raises
+    ConfigError: an entry of `sharding.tables` names no table or no kind."""
     default: Kind | None = None if config.default == "planner" else config.default
     kinds: dict[str, Kind | None] = {}
     kinds |= dict.fromkeys(tables, default)
@@ -72,11 +64,8 @@ def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind
 
 
 def placements_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Placement]:
-    """Return the memory that is to hold each table, in their order.
-
-    Raises:
-        ConfigError: an entry of `sharding.placements` names no table or no placement.
-    """
+    """Return the memory that is to hold each table, in their order. Raises ConfigError: an entry of
+    `sharding.placements` names no table or no placement."""
     placements: dict[str, Placement] = {}
     placements |= dict.fromkeys(tables, config.placement)
     known = get_args(Placement)

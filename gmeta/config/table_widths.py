@@ -12,12 +12,9 @@ WIDTH_MULTIPLE = 4
 
 def widths_of_tables(features: Features, model: ModelConfig) -> dict[str, int]:
     """Return the width of each table by name, in their order: that of `model.widths`, else that of
-    the data's schema, else by the rule of `model.width`.
-
-    Raises:
-        ValueError: an entry of `model.widths` names no table, or no width that one may have; or
-            the schema's is larger than the model's.
-    """
+    the data's schema, else by the rule of `model.width`. Raises ValueError: an entry of
+    `model.widths` names no table, or no width that one may have; or the schema's is larger than the
+    model's."""
     widths = {}
     for table in features.tables:
         rule = auto_width(table.num_rows) if model.width == "auto" else model.embedding_dim
@@ -60,8 +57,7 @@ def auto_width(num_rows: int) -> int:
 
 def collections_of_tables(widths: Mapping[str, int]) -> dict[str, list[str]]:
     """Return the tables that one EmbeddingCollection of TorchRec holds, which are of one width, by
-    the name of the collection: "tables" if there is one, else "tables.w4" and so on.
-    """
+    the name of the collection: "tables" if there is one, else "tables.w4" and so on."""
     found: dict[int, list[str]] = {}
     for name, width in widths.items():
         found.setdefault(width, []).append(name)

@@ -243,6 +243,13 @@ class RunConfig:
     )
 
 
+# Keys of earlier releases, as old configs and runs have them: their default, which loads as before,
+# and what became of them.
+REMOVED = {
+    "sharding.shared_memory": (False, "ranks of one host exchange over TCP, with the same results")
+}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything a training run is made from; saved resolved as config.json in the run folder."""
@@ -332,7 +339,23 @@ def digest_of(config: Mapping[str, Any]) -> str:
 
 def config_from_dict(raw: Mapping[str, Any]) -> TrainConfig:
     """Return a config from nested dicts, as TOML or JSON gives them."""
-    return settings_from_dict(TrainConfig, raw)
+    return settings_from_dict(TrainConfig, _without_removed(raw))
+
+
+def _without_removed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the dicts without the keys that are no more, if they have their defaults.
+
+    Raises:
+        ConfigError: one has another value.
+    """
+    for target, (default, reason) in REMOVED.items():
+        section, name = target.split(".")
+        keys = raw.get(section)
+        if isinstance(keys, Mapping) and name in keys:
+            if keys[name] != default:
+                raise ConfigError(f"{target} is no more: {reason}. Leave it out")
+            raw = {**raw, section: {key: keys[key] for key in keys if key != name}}
+    return raw
 
 
 def describe_config() -> list[tuple[str, str, str]]:

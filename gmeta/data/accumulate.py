@@ -10,14 +10,16 @@ to rounding. Only one part's activations are alive at a time.
 Shape suffixes: T tasks, B tables, U unique ids, D embedding width.
 """
 
-import torch
-from collections.abc import (Callable, Sequence)
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from gmeta.data.episodes import (Episodes, RowFetch, RowPlan, move_episodes, pack_episodes)
 from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gmeta.data.episodes import Episodes, RowFetch, RowPlan, move_episodes, pack_episodes
 from metaio.read.batch import TaskBatch
-from torch import (Tensor, nn)
-from typing import (Any, TypeVar)
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,7 @@ class MicroBatches:
     @property
     def plan(self) -> RowPlan | None:
         """Return which rows to ask for, for all parts; None: no exchange has looked at the ids
-        yet.
-        """
+        yet."""
         return self.parts[0].plan
 
     def with_plan(self, plan: RowPlan) -> "MicroBatches":

@@ -7,15 +7,24 @@ stored.
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from collections.abc import (Iterable, Iterator)
-from dataclasses import replace
+
 from gmeta.config.inputs import AugmentConfig
-from gmeta.data.hash_rng import (ID_STREAM, SHARE_STREAM, draw_for_rows, draw_uniform, mix_key, reorder_rows)
+from gmeta.data.hash_rng import (
+    ID_STREAM,
+    SHARE_STREAM,
+    draw_for_rows,
+    draw_uniform,
+    mix_key,
+    reorder_rows,
+)
 from metaio.format.block import merge_unknown_ids
-from metaio.format.features import (Features, OOV_ROW)
+from metaio.format.features import OOV_ROW, Features
 from metaio.hashing import splitmix64
 from metaio.ragged import owners
 from metaio.read.batch import TaskBatch

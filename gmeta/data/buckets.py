@@ -33,8 +33,7 @@ def choose_cuts(num_tasks: int) -> list[int]:
 
 class SizeSeries(NamedTuple):
     """The allowed sizes: from `least` on, `steps` of them from one power of two to the next; beyond
-    `fine`, itself a power of two, the powers alone.
-    """
+    `fine`, itself a power of two, the powers alone."""
 
     least: int
     steps: int

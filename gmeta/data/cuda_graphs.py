@@ -14,19 +14,20 @@ Shape suffixes: U unique ids, D embedding width.
 
 import gc
 import logging
-import torch
 from collections import Counter
-from collections.abc import (Callable, Hashable, Iterator)
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from gmeta.data.episodes import (Episodes, LearnerInputs)
-from gmeta.data.transfer import (Packed, pack)
-from gmeta.errors import GMetaError
-from torch import (Tensor, nn)
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from typing import (Any, final)
 
+from gmeta.data.episodes import Episodes, LearnerInputs
+from gmeta.data.transfer import Packed, pack
+from gmeta.errors import GMetaError
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ MOST_GRAPHS = 32
 @final
 class CudaCapture:
     """Captures on the current GPU, all graphs in one pool of memory: one replays at a time, and
-    what it found is used before the next.
-    """
+    what it found is used before the next."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -102,11 +102,8 @@ class LossGraphs:
         self.replays = 0  # of all graphs
 
     def loss_sum(self, rows_UD: Tensor, episodes: Episodes) -> Tensor:
-        """Return `loss_sum`, differentiable once by rows and layers; eagerly where it has no graph.
-
-        Raises:
-            GMetaError: it cannot be captured.
-        """
+        """Return `loss_sum`, differentiable once by rows and layers; eagerly where it has no
+        graph."""
         if not (episodes.num_fetched and rows_UD.requires_grad and torch.is_grad_enabled()):
             return self._module.loss_sum(rows_UD, episodes)
         inputs = packed_inputs(episodes)
@@ -181,8 +178,7 @@ class _LossGraph:
 
     def gradients(self, outer: Tensor, num_rows: int) -> list[Tensor | None]:
         """Return the gradients of the first `num_rows` rows and of the layers, times `outer`: new
-        tensors, as the next replay overwrites these.
-        """
+        tensors, as the next replay overwrites these."""
         known = [grad for grad in self._grads if grad is not None]
         multiplied = iter(torch._foreach_mul(known, outer))
         rows_grad, *layers = [None if g is None else next(multiplied) for g in self._grads]
@@ -218,8 +214,7 @@ class _ReplayedLoss(torch.autograd.Function):
 
 def _loss_and_gradients(module: _LossSum, rows_UD: Tensor, episodes: Episodes) -> Results:
     """Return the loss, and its gradients by the rows and by each layer that learns: a function of
-    what these hold alone.
-    """
+    what these hold alone."""
     # Leaves of its own: autograd ties a layer to the stream that first used it, which is not the
     # one that captures.
     layers = {name: layer.detach() for name, layer in module.named_parameters()}
@@ -245,6 +240,5 @@ def packed_inputs(episodes: Episodes) -> Packed[LearnerInputs]:
 
 def graph_key(episodes: Episodes) -> Hashable:
     """Return what batches must have in common to share a graph: every shape, and every number
-    outside tensors.
-    """
+    outside tensors."""
     return packed_inputs(episodes).layout, episodes.num_fetched

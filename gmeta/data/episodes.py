@@ -7,33 +7,33 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, B tables, U unique ids, D embedding width, P task-row pairs.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
-from abc import (ABC, abstractmethod)
-from collections.abc import Sequence
-from dataclasses import (dataclass, field, replace)
-from functools import cached_property
+from torch import Tensor
+
 from gmeta.adaptation.layout.padded_layout import PaddedTasks
 from gmeta.adaptation.layout.ragged import RowLayout
-from gmeta.adaptation.layout.sides import (Side, Sides, TaskGroups)
+from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups
 from gmeta.adaptation.layout.sparse_matrix import Bags
 from gmeta.data.task_groups import group_tasks
-from gmeta.data.transfer import (Packed, pack, send_to_device, unpack)
+from gmeta.data.transfer import Packed, pack, send_to_device, unpack
 from gmeta.losses.objectives import label_weights
 from metaio.ragged import Int64
 from metaio.read.batch import TaskBatch
 from metaio.read.task_rows import deduplicate_task_rows
-from torch import Tensor
-from typing import (Any, NamedTuple)
-
 
 CollatedRows = Side | Sides | TaskGroups | PaddedTasks
 
 
 class RowFetch(ABC):
     """The rows of a step on their way from the ranks that hold them. All ranks make the same calls
-    in the same order.
-    """
+    in the same order."""
 
     @abstractmethod
     def send(self) -> None:
@@ -77,8 +77,7 @@ class LearnerInputs(NamedTuple):
 @dataclass(frozen=True)
 class Episodes:
     """A rank's share of a step. What the learner reads goes to the device; the rest, and the ids,
-    stay on the host.
-    """
+    stay on the host."""
 
     task_T: Tensor  # which task each episode is of
     unique_ids_U: Tensor
@@ -110,8 +109,7 @@ class Episodes:
         device: str = "cpu",
     ) -> "Episodes":
         """Make the batch's episodes, for a kind of device, with `rows` as their arranged rows;
-        `constant` ones have no gradient.
-        """
+        `constant` ones have no gradient."""
         copies = None
         if fetched_row_P is not None:
             copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant, device)
@@ -192,8 +190,7 @@ def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes,
 
 def collate_plain_rows(batch: TaskBatch, device: str) -> Episodes:
     """Return every row of the batch on its own, whatever its task and side, for a kind of
-    device.
-    """
+    device."""
     return Episodes.of(batch, None, make_full_side(batch, device=device), batch.num_rows)
 
 
@@ -201,8 +198,8 @@ def make_full_side(
     batch: TaskBatch, constant: bool = False, num_rows: int | None = None, device: str = "cpu"
 ) -> Side:
     """Return all rows of the batch as one side, which reads from the fetched rows, or from
-    `num_rows` others as `with_row_copies` says; nobody can ask for the gradient of constant ones.
-    """
+    `num_rows` others as `with_row_copies` says; nobody can ask for the gradient of constant
+    ones."""
     if num_rows is None:
         num_rows = batch.unique_ids_U.numel()
     every_row_N = torch.ones(batch.num_rows, dtype=torch.bool)
@@ -241,8 +238,7 @@ def collate_task_groups(
     batch: TaskBatch, rows_per_task: bool, least_gain: float, device: str
 ) -> Episodes:
     """Return both sides of every task, in groups of tasks of similar size, where a cut saves at
-    least `least_gain` rows of padding; for a kind of device.
-    """
+    least `least_gain` rows of padding; for a kind of device."""
     groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = with_row_copies(batch, rows_per_task)
     rows = TaskGroups(_make_sides(batch, groups, num_rows, device=device))
@@ -251,8 +247,7 @@ def collate_task_groups(
 
 def with_row_copies(batch: TaskBatch, rows_per_task: bool) -> tuple[TaskBatch, Tensor | None, int]:
     """Return the batch with its positions into the tasks' own rows if they have such, the fetched
-    row behind each of these, and how many rows are read from.
-    """
+    row behind each of these, and how many rows are read from."""
     if not rows_per_task:
         return batch, None, batch.unique_ids_U.numel()
     rows = deduplicate_task_rows(batch)

@@ -5,21 +5,29 @@ Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled f
 features, V values, K dense columns, U unique ids, P task-row pairs.
 """
 
-import numpy as np
-import torch
 from collections.abc import Sequence
 from dataclasses import replace
-from gmeta.adaptation.layout.common_features import CommonFeatures
-from gmeta.adaptation.layout.padded_layout import (FusedLayout, PaddedFeatures, PaddedHistory, PaddedRows, PaddedTasks, Rectangle)
-from gmeta.adaptation.layout.sparse_matrix import Bags
-from gmeta.data.buckets import (FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, choose_cuts)
-from gmeta.data.episodes import (Episodes, side_lengths, with_row_copies)
-from gmeta.data.task_groups import (RECTANGLE_WORK, TaskGroup, group_tasks, least_gain)
-from gmeta.losses.objectives import label_weights
-from metaio.ragged import (Int64, offsets, owners, ragged_indices)
-from metaio.read.batch import TaskBatch
+
+import numpy as np
+import torch
 from torch.nn.functional import pad
 
+from gmeta.adaptation.layout.common_features import CommonFeatures
+from gmeta.adaptation.layout.padded_layout import (
+    FusedLayout,
+    PaddedFeatures,
+    PaddedHistory,
+    PaddedRows,
+    PaddedTasks,
+    Rectangle,
+)
+from gmeta.adaptation.layout.sparse_matrix import Bags
+from gmeta.data.buckets import FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, choose_cuts
+from gmeta.data.episodes import Episodes, side_lengths, with_row_copies
+from gmeta.data.task_groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
+from gmeta.losses.objectives import label_weights
+from metaio.ragged import Int64, offsets, owners, ragged_indices
+from metaio.read.batch import TaskBatch
 
 # Below this many multiply-adds in a product of rows, handling what tasks share apart, once a task,
 # costs more in calls than it saves. At 5 million it breaks even on one thread, and costs 6 % of a

@@ -5,14 +5,15 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from dataclasses import replace
-from metaio.hashing import (UInt64, splitmix64, unit_interval)
-from metaio.ragged import (Int64, offsets, owners, places, ragged_indices, sum_rows)
-from metaio.read.batch import TaskBatch
 
+from metaio.hashing import UInt64, splitmix64, unit_interval
+from metaio.ragged import Int64, offsets, owners, places, ragged_indices, sum_rows
+from metaio.read.batch import TaskBatch
 
 # What keeps the random streams of different purposes apart.
 SHARE_STREAM, ROW_STREAM, ID_STREAM = 1, 2, 3
@@ -33,8 +34,7 @@ def draw_uniform(names: UInt64, key: int, stream: int) -> npt.NDArray[np.float64
 
 def draw_for_rows(task_T: Int64, row_offsets_T1: Int64, key: int) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each row [N], by `key`, its task and its place in the episode:
-    in the order of these numbers the rows of an episode are shuffled.
-    """
+    in the order of these numbers the rows of an episode are shuffled."""
     rows_T = np.diff(row_offsets_T1)
     within_N = places(rows_T)
     # Tasks are mixed before row numbers are added: row 1 of task 7 must not draw as row 0 of 8.
@@ -44,8 +44,7 @@ def draw_for_rows(task_T: Int64, row_offsets_T1: Int64, key: int) -> npt.NDArray
 
 def reorder_rows(batch: TaskBatch, order_N: Int64, support_T: Int64) -> TaskBatch:
     """Return the batch with the rows `order_N`, in this order, which keeps every episode's rows
-    together; the first `support_T` of each episode are its support.
-    """
+    together; the first `support_T` of each episode are its support."""
     rows_T = np.diff(batch.row_offsets_T1.numpy())
     kept_T = np.bincount(owners(rows_T)[order_N], minlength=len(rows_T))
     values_N = sum_rows(batch.multi_lengths_NM.numpy())

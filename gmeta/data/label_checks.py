@@ -5,10 +5,12 @@ mean nothing.
 Shape suffixes: T tasks, N rows, L labels.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from collections.abc import (Iterable, Iterator, Sequence)
+
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.losses.row_losses import defined_labels_N
@@ -19,8 +21,7 @@ from metaio.read.batch import TaskBatch
 
 def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
     """Return what predictions are scored by: all labels in the dataset's order, then those of the
-    entire space, each given the label that it takes place among.
-    """
+    entire space, each given the label that it takes place among."""
     names = dataset.features.labels
     headline = config.labels.judged_index(names)
     labels = [ScoredLabel(name, at == headline, at) for at, name in enumerate(names or ("",))]
@@ -37,15 +38,11 @@ def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:
 
 
 def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
-    """Check the first block of the training split: what is wrong with all labels is told before
-    any rank starts or any folder is made. A launcher looks before it starts the job's own service,
+    """Check the first block of the training split: what is wrong with all labels is told before any
+    rank starts or any folder is made. A launcher looks before it starts the job's own service,
     whose store lies in the run folder; rank 0 again, as nothing looked for torchrun's ranks, nor
-    for a caller of train(). What only a later block shows is for `check_labels`.
-
-    Raises:
-        ConfigError: a label is none that the loss takes.
-        FormatError: the block is damaged.
-    """
+    for a caller of train(). What only a later block shows is for `check_labels`. Raises
+    ConfigError: a label is none that the loss takes."""
     split = config.data.train_split
     label_N = dataset.read_block(split, 0).label_N
     kinds = kinds_of(config, dataset)
@@ -63,10 +60,7 @@ def check_labels(
     batches: Iterable[TaskBatch], kinds: Sequence[str], dataset: Dataset, split: str
 ) -> Iterator[TaskBatch]:
     """Yield the same batches, each checked before it is given out; `kinds` are the labels' losses.
-
-    Raises:
-        ConfigError: a label is none that the loss takes; its row and task are named.
-    """
+    Raises ConfigError: a label is none that the loss takes; its row and task are named."""
     for batch in batches:
         defined_NL = _defined_NL(kinds, batch.label_N.numpy(), dataset)
         if not defined_NL.all():
@@ -86,8 +80,7 @@ def _defined_NL(
     kinds: Sequence[str], label_N: npt.NDArray[np.float32], dataset: Dataset
 ) -> npt.NDArray[np.bool_]:
     """Return where the labels' losses are defined: [N, labels]; a label with a name may be NaN,
-    which says that it is not known.
-    """
+    which says that it is not known."""
     label_NL = label_N.reshape(len(label_N), len(kinds))
     columns = [defined_labels_N(kind, label_NL[:, at]) for at, kind in enumerate(kinds)]
     defined_NL = np.stack(columns, axis=1)

@@ -21,8 +21,7 @@ def map_ahead(
 ) -> Iterator[Mapped]:
     """Yield the function's value of each item, in order, while `threads` threads work on the items
     that follow. What the function raises for an item is raised in the caller. `waited` is called
-    with the seconds that the caller waited for each, and `enter` by each thread as it begins.
-    """
+    with the seconds that the caller waited for each, and `enter` by each thread as it begins."""
     with ThreadPoolExecutor(threads, "arrange", on_thread_start) as pool:
         ahead: deque[Future[Mapped]] = deque()
 

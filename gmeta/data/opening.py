@@ -9,25 +9,15 @@ from metaio.stream.chain import is_stream, open_stream
 
 
 def open_data(data: DataConfig) -> Dataset:
-    """Open the dataset that a config with a settled increment means.
-
-    Raises:
-        ConfigError: data.increment is no number.
-        FormatError: it is damaged.
-        NoDatasetError: there is no dataset, no stream, or no such increment.
-    """
+    """Open the dataset that a config with a settled increment means. Raises ConfigError:
+    data.increment is no number."""
     if not data.increment:
         return open_dataset(data.path)
     return open_stream(data.path).dataset(parse_increment(data.increment))
 
 
 def open_by_name(name: str) -> Dataset:
-    """Open a dataset, an increment of a stream as STREAM:NUMBER, or a stream's newest increment.
-
-    Raises:
-        FormatError: it is damaged.
-        NoDatasetError: there is neither a dataset nor a stream, or no such increment.
-    """
+    """Open a dataset, an increment of a stream as STREAM:NUMBER, or a stream's newest increment."""
     path, _, number = name.rpartition(":")
     if path and number.isdecimal() and number.isascii():
         return open_stream(path).dataset(parse_increment(number))
@@ -37,11 +27,7 @@ def open_by_name(name: str) -> Dataset:
 
 def resolve_newest(name: str) -> str:
     """Return STREAM:NUMBER of the increment that is a stream's newest now, and any other name as it
-    is.
-
-    Raises:
-        FormatError: the stream is damaged.
-    """
+    is."""
     return f"{name}:{open_stream(name).newest.number}" if is_stream(name) else name
 
 
@@ -54,11 +40,7 @@ def data_config_for(data: DataConfig, dataset: Dataset) -> DataConfig:
 
 
 def parse_increment(text: str) -> int:
-    """Return the number of an increment, as data.increment has it.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the number of an increment, as data.increment has it."""
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
         raise ConfigError(
             f"data.increment = {text!r} is no increment: a number is needed, or, to train, next. "

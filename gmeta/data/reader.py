@@ -16,11 +16,8 @@ def open_reader(
     config: TrainConfig, dataset: Dataset, split: str, rank: int, world_size: int
 ) -> BatchReader:
     """Return the reader of a rank's share of a split: the training split in the config's order,
-    others as stored.
-
-    Raises:
-        ConfigError: the order contradicts itself, or does not suit the number of ranks.
-    """
+    others as stored. Raises ConfigError: the order contradicts itself, or does not suit the number
+    of ranks."""
     data, training = config.data, split == config.data.train_split
     try:
         return BatchReader(

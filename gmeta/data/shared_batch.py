@@ -43,8 +43,7 @@ def write_to_block(
 
 def read_from_block(description: BlockDescription, block: Tensor) -> Episodes | MicroBatches:
     """Return the batch, whose tensors are views of a block with the same bytes; what a device needs
-    is `packed`.
-    """
+    is `packed`."""
     start, layout = description.rest
     for_device = block[:start]
     trees = [Packed(for_device, *place) for place in description.trees]

@@ -4,12 +4,13 @@ support rows.
 Shape suffixes: T tasks, N rows.
 """
 
-import numpy as np
 from dataclasses import dataclass
-from gmeta.data.hash_rng import (draw_for_rows, mix_key, reorder_rows)
-from metaio.ragged import (Int64, owners, places)
-from metaio.read.batch import TaskBatch
 
+import numpy as np
+
+from gmeta.data.hash_rng import draw_for_rows, mix_key, reorder_rows
+from metaio.ragged import Int64, owners, places
+from metaio.read.batch import TaskBatch
 
 # Not that of a run: draws are the same for all runs, which are compared on the same rows.
 SEED = 0

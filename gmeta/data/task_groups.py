@@ -61,8 +61,7 @@ def group_tasks(support_T: Int64, query_T: Int64, least_gain: float = 1) -> list
 
 def least_gain(work: Mapping[str, int], device: str, num_weights: int) -> float:
     """Return the rows that a cut must save on this kind of device to be worth its calls, for so
-    many weights in the layers that adapt.
-    """
+    many weights in the layers that adapt."""
     return max(1.0, work[device] / max(num_weights, 1))
 
 

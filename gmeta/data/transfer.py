@@ -88,8 +88,7 @@ class Packed(Generic[T]):
 
 def lay_out(tree: T) -> tuple[TreeLayout[T], list[tuple[TensorPlace, Tensor]]]:
     """Return how a tree of dataclasses and tuples is laid out in a block, and the place of each
-    tensor; one that stands in it several times has one.
-    """
+    tensor; one that stands in it several times has one."""
     found: dict[int, tuple[TensorPlace, Tensor]] = {}
     end = 0
 
@@ -108,8 +107,7 @@ def pack(
     trees: Sequence[Any], pin_memory: bool = True, memory: Callable[[int], Tensor] | None = None
 ) -> list[Packed[Any]]:
     """Return copies of trees, one behind the other in one block of pinned memory, or in the memory
-    that `memory` gives for a number of bytes.
-    """
+    that `memory` gives for a number of bytes."""
     laid = [lay_out(tree) for tree in trees]
     num_bytes = sum(layout.num_bytes for layout, _ in laid)
     if memory is None:
@@ -134,8 +132,7 @@ def move_to_device(tree: T, device: torch.device) -> T:
 
 def send_to_device(trees: Sequence[Any], device: torch.device) -> list[Any]:
     """Return trees, or what `packed` made of them, on a device; on a GPU packed, those of a block
-    in one copy.
-    """
+    in one copy."""
     if device.type != "cuda":
         return [map_tree(unpack(tree), lambda tensor: tensor.to(device)) for tree in trees]
     loose = [tree for tree in trees if not isinstance(tree, Packed)]
@@ -155,8 +152,7 @@ def unpack(tree: T | Packed[T]) -> T:
 
 def map_tree(tree: T, function: Callable[[Any], Any], kind: type = Tensor) -> T:
     """Return dataclasses and tuples with each tensor in them, or what else is of the `kind`,
-    replaced by the function's value.
-    """
+    replaced by the function's value."""
 
     def of(part: Any) -> Any:
         if isinstance(part, kind):

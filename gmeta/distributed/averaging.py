@@ -39,8 +39,7 @@ class LayerAverage:
 
     def _finish(self) -> None:
         """Wait for the sum behind the last operation of backward, and hand every layer its mean
-        gradient.
-        """
+        gradient."""
         missing, self._missing = self._missing, len(self._layers)
         if self._sum is None:
             raise RuntimeError(f"backward gave {missing} of the layers no gradient to average")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Cluster:
     """What tables are placed on: ranks, all alike, and the memory of each, which only the planner
-    asks for.
-    """
+    asks for."""
 
     world_size: int
     ranks_per_host: int
@@ -22,8 +21,7 @@ class Cluster:
 @dataclass(frozen=True)
 class Speeds:
     """What one GPU does in a second: bytes of its memory, of its host's, to the GPUs of its host
-    and to those of others, each way; and floating-point operations.
-    """
+    and to those of others, each way; and floating-point operations."""
 
     hbm: float
     pcie: float
@@ -35,8 +33,7 @@ class Speeds:
 @dataclass(frozen=True)
 class CapacityOverrides:
     """What is stated where the dataset does not say it: rows of tables, rows of a task (support and
-    query), and the distinct share of the ids that a rank's rows have of a table; 0: as measured.
-    """
+    query), and the distinct share of the ids that a rank's rows have of a table; 0: as measured."""
 
     rows: Mapping[str, int]
     rows_per_task: float = 0.0

@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 def run_on_first(work: Callable[[], object], ranks: Ranks) -> None:
-    """Run `work` on rank 0 while every rank waits; raise on all ranks what it raised.
-
-    Raises:
-        GMetaError, MetaIOError, OSError: as `work`.
-    """
+    """Run `work` on rank 0 while every rank waits; raise on all ranks what it raised."""
     problem: Exception | None = None
     if ranks.rank == 0:
         try:
@@ -33,11 +29,7 @@ def run_on_first(work: Callable[[], object], ranks: Ranks) -> None:
 
 def run_on_all(work: Callable[[], object], ranks: Ranks) -> None:
     """Run every rank's part of `work`, wait for the others, and raise on all ranks what the first
-    of them raised.
-
-    Raises:
-        GMetaError, MetaIOError, OSError: as `work`.
-    """
+    of them raised."""
     problem: Exception | None = None
     try:
         work()
@@ -50,8 +42,7 @@ def stop_on_error(
     batches: Iterator[TaskBatch], features: Features, stop: Stop
 ) -> Iterator[TaskBatch]:
     """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
-    asks all ranks to stop before its step; `raise_first_problem` is to follow.
-    """
+    asks all ranks to stop before its step; `raise_first_problem` is to follow."""
     return idle_on_error(batches, batch_without_tasks(features), stop)
 
 
@@ -80,8 +71,7 @@ def batch_without_tasks(features: Features) -> TaskBatch:
 @contextmanager
 def request_stop_on_error(stop: Stop) -> Iterator[None]:
     """Turn a failure of this rank inside a step that all take into a request that all ranks stop
-    before one of the next steps; `raise_first_problem` is to follow.
-    """
+    before one of the next steps; `raise_first_problem` is to follow."""
     try:
         yield
     except (GMetaError, OSError) as error:
@@ -89,21 +79,13 @@ def request_stop_on_error(stop: Stop) -> Iterator[None]:
 
 
 def raise_first_problem(stop: Stop, ranks: Ranks) -> None:
-    """Raise on all ranks what asked the first of them to stop, if it was a problem. Collective.
-
-    Raises:
-        GMetaError, MetaIOError, OSError: see `stop_on_error`.
-    """
+    """Raise on all ranks what asked the first of them to stop, if it was a problem. Collective."""
     _raise_first(stop.problem, ranks)
 
 
 def gather_stop_reason(stop: Stop, ranks: Ranks) -> str:
     """Return on all ranks why a callback of the first of them asked to stop; "" where SIGTERM did.
-    Collective.
-
-    Raises:
-        GMetaError, MetaIOError, OSError: a problem asked; see `stop_on_error`.
-    """
+    Collective."""
     raise_first_problem(stop, ranks)
     reasons = gather_values(stop.reason, ranks) or []
     return broadcast_value(next(filter(None, reasons), ""), ranks)

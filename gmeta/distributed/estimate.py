@@ -7,18 +7,19 @@ many.
 Shape suffix: W ranks or workers.
 """
 
-import numpy as np
-import numpy.typing as npt
-from collections.abc import (Mapping, Sequence)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from gmeta.config.sharding import (IN_HOST_MEMORY, ShardingConfig)
-from gmeta.config.train_config import OuterConfig
-from gmeta.distributed.cluster_spec import (Cluster, Speeds)
-from gmeta.distributed.tables.plain_tables import STATES
-from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+from gmeta.config.sharding import IN_HOST_MEMORY, ShardingConfig
+from gmeta.config.train_config import OuterConfig
+from gmeta.distributed.cluster_spec import Cluster, Speeds
+from gmeta.distributed.tables.plain_tables import STATES
+from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS
 
 Values = npt.NDArray[np.float64]
 FLOAT_BYTES = 4
@@ -36,8 +37,7 @@ PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
 @dataclass(frozen=True)
 class StepWork:
     """What one rank has to do in a step: its tasks and rows, the ids asked of each table, the
-    operations of the layers, and how many weights these have.
-    """
+    operations of the layers, and how many weights these have."""
 
     tasks: float
     rows: float
@@ -49,8 +49,7 @@ class StepWork:
 @dataclass(frozen=True)
 class ShardingEstimate:
     """Tables, each with its place, bytes and what it sends in a step; memory by rank, in bytes; and
-    the parts of a step as bytes of the busiest rank and seconds.
-    """
+    the parts of a step as bytes of the busiest rank and seconds."""
 
     tables: dict[str, dict[str, Any]]
     device_bytes_W: Values
@@ -75,8 +74,7 @@ def estimate(
     speeds: Speeds,
 ) -> ShardingEstimate:
     """Return what a plan, as describe_plan gives it, asks of each rank; `sizes` are rows and width
-    of each table.
-    """
+    of each table."""
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
     device_W, host_W, copied_W, requested_W, sent_W, from_host_W = np.zeros((6, num_ranks))
@@ -152,8 +150,7 @@ def estimate(
 
 def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> tuple[Any, Any]:
     """Return the bytes of a table, or of each rank's part of it, with its optimizer's state, in the
-    GPU's memory and in the host's. fbgemm keeps what is one number a row on the GPU in any case.
-    """
+    GPU's memory and in the host's. fbgemm keeps what is one number a row on the GPU in any case."""
     of_values, of_rows = _count_states(outer)
     weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
     table_size = weights * (1 + of_values)
@@ -191,8 +188,7 @@ def _held_rows(
 
 def _busiest(sent_W: Values, ranks_per_host: int) -> tuple[float, float]:
     """Return the bytes that the busiest rank sends, or takes in, within its host and beyond it,
-    where each rank gives every other one `given_W`.
-    """
+    where each rank gives every other one `given_W`."""
     host_W = np.arange(len(sent_W)) // ranks_per_host
     of_host_W = np.bincount(host_W, sent_W)[host_W]
     peers_W = np.bincount(host_W)[host_W]

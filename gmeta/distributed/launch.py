@@ -15,8 +15,7 @@ from gmeta.errors import GMetaError, UserError
 
 def has_agent() -> bool:
     """Return whether an agent of torchrun (`launch` is one) started this process and looks after
-    it.
-    """
+    it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -27,8 +26,7 @@ def under_torchrun() -> bool:
 
 def restarts() -> tuple[int, int]:
     """Return how many times torchrun's agent has started all ranks again, and how many times it
-    may.
-    """
+    may."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     used, allowed = (int(os.environ.get(name, "0")) for name in names)
     return used, allowed
@@ -36,12 +34,7 @@ def restarts() -> tuple[int, int]:
 
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
     """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks, wait for them, and return the
-    job's exit code.
-
-    Raises:
-        UserError: the port is taken.
-        GMetaError: a rank was killed.
-    """
+    job's exit code. Raises GMetaError: a rank was killed."""
     # Not os.cpu_count(): a container may have been given fewer.
     cores = len(os.sched_getaffinity(0))
     # Imported here: a single rank, and --help, need no agent.
@@ -106,8 +99,7 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
 def _pass_over_ended_ranks() -> Iterator[None]:
     """Have torchrun's agent pass over ranks that have ended by the time when it ends them. It
     signals the process group of each; if a group is gone, the job would report that failure in
-    place of its first rank's.
-    """
+    place of its first rank's."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     close = SubprocessHandler.close

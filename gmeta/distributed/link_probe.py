@@ -32,8 +32,7 @@ class LinkProbe:
 
     def swap_s(self) -> float:
         """Return the seconds of a swap with the faster neighbour; 0 where there are only two ranks,
-        of which nobody can say whose link it is. Collective: every rank calls it.
-        """
+        of which nobody can say whose link it is. Collective: every rank calls it."""
         times_s = [self._time_swaps_s(peer) for peer in self._peers]
         return min(times_s, default=0.0)
 

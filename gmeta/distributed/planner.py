@@ -39,11 +39,8 @@ def plan_by_torchrec(
     cluster: Cluster,
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Return TorchRec's plan of each collection in `tables`; kinds and placements are by the names
-    of modules, and where a kind is None it is the planner's choice.
-
-    Raises:
-        NoPlaceError: it finds none.
-    """
+    of modules, and where a kind is None it is the planner's choice. Raises NoPlaceError: it finds
+    none."""
     collections = collections_in(tables)
     configs = [table for one in collections.values() for table in one.embedding_configs()]
     on_cuda = cluster.device == "cuda"

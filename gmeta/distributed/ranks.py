@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from gmeta.distributed.transport.shared_memory import open_shared_memory
-from gmeta.distributed.transport.transport import GlooTransport, SingleRankTransport, Transport
+from gmeta.distributed.transport.transport import Transport
 from gmeta.errors import GMetaError, UserError
 from gmeta.platform.numerics import keep_freed_memory
 
@@ -28,8 +27,7 @@ T = TypeVar("T")
 class Ranks:
     """This process among all; `control` is a gloo group for small messages between hosts, `rows`
     carries ids, and on the CPU rows and their gradients: beside the AllReduce of the layers, which
-    several ranks may start at different points of backward. `transport` is what carries them.
-    """
+    several ranks may start at different points of backward. `transport` is what carries them."""
 
     rank: int
     world_size: int
@@ -40,24 +38,18 @@ class Ranks:
 
     def enter_thread(self) -> None:
         """Have the thread that calls it, a new one, ask CUDA for this rank's GPU: threads begin on
-        the first of the machine, where the rank would take memory of another's.
-        """
+        the first of the machine, where the rank would take memory of another's."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
 
-def start_ranks(
-    device: str, timeout_s: int, store: Store | None = None, *, shared_memory: bool = False
-) -> Ranks:
+def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Ranks:
     """Join the process group that torchrun describes in the environment (one rank without
     torchrun).
 
     A `store` replaces the rendezvous that the environment names; rank and world size still come
-    from there. With `shared_memory` a step's messages go through memory on a CPU where all ranks
-    are on one host (docs/scaling.md says why not always).
-
-    Raises:
-        UserError: cuda is asked for where no GPU is visible, or there are fewer than ranks.
+    from there. Raises UserError: cuda is asked for where no GPU is visible, or there are fewer than
+    ranks.
     """
     quieten()
     if device == "cuda" and not torch.cuda.is_available():
@@ -86,11 +78,7 @@ def start_ranks(
     # torch tells groups apart by the order in which they are made: the same on every rank.
     control = dist.new_group(backend="gloo", timeout=timeout)
     rows = dist.new_group(backend="gloo", timeout=timeout)
-    transport: Transport = (
-        SingleRankTransport() if world_size == 1 else GlooTransport(rows, control)
-    )
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), where, control, rows, transport)
-    return with_shared_memory(ranks, timeout_s) if shared_memory else ranks
+    return Ranks(rank, world_size, where, control, rows, Transport(rows, control))
 
 
 def _check_gpu(local_rank: int, visible: int) -> None:
@@ -102,15 +90,6 @@ def _check_gpu(local_rank: int, visible: int) -> None:
             "needs its own, by that number. Start fewer ranks (--nproc-per-node), let each see all "
             'GPUs (CUDA_VISIBLE_DEVICES), or set run.device = "cpu"'
         )
-
-
-def with_shared_memory(ranks: Ranks, timeout_s: int) -> Ranks:
-    """Return the same ranks, whose messages go through memory if all of them compute on the CPU of
-    one host. Collective."""
-    if ranks.world_size == 1 or ranks.device.type != "cpu":
-        return ranks
-    transport = open_shared_memory(ranks.control, timeout_s) or ranks.transport
-    return replace(ranks, transport=transport)
 
 
 def quieten() -> None:
@@ -125,11 +104,8 @@ def quieten() -> None:
 
 @contextmanager
 def explain_lost_peers() -> Iterator[None]:
-    """Turn a broken collective into one line: the rank that caused it tells its own story.
-
-    Raises:
-        GMetaError: a peer died or did not answer within the timeout.
-    """
+    """Turn a broken collective into one line: the rank that caused it tells its own story. Raises
+    GMetaError: a peer died or did not answer within the timeout."""
     try:
         yield
     except RuntimeError as error:
@@ -155,8 +131,7 @@ def lost_contact(error: BaseException) -> GMetaError | None:
 
 def _is_gloos(message: str) -> bool:
     """Return whether a message comes from gloo: it names one of gloo's files, or says what gloo
-    says after a late message.
-    """
+    says after a late message."""
     return "gloo" in message or "Application timeout caused pair closure" in message
 
 
@@ -182,8 +157,7 @@ def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[np.float64]], ranks: Rank
 
 def add_over_ranks(value: Tensor) -> None:
     """Replace a tensor by its element-wise sum over the ranks, on its device; does not wait for
-    it.
-    """
+    it."""
     dist.all_reduce(value)
 
 
@@ -234,8 +208,7 @@ def barrier(ranks: Ranks) -> None:
 
 def wait_for_hosts(ranks: Ranks) -> None:
     """Wait for the hosts of all ranks, before a wait for a GPU: gloo notices a rank that is gone,
-    where a kernel of NCCL would wait for it until somebody ends this rank.
-    """
+    where a kernel of NCCL would wait for it until somebody ends this rank."""
     if ranks.device.type == "cuda":
         barrier(ranks)
 

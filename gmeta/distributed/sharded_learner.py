@@ -5,22 +5,23 @@ Shape suffixes: U unique ids, D embedding width.
 """
 
 import time
-import torch
 from collections.abc import Sequence
-from gmeta.data.accumulate import (Collated, MicroBatches, accumulate_loss)
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+
+from gmeta.data.accumulate import Collated, MicroBatches, accumulate_loss
 from gmeta.data.episodes import Episodes
 from gmeta.distributed.exchange.exchange import Exchange
 from gmeta.distributed.ranks import lost_contact
-from gmeta.errors import (ConfigError, GMetaError, is_of_memory)
+from gmeta.errors import ConfigError, GMetaError, is_of_memory
 from gmeta.platform.numerics import autocast
-from gmeta.platform.threads import (ThreadChoice, work_to_predict)
+from gmeta.platform.threads import ThreadChoice, work_to_predict
 from gmeta_keys.plugins import is_ours
-from gmeta_keys.translate_errors import (format_foreign_error, translate_errors)
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_models.eval_mode import in_eval_mode
-from torch import (Tensor, nn)
-from torchrec.distributed import DistributedModelParallel
-from typing import (Protocol, TYPE_CHECKING)
-
 
 if TYPE_CHECKING:  # which learner is spread over the ranks is its builder's business
     from gmeta.learner import MetaLearner, QueryPrediction

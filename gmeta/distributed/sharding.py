@@ -56,8 +56,7 @@ _BLOCKS_AT_ONCE = 16
 
 class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
     """In place of DistributedDataParallel where there is no other rank to average with, or
-    LayerAverage does it.
-    """
+    LayerAverage does it."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Leave the layers as they are."""
@@ -72,13 +71,9 @@ def shard_learner(
     """Spread the tables over the ranks by the config's plan, with their optimizer fused into
     backward, and replicate the layers.
 
-    The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
-    A row's initial values depend on `run.seed`, its table and its number alone: not on the plan,
-    the number of ranks, or how many rows the table has.
-
-    Raises:
-        ConfigError: fbgemm is to update the tables and has no such optimizer on this device, or a
-            table cannot be sharded, clipped or looked up as the config says.
+    The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm. A row's
+    initial values depend on `run.seed`, its table and its number alone: not on the plan, the number
+    of ranks, or how many rows the table has.
     """
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
@@ -128,8 +123,7 @@ def _choose_shapes(
     learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
 ) -> None:
     """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
-    if graphs were asked for, tell why there are none.
-    """
+    if graphs were asked for, tell why there are none."""
     buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
     learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
     if config.run.cuda_graphs == "off":
@@ -185,8 +179,7 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
 def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) -> None:
     """Fill every table shard of this rank with normal values of this deviation, the same under any
     plan, at any world size and of a table with any number of rows: one that grows later has the
-    rows that it would have had from the start.
-    """
+    rows that it would have had from the start."""
     state = sharded.state_dict()
     tables = [name for name in state if name.startswith(TABLES_PREFIX)]
     tables.sort(key=lambda name: name.rpartition("embeddings.")[2])  # whatever their widths

@@ -47,11 +47,8 @@ def make_plan(
     tables: nn.Module, config: ShardingConfig, tasks_per_step: int, ranks: Ranks
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Return the sharding plan of each collection of tables in a ShardedLearner's `tables`, by the
-    collection's name in the learner; the same on every rank.
-
-    Raises:
-        ConfigError: a kind does not fit the device, the width or the number of ranks.
-    """
+    collection's name in the learner; the same on every rank. Raises ConfigError: a kind does not
+    fit the device, the width or the number of ranks."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cluster = Cluster(ranks.world_size, local_size, ranks.device.type)
     if config.default != "planner":
@@ -70,11 +67,8 @@ def plan_on(
     tables: nn.Module, config: ShardingConfig, tasks_per_step: int, cluster: Cluster
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Return the sharding plan of each collection, as `make_plan`, for ranks that need not be here.
-
-    Raises:
-        ConfigError: a kind does not fit the device, the width or the number of ranks.
-        NoPlaceError: TorchRec's planner finds no place for the tables.
-    """
+    Raises ConfigError: a kind does not fit the device, the width or the number of ranks. Raises
+    NoPlaceError: TorchRec's planner finds no place for the tables."""
     kinds, placements = _check_tables(tables, config, cluster)
     if None in kinds.values():
         return plan_by_torchrec(tables, kinds, placements, config.exchange, tasks_per_step, cluster)

@@ -29,8 +29,7 @@ class StoppedError(GMetaError):
 @dataclass
 class Stop:
     """Whether this rank was asked to stop, and whether all ranks know that one was; `problem` is
-    what asked this rank, or `reason` why a callback did, if not SIGTERM.
-    """
+    what asked this rank, or `reason` why a callback did, if not SIGTERM."""
 
     is_requested: bool = False
     is_agreed: bool = False
@@ -54,8 +53,7 @@ def end_with_agent() -> None:
 def stop_on_sigterm() -> Iterator[Stop]:
     """Yield a Stop that SIGTERM asks, instead of ending the process; Kubernetes sends it before it
     takes a pod away. Outside the main thread, which alone may handle signals, SIGTERM stays as it
-    is.
-    """
+    is."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

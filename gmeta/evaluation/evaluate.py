@@ -64,17 +64,14 @@ def evaluate_run(
     open_by_name), all of whose splits are then predicted: values that the run's vocabularies do not
     hold are unknown to it.
 
-    `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without
-    the former the run adapts at the rate and steps that are best on its validation splits; a plain
-    run that has none, on the other half of the tasks of the split that is predicted: by its
-    predictions of the config's judged label. If `label` is not "", a plain run goes by that.
-    Beside positive rows stand `candidates`, if any. `advance` hears how many of this rank's tasks
-    are read, of how many about; every view and fine-tuning of one counts as a task.
-
-    Raises:
-        UserError: no run folder, no checkpoint yet, an unknown split or label.
-        GMetaError: the dataset is not the one that was trained on.
-        DataError: the one that `on` names has other columns.
+    `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without the
+    former the run adapts at the rate and steps that are best on its validation splits; a plain run
+    that has none, on the other half of the tasks of the split that is predicted: by its predictions
+    of the config's judged label. If `label` is not "", a plain run goes by that. Beside positive
+    rows stand `candidates`, if any. `advance` hears how many of this rank's tasks are read, of how
+    many about; every view and fine-tuning of one counts as a task. Raises UserError: no run folder,
+    no checkpoint yet, an unknown split or label. Raises GMetaError: the dataset is not the one that
+    was trained on. Raises DataError: the one that `on` names has other columns.
     """
     folder = RunFolder(root)
     config = folder.read_config()
@@ -187,11 +184,7 @@ def predict_views(
 
 def with_judged_label(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
     """Return the config with `label` as the judged one, if that is not "" and the dataset's labels
-    have names.
-
-    Raises:
-        UserError: there is no such label.
-    """
+    have names."""
     names = dataset.features.labels
     if not label or not names:
         return config
@@ -204,11 +197,7 @@ def with_judged_label(label: str, config: TrainConfig, dataset: Dataset) -> Trai
 
 
 def checkpoint_of(run: RunFolder) -> Path:
-    """Return the checkpoint that stands for a run.
-
-    Raises:
-        UserError: it has none yet.
-    """
+    """Return the checkpoint that stands for a run. Raises UserError: it has none yet."""
     checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
     if checkpoint is None:
         raise UserError(
@@ -220,8 +209,7 @@ def checkpoint_of(run: RunFolder) -> Path:
 
 def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalProtocol, str]:
     """Return what is shown of a dataset whose protocol says which rows are support: one draw,
-    whatever was asked for, and a line that tells so; "" where nothing had to change.
-    """
+    whatever was asked for, and a line that tells so; "" where nothing had to change."""
     if protocol.draws == 1 or not dataset.manifest.support_is_fixed:
         return protocol, ""
     return replace(protocol, draws=1), (
@@ -233,11 +221,8 @@ def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalPro
 
 def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str]) -> list[str]:
     """Return the splits asked for, else those of the config, else all but those that training and
-    validation used, what these were carved out of, and what else was carved out of that.
-
-    Raises:
-        UserError: a split is unknown or has no episodes, or none is left.
-    """
+    validation used, what these were carved out of, and what else was carved out of that. Raises
+    UserError: a split is unknown or has no episodes, or none is left."""
     chosen = list(requested or config.data.eval_splits)
     for split in chosen:
         if split not in dataset.splits:

@@ -61,8 +61,7 @@ def choose_judging_splits(
     """Return the splits that choose rate and steps together: the validation splits, for all splits
     that are scored. Where these are too few, each half of the tasks of a scored split judges for
     the other, but only for a plain run, which never saw an inner step; training tasks cannot, whose
-    labels the model has seen (docs/evaluation.md). None where there is nothing to choose.
-    """
+    labels the model has seen (docs/evaluation.md). None where there is nothing to choose."""
     if not has_tunable_rates(config):
         return []
     if not has_too_few_tasks(config, dataset):

@@ -1,24 +1,32 @@
 """What a learner predicts of a split's query rows, all ranks together, by a view of its tasks."""
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from collections.abc import (Callable, Iterable, Iterator, Sequence)
-from dataclasses import (dataclass, replace)
+from torchrec.distributed import DistributedModelParallel
+
 from gmeta.config.train_config import TrainConfig
-from gmeta.data.episodes import (Episodes, with_query_items, with_sampled)
-from gmeta.data.label_checks import (check_labels, kinds_of, scored_labels)
+from gmeta.data.episodes import Episodes, with_query_items, with_sampled
+from gmeta.data.label_checks import check_labels, kinds_of, scored_labels
 from gmeta.data.reader import open_reader
-from gmeta.data.support_views import (STORED, SupportView)
-from gmeta.distributed.collective_errors import (batch_without_tasks, raise_first_problem, stop_on_error)
-from gmeta.distributed.ranks import (Ranks, gather_values, wait_for_hosts)
+from gmeta.data.support_views import STORED, SupportView
+from gmeta.distributed.collective_errors import (
+    batch_without_tasks,
+    raise_first_problem,
+    stop_on_error,
+)
+from gmeta.distributed.ranks import Ranks, gather_values, wait_for_hosts
 from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.steps import iterate_steps
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import UserError
-from gmeta.evaluation.baselines.block_rows import (pack_rows, unpack_block)
-from gmeta.evaluation.baselines.candidates import (Candidates, rank_among_candidates_N2)
+from gmeta.evaluation.baselines.block_rows import pack_rows, unpack_block
+from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
 from gmeta.evaluation.report.evaluated_runs import PLACES
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.scored_label import ScoredLabel
@@ -28,9 +36,6 @@ from metaio.prepare.episodes.raw_ids import find_item_feature
 from metaio.ragged import owners
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
-from torchrec.distributed import DistributedModelParallel
-from typing import (Any, TypeAlias)
-
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 # A batch, and which of its rows are sampled candidates: empty where there are none.

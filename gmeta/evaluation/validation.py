@@ -72,8 +72,7 @@ def score_validation(
     context: EvalContext, show_lines: Callable[[Sequence[str]], None]
 ) -> dict[str, float | None]:
     """Return the metrics of the validation splits on rank 0 as average_scores does, an empty dict
-    elsewhere, and tell why one is undefined.
-    """
+    elsewhere, and tell why one is undefined."""
     found = {split: score_split(context, split) for split in context.config.data.valid_splits}
     show_lines([line for one in found.values() for line in one.notes])
     scores = {split: one.scores for split, one in found.items()}
@@ -82,8 +81,7 @@ def score_validation(
 
 def average_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, float | None]:
     """Return the metrics of a split; of several splits the means, undefined where one is, and
-    behind them those of each, as METRIC/SPLIT.
-    """
+    behind them those of each, as METRIC/SPLIT."""
     first = next(iter(scores.values()))
     if len(scores) == 1:
         return first
@@ -99,8 +97,7 @@ def average_scores(scores: Mapping[str, dict[str, float | None]]) -> dict[str, f
 
 def score_before_training(context: EvalContext, lineage: Lineage) -> list[str]:
     """Score every split of the increment that is trained next, the last of `lineage`, keep the
-    scores in the run folder (prequential.json) and return a line on each. Collective.
-    """
+    scores in the run folder (prequential.json) and return a line on each. Collective."""
     config, dataset = context.config, context.dataset
     # No split was trained on: each is read as it is stored. Which one is validated on stays, as the
     # keys of early stopping, whose metric is among the scores, ask for one.

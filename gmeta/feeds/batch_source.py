@@ -32,22 +32,19 @@ class BatchSource(abc.ABC):
     @abc.abstractmethod
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         """Yield this rank's batch of each step of `epoch` from `first_step` on, empty where it has
-        none now.
-        """
+        none now."""
 
     @abc.abstractmethod
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int
     ) -> Iterator[Episodes | MicroBatches] | None:
         """Return the same batches as the learner and its exchange take them, made by processes;
-        None: the rank has none, and makes them itself.
-        """
+        None: the rank has none, and makes them itself."""
 
     @abc.abstractmethod
     def report_trained(self, num_tasks: int) -> None:
         """Take note, after the optimizer's step, that `num_tasks` tasks of this rank's batches are
-        in the model.
-        """
+        in the model."""
 
     @abc.abstractmethod
     def is_epoch_over(self, epoch_step: int) -> bool:
@@ -56,8 +53,7 @@ class BatchSource(abc.ABC):
     @abc.abstractmethod
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
         """Return what must lie beside the model of this step: names and texts, on rank 0.
-        Collective.
-        """
+        Collective."""
 
     @abc.abstractmethod
     def confirm_checkpoint(self) -> None:

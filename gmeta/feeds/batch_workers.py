@@ -55,8 +55,7 @@ _PROGRAM = (
 
 def resolve_num_processes(configured: int, device: torch.device, is_local: bool) -> int:
     """Return `asked`, or what data.processes = -1 is for a rank that computes on this device and
-    reads from a disk, or from a store that is further away.
-    """
+    reads from a disk, or from a store that is further away."""
     if configured >= 0 or device.type == "cpu":
         return max(configured, 0)
     # Batches are drawn from the same blocks, so each process reads them all: the page cache serves
@@ -66,8 +65,7 @@ def resolve_num_processes(configured: int, device: torch.device, is_local: bool)
 
 def _cores_of_rank() -> int:
     """Count the cores that this process may use, and the CPU time of its container, as a rank's
-    share of those of its host.
-    """
+    share of those of its host."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no container's quota, or none that is told there
         quota_us, period_us = map(int, _QUOTA.read_text().split())
@@ -140,11 +138,7 @@ class BatchWorkers:
     ) -> Iterator[Episodes | MicroBatches]:
         """Return the batches of an epoch of `num_steps` steps, from `first_step` on, of a rank
         whose share is fixed. Epochs follow one another: those behind the first are under way before
-        anybody asks.
-
-        Raises:
-            GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
-        """
+        anybody asks."""
         if self._shares is None:
             places = places_from((epoch, first_step), num_steps, self._config.run.epochs)
             num_parts = self._config.outer.accumulate_steps
@@ -157,11 +151,7 @@ class BatchWorkers:
     ) -> Generator[Episodes | MicroBatches]:
         """Yield the batch of each of `asks`, as the learner and its exchange take it. They are
         drawn in the caller's thread, `batches_ahead` ahead. What an earlier call drew and nobody
-        took is dropped.
-
-        Raises:
-            GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
-        """
+        took is dropped."""
         assert batches_ahead <= BLOCKS * self.number, "a block is written before it is read"
         if not self._has_work:
             self._send_work(local)
@@ -188,8 +178,7 @@ class BatchWorkers:
     @property
     def busy_s(self) -> float:
         """Return the seconds that the batches that were asked for have taken if all processes were
-        at work at all times.
-        """
+        at work at all times."""
         return self._made_s / self.number
 
     def _send_work(self, local: "ShardedLearner") -> None:

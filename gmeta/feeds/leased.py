@@ -180,11 +180,7 @@ class LeasedBatchSource(BatchSource):
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
         """Lease shards and yield their tasks as batches; the service knows where in the epoch the
-        model stands.
-
-        Raises:
-            AntdtError: of this rank alone: the others may be in a collective.
-        """
+        model stands. Raises AntdtError: of this rank alone: the others may be in a collective."""
 
         def make_batches(groups: Iterator[list[UnitRange]], _: int) -> Generator[TaskBatch]:
             return self._reader.batches(
@@ -196,12 +192,9 @@ class LeasedBatchSource(BatchSource):
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int
     ) -> Iterator[Episodes | MicroBatches] | None:
-        """Lease shards and have the processes make the batches, if there are any.
-
-        Raises:
-            AntdtError: of this rank alone: the others may be in a collective.
-            GMetaError: a process has ended.
-        """
+        """Lease shards and have the processes make the batches, if there are any. Raises
+        AntdtError: of this rank alone: the others may be in a collective. Raises GMetaError: a
+        process has ended."""
         if self.workers is None:
             return None
         processes = self.workers
@@ -229,23 +222,20 @@ class LeasedBatchSource(BatchSource):
     def change_share(self, num_tasks: int, num_parts: int) -> None:
         """Take `num_tasks` for each batch from now on, whatever was made ahead, and work through
         them in `num_parts` parts: the batch that was asked for last is dropped and asked for again,
-        on every rank, so that their steps stay whole.
-        """
+        on every rank, so that their steps stay whole."""
         self.share, self._num_parts = num_tasks, num_parts
         self._replan = True
 
     def _shards_ahead(self) -> int:
         """Return how many shards to lease while those of a batch are used up: another batch's
-        worth.
-        """
+        worth."""
         return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
 
     def _iterate_batches(
         self, stream: UnitStream, maker: _BatchMaker[Batch], step: int
     ) -> Iterator[Batch]:
         """Yield the batches of a stream from this step on; after a change of share, those made
-        ahead are dropped and planned anew, from blocks that are decoded already.
-        """
+        ahead are dropped and planned anew, from blocks that are decoded already."""
         while not stream.ended:
             planned: deque[int] = deque()  # tasks of each batch that is made ahead
             with closing(maker(self._iterate_ranges(stream, planned), step)) as batches:
@@ -280,8 +270,7 @@ class LeasedBatchSource(BatchSource):
 
     def report_trained(self, num_tasks: int) -> None:
         """Report the tasks to the service. Where a lease was lost, the next batch and the next
-        checkpoint tell.
-        """
+        checkpoint tell."""
         if self._stream is None:
             raise RuntimeError("trained() needs an epoch: call batches() first")
         with self._defer_problems():
@@ -296,11 +285,8 @@ class LeasedBatchSource(BatchSource):
         return self._epoch_ended
 
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
-        """Return the shard manifest: exactly what of the data is in the model of this step.
-
-        Raises:
-            AntdtError: on all ranks; one of them lost a lease, or the service.
-        """
+        """Return the shard manifest: exactly what of the data is in the model of this step. Raises
+        AntdtError: on all ranks; one of them lost a lease, or the service."""
         files: dict[str, str] = {}
 
         def prepare() -> None:
@@ -325,8 +311,7 @@ class LeasedBatchSource(BatchSource):
     @contextmanager
     def _defer_problems(self) -> Iterator[None]:
         """Keep an error of the service until the next batch or checkpoint: the others may be in a
-        collective now.
-        """
+        collective now."""
         try:
             yield
         except AntdtError as error:
@@ -344,8 +329,7 @@ class LeasedBatchSource(BatchSource):
     @property
     def read_s(self) -> float:
         """Return the seconds that reading has taken, also where nobody had to wait for it; with
-        processes also arranging.
-        """
+        processes also arranging."""
         return self._made_by.busy_s + self._lease_wait_s
 
     @property

@@ -33,8 +33,7 @@ class ReadTime:
 
     def task_s(self, read_s: float, tasks_read: int) -> float:
         """Return the seconds that reading a task takes, from the totals of the rank's reader;
-        called once a step.
-        """
+        called once a step."""
         if self._steps_to_skip:
             self._steps_to_skip -= 1
         else:

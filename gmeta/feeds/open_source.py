@@ -16,10 +16,7 @@ def open_batch_source(
     config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
 ) -> BatchSource:
     """Return the feed that `data.source` names, at the place in the data where `checkpoint` stands.
-
-    Raises:
-        UserError: the checkpoint was trained with the other source, or from other data.
-    """
+    Raises UserError: the checkpoint was trained with the other source, or from other data."""
     leased = config.data.source == "service"
     if checkpoint is not None and (checkpoint / MANIFEST_FILE_NAME).exists() != leased:
         raise UserError(

@@ -25,8 +25,7 @@ def needs_own_service(config: TrainConfig) -> bool:
 
 def start_embedded_service(config: TrainConfig) -> EmbeddedService:
     """Return the job's service, its store in the run folder; it ends with this process at the
-    latest.
-    """
+    latest."""
     return EmbeddedService(Path(config.run.dir) / SHARDS_FOLDER)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 @final
 class SharedBlock:
     """One end of it. It has no name and lies in no folder: the system frees it when the last
-    process that holds it lets go or ends, however it ends; and no size of /dev/shm limits it.
-    """
+    process that holds it lets go or ends, however it ends; and no size of /dev/shm limits it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -64,19 +64,16 @@ class StepAgent(abc.ABC):
         self, batches: Iterator[TaskBatch], collate: CollateFunction
     ) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch as the learner takes it, in parts where a step is worked through in
-        several.
-        """
+        several."""
 
     @abc.abstractmethod
     def finish_step(self, num_tasks: int) -> None:
         """Take note that the optimizer's step is done. Collective: every rank calls it for every
-        step.
-        """
+        step."""
 
     def adopt_new_plan(self) -> bool:
         """Say whether the shares changed behind the last step, so that the batch that was asked for
-        last is planned anew. Called before each step; the same on all ranks.
-        """
+        last is planned anew. Called before each step; the same on all ranks."""
         return False
 
 
@@ -92,8 +89,7 @@ class StaticStepAgent(StepAgent):
         on_thread_start: Callable[[], object] = lambda: None,
     ) -> None:
         """Arrange in `threads` threads for a GPU, each of which calls `enter` as it begins; 0: in
-        the thread that asks for batches.
-        """
+        the thread that asks for batches."""
         self._exchange = local_learner(sharded).exchange
         self._micro_batches = micro_batches
         self._threads = threads
@@ -127,8 +123,7 @@ def open_agent(
     stop: Stop,
 ) -> StepAgent:
     """Return an agent that watches where ranks lease shards, and may therefore take unequal shares
-    of a step.
-    """
+    of a step."""
     if not isinstance(feed, LeasedBatchSource):
         # Cores that compute have no time to arrange beside it.
         threads = config.data.threads if ranks.device.type == "cuda" else 0
@@ -146,8 +141,7 @@ def iterate_batches(
     stop: Stop,
 ) -> Iterator[Episodes | MicroBatches]:
     """Yield this rank's batches from where `progress` stands in its epoch: checked, augmented and
-    arranged. One that is wrong asks all ranks to stop before its step.
-    """
+    arranged. One that is wrong asks all ranks to stop before its step."""
     epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
     collate = local.learner.collate_options().collator_of(epoch)
     worker_batches = feed.episodes(local, epoch, step)
@@ -194,8 +188,7 @@ class LeasedStepAgent(StepAgent):
         self, batches: Iterator[TaskBatch], collate: CollateFunction
     ) -> Iterator[Episodes | MicroBatches]:
         """Yield each batch arranged, in as many parts as the plan says by then; the time counts as
-        this rank's own. Where processes arrange, nobody asks for this.
-        """
+        this rank's own. Where processes arrange, nobody asks for this."""
         for batch in batches:
             began_s = time.perf_counter()
             episodes = collate_in_parts(collate, self._worker.plan.micro_batches)(batch)
@@ -223,8 +216,7 @@ class LeasedStepAgent(StepAgent):
     def adopt_new_plan(self) -> bool:
         """Adopt the plan that was asked about if it is the newest of all ranks: they all hear so
         behind the same step, so it is in force for the same batch everywhere. If the speed of any
-        rank changed, all report at once, and the controller sees the same step of everybody.
-        """
+        rank changed, all report at once, and the controller sees the same step of everybody."""
         if self._plan_swap is None:
             return False
         (plan, mine, swap), self._plan_swap = self._plan_swap, None
@@ -257,8 +249,7 @@ class LeasedStepAgent(StepAgent):
 
     def _end_for_restart(self) -> str:
         """Ask all ranks to keep the steps so far and end; torchrun starts them again. Return why
-        that cannot be, or "".
-        """
+        that cannot be, or ""."""
         used, allowed = restarts()
         if used >= allowed:
             return f"torchrun has used {used} of {allowed} restarts; raise --max-restarts"

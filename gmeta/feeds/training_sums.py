@@ -1,11 +1,12 @@
 """What the rows of the training split say of each value, before a run takes its first step."""
 
 import numpy as np
+
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.features.item_statistics import ItemStatistics
-from gmeta.data.label_checks import (check_labels, kinds_of)
+from gmeta.data.label_checks import check_labels, kinds_of
 from gmeta.distributed.collective_errors import run_on_all
-from gmeta.distributed.ranks import (Ranks, add_arrays_over_ranks)
+from gmeta.distributed.ranks import Ranks, add_arrays_over_ranks
 from metaio.format.dataset import Dataset
 from metaio.read.compose import compose
 
@@ -14,12 +15,8 @@ def read_item_statistics(
     items: ItemStatistics | None, config: TrainConfig, dataset: Dataset, ranks: Ranks
 ) -> list[str]:
     """Read the training split once, each rank its share of the blocks, fill `items` with what it
-    says, and return what to tell of it: nothing where there are none. Collective.
-
-    Raises:
-        ConfigError: a label is not one that the loss takes.
-        FormatError: a file is missing or damaged.
-    """
+    says, and return what to tell of it: nothing where there are none. Collective. Raises
+    ConfigError: a label is not one that the loss takes."""
     if items is None:
         return []
     sums, split = items.empty_sums(), dataset.split(config.data.train_split)

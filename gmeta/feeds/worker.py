@@ -61,11 +61,7 @@ class TrainingSplit:
 
     def begin(self, request: BatchRequest) -> Iterator[TaskBatch]:
         """Return what yields the batch that was asked for, checked and augmented; it is read in the
-        background until then.
-
-        Raises:
-            GMetaError, MetaIOError, OSError: as reading raises; also the iterator.
-        """
+        background until then."""
         config, dataset = self._work.config, self._dataset
         split, seed = config.data.train_split, config.run.seed
         if request.ranges is None:
@@ -78,8 +74,7 @@ class TrainingSplit:
 
     def _share_of(self, place: Place) -> TaskBatch:
         """Return the rank's share of a step. Those that this process will be asked for are read
-        ahead.
-        """
+        ahead."""
         found = next(self._share, None)
         if found is None:  # the first, or behind one that could not be read
             work, reader = self._work, self._share_reader
@@ -94,8 +89,7 @@ class TrainingSplit:
 
 def work(connection: int, *blocks: int) -> None:
     """Do what the rank says at the other end of a connection, until it closes that or is gone;
-    connection and blocks are given by their descriptors.
-    """
+    connection and blocks are given by their descriptors."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text("gmeta-batches")  # as `top` shows it
     torch.set_num_threads(1)
@@ -106,8 +100,7 @@ def work(connection: int, *blocks: int) -> None:
 
 def serve_requests(rank: Connection, work: BatchWork, blocks: list[SharedBlock]) -> None:
     """Make the batches that the rank asks for, one after the other, until it is gone (EOFError,
-    ConnectionError). It never has more batches to copy than there are blocks.
-    """
+    ConnectionError). It never has more batches to copy than there are blocks."""
     turns, pending = cycle(blocks), deque[tuple[BatchRequest, Iterator[TaskBatch] | Exception]]()
     with ExitStack() as held:
         split = TrainingSplit(work, held)

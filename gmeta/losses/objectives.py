@@ -17,16 +17,18 @@ the logit of the product is
 Shape suffixes: N rows, L labels, O outputs.
 """
 
-import torch
-import torch.nn.functional as F
 from __future__ import annotations
+
 from collections.abc import Callable
 from functools import cache
-from gmeta.losses.ranking import (list_grads, list_losses)
-from gmeta.losses.row_losses import (LossFunction, errors_N, in_float32, row_grads_N, row_losses_N)
-from torch import Tensor
-from typing import (NamedTuple, TYPE_CHECKING)
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gmeta.losses.ranking import list_grads, list_losses
+from gmeta.losses.row_losses import LossFunction, errors_N, in_float32, row_grads_N, row_losses_N
 
 if TYPE_CHECKING:
     from gmeta.config.labels import LabelsConfig
@@ -45,8 +47,7 @@ class LabelLosses(NamedTuple):
 
     def logits(self, output: Tensor) -> Tensor:
         """Return the logits that the losses compare with labels: the model's outputs, and of labels
-        of the entire space the logit of the product.
-        """
+        of the entire space the logit of the product."""
         if max(self.before) < 0:
             return output
         own = in_float32(output).unbind(dim=1)
@@ -63,8 +64,7 @@ class LabelLosses(NamedTuple):
 
     def predictions(self, logits: Tensor) -> Tensor:
         """Return a probability for each label of bce, a score for a ranking loss, else the
-        predicted label.
-        """
+        predicted label."""
 
         def predict_label(loss: LossFunction, logit: Tensor) -> Tensor:
             return logit.sigmoid() if loss.kind == "bce" else logit.clone()
@@ -75,8 +75,7 @@ class LabelLosses(NamedTuple):
         self, logits: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
     ) -> Tensor:
         """Return how far each label is above its prediction, or how a ranking loss pulls the
-        output; 0 where it is not known.
-        """
+        output; 0 where it is not known."""
         known = None if weight is None else (weight > 0).to(label.dtype)
 
         def error(loss: LossFunction, logit: Tensor, label: Tensor, known: Tensor | None) -> Tensor:
@@ -104,8 +103,7 @@ class LabelLosses(NamedTuple):
         self, output_NL: Tensor, label_NL: Tensor, weight_NL: Tensor, lists: TaskLists
     ) -> Tensor:
         """Return the gradient of the weighted sum of these losses at the outputs of a last layer,
-        differentiable once more.
-        """
+        differentiable once more."""
 
         def label_grads(
             loss: LossFunction, output: Tensor, label: Tensor, weight: Tensor
@@ -209,8 +207,7 @@ class RowLoss(NamedTuple):
 
 def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
     """Return what each label counts in its row's loss, in the shape of the labels: the row's
-    weight (all 1 if there are none), 0 where the label is NaN; None where all count 1.
-    """
+    weight (all 1 if there are none), 0 where the label is NaN; None where all count 1."""
     if weight_N.numel():
         return known_weights(label, weight_N)
     known = known_weights(label, None)
@@ -235,11 +232,7 @@ def make_objectives(
     loss: str, huber_delta: float, config: LabelsConfig, names: tuple[str, ...]
 ) -> Objectives:
     """Return the objectives of a dataset's labels, `names`; for one without a name, those of
-    `loss`.
-
-    Raises:
-        ValueError: the config names a label that does not exist, or asks for what cannot be.
-    """
+    `loss`."""
     config.check(names)
     if not names:
         return Objectives.of(loss, huber_delta)

@@ -16,13 +16,14 @@ Each label has lists of its own, which count as tasks.
 Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side.
 """
 
-import torch
 from __future__ import annotations
-from collections.abc import (Callable, Iterator, Sequence)
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from typing import (Any, NamedTuple, Protocol)
-
 
 # Pairs that are in memory at once: 1 MB in float32, a few times.
 MOST_PAIRS = 1 << 18
@@ -54,8 +55,7 @@ def list_grads(
     kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
 ) -> Tensor:
     """Return the gradient of the weighted sum of these losses at the outputs, differentiable once
-    more. None: each weighs 1.
-    """
+    more. None: each weighs 1."""
     of_block = _softmax_grads if kind == "softmax" else _pair_grads
     return _by_list(of_block, lists, output, label, weight)
 
@@ -208,8 +208,7 @@ def _sums_over_pairs(
     output_TH: Tensor, label_TH: Tensor, term: Callable[[_Pairs], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return, for each row, m / (2 |P|) times the sum of the terms of the pairs in which it is
-    first, and of those in which it is second: [T, H] each.
-    """
+    first, and of those in which it is second: [T, H] each."""
     above_TH, below_TH = torch.empty_like(output_TH), torch.zeros_like(output_TH)
     count_T1 = output_TH.new_zeros(len(output_TH), 1)
     for pairs in _pairs(output_TH, label_TH):

@@ -4,14 +4,15 @@ objectives.py's.
 Shape suffix: N rows.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from __future__ import annotations
 from torch import Tensor
-from typing import NamedTuple
-
 
 HALVES = (torch.bfloat16, torch.float16)
 RANKING = ("softmax", "pairwise")
@@ -19,8 +20,7 @@ RANKING = ("softmax", "pairwise")
 
 def defined_labels_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     """Return where the loss is defined: for `bce` from 0 to 1, for `softmax` from 0 on, else
-    wherever it is finite.
-    """
+    wherever it is finite."""
     # NaN is neither below nor above anything.
     if kind == "bce":
         return (label_N >= 0) & (label_N <= 1)
@@ -59,8 +59,7 @@ def row_losses_N(loss: LossFunction, output_N: Tensor, label_N: Tensor) -> Tenso
 
 def weighted_sum(losses_N: Tensor, weights_N: Tensor) -> Tensor:
     """Return their inner product, a scalar, in the precision of the losses, not autocast's as with
-    `@`.
-    """
+    `@`."""
     return torch.dot(losses_N, weights_N)
 
 

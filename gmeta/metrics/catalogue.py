@@ -29,8 +29,7 @@ OF_VALUES = ("mae", "rmse")
 
 def predicted_by(loss: str) -> PredictionKind:
     """Return what a model of this loss predicts: a probability, a label, or a score that tells the
-    order of a task's rows and nothing of their level.
-    """
+    order of a task's rows and nothing of their level."""
     if loss in LIST_LOSSES:
         return "score"
     return "probability" if loss == "bce" else "rating"
@@ -77,11 +76,8 @@ def _is_mistyped(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is measured of predictions: of those of a loss, by the metrics of a config.
-
-    Raises:
-        ConfigError: a metric is unknown, named twice, or means nothing for the loss.
-    """
+    """What is measured of predictions: of those of a loss, by the metrics of a config. Raises
+    ConfigError: a metric is unknown, named twice, or means nothing for the loss."""
 
     loss: Loss
     config: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -107,8 +103,7 @@ class Scoring:
     def for_other_label(self, loss: Loss) -> "Scoring":
         """Return what is measured of another label of the same rows, by its loss: the same metrics
         where they mean something for it, none of them over candidates, which are sampled beside the
-        positive rows of one label.
-        """
+        positive rows of one label."""
         alike = predicts_alike(loss, self.loss)
         kept = [name for name in self.config.metrics if alike and not self.is_over_candidates(name)]
         return Scoring(loss, replace(self.config, metrics=tuple(kept), candidates=0))
@@ -217,8 +212,7 @@ def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
 
 def parse_name(name: str) -> tuple[str, int | None]:
     """Return the family of a metric's name and its K, None for a whole one; no family for a name
-    that is not one of ours.
-    """
+    that is not one of ours."""
     if name in WHOLE_NAMES:
         return name, None
     match = re.fullmatch(rf"({'|'.join(CUT_NAMES)})@([0-9]{{1,6}})", name)

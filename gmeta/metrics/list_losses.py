@@ -4,10 +4,11 @@ judged by it, as it also notices outputs that run away.
 Shape suffixes: T tasks, N rows.
 """
 
-import numpy as np
 from collections.abc import Callable
-from gmeta.metrics.terms import (Floats, Ints, Terms, mean_over_tasks, undefined_terms)
 
+import numpy as np
+
+from gmeta.metrics.terms import Floats, Ints, Terms, mean_over_tasks, undefined_terms
 
 MOST_PAIRS = 1 << 20  # of a task, at once in memory
 
@@ -18,8 +19,7 @@ def list_loss_terms(
     """Return the mean over the tasks whose labels differ of `softmax`, the cross-entropy of the
     softmax of its scores against its labels over their sum, or of `pairwise`, the mean of
     log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see losses/ranking.py. code_N are dense
-    task codes in [0, num_tasks).
-    """
+    task codes in [0, num_tasks)."""
     num_negative = int(np.count_nonzero(label_N < 0))
     if name == "softmax" and num_negative:
         reason = f"{num_negative:,} of {label_N.size:,} labels are below 0, and cannot share 1"

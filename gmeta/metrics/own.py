@@ -1,17 +1,18 @@
 """Metrics of somebody's own: by entry point or import path, beside those of the catalogue."""
 
 import math
-import numpy as np
 import re
-from collections.abc import (Callable, Iterable, Mapping)
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from gmeta.errors import GMetaError
-from gmeta.metrics.terms import (Floats, Ints, Terms, undefined_terms, with_influence)
-from gmeta_keys.plugins import (Registry, describe_package)
-from gmeta_keys.translate_errors import (format_foreign_error, translate_errors)
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from gmeta.errors import GMetaError
+from gmeta.metrics.terms import Floats, Ints, Terms, undefined_terms, with_influence
+from gmeta_keys.plugins import Registry, describe_package
+from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 # N rows, T tasks, G groups of tasks
 
@@ -50,11 +51,7 @@ def is_custom(name: str) -> bool:
 
 def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) -> None:
     """Check that metrics that the run at `path` names, none of them ours, are of packages that this
-    machine trusts; `made_on` is the run's environment.
-
-    Raises:
-        GMetaError: one is not here, or not trusted; nothing of it has been imported.
-    """
+    machine trusts; `made_on` is the run's environment."""
     for name in names:
         try:
             NAMED_METRICS.check_trusted(name)
@@ -86,10 +83,7 @@ def custom_terms(
     their influences. Each has I_g / sqrt(n_g), so that resampled tasks vary as much as the I_g do
     (Kott, The delete-a-group jackknife, Journal of Official Statistics 17, 2001). Without a group
     that has all rows there is nothing to measure: it changes nothing, and too few tasks have no
-    interval anyway.
-
-    Raises:
-        GMetaError: the function failed.
+    interval anyway. Raises GMetaError: the function failed.
     """
     function = NAMED_METRICS.find(name).function
 

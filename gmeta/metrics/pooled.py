@@ -110,8 +110,7 @@ def logloss_N(label_N: Floats, probability_N: Floats) -> Floats:
 
 def _count_rarer_tasks(positive_N: Bools, code_N: Ints) -> int:
     """Return how many tasks hold a row of the class that fewer of them hold. With five of these in
-    200 a 95 % interval of the AUC holds the truth 81 times of 100, with one 6 times.
-    """
+    200 a 95 % interval of the AUC holds the truth 81 times of 100, with one 6 times."""
     classes = (code_N[positive_N], code_N[~positive_N])
     return min(int(np.count_nonzero(np.bincount(code_of_class))) for code_of_class in classes)
 

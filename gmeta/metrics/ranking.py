@@ -141,8 +141,7 @@ def precision_terms(ties: Ties, k: int) -> Terms:
 
 def recall_terms(ties: Ties, k: int) -> Terms:
     """Return the share of a task's positive rows that its k best hold, mean over the tasks with
-    one; trec_eval's recall_k.
-    """
+    one; trec_eval's recall_k."""
     return ties.none or mean_over_tasks(
         _positives_found_T(ties, k) / np.maximum(ties.positives_T, 1), ties.positives_T > 0
     )

@@ -36,8 +36,7 @@ class ScoredLabel(NamedTuple):
 
     def prediction_N(self, prediction_NL: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the prediction of this label, from those of all labels: for one given another, the
-        probability of both divided by the other's; NaN where that is 0.
-        """
+        probability of both divided by the other's; NaN where that is 0."""
         own_N: npt.NDArray[Any] = prediction_NL[:, self.at]
         if self.among < 0:
             return own_N

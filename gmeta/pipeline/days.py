@@ -25,12 +25,7 @@ TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is
 
 
 def read_days(loop: Pipeline) -> list[Day]:
-    """Return the newest increments of a loop's stream, oldest first.
-
-    Raises:
-        UserError: follow.best names no such file.
-        MetaIOError: the stream is damaged.
-    """
+    """Return the newest increments of a loop's stream, oldest first."""
     url = loop.config.follow.stream
     numbers = list_increment_numbers(url)
     if not numbers:

@@ -87,12 +87,7 @@ class FollowConfig:
 
 
 def load_follow_config(path: Path) -> FollowConfig:
-    """Return the config in a TOML file.
-
-    Raises:
-        ConfigError: no such file, no TOML, an unknown key, a bad value, a required key left empty.
-        UrlError: no installed package of fsspec reads follow.mirror.
-    """
+    """Return the config in a TOML file."""
     config = settings_from_dict(FollowConfig, read_toml("config", path, ConfigError))
     for name in ("inputs", "schema", "stream", "train", "runs", "channel"):
         if not getattr(config.follow, name):

@@ -40,9 +40,6 @@ def closed_partitions(pattern: str, closed_after_s: float) -> list[LogPartition]
     A folder is one of all files in it but those whose names begin with _ or a dot, and is closed by
     _SUCCESS; a file is one of itself. Either is closed too, with `closed_after_s`, once nothing was
     written to it for so long.
-
-    Raises:
-        GMetaError: the place cannot be listed.
     """
     partitions = []
     with _translate_access_errors(pattern):
@@ -142,11 +139,7 @@ class QuarantineChecks:
     def notes_in_force(
         self, notes: Sequence[Mapping[str, Any]], taken: Collection[str]
     ) -> list[Mapping[str, Any]]:
-        """Return the notes that hold; files that were taken are not looked at.
-
-        Raises:
-            GMetaError, MetaIOError: a file cannot be read.
-        """
+        """Return the notes that hold; files that were taken are not looked at."""
         return [
             note
             for note in notes
@@ -156,11 +149,7 @@ class QuarantineChecks:
     def find_rewritten(
         self, partitions: Sequence[LogPartition], taken: Mapping[str, Mapping[str, Any]]
     ) -> list[str]:
-        """Return the taken files whose size has changed, and, as is checked then, their bytes.
-
-        Raises:
-            GMetaError, MetaIOError: a file cannot be read.
-        """
+        """Return the taken files whose size has changed, and, as is checked then, their bytes."""
         return [
             name
             for partition in partitions
@@ -197,11 +186,7 @@ class TakenFiles:
         self._known: set[int] = set()
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return what each file was as the newest `increment` took it, by its name.
-
-        Raises:
-            FormatError: a manifest is damaged.
-        """
+        """Return what each file was as the newest `increment` took it, by its name."""
         numbers = set(list_increment_numbers(self._stream))
         if not self._known <= numbers:  # the newest was taken back: its files are free again
             self._file_of, self._known = {}, set()

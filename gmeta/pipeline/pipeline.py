@@ -68,11 +68,8 @@ class Pipeline:
         self._is_put_off = False  # its next try: the mirror may be away for hours
 
     def step(self) -> StageOutcome | None:
-        """Take the next stage and return its outcome; None where no stage is due.
-
-        Raises:
-            GMetaError: the stage failed, or too many candidates were refused in a row.
-        """
+        """Take the next stage and return its outcome; None where no stage is due. Raises
+        GMetaError: the stage failed, or too many candidates were refused in a row."""
         done = self._step()
         if done is not None and done.increment:
             # For the page alone: what is done is never read from it.
@@ -121,11 +118,7 @@ class Pipeline:
         return self._promote(number)
 
     def log_state(self) -> LogState:
-        """Return the state of the log's partitions.
-
-        Raises:
-            GMetaError, MetaIOError: the log, or a note of the quarantine, cannot be read.
-        """
+        """Return the state of the log's partitions."""
         follow, taken = self.config.follow, self._files.files()
         partitions = closed_partitions(follow.inputs, follow.closed_after_s)
         notes = list_quarantine(Path(self._stream))

@@ -37,12 +37,7 @@ class StreamPicture:
 
 
 def draw_stream(pipeline: Pipeline) -> StreamPicture:
-    """Draw a loop's stream.
-
-    Raises:
-        UserError: follow.best names no such file.
-        MetaIOError: the stream is damaged.
-    """
+    """Draw a loop's stream."""
     days = read_days(pipeline)
     chart = stream_chart(days)
     with _DRAWING:
@@ -77,7 +72,7 @@ def render_page(
         refresh_s=refresh_s,
         palette=PALETTE,
         told_time=_format_time,
-        duration=format_duration,
+        format_duration=format_duration,
     )
 
 

@@ -46,17 +46,13 @@ _folders: dict[int, str] = {}  # of the server's socket, by the process that ask
 
 def remove_folder() -> None:
     """Remove the folder of the server's socket, for a process that ends without what Python does
-    at its exit.
-    """
+    at its exit."""
     shutil.rmtree(_folders.pop(os.getpid(), ""), ignore_errors=True)
 
 
 def start(process: BaseProcess) -> None:
-    """Start a process of `forking_context`.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C came meanwhile; the process was ended.
-    """
+    """Start a process of `forking_context`. Raises KeyboardInterrupt: Ctrl-C came meanwhile; the
+    process was ended."""
     # Cut off in the middle, a start leaves a process that dies by a traceback, or that nobody ends.
     with _hold_interrupt() as is_heard:
         process.start()
@@ -68,8 +64,7 @@ def start(process: BaseProcess) -> None:
 @contextmanager
 def _hold_interrupt() -> Iterator[StopFlag]:
     """Hold a first Ctrl-C back during a `with` block, and yield an Asked that tells whether it
-    came; a second one comes through.
-    """
+    came; a second one comes through."""
     is_heard = StopFlag()
 
     def hold(*_: object) -> None:

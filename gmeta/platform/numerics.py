@@ -44,11 +44,7 @@ def multiply_in_float32(device: torch.device) -> Iterator[None]:
 
 
 def choose_products(precision: str, device: torch.device) -> None:
-    """Have CUDA multiply matrices of float32 in TF32 from now on, or not, as `precision` says.
-
-    Raises:
-        ConfigError: it is "tf32" and the device has no such products.
-    """
+    """Have CUDA multiply matrices of float32 in TF32 from now on, or not, as `precision` says."""
     if precision == TF32 and device.type != "cuda":
         raise ConfigError(
             f'run.precision = "{TF32}" needs CUDA, and this run computes on the {device.type}: '
@@ -69,8 +65,7 @@ def make_deterministic() -> None:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Have what a model draws in a step, such as its dropout, follow from these alone: the same
-    after a resume, and not the same on all ranks.
-    """
+    after a resume, and not the same on all ranks."""
     mixed = ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63
     # torch.manual_seed asks for every kind of device, in each step.
     torch.default_generator.manual_seed(mixed)

@@ -28,8 +28,7 @@ SLOW_STEPS, TOO_SLOW = 2, 2.0
 
 def work_to_predict(num_rows: int, num_weights: int, inner_steps: int) -> int:
     """Return the work of predicting, in rows x weights: an inner step passes the rows forward and
-    back, and what predicts, forward alone.
-    """
+    back, and what predicts, forward alone."""
     return num_rows * num_weights * (1 + 2 * inner_steps)
 
 
@@ -55,8 +54,7 @@ class ThreadChoice:
     @contextmanager
     def use_for(self, work: int) -> Iterator[None]:
         """Run the block, which is a step of this work, on the chosen number of threads; afterwards
-        torch has as many as before, where another model's choice begins.
-        """
+        torch has as many as before, where another model's choice begins."""
         before, threads = torch.get_num_threads(), self.threads_for(work)
         torch.set_num_threads(threads)
         began = time.perf_counter()

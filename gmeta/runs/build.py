@@ -15,7 +15,12 @@ from torch import nn
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
-from gmeta.config.inputs import NO_PRIOR, ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.inputs import (
+    NO_PRIOR,
+    ItemFeaturesConfig,
+    LabelPrior,
+    SupportFeaturesConfig,
+)
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import check_sharding
 from gmeta.config.table_names import module_name
@@ -23,9 +28,10 @@ from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import DataConfig, TrainConfig
 from gmeta.data.augment import check_augment
 from gmeta.data.features.item_statistics import ItemStatistics
-from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics, log_odds
+from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
 from gmeta.data.label_checks import check_first_labels, scored_labels
 from gmeta.data.opening import open_data
+from gmeta.data.sums import log_odds
 from gmeta.errors import ConfigError, GMetaError
 from gmeta.learner import MetaLearner
 from gmeta.losses.objectives import make_objectives

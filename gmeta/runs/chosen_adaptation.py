@@ -26,11 +26,7 @@ def read_chosen_adaptation(
     folder: RunFolder, run_algorithm: AlgorithmConfig, step: int
 ) -> AlgorithmConfig | None:
     """Return `own`, the algorithm of the run's config, with what was chosen for the checkpoint of
-    this step; None where nothing was chosen.
-
-    Raises:
-        GMetaError: the file is damaged.
-    """
+    this step; None where nothing was chosen."""
     path = folder.root / CHOSEN_ADAPTATION_FILE
     if not path.exists():
         return None

@@ -18,8 +18,7 @@ from gmeta.runs.run_progress import RunProgress
 @dataclass(frozen=True)
 class EarlyStop:
     """`metric` decides; `patience` validations in a row without a score that is better by more
-    than `min_delta` end the run (0: never).
-    """
+    than `min_delta` end the run (0: never)."""
 
     metric: str
     higher_is_better: bool
@@ -66,11 +65,7 @@ def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
 
 
 def make_early_stop(config: TrainConfig) -> EarlyStop:
-    """Return the early stopping that the config asks for.
-
-    Raises:
-        ConfigError: there is no split to validate on, or a metric means nothing for the loss.
-    """
+    """Return the early stopping that the config asks for."""
     run = config.run
     for key, value in (
         ("early_stop_patience", run.early_stop_patience),

@@ -54,8 +54,7 @@ class _PendingStep:
 
 class StepGuard:
     """Checks a run's steps; all ranks make one and call it in the same places. A batch that ends
-    the run is saved to `folder`.
-    """
+    the run is saved to `folder`."""
 
     def __init__(
         self,
@@ -80,10 +79,8 @@ class StepGuard:
     ) -> None:
         """Check a step after its backward, and report what was found in the step before.
 
-        `rows_sum` is the sum of the gradient of this rank's rows.
-
-        Raises:
-            GMetaError: the step before had a loss or gradient that is no number, on some rank.
+        `rows_sum` is the sum of the gradient of this rank's rows. Raises GMetaError: the step
+        before had a loss or gradient that is no number, on some rank.
         """
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []
@@ -101,11 +98,7 @@ class StepGuard:
         self._watched = now
 
     def check(self) -> None:
-        """Report now what was found in the last step: before a checkpoint, and at the end.
-
-        Raises:
-            GMetaError: as `watch`.
-        """
+        """Report now what was found in the last step: before a checkpoint, and at the end."""
         watched, self._watched = self._watched, None
         if watched is not None and watched.any_bad():
             message = self._blame(watched)
@@ -169,11 +162,8 @@ def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
 
 
 def load_batch(path: Path) -> list[Episodes]:
-    """Return the episodes of a saved batch, in the micro-batches that they were trained in.
-
-    Raises:
-        pickle.UnpicklingError: the file holds anything but episodes; it has run no code.
-    """
+    """Return the episodes of a saved batch, in the micro-batches that they were trained in. Raises
+    pickle.UnpicklingError: the file holds anything but episodes; it has run no code."""
     with torch.serialization.safe_globals([*_SAVED_CLASSES]):
         parts: list[Episodes] = torch.load(path, weights_only=True)
     return parts
@@ -181,8 +171,7 @@ def load_batch(path: Path) -> list[Episodes]:
 
 def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a loaded batch with its place, such as "rows.query.label_N"; which
-    there are depends on the loop that trains it.
-    """
+    there are depends on the loop that trains it."""
     if isinstance(part, Tensor):
         yield name, part
         return

@@ -34,11 +34,7 @@ class RunSummary:
 
 
 def find_runs(root: Path) -> Iterator[RunFolder]:
-    """Yield the run folders at or below `root`, in the order of their paths.
-
-    Raises:
-        UserError: there is no such folder.
-    """
+    """Yield the run folders at or below `root`, in the order of their paths."""
     if not root.is_dir():
         raise UserError(f"{root} is no folder. Give a run folder, or one with runs below it")
     yield from _iterate_below(root, MAX_DEPTH)
@@ -60,12 +56,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def summarise_run(folder: RunFolder) -> RunSummary:
-    """Return a run's line.
-
-    Raises:
-        UserError: its config is missing or broken.
-        GMetaError: it is judged by a metric of a package that is not here, or not trusted.
-    """
+    """Return a run's line."""
     config, history = folder.read_config(), folder.read_metrics()
     # The first, or that of early stopping, decides; to know what is better its code is loaded.
     metric_name = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]

@@ -61,19 +61,13 @@ class RunFolder:
         return self.root / "tensorboard"
 
     def read_config(self) -> TrainConfig:
-        """Return the resolved config that the run was started with.
-
-        Raises:
-            UserError: this is no run folder.
-        """
+        """Return the resolved config that the run was started with. Raises UserError: this is no
+        run folder."""
         return self.read_config_and_digest()[0]
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
         """Return the config and the digest that its checkpoints were written with: that of the file
-        as it is, without keys that later releases added.
-
-        Raises:
-            UserError: this is no run folder.
+        as it is, without keys that later releases added. Raises UserError: this is no run folder.
         """
         saved = self._read_config_json()
         try:

@@ -11,11 +11,7 @@ from metaio.format.atomic_folder import lock_writer
 @contextmanager
 def lock_run_folder(root: Path) -> Iterator[None]:
     """Make the run folder, and be the only process inside. The lock goes with its process, however
-    that ends.
-
-    Raises:
-        DataError: another process trains in it.
-    """
+    that ends."""
     root.mkdir(parents=True, exist_ok=True)
     with lock_writer(root / LOCK_FILE, f"run folder {root}"):
         yield

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 class RunProgress:
     """Where in the data a checkpoint stands: `step` outer steps done, `epoch_step` of them in
     `epoch`; and what validation said: the best score, its step, and how many validations since were
-    no better.
-    """
+    no better."""
 
     step: int = 0
     epoch: int = 0

@@ -51,8 +51,7 @@ class StepMeter:
 
     def read(self, wait_s: float) -> dict[str, float | None]:
         """Return the means since the last reading. Collective. `wait_s` is the reader's running
-        total; `loss` is None if no step had a query row.
-        """
+        total; `loss` is None if no step had a query row."""
         wait_for_hosts(self._ranks)
         # Waits for the device: the time below covers the work.
         loss = self._loss.item() / max(self._shown_steps, 1)

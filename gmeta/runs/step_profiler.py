@@ -17,8 +17,7 @@ SUMMARY_ROWS = 60
 
 class StepProfiler:
     """Records `num_steps` steps after the first few and writes them to `folder`; on ranks other
-    than 0, and for 0 steps, it does nothing.
-    """
+    than 0, and for 0 steps, it does nothing."""
 
     def __init__(self, folder: Path, num_steps: int, ranks: Ranks) -> None:
         self._folder = folder

@@ -17,8 +17,7 @@ R = TypeVar("R")
 
 def on_the_cpu(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function with the CPU as its default device, whatever torch.set_default_device or
-    a device as a context says.
-    """
+    a device as a context says."""
 
     @wraps(function)
     def run_on_cpu(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -32,11 +31,7 @@ def on_the_cpu(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return a device to compute on: cpu, cuda or cuda:N.
-
-    Raises:
-        UserError: the name is none of them, or this machine has no such GPU.
-    """
+    """Return a device to compute on: cpu, cuda or cuda:N."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (":" in name and not (kind == "cuda" and index.isdecimal())):
         raise UserError(f"device {name!r} is unknown: cpu, cuda or cuda:N is allowed. Choose one")

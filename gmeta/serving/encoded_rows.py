@@ -4,14 +4,16 @@ Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V v
 columns.
 """
 
-import numpy as np
-import numpy.typing as npt
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from metaio.format.features import Features
-from metaio.ragged import (Float32, Int64, index_entries, offsets, sum_rows)
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from metaio.format.features import Features
+from metaio.ragged import Float32, Int64, index_entries, offsets, sum_rows
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ dense columns, E chosen episodes.
 """
 
 import numpy as np
-from gmeta.serving.encoded_rows import (EncodedColumns, join_rows, take_rows)
-from metaio.format.block import (Rows, build_block)
+
+from gmeta.serving.encoded_rows import EncodedColumns, join_rows, take_rows
+from metaio.format.block import Rows, build_block
 from metaio.format.features import Features
-from metaio.ragged import (Int64, reorder_row_by_row)
+from metaio.ragged import Int64, reorder_row_by_row
 from metaio.read.batch import TaskBatch
 from metaio.read.compose import compose
 
@@ -21,8 +22,7 @@ def task_batch(
     lengths_T: tuple[Int64, Int64],
 ) -> TaskBatch:
     """Return a batch of episodes: `chosen_E` are indices of support and query rows, task by task,
-    and `lengths_T` how many of each a task has.
-    """
+    and `lengths_T` how many of each a task has."""
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
     order_N = reorder_row_by_row(

@@ -54,8 +54,7 @@ _REMEDY = "Export an earlier one with --step, or remove it and train on from the
 @dataclass(frozen=True)
 class ExportResult:
     """What an export wrote, in bytes; `float32_table_bytes` is what the tables were trained in.
-    `chosen` is how it adapts where that is not as the run's config says.
-    """
+    `chosen` is how it adapts where that is not as the run's config says."""
 
     step: int
     num_bytes: int
@@ -66,8 +65,7 @@ class ExportResult:
 
 class CheckpointReader:
     """Reads whole tensors of a checkpoint, however many ranks they were sharded over, after its
-    files were checked against their checksums.
-    """
+    files were checked against their checksums."""
 
     def __init__(self, path: Path) -> None:
         check_files(path, remedy=_REMEDY)
@@ -76,11 +74,7 @@ class CheckpointReader:
             self._reader = IndexedReader(path)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Return these tensors by name, in the type that they were trained in.
-
-        Raises:
-            GMetaError: the checkpoint lacks one of them, or is damaged.
-        """
+        """Return these tensors by name, in the type that they were trained in."""
         with translate_damage(self._path, _REMEDY):
             found = {name: self._empty(name) for name in names}
         # torch warns that it loads in a single process, which is what was asked for.
@@ -108,12 +102,7 @@ def export_run(
     overwrite: bool = False,
 ) -> ExportResult:
     """Write the model of a run's checkpoint to use, or that of `step`, to the folder `out`, which
-    appears whole or not at all.
-
-    Raises:
-        UserError: there is no such run or checkpoint, or `out` is taken.
-        GMetaError: the checkpoint is damaged, or the dataset is not the one that was trained on.
-    """
+    appears whole or not at all."""
     run = RunFolder(root)
     config = run.read_config()
     checkpoint = _choose_checkpoint(run, step)
@@ -161,8 +150,7 @@ def export_run(
 
 def _check_finite(layers: Mapping[str, Tensor], untrained: Mapping[str, Tensor]) -> None:
     """Raise NotFiniteError for a value that is not finite, unless a model of somebody's own starts
-    with it, as with a mask of -inf.
-    """
+    with it, as with a mask of -inf."""
     for name, values in layers.items():
         is_wrong = ~values.isfinite()
         if values.shape == untrained[name].shape:  # else its loading says more
@@ -182,11 +170,8 @@ def write_model(
 ) -> None:
     """Write layers, tables (asked for by name, one at a time) and config.json into `folder`.
 
-    Files that stand in it already, such as vocabularies, become part of the model.
-
-    Raises:
-        NotFiniteError: a value of a table is not finite.
-        GMetaError: a value cannot be held in the format asked for.
+    Files that stand in it already, such as vocabularies, become part of the model. Raises
+    NotFiniteError: a value of a table is not finite.
     """
     _save_tensors({key: value.contiguous() for key, value in layers.items()}, folder / LAYERS_FILE)
     for index, spec in enumerate(description.features.tables):

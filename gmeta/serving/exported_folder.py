@@ -114,11 +114,7 @@ def vocabulary_file(table: str) -> str:
 
 
 def read_vocabulary(file: Path) -> pa.Array:
-    """Return the values of a vocabulary by row; null where a row was freed.
-
-    Raises:
-        GMetaError: the file is damaged.
-    """
+    """Return the values of a vocabulary by row; null where a row was freed."""
     try:
         # One column: other threads could not help, and requests need the cores.
         with pq.ParquetFile(file) as vocabulary:
@@ -140,11 +136,7 @@ def write_config(folder: Path, config: ExportedConfig) -> None:
 
 def checksum_in(folder: Path) -> str:
     """Return what names the content of an exported folder, 16 hexadecimal digits: the hash of
-    config.json, which holds the checksum of every other file.
-
-    Raises:
-        UserError: there is no exported model here.
-    """
+    config.json, which holds the checksum of every other file."""
     try:
         return xxh3_hex((folder / CONFIG_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -158,12 +150,8 @@ def _no_model_error(folder: Path, name: str) -> UserError:
 
 
 def read_config(folder: Path, name: str = CONFIG_FILE) -> ExportedConfig:
-    """Return the config of an exported folder; a delta holds that of its model by another `name`.
-
-    Raises:
-        UserError: there is no exported model here.
-        GMetaError: config.json was altered, or another release of gmeta wrote it.
-    """
+    """Return the config of an exported folder; a delta holds that of its model by another
+    `name`."""
     path = folder / name
     try:
         body = read_json(path)
@@ -292,12 +280,7 @@ MODEL_FOLDER = FolderKind("exported model", is_export)
 @contextmanager
 def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> Iterator[Path]:
     """Yield a temporary folder that becomes `out` when the block ends without an error; else it is
-    removed, at the next export if the process was killed.
-
-    Raises:
-        UserError: `out` is taken by one of its kind that may not be replaced, or by something else.
-        DataError: another process exports to `out`, or the disk is full.
-    """
+    removed, at the next export if the process was killed."""
     out = Path(os.path.abspath(out))  # so that "." has a name and a parent
     check_free(out, overwrite, kind)
     out.parent.mkdir(parents=True, exist_ok=True)

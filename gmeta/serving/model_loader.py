@@ -36,10 +36,6 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
 
     Tables are mapped into memory, not read: without `verify`, which reads every file once to hold
     it against its checksum, loading takes no longer for large tables.
-
-    Raises:
-        UserError: there is no exported model, or no such device.
-        GMetaError: it is damaged, or another release wrote it.
     """
     folder, computes_on = Path(path), parse_device(device)
     config, checksum = read_config(folder), checksum_in(folder)

@@ -5,27 +5,28 @@ columns, L labels.
 """
 
 import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from collections.abc import (Mapping, Sequence)
-from dataclasses import replace
+
 from gmeta.errors import UserError
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.serving.encoded_rows import EncodedColumns
 from gmeta.serving.exported_folder import ExportedColumns
 from metaio.errors import DataError
-from metaio.format.features import (FeatureSpec, Features)
-from metaio.prepare.episodes.encode import (Encoder, FittedEncoding)
+from metaio.format.features import Features, FeatureSpec
+from metaio.prepare.episodes.encode import Encoder, FittedEncoding
 from metaio.prepare.schema.rules import SplitRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.values import (hash_values, infer_kind, to_float32, to_float64, to_int64)
+from metaio.prepare.schema.values import hash_values, infer_kind, to_float32, to_float64, to_int64
 from metaio.quantities import format_count
-from metaio.ragged import (Float32, Int64, offsets, reorder_row_by_row)
-from typing import Protocol
-
+from metaio.ragged import Float32, Int64, offsets, reorder_row_by_row
 
 # What Arrow raises for what it cannot read; OverflowError: a Python integer beyond 64 bits.
 _NOT_READ = (pa.ArrowException, TypeError, ValueError, OverflowError)
@@ -38,11 +39,8 @@ class ColumnEncoder(Protocol):
         """Return the columns that `encode` reads, without the task column."""
 
     def encode(self, batch: pa.RecordBatch, with_label: bool) -> EncodedColumns:
-        """Return the rows as ids and numbers; labels are 0 where none are asked for.
-
-        Raises:
-            DataError: a column has the wrong type, a null, or a value that is not allowed.
-        """
+        """Return the rows as ids and numbers; labels are 0 where none are asked for. Raises
+        DataError: a column has the wrong type, a null, or a value that is not allowed."""
 
 
 class RawColumnEncoder:
@@ -99,8 +97,7 @@ class RawColumnEncoder:
 
 class IdColumnEncoder:
     """Rows whose sparse columns already hold ids of the tables: what datasets without a schema
-    have.
-    """
+    have."""
 
     def __init__(self, columns: ExportedColumns, features: Features) -> None:
         self._columns = columns
@@ -199,11 +196,7 @@ def _read_finite(name: str, batch: pa.RecordBatch, role: str) -> Float32:
 
 def as_table(rows: object, what: str) -> pa.Table:
     """Return columns as an Arrow table, from a mapping of lists, arrays or tensors, or any Arrow
-    source.
-
-    Raises:
-        UserError: it is none of these, or its columns differ in length.
-    """
+    source."""
     if isinstance(rows, pa.Table):
         return rows
     if isinstance(rows, Mapping):
@@ -239,8 +232,7 @@ def _first_line(error: Exception) -> str:
 
 def check_task_kinds(name: str, support: pa.Table, query: pa.Table) -> None:
     """Raise UserError where the task column holds integers on one side and text on the other: 7 and
-    "7" are different tasks, so none would find its support rows.
-    """
+    "7" are different tasks, so none would find its support rows."""
     types = {"support": support.schema.field(name).type, "query": query.schema.field(name).type}
     # A side without rows may have no type, and matches nothing anyway.
     kinds = {
@@ -258,11 +250,7 @@ def check_task_kinds(name: str, support: pa.Table, query: pa.Table) -> None:
 def select_columns(
     table: pa.Table, names: list[str], optional: list[str], what: str
 ) -> pa.RecordBatch:
-    """Return the named columns as one record batch, with those optional ones that are there.
-
-    Raises:
-        UserError: a column is missing, or is there twice.
-    """
+    """Return the named columns as one record batch, with those optional ones that are there."""
     present = table.column_names
     place = {name: index for index, name in enumerate(present)}
     for name in names:
@@ -287,8 +275,7 @@ def select_columns(
 
 def _to_plain_lists(column: pa.Array) -> pa.Array:
     """Return the column as plain lists where it holds lists of one length, list views or only empty
-    lists, which have no type of their own.
-    """
+    lists, which have no type of their own."""
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         column = _copy_list_views(column)
     kind = column.type
@@ -313,8 +300,7 @@ _ALLOWED = {"bce": "0 to 1, since it predicts clicks", "softmax": "numbers from 
 
 def check_labels(label_N: Float32, columns: str, kinds: Sequence[str], may_lack: bool) -> None:
     """Raise UserError for a label that the model's loss cannot take; with `may_lack` any loss takes
-    NaN, which says that the label is not known.
-    """
+    NaN, which says that the label is not known."""
     label_NL = label_N.reshape(len(label_N), len(kinds))
     names = columns.split(", ") if len(kinds) > 1 else [columns]
     for label_N, name, loss in zip(label_NL.T, names, kinds, strict=True):

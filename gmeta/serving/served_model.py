@@ -8,33 +8,40 @@ dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O ou
 gate, E chosen episodes.
 """
 
-import numpy as np
 import threading
-import torch
-from collections.abc import (Iterator, Sequence)
-from contextlib import (AbstractContextManager, contextmanager, nullcontext)
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
 from gmeta.adaptation.closed_form import MOST_SERVED_ROWS
 from gmeta.adaptation.layout.sides import WorkingRows
-from gmeta.data.episodes import (make_full_side, with_row_copies)
+from gmeta.data.episodes import make_full_side, with_row_copies
 from gmeta.data.transfer import move_to_device
 from gmeta.errors import UserError
-from gmeta.platform.threads import (ThreadChoice, work_to_predict)
-from gmeta.serving.device import (HOST, on_the_cpu)
-from gmeta.serving.encoded_rows import (EncodedColumns, empty_rows, join_rows, split_rows)
+from gmeta.platform.threads import ThreadChoice, work_to_predict
+from gmeta.serving.device import HOST, on_the_cpu
+from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, split_rows
 from gmeta.serving.episodes import task_batch
 from gmeta.serving.exported_folder import ExportedConfig
-from gmeta.serving.row_encoders import (ColumnEncoder, as_table, check_labels, check_task_kinds, select_columns)
-from gmeta.serving.state_bytes import (StateShape, from_bytes, to_bytes)
-from gmeta.serving.stored_tables import (StoredTable, fetch_UD)
-from gmeta.serving.task_matching import (TaskPredictions, predict_tasks)
-from gmeta.serving.task_states import (AdaptedTensors, TaskState, split_tasks, stack_tasks)
+from gmeta.serving.row_encoders import (
+    ColumnEncoder,
+    as_table,
+    check_labels,
+    check_task_kinds,
+    select_columns,
+)
+from gmeta.serving.state_bytes import StateShape, from_bytes, to_bytes
+from gmeta.serving.stored_tables import StoredTable, fetch_UD
+from gmeta.serving.task_matching import TaskPredictions, predict_tasks
+from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
 from gmeta_models.gated import row_layers
 from metaio.read.batch import TaskBatch
-from torch import Tensor
-from typing import (NoReturn, TYPE_CHECKING, TypeVar)
-
 
 if TYPE_CHECKING:  # which learner is served is the business of who loads it
     from gmeta.learner import MetaLearner, QueryPrediction
@@ -96,8 +103,7 @@ class ServedModel:
 
     def choose_threads(self) -> None:
         """Have predict_batch try, from now on, whether one thread or all are faster. For a process
-        that does nothing else: it sets torch's number of threads meanwhile.
-        """
+        that does nothing else: it sets torch's number of threads meanwhile."""
         if self._threads is None:
             self._threads = ThreadChoice(torch.get_num_threads())
 
@@ -108,11 +114,7 @@ class ServedModel:
     @on_the_cpu
     def adapt(self, support: object) -> "AdaptedTask":
         """Return the model adapted to one task by its labelled rows, with or without the task
-        column.
-
-        Raises:
-            UserError: there are no rows, rows of several tasks, or more than the algorithm takes.
-        """
+        column."""
         rows = self.encode(support, "support", with_label=True)
         if rows.num_rows == 0:
             raise UserError(
@@ -129,18 +131,13 @@ class ServedModel:
 
     def task(self, state: bytes) -> "AdaptedTask":
         """Return the adapted task whose bytes `AdaptedTask.state()` of this very export returned;
-        it predicts the same to the bit.
-
-        Raises:
-            UserError: the bytes are no state, damaged, of another release or of another model.
-        """
+        it predicts the same to the bit."""
         return AdaptedTask(self, from_bytes(state, self.checksum, self._state_shape))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] by the meta-parameters, without adaptation; of
-        several labels [N, labels], as `config.features.labels` names them.
-        """
+        several labels [N, labels], as `config.features.labels` names them."""
         encoded = self.encode(rows, "query", with_label=False)
         return self.predict_encoded([self.unadapted], encoded, [encoded.num_rows])
 
@@ -151,10 +148,8 @@ class ServedModel:
         """Adapt to every task of `query` by its rows of `support`, and predict its query rows.
 
         Both need the task column. Many tasks at once take a fraction of the time of one by one.
-
-        Raises:
-            UserError: a task has no support rows and that is not allowed, or more than the
-                algorithm takes; the task column holds integers on one side and text on the other.
+        Raises UserError: a task has no support rows and that is not allowed, or more than the
+        algorithm takes; the task column holds integers on one side and text on the other.
         """
         support, query = as_table(support, "support"), as_table(query, "query")
         encoded = self.encode(support, "support", with_label=True, with_task=True)
@@ -179,8 +174,7 @@ class ServedModel:
     @on_the_cpu
     def predict_batch(self, batch: TaskBatch) -> "QueryPrediction":
         """Adapt to each task of a prepared batch and predict its query rows: logits (bce) or
-        ratings, before and after.
-        """
+        ratings, before and after."""
         self._check_support_rows(batch.support_lengths_T.tolist())
         chosen: AbstractContextManager[None] = nullcontext()
         if self._threads is not None:
@@ -197,11 +191,8 @@ class ServedModel:
     @on_the_cpu
     def adapt_tasks(self, rows: EncodedColumns, lengths: Sequence[int]) -> AdaptedTensors:
         """Return the model adapted to several tasks, whose support rows stand one after the other;
-        a task without rows is one of which nothing is known.
-
-        Raises:
-            UserError: a task has more rows than the algorithm takes.
-        """
+        a task without rows is one of which nothing is known. Raises UserError: a task has more rows
+        than the algorithm takes."""
         self._check_support_rows(lengths)
         adapts_rows = self._inner.plan.adapts_rows
         with self._exclusive(), torch.enable_grad():
@@ -347,8 +338,7 @@ class ServedModel:
         supports: Sequence[EncodedColumns | None],
     ) -> TaskBatch:
         """Return the rows of several tasks as their query sides alone, with the statistics of each
-        task's support.
-        """
+        task's support."""
         nothing = empty_rows(self.config.features)
         batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
         if not self._statistics.width:
@@ -381,11 +371,7 @@ class ServedModel:
         self, rows: object, what: str, with_label: bool, with_task: bool = False
     ) -> EncodedColumns:
         """Return rows, given as the class says, as ids and numbers; `what` names them in errors.
-
-        Raises:
-            UserError: a column is missing, or the model's loss cannot take a label.
-            DataError: a column holds what the model cannot take.
-        """
+        Raises DataError: a column holds what the model cannot take."""
         columns = self.config.columns
         names = [columns.task] * with_task + self._encoder.names(with_label)
         batch = select_columns(as_table(rows, what), names, [columns.task], what)
@@ -422,17 +408,11 @@ class AdaptedTask:
 
     def state(self) -> bytes:
         """Return the task as bytes, from which `ServedModel.task` of the same export makes it again
-        in any process; they hold no support rows unless the model takes statistics of them.
-        """
+        in any process; they hold no support rows unless the model takes statistics of them."""
         return to_bytes(self._state, self._model.checksum)
 
     def predict(self, rows: object) -> Tensor:
         """Return probabilities (bce) or ratings [N] of rows of the task, [N, labels] of several;
-        rows as ServedModel says.
-
-        Raises:
-            UserError: a column is missing.
-            DataError: a column holds what the model cannot take.
-        """
+        rows as ServedModel says. Raises DataError: a column holds what the model cannot take."""
         encoded = self._model.encode(rows, "query", with_label=False)
         return self._model.predict_encoded([self._state], encoded, [encoded.num_rows])

@@ -10,24 +10,25 @@ features, V values, K dense columns, D embedding width, P task-row pairs, I inpu
 parts of a gate.
 """
 
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-import struct
 import torch
 import xxhash
-from collections.abc import Mapping
-from dataclasses import (dataclass, fields)
-from gmeta.adaptation.plain_update import (LowRankUpdate, MaterialisedUpdate, PlainUpdate)
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate, PlainUpdate
 from gmeta.errors import UserError
-from gmeta.serving.encoded_rows import (EncodedColumns, labels_shape)
+from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
 from gmeta.serving.task_states import TaskState
 from metaio.format.block import find_features_of_values
 from metaio.format.features import Features
-from safetensors import SafetensorError
-from safetensors.numpy import (load, save)
-from torch import Tensor
-from typing import Any
-
 
 MAGIC = b"GMETATS"
 VERSION = 1
@@ -43,8 +44,7 @@ _Arrays = Mapping[str, npt.NDArray[Any]]
 class StateShape:
     """What the states of a model hold: the widths (I, O) of each layer that may adapt, the gates of
     a task of which nothing is known, the embedding width, the number of rows of all tables; and
-    whether the support rows are kept.
-    """
+    whether the support rows are kept."""
 
     layers: Mapping[str, tuple[int, int]]
     gates_1JO: Mapping[str, Tensor]
@@ -62,11 +62,7 @@ def to_bytes(state: TaskState, model_checksum: str) -> bytes:
 
 
 def from_bytes(content: object, model_checksum: str, shape: StateShape) -> TaskState:
-    """Return the state in what `to_bytes` returned, bit for bit.
-
-    Raises:
-        UserError: it is no state, damaged, of another release or of another model.
-    """
+    """Return the state in what `to_bytes` returned, bit for bit."""
     if not isinstance(content, bytes | bytearray | memoryview):
         raise UserError(
             f"a task's state is of type {type(content).__name__}; bytes are needed. Give what "

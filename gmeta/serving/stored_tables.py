@@ -3,14 +3,15 @@
 Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width.
 """
 
-import torch
-from collections.abc import (Mapping, Sequence)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from gmeta.errors import (GMetaError, NotFiniteError)
-from gmeta.serving.table_format import TableFormat
-from gmeta_models.table_projections import pad_width_UD
+
+import torch
 from torch import Tensor
 
+from gmeta.errors import GMetaError, NotFiniteError
+from gmeta.serving.table_format import TableFormat
+from gmeta_models.table_projections import pad_width_UD
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _Description = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -78,11 +79,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
 def check_table(
     where: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], table_format: TableFormat
 ) -> StoredTable:
-    """Return the table in the tensors of its file, which must be what config.json says.
-
-    Raises:
-        GMetaError: a tensor is missing, of another type or of another shape.
-    """
+    """Return the table in the tensors of its file, which must be what config.json says."""
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "values": (shape, _DTYPES[table_format])
     }
@@ -107,8 +104,7 @@ def _format_description(tensors: _Description) -> str:
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
     """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; rows of
-    narrower tables end in zeros.
-    """
+    narrower tables end in zeros."""
     parts = ids_U.split(lengths_B.tolist())
     rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
     widest = max(each.shape[1] for each in rows)

@@ -3,19 +3,20 @@
 Shape suffixes: T tasks, N rows, S support rows, E chosen episodes.
 """
 
-import numpy as np
-import torch
-from collections.abc import (Callable, Iterator)
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from gmeta.errors import UserError
-from gmeta.serving.encoded_rows import (EncodedColumns, labels_shape)
-from gmeta.serving.episodes import task_batch
-from metaio.format.features import Features
-from metaio.ragged import (Int64, offsets, ragged_indices)
-from metaio.read.batch import TaskBatch
-from torch import Tensor
 from typing import NoReturn
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from gmeta.errors import UserError
+from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.episodes import task_batch
+from metaio.format.features import Features
+from metaio.ragged import Int64, offsets, ragged_indices
+from metaio.read.batch import TaskBatch
 
 Predict = Callable[[TaskBatch], tuple[Tensor, Tensor]]
 
@@ -29,8 +30,7 @@ _PIECE_ROWS = 4_096
 @dataclass(frozen=True)
 class TaskPredictions:
     """One entry a query row, in the order of the query rows: probabilities, or ratings; of several
-    labels [N, labels].
-    """
+    labels [N, labels]."""
 
     before_N: Tensor
     after_N: Tensor
@@ -40,8 +40,7 @@ class TaskPredictions:
 @dataclass(frozen=True)
 class _MatchedRows:
     """Rows of each side sorted by task: where each of the query's tasks begins, and its number of
-    rows.
-    """
+    rows."""
 
     support_order_S: Int64
     support_first_T: Int64
@@ -59,10 +58,7 @@ def predict_tasks(
     allow_no_support: bool,
 ) -> TaskPredictions:
     """Return predictions before and after adaptation of all query rows; `predict` does one batch.
-
-    Raises:
-        UserError: a task of the query has no support rows, and that is not allowed.
-    """
+    Raises UserError: a task of the query has no support rows, and that is not allowed."""
     sides = _match_tasks(support, query)
     without = int((sides.support_rows_T == 0).sum())
     if without and not allow_no_support:

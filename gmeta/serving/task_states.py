@@ -5,13 +5,15 @@ Shape suffixes: T tasks, S support rows, D embedding width, P task-row pairs, I 
 parts of a gate.
 """
 
-import torch
-from collections.abc import (Mapping, Sequence)
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from gmeta.adaptation.plain_update import (LowRankUpdate, MaterialisedUpdate, PlainUpdate)
-from gmeta.serving.encoded_rows import EncodedColumns
+
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate, PlainUpdate
+from gmeta.serving.encoded_rows import EncodedColumns
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,7 @@ def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
 
 def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
     """Return the tasks side by side, in their order. Factors of fewer rows are padded with zeros,
-    which change nothing; where one task has a matrix for a layer, all get one.
-    """
+    which change nothing; where one task has a matrix for a layer, all get one."""
     names = dict.fromkeys(name for state in states for name in state.changes)
     changes = {
         name: _stack_changes([state.changes.get(name) for state in states]) for name in names

@@ -12,8 +12,7 @@ def format_config(
     config: TrainConfig, header: str, tuned_keys: Collection[str] = (), every: bool = False
 ) -> str:
     """Return the config as TOML under a comment: every value that is not the default (`every`: each
-    value), and the `marked` keys, which say so.
-    """
+    value), and the `marked` keys, which say so."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     resolved, defaults = config.to_json(), TrainConfig().to_json()
     for section in dataclasses.fields(config):
@@ -33,11 +32,7 @@ def format_config(
 
 
 def format_toml_value(value: Any) -> str:
-    """Return a value of a config on one line of TOML.
-
-    Raises:
-        TypeError: TOML has no such value.
-    """
+    """Return a value of a config on one line of TOML."""
     if isinstance(value, str):
         # JSON's escapes are TOML's; what JSON leaves, TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -115,11 +115,8 @@ Space = tuple[Dimension, ...]
 
 
 def replace_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Return the config with other values of some keys.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
+    """Return the config with other values of some keys. Raises ConfigError: a value is not
+    allowed."""
     raw = config.to_json()
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -128,11 +125,7 @@ def replace_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfi
 
 
 def read_space(path: Path, config: TrainConfig) -> Space:
-    """Return the space of a TOML file: `["section.key"]` with low, high and log, or choices.
-
-    Raises:
-        UserError: no such file, no TOML, no key, or a key or value that a config does not take.
-    """
+    """Return the space of a TOML file: `["section.key"]` with low, high and log, or choices."""
     raw = read_toml("--space", path, ConfigError)
     if not raw:
         raise UserError(
@@ -147,8 +140,7 @@ def read_space(path: Path, config: TrainConfig) -> Space:
 
 def _check_used(space: Space, config: TrainConfig) -> None:
     """Raise UserError for a key that no trial is trained by, such as the inner rate of plain runs:
-    trials would be spent on the same training.
-    """
+    trials would be spent on the same training."""
     choices = {one.key: one.values for one in space if isinstance(one, SearchChoices)}
     names = choices.get("algorithm.name", (config.algorithm.name,))
     for dimension in space:
@@ -168,11 +160,7 @@ def check_space(space: Space, config: TrainConfig) -> None:
 
 def make_plain_config(config: TrainConfig) -> TrainConfig:
     """Return the same config without an inner loop: model, inputs and data as they are, in a run
-    folder of its own.
-
-    Raises:
-        UserError: it has none.
-    """
+    folder of its own. Raises UserError: it has none."""
     if config.algorithm.name == PLAIN:
         raise UserError(
             f"--with-plain tunes plain training beside the config, and algorithm.name = {PLAIN!r} "
@@ -184,11 +172,7 @@ def make_plain_config(config: TrainConfig) -> TrainConfig:
 
 def make_plain_space(space: Space, plain: TrainConfig) -> Space:
     """Return the space for a plain config: all of it but the choices of the algorithm, its plain
-    epochs, and inner rate and steps.
-
-    Raises:
-        UserError: nothing else is in it.
-    """
+    epochs, and inner rate and steps. Raises UserError: nothing else is in it."""
     left_out = ("algorithm.name", *UNUSED_KEYS[PLAIN])
     kept = tuple(dimension for dimension in space if dimension.key not in left_out)
     if not kept:

@@ -60,8 +60,7 @@ class StudyPlan:
 class Trial:
     """One short run: its settings and its outcome. `scores` are those of its validations, None
     where undefined, `score` is that of `gmeta evaluate` on the same tasks, or the last of `scores`
-    for a run that did not end; `note` says how it adapts for that score, or why it failed.
-    """
+    for a run that did not end; `note` says how it adapts for that score, or why it failed."""
 
     number: int
     values: dict[str, Any]
@@ -77,11 +76,7 @@ class Study:
 
     def __init__(self, folder: Path, plan: StudyPlan, best_trial: EarlyStop) -> None:
         """Open the study in `folder`, which exists, or begin it there; `best` says which metric
-        decides.
-
-        Raises:
-            UserError: the study there is of something else, or Optuna is missing.
-        """
+        decides."""
         optuna = import_optuna()
         self._plan, self._metric = plan, best_trial
         self._states = optuna.trial.TrialState
@@ -155,8 +150,7 @@ class Study:
 
     def report_score(self, number: int, step: int, score: float | None) -> bool:
         """Take the score of a trial's validation number `step` (from 0); return whether the trial
-        is to be pruned.
-        """
+        is to be pruned."""
         trial = self._running[number]
         # Kept by our own attribute: Optuna takes no undefined score, and the journal must have it.
         reported_scores = [*trial.user_attrs.get("scores", []), score]
@@ -232,11 +226,7 @@ class Study:
 
 
 def import_optuna() -> Any:
-    """Return the package optuna, which logs nothing below warnings from here on.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return the package optuna, which logs nothing below warnings from here on."""
     try:
         import optuna
     except ImportError as error:
@@ -257,8 +247,7 @@ def _make_pruner(optuna: Any, name: PrunerName) -> Any:
 
 def _repair_journal(journal: Path) -> None:
     """Remove what a kill or a full disk leaves: Optuna's lock, for which it would wait, for ever
-    where the path is relative, and the beginning of a line, behind which it reads no other.
-    """
+    where the path is relative, and the beginning of a line, behind which it reads no other."""
     for lock in journal.parent.glob(f"{journal.name}.lock*"):
         lock.unlink()
     if journal.exists():

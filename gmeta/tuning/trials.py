@@ -33,8 +33,7 @@ Work = Callable[[dict[str, Any], str, int, Connection], None]
 @dataclass(frozen=True)
 class TrialReport:
     """What a trial's process says at its end: the run's score (None: undefined) and a line on how
-    it adapted for it, or a line on why it failed; `unwritten` if that was for want of a disk.
-    """
+    it adapted for it, or a line on why it failed; `unwritten` if that was for want of a disk."""
 
     score: float | None = None
     adapts: str = ""
@@ -67,12 +66,9 @@ class TrialRunner:
         self._running: dict[int, _RunningTrial] = {}
 
     def run(self, num_trials: int, parallel: int) -> Iterator[Trial]:
-        """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as
-        it ends. What still runs when the caller leaves is ended.
-
-        Raises:
-            GMetaError: the disk did not take what a trial wrote; no other trial would fare better.
-        """
+        """Run trials until the study has tried `num_trials`, `parallel` at a time; yield each as it
+        ends. What still runs when the caller leaves is ended. Raises GMetaError: the disk did not
+        take what a trial wrote; no other trial would fare better."""
         try:
             while True:
                 while len(self._running) < parallel and self._study.count_tried() < num_trials:
@@ -177,8 +173,7 @@ def wait_for_report(process: Any, receiver: Connection) -> TrialReport:
 
 def make_trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return the config of a trial's run: that of its study in a folder of its own, which keeps
-    only the last checkpoint.
-    """
+    only the last checkpoint."""
     return replace(config, run=replace(config.run, dir=str(folder), keep_last=1))
 
 

@@ -42,9 +42,6 @@ def open_destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
 
     The flag says whether that folder itself is renamed to `out` (a local path), or its files are
     uploaded, the manifest last. What a killed writer left there is removed first.
-
-    Raises:
-        DataError: `out` exists already, another process writes it, or the disk is full.
     """
     fs, root = find_file_system(out)
     local = is_local(fs)
@@ -88,8 +85,7 @@ def _descriptor(path: Path) -> Iterator[int]:
 
 def find_unfinished(out: str) -> Path | None:
     """Return what a killed writer of `out` left, if anything; the next one removes it and starts
-    over.
-    """
+    over."""
     partial = _partial_path(out)
     if not partial.exists():
         return None
@@ -110,11 +106,7 @@ def _lock_file(partial: Path) -> Path:
 
 
 def find_free_place(out: str, overwrite: bool) -> tuple[Any, str]:
-    """Return the file system and the path of a dataset that may be written.
-
-    Raises:
-        DataError: `out` exists already.
-    """
+    """Return the file system and the path of a dataset that may be written."""
     fs, root = find_file_system(out)
     exists = fs.exists(f"{root}/{MANIFEST_NAME}")
     if exists and not overwrite:
@@ -134,11 +126,7 @@ def find_free_place(out: str, overwrite: bool) -> tuple[Any, str]:
 @contextmanager
 def open_exclusive_folder(partial: Path, name: str) -> Iterator[Path]:
     """Yield an empty folder at `partial`, whatever a killed writer left there, and remove it
-    afterwards.
-
-    Raises:
-        DataError: another process writes `name`, as messages call it, or the disk is full.
-    """
+    afterwards."""
     with lock_writer(_lock_file(partial), name):
         try:
             # What a killed writer left: the lock says that nobody is at work on it.
@@ -158,8 +146,7 @@ def open_temporary_folder(
 ) -> Iterator[str]:
     """Yield a folder in `place` (default: the machine's temporary one) that is removed after the
     block. Those that killed processes, and all that they forked, left are removed first: an
-    unpacked log would stay until somebody wonders where the disk went.
-    """
+    unpacked log would stay until somebody wonders where the disk went."""
     for left in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):
             # A file of another user is not opened: it may be a pipe, which would block.
@@ -206,11 +193,7 @@ def open_atomic_folder(target: Path) -> Iterator[Path]:
 def lock_writer(
     lock_file: Path, name: str, remedy: str = "Wait for it, or choose another place"
 ) -> Iterator[None]:
-    """Keep other processes out of the block; the lock file is removed afterwards.
-
-    Raises:
-        DataError: another process writes `name`, as messages call it.
-    """
+    """Keep other processes out of the block; the lock file is removed afterwards."""
     with _open_locked(lock_file, name, remedy) as lock:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")  # for who is refused
@@ -238,8 +221,7 @@ def copy_folder(
 def upload_folder(fs: Any, folder: Path, there: str, last: str) -> None:
     """Copy a local folder to the path `there` of a file system of fsspec, its file `last` at the
     end: whoever looks for that one first sees all of the old folder, none, or all of the new one.
-    On a disk the folder gets its name once it is whole.
-    """
+    On a disk the folder gets its name once it is whole."""
     if is_local(fs):
         with open_atomic_folder(Path(there)) as partial:
             copy_folder(folder, partial)

@@ -7,15 +7,16 @@ dense columns, B tables, U unique ids.
 """
 
 import itertools
-import numpy as np
-import numpy.typing as npt
 import threading
-import xxhash
-from dataclasses import (dataclass, field, fields, replace)
-from metaio.format.features import Features
-from metaio.ragged import (Float32, Ids, Int32, Int64, offsets, sum_rows)
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from metaio.format.features import Features
+from metaio.ragged import Float32, Ids, Int32, Int64, offsets, sum_rows
 
 # Marking used ids costs about 1 ns an id of the table, sorting about 5 ns an id of the block.
 _MARK_RATIO = 4
@@ -61,8 +62,7 @@ class Rows:
 @dataclass(frozen=True)
 class Bundles:
     """Which ids of a block its bundles of `num_tasks` episodes use: for each table one stretch,
-    which no other bundle uses.
-    """
+    which no other bundle uses."""
 
     num_tasks: int
     bundle_starts: Int64  # [bundles, B]
@@ -192,8 +192,7 @@ def _rank_ids(
     parts: list[Ids], num_ids: int, base: int
 ) -> tuple[Int64, list[npt.NDArray[np.integer[Any]]]]:
     """Return the sorted distinct ids of all parts, below `num_ids`, and each part as `base` plus
-    indices into them.
-    """
+    indices into them."""
     joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     bounds = offsets([len(part) for part in parts]).tolist()
     if num_ids > _MAX_RANKED_IDS:
@@ -297,8 +296,7 @@ def bundle_ids(block: Block, num_tasks: int) -> Block:
 
 def are_positions_valid(features: Features, block: Block) -> bool:
     """Tell whether each position is one of the ids of the feature's table, and of its own bundle
-    where there are bundles.
-    """
+    where there are bundles."""
     table_F, table_M = features.table_of_single, features.table_of_multi
     all_lengths_B = np.diff(block.unique_offsets_B1)
     bundles = block.bundles or make_bundles(max(block.num_episodes, 1), all_lengths_B[None])

@@ -3,18 +3,20 @@
 Shape suffixes: B tables, Z blocks.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from dataclasses import dataclass
-from metaio.errors import (FormatError, REMEDY, make_content_error)
-from metaio.format.block import (Bundles, make_bundles)
+
+from metaio.errors import REMEDY, FormatError, make_content_error
+from metaio.format.block import Bundles, make_bundles
 from metaio.format.features import Features
 from metaio.format.layout import make_block_table_schema
-from metaio.format.manifest import (SplitEntry, xxh3_hex)
+from metaio.format.manifest import SplitEntry, xxh3_hex
 from metaio.format.storage import Storage
-from metaio.ragged import (Int64, owners)
+from metaio.ragged import Int64, owners
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,7 @@ class BlockTable:
 def read_block_table(
     storage: Storage, path: str, entry: SplitEntry, features: Features, num_columns: int
 ) -> BlockTable:
-    """Return the table at `path`, whose blocks have `num_columns` column chunks each.
-
-    Raises:
-        FormatError: it is missing or altered, or its lists have the wrong lengths.
-    """
+    """Return the table at `path`, whose blocks have `num_columns` column chunks each."""
     data = storage.read(path)
     if xxh3_hex(data) != entry.block_table.xxh3:
         raise FormatError(

@@ -26,12 +26,7 @@ def write_checked_json(path: Path, kind: str, body: Mapping[str, Any]) -> None:
 
 def parse_checked_json(content: bytes, name: str, kind: str, remedy: str) -> dict[str, Any]:
     """Return what `write_checked_json` wrote into the file `name`, with its format, version and
-    checksum.
-
-    Raises:
-        FormatError: the content is of another kind or version, or was altered; `remedy` says what
-            to do about it.
-    """
+    checksum."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -3,23 +3,41 @@
 Shape suffixes: B tables, Z blocks.
 """
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import threading
-from collections.abc import (Callable, Iterator, Mapping)
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from metaio.errors import (FormatError, NoDatasetError, REMEDY, make_content_error)
-from metaio.format.block import Block
-from metaio.format.block_table import (BlockTable, read_block_table)
-from metaio.format.decode import (RowGroup, assemble_block, check_counts, read_footer)
-from metaio.format.features import Features
-from metaio.format.layout import (BLOCK_TABLE_NAME, MANIFEST_NAME, RAW_IDS_FOLDER, RESET_FOLDER, VOCABULARY_FOLDER, find_chunk_ranges, list_checksum_columns, list_streams)
-from metaio.format.manifest import (FileEntry, MIN_FOOTER_BYTES, Manifest, ShardEntry, decode_manifest, xxh3_hex)
-from metaio.format.names import (NAME_RULE, is_name)
-from metaio.format.storage import (ByteRange, Storage)
-from metaio.ragged import (Int64, offsets)
 from types import MappingProxyType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from metaio.errors import REMEDY, FormatError, NoDatasetError, make_content_error
+from metaio.format.block import Block
+from metaio.format.block_table import BlockTable, read_block_table
+from metaio.format.decode import RowGroup, assemble_block, check_counts, read_footer
+from metaio.format.features import Features
+from metaio.format.layout import (
+    BLOCK_TABLE_NAME,
+    MANIFEST_NAME,
+    RAW_IDS_FOLDER,
+    RESET_FOLDER,
+    VOCABULARY_FOLDER,
+    find_chunk_ranges,
+    list_checksum_columns,
+    list_streams,
+)
+from metaio.format.manifest import (
+    MIN_FOOTER_BYTES,
+    FileEntry,
+    Manifest,
+    ShardEntry,
+    decode_manifest,
+    xxh3_hex,
+)
+from metaio.format.names import NAME_RULE, is_name
+from metaio.format.storage import ByteRange, Storage
+from metaio.ragged import Int64, offsets
 
 
 @dataclass(frozen=True)
@@ -82,11 +100,7 @@ class Dataset:
         return self._storage.is_local
 
     def split(self, name: str) -> Split:
-        """Return the split of that name.
-
-        Raises:
-            FormatError: the dataset has no such split.
-        """
+        """Return the split of that name."""
         if name not in self.splits:
             raise FormatError(
                 f"{self.url} has no split {name}; it has {', '.join(self.splits)}. "
@@ -135,19 +149,12 @@ class Dataset:
                 yield from ((s.path(name, index), shard.files[s.name]) for s in self._streams)
 
     def read_file(self, path: str) -> bytes:
-        """Return a whole file below the dataset, unchecked.
-
-        Raises:
-            FormatError: it is missing or unreadable.
-        """
+        """Return a whole file below the dataset, unchecked."""
         return self._storage.read(path)
 
     def read_block(self, split: str, block: int) -> Block:
-        """Read and decode one block; checksums are verified at its first read, remote ones always.
-
-        Raises:
-            FormatError: a file is missing, truncated or altered; it names file, row group, column.
-        """
+        """Read and decode one block; checksums are verified at its first read, remote ones
+        always."""
         entry = self.split(split)
         shard = int(entry.blocks.shard_Z[block])
         row_group = block - int(entry.first_block[shard])
@@ -237,12 +244,7 @@ class Dataset:
 
 def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
     """Open the dataset at a local path or any fsspec URL; with a list of what is `damaged`, a split
-    without its block table is named there and left out.
-
-    Raises:
-        NoDatasetError: there is none.
-        FormatError: it is of another version, or the manifest or a block table was altered.
-    """
+    without its block table is named there and left out."""
     storage = Storage(url)
     try:
         raw = storage.read(MANIFEST_NAME)
@@ -305,11 +307,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
 
 
 def read_verified_file(dataset: Dataset, path: str, entry: FileEntry) -> bytes:
-    """Return a whole file, held against the manifest.
-
-    Raises:
-        FormatError: it is missing, or its size or checksum differs.
-    """
+    """Return a whole file, held against the manifest."""
     data = dataset.read_file(path)
     if len(data) != entry.num_bytes or xxh3_hex(data) != entry.xxh3:
         raise FormatError(
@@ -323,11 +321,7 @@ def read_column(
     dataset: Dataset, path: str, entry: FileEntry, name: str, kind: pa.DataType | None = None
 ) -> pa.Array:
     """Return a column of a small Parquet file, all of which is held against the manifest; with a
-    `kind`, cast to it and without nulls.
-
-    Raises:
-        FormatError: the file is missing or altered, or has no such column.
-    """
+    `kind`, cast to it and without nulls."""
     content = read_verified_file(dataset, path, entry)
     try:
         column = pq.read_table(pa.BufferReader(content))[name].combine_chunks()

@@ -256,10 +256,7 @@ class DatasetWriter:
         """Return the writer of a split, which is made at its first use.
 
         With `bundle_tasks`, every `bundle_tasks` episodes keep ids of their own, and are shuffled
-        together.
-
-        Raises:
-            SchemaError: no split may have that name, or no bundle that many episodes.
+        together. Raises SchemaError: no split may have that name, or no bundle that many episodes.
         """
         check_split_name(name)
         if bundle_tasks < 0:
@@ -339,11 +336,7 @@ def write_dataset(
     overwrite: bool = False,
 ) -> Iterator[DatasetWriter]:
     """Build a dataset at the URL `out`; it appears when the block ends without an error, whole or
-    not at all.
-
-    Raises:
-        DataError: `out` exists already, another process writes it, or the disk is full.
-    """
+    not at all."""
     if block_rows < 1 or shard_blocks < 1:
         raise SchemaError(
             f"block_rows {block_rows} and shard_blocks {shard_blocks} must be at least 1. Raise "

@@ -5,23 +5,30 @@ dense columns, B tables, U unique ids.
 """
 
 import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import weakref
 import xxhash
-from collections.abc import (Iterator, Mapping)
-from dataclasses import dataclass
-from metaio.errors import (FormatError, REMEDY, make_content_error)
-from metaio.format.block import (Block, Bundles, are_positions_valid, make_no_row_ids, make_no_weights)
+
+from metaio.errors import REMEDY, FormatError, make_content_error
+from metaio.format.block import (
+    Block,
+    Bundles,
+    are_positions_valid,
+    make_no_row_ids,
+    make_no_weights,
+)
 from metaio.format.features import Features
-from metaio.format.layout import (ShardStream, find_chunk_ranges)
+from metaio.format.layout import ShardStream, find_chunk_ranges
 from metaio.format.storage import ByteWindow
 from metaio.quantities import format_count
-from metaio.ragged import (Int64, offsets, sum_rows)
-from typing import Any
-
+from metaio.ragged import Int64, offsets, sum_rows
 
 # How Parquet's types lie in a plain page: little-endian.
 _PLAIN_TYPES: dict[str, np.dtype[Any]] = {
@@ -54,11 +61,7 @@ class RowGroup:
     def decode(self, in_place: bool = False) -> list[npt.NDArray[np.generic]]:
         """Return the columns as arrays, which share Arrow's memory; with `in_place` they share the
         file's, if its bytes are the values and few enough files are held that way: such arrays may
-        begin at any address.
-
-        Raises:
-            FormatError: the pages are not what the footer says.
-        """
+        begin at any address."""
         stored = self._view_plain_columns() if in_place and self.window.can_be_held() else None
         if stored is not None:
             return stored
@@ -120,11 +123,7 @@ def _encode_varint(number: int) -> bytes:
 def read_footer(
     name: str, data: memoryview, stream: ShardStream, num_blocks: int, num_bytes: int
 ) -> pq.FileMetaData:
-    """Return the footer of a file of `num_bytes`, given its bytes.
-
-    Raises:
-        FormatError: its columns are not the stream's, or its row groups not the shard's blocks.
-    """
+    """Return the footer of a file of `num_bytes`, given its bytes."""
     # Its checksum is right, but somebody else may have written both.
     try:
         metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
@@ -222,11 +221,7 @@ def assemble_block(
     unique_lengths_B: Int64,
     bundles: Bundles | None = None,
 ) -> Block:
-    """Return the block of decoded columns, stream by stream; lengths become offsets.
-
-    Raises:
-        ValueError: they cannot be arranged, since their lengths contradict.
-    """
+    """Return the block of decoded columns, stream by stream; lengths become offsets."""
     task_T, num_rows_T, num_support_T, num_values_T = columns["episodes"]
     num_labels, of_rows = features.num_labels, columns["rows"]
     labels, length_columns = of_rows[:num_labels], of_rows[num_labels:]

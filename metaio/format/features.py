@@ -17,8 +17,7 @@ OOV_ROW = 0  # which every table keeps for ids outside its vocabulary
 @dataclass(frozen=True)
 class TableSpec:
     """One embedding table: `num_rows` rows, ids 0 to num_rows - 1. Row 0 is the out-of-vocabulary
-    row. `width` is how wide its rows are to be; 0: as the model says.
-    """
+    row. `width` is how wide its rows are to be; 0: as the model says."""
 
     name: str
     num_rows: int
@@ -81,8 +80,7 @@ class Features:
     @property
     def sparse(self) -> tuple[FeatureSpec, ...]:
         """Return the single features, then the multi ones: the order of the pooled embeddings that
-        a model sees.
-        """
+        a model sees."""
         return self.single + self.multi
 
     @cached_property

@@ -6,15 +6,16 @@ unique ids, R rows of tables.
 """
 
 import itertools
-import numpy as np
-from collections.abc import (Callable, Iterator, Sequence)
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from metaio.errors import (DataError, FormatError)
-from metaio.format.block import Block
-from metaio.format.dataset import (Dataset, read_verified_file)
-from metaio.ragged import Int64
 from typing import NamedTuple
 
+import numpy as np
+
+from metaio.errors import DataError, FormatError
+from metaio.format.block import Block
+from metaio.format.dataset import Dataset, read_verified_file
+from metaio.ragged import Int64
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
@@ -77,11 +78,7 @@ class SplitSummary:
 
 
 def summarise(dataset: Dataset, progress: Progress | None = None) -> list[SplitSummary]:
-    """Read every block of every split once and count.
-
-    Raises:
-        FormatError: a block is damaged.
-    """
+    """Read every block of every split once and count."""
     total = sum(split.num_blocks for split in dataset.splits.values())
     finished = itertools.count(1)
 
@@ -140,8 +137,7 @@ def find_damage(
     dataset: Dataset, progress: Progress | None = None, known_problems: Sequence[str] = ()
 ) -> list[str]:
     """Check every file and every column chunk; returns one message for each that is missing or
-    altered, those that are `known` from opening first.
-    """
+    altered, those that are `known` from opening first."""
     found = list(known_problems)
     places = [
         (name, block) for name, split in dataset.splits.items() for block in range(split.num_blocks)

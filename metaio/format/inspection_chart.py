@@ -24,11 +24,7 @@ _MAX_MARKED = 12  # ids of a curve that is drawn with its points
 
 def draw_summaries(summaries: list[SplitSummary], path: Path) -> bytes:
     """Return a picture of the kind that `path` names, PNG if it names none: one row a split, sizes
-    on the left, cumulative use of ids on the right.
-
-    Raises:
-        DataError: matplotlib writes no such kind.
-    """
+    on the left, cumulative use of ids on the right."""
     # Half a second to import, and most who inspect want no picture.
     from matplotlib.figure import Figure
 

@@ -3,13 +3,14 @@
 Shape suffixes: T tasks, N rows, V values, U unique ids.
 """
 
-import inspect
-import pyarrow as pa
-import pyarrow.parquet as pq
 from __future__ import annotations
+
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,7 @@ MIN_FOOTER_BYTES = 8  # of a Parquet file: the length of its footer, and "PAR1"
 @dataclass(frozen=True)
 class FileEntry:
     """Size and checksums of one file; `footer_*` cover the Parquet footer with its length and
-    magic.
-    """
+    magic."""
 
     num_bytes: int
     xxh3: str
@@ -74,8 +73,7 @@ class StreamPlace:
 @dataclass(frozen=True)
 class Manifest:
     """Everything in manifest.json but its own checksum. `task_kind` is "integer" or "hashed";
-    `stream` is None for a dataset that stands alone.
-    """
+    `stream` is None for a dataset that stands alone."""
 
     features: Features
     task: str
@@ -96,11 +94,8 @@ class Manifest:
     @property
     def raw_ids(self) -> dict[str, FileEntry]:
         """Return the files of raw ids by role, "task" or "item"; none in datasets of an earlier
-        release, nor where ids are kept otherwise.
-
-        Raises:
-            ValueError: what the report says of them is nothing that a writer writes.
-        """
+        release, nor where ids are kept otherwise. Raises ValueError: what the report says of them
+        is nothing that a writer writes."""
         found: dict[str, FileEntry] = parse_typed(
             dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
         )
@@ -120,8 +115,7 @@ class Manifest:
     @property
     def support_is_fixed(self) -> bool:
         """Tell whether its protocol says which rows of a task are support: by time, by membership,
-        or by windows of time. Otherwise they are drawn, and another draw is as good.
-        """
+        or by windows of time. Otherwise they are drawn, and another draw is as good."""
         schema = self.recipe.get("schema")
         if self.support_is_past or not isinstance(schema, dict):
             return self.support_is_past
@@ -160,11 +154,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
-    """Return what `encode_manifest` was given; `name` is the address that messages speak of.
-
-    Raises:
-        FormatError: it is not a manifest, of another version, or altered since it was written.
-    """
+    """Return what `encode_manifest` was given; `name` is the address that messages speak of."""
     try:
         body = json.loads(data)
         json.dumps(body, ensure_ascii=False).encode()  # half of a character could not be shown

@@ -1,17 +1,25 @@
 """Writes the Parquet files of one shard, block by block, and takes their checksums."""
 
 import mmap
+from pathlib import Path
+from typing import Any, Self
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
+
 from metaio.errors import DataError
-from metaio.format.block import (Block, hash_content)
+from metaio.format.block import Block, hash_content
 from metaio.format.features import Features
-from metaio.format.layout import (ShardStream, find_chunk_ranges, list_streams, make_block_table_schema, make_writer_options)
-from metaio.format.manifest import (FileEntry, MIN_FOOTER_BYTES, ShardEntry, xxh3_hex)
-from pathlib import Path
-from typing import (Any, Self)
+from metaio.format.layout import (
+    ShardStream,
+    find_chunk_ranges,
+    list_streams,
+    make_block_table_schema,
+    make_writer_options,
+)
+from metaio.format.manifest import MIN_FOOTER_BYTES, FileEntry, ShardEntry, xxh3_hex
 
 
 def _to_int64(unsigned: int) -> int:
@@ -86,11 +94,8 @@ class ShardWriter:
         return len(self._blocks)
 
     def write(self, block: Block) -> None:
-        """Append one block as a row group of every file.
-
-        Raises:
-            DataError: the block has more positions than a 32-bit offset can count.
-        """
+        """Append one block as a row group of every file. Raises DataError: the block has more
+        positions than a 32-bit offset can count."""
         if (
             max(block.positions_NF.size, len(block.multi_positions_V), block.dense_NK.size)
             >= 1 << 31

@@ -24,11 +24,7 @@ _MAX_RESIDENT_BYTES = 512 << 20
 
 
 def find_file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a path or URL, and the path in it.
-
-    Raises:
-        UrlError: no installed package reads such URLs.
-    """
+    """Return the file system of a path or URL, and the path in it."""
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
@@ -184,11 +180,7 @@ class Storage:
         return f"{self.url}/{path}"
 
     def read(self, path: str) -> bytes:
-        """Return a whole small file.
-
-        Raises:
-            FormatError: it does not exist or cannot be read.
-        """
+        """Return a whole small file."""
         # Whatever the client of a store raises: aiohttp's errors are no OSError.
         with translate_errors(partial(self._make_read_error, path)):
             data: bytes = self._fs.cat_file(f"{self._root}/{path}")
@@ -205,11 +197,7 @@ class Storage:
 
     def read_windows(self, ranges: list[ByteRange]) -> list[ByteWindow]:
         """Return the bytes of each range: locally the whole file is mapped, elsewhere all are
-        fetched at once.
-
-        Raises:
-            FormatError: a file is missing or has another size than the manifest says.
-        """
+        fetched at once."""
         if self.is_local:
             maps = [self._map_file(own.path, own.num_bytes) for own in ranges]
             return [ByteWindow(0, memoryview(mapped), self._resident) for mapped in maps]

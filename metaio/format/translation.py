@@ -5,20 +5,21 @@ Shape suffixes: N rows, F single-id or pooled features, V values, K dense column
 unique ids, R rows of tables.
 """
 
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from dataclasses import (dataclass, replace)
-from itertools import chain
+
 from metaio.errors import DataError
-from metaio.format.block import (Block, merge_unknown_ids)
-from metaio.format.dataset import (Dataset, read_column)
+from metaio.format.block import Block, merge_unknown_ids
+from metaio.format.dataset import Dataset, read_column
 from metaio.format.features import FeatureSpec
 from metaio.format.layout import VOCABULARY_FOLDER
-from metaio.ragged import (Int64, offsets, owners)
-from typing import Any
-
+from metaio.ragged import Int64, offsets, owners
 
 _REMEDY = "Prepare it by the schema of the other one, or choose another dataset"
 # The keys of a column's rule that decide which value an id or a number stands for.
@@ -59,12 +60,8 @@ class _Translation:
 
 def translate_dataset(own: Dataset, known: Dataset) -> Dataset:
     """Return `own` as a model of `known` sees it: with the ids, the tables and the units of
-    `known`; `own` itself where they are one dataset.
-
-    Raises:
-        DataError: they differ in a column, in what its values mean, or in the label; it is named.
-        FormatError: a vocabulary is missing or altered.
-    """
+    `known`; `own` itself where they are one dataset. Raises DataError: they differ in a column, in
+    what its values mean, or in the label; it is named."""
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)

@@ -15,9 +15,6 @@ def parse_typed(kind: Any, value: Any, place: str) -> Any:
     of `kind | None` as the kind, for what is None is left out of JSON.
 
     `place` says where the value stands; messages begin with it.
-
-    Raises:
-        ValueError: a value has another type, or a key is missing or unknown.
     """
     if get_origin(kind) is types.UnionType:
         (kind,) = (one for one in get_args(kind) if one is not types.NoneType)

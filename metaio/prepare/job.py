@@ -87,11 +87,7 @@ class Job:
     catalogue: Catalogue | None = None
 
     def open(self, out: str) -> AbstractContextManager[DatasetWriter]:
-        """Return the writer of the dataset.
-
-        Raises:
-            DataError: it would replace a dataset whose columns held values of another kind.
-        """
+        """Return the writer of the dataset."""
         schema = self.schema
         # Where nothing may be replaced, the writer refuses an old dataset by itself.
         if self.options.overwrite:
@@ -121,8 +117,7 @@ class Job:
 
     def _check_kinds(self, out: str) -> None:
         """Raise DataError where a model trained on the dataset at `out` would take new ids for
-        other values.
-        """
+        other values."""
         try:
             kinds = open_dataset(out).manifest.recipe.get("kinds")
         except MetaIOError:
@@ -193,9 +188,7 @@ def make_job(
     types: dict[str, pa.DataType],
 ) -> Job:
     """Decide buckets, features and the cut in time; `types` are the Arrow types of the raw columns.
-
-    Raises:
-        DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
+    Raises DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
     """
     rows = [survey.rows_of_split[name] for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at

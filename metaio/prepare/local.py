@@ -33,12 +33,8 @@ def prepare(
     options: PrepareOptions | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a dataset at URL `out` from raw tables (URLs, globs or folders of CSV, TSV or Parquet).
-
-    Raises:
-        DataError: an input is missing, empty or does not fit the schema; `out` exists; the disk is
-            full.
-    """
+    """Write a dataset at URL `out` from raw tables (URLs, globs or folders of CSV, TSV or
+    Parquet)."""
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     report_progress = progress or (lambda phase, done, total: None)

@@ -23,8 +23,7 @@ class ArrayPool:
 
     def allocate(self, name: str, shape: tuple[int, ...], kind: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return an array with any content, in memory of an earlier one of that name if some is
-        free.
-        """
+        free."""
         num_bytes = math.prod(shape) * np.dtype(kind).itemsize
         free = self._free.setdefault(name, deque(maxlen=self._keep))
         memory = _piece(free, num_bytes)

@@ -95,8 +95,7 @@ def empty_batch(
     num_tables: int, num_single: int, num_multi: int, num_dense: int, num_labels: int = 1
 ) -> TaskBatch:
     """Return a batch without episodes, for a rank without work, so that its peers' collectives
-    complete.
-    """
+    complete."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)

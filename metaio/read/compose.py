@@ -5,19 +5,20 @@ dense columns, B tables, U unique ids, E chosen episodes.
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from collections.abc import (Iterator, Sequence)
-from dataclasses import fields
-from metaio.format.block import (Block, Bundles, borrow_scratch, find_distinct)
-from metaio.format.features import Features
-from metaio.ragged import (Int32, Int64, index_entries, offsets)
-from metaio.read.array_pool import ArrayPool
-from metaio.read.batch import (TaskBatch, empty_batch)
 from torch import Tensor
-from typing import (Any, NamedTuple)
 
+from metaio.format.block import Block, Bundles, borrow_scratch, find_distinct
+from metaio.format.features import Features
+from metaio.ragged import Int32, Int64, index_entries, offsets
+from metaio.read.array_pool import ArrayPool
+from metaio.read.batch import TaskBatch, empty_batch
 
 # Columns of a block whose values are copied as they are.
 _OF_ROWS = ("label_N", "dense_NK", "multi_lengths_NM", "row_id_N", "weight_N")
@@ -145,8 +146,7 @@ def _place(block: Block, episodes_E: Int64) -> tuple[Block, Int64 | slice, Int64
 
 def _index_ranges(offsets_T1: Int64, episodes_E: Int64) -> tuple[Int64 | slice, int]:
     """Return the index of the rows (or values) of ascending episodes, and how many there are; a
-    slice, hence a view, where the episodes are adjacent.
-    """
+    slice, hence a view, where the episodes are adjacent."""
     first, last = int(episodes_E[0]), int(episodes_E[-1])
     if last - first + 1 == len(episodes_E):
         begin, end = int(offsets_T1[first]), int(offsets_T1[last + 1])
@@ -170,8 +170,7 @@ def _mark_positions(block: Block, episodes_E: Int64) -> _Part:
 
 def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any]:
     """Return the rows of all parts of a column, one after another; none for a column that the
-    dataset does not store.
-    """
+    dataset does not store."""
     columns = [getattr(part.block, name) for part in parts]
     num_rows, kind, shape = sum(part.num_rows for part in parts), columns[0].dtype, columns[0].shape
     if not any(map(len, columns)):
@@ -212,8 +211,7 @@ def _renumber(
     features: Features, parts: list[_Part], shifts: Int32, memory: ArrayPool
 ) -> tuple[Int32, Int32]:
     """Return the positions [N, F] and [V] of all parts in the batch, where each part's ids of each
-    table moved by `shifts`.
-    """
+    table moved by `shifts`."""
     num_rows = sum(part.num_rows for part in parts)
     into_NF = memory.allocate("positions_NF", (num_rows, len(features.single)), np.int32)
     into_V = memory.allocate(
@@ -252,8 +250,7 @@ def _shift_values(
     block: Block, values: Int64 | slice, tables: list[int], shift_B: Int32, into_V: Int32
 ) -> None:
     """Write positions of multi-id features, moved by the shift of their table; they are of
-    `tables`, ascending.
-    """
+    `tables`, ascending."""
     into_V[:] = block.multi_positions_V[values]
     # A block's ids stand table by table, so old positions tell the table: read before any moves.
     later = [into_V >= np.int32(block.unique_offsets_B1[table]) for table in tables[1:]]

@@ -13,12 +13,14 @@ BlockOrder.
 """
 
 import itertools
-import numpy as np
-import numpy.typing as npt
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
 from metaio.hashing import splitmix64
-from metaio.ragged import (Int64, offsets, ragged_indices)
+from metaio.ragged import Int64, offsets, ragged_indices
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ class OrderConfig:
 
 class EpisodeOrder:
     """The order of one split's episodes in one epoch; every `bundle_tasks` of a block stay together
-    where it is not 0.
-    """
+    where it is not 0."""
 
     def __init__(
         self,
@@ -113,11 +114,7 @@ class EpisodeOrder:
 
     def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
         """Return the episodes that `rank` trains on at `step`, grouped by block; empty when it has
-        none.
-
-        Raises:
-            IndexError: there is no such step.
-        """
+        none."""
         _check_step(step, self.num_steps)
         size = min(
             self.config.tasks_per_step, self.num_episodes - step * self.config.tasks_per_step
@@ -243,11 +240,7 @@ class BlockOrder:
         return num_full_steps + (rest > 0 and not self.config.drop_last)
 
     def step(self, step: int, rank: int = 0, world_size: int = 1) -> list[BlockEpisodes]:
-        """Return the blocks that `rank` trains on at `step`, whole; empty when it has none.
-
-        Raises:
-            IndexError: there is no such step.
-        """
+        """Return the blocks that `rank` trains on at `step`, whole; empty when it has none."""
         _check_step(step, self.num_steps)
         first = step * self.config.blocks_per_step
         blocks = self._blocks[first : first + self.config.blocks_per_step]

@@ -68,8 +68,7 @@ class _BusyClock:
 
 class BlockCache:
     """Decoded blocks, loaded by background threads, kept within a budget; least recently used go
-    first.
-    """
+    first."""
 
     def __init__(
         self, dataset: Dataset, budget_bytes: int, pool: ThreadPoolExecutor, clock: _BusyClock

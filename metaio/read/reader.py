@@ -1,16 +1,24 @@
 """Streams TaskBatches: background threads decode and compose, a bounded queue keeps the order."""
 
-import numpy as np
 from __future__ import annotations
-from collections.abc import (Generator, Iterable, Iterator, Sequence)
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from metaio.errors import FormatError
-from metaio.read.episode_order import (BlockEpisodes, BlockOrder, EpisodeOrder, OrderConfig, make_order)
-from metaio.read.pipeline import (BatchPipeline, Plan)
-from operator import (attrgetter, itemgetter)
-from typing import (Any, Self, TYPE_CHECKING)
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
+from metaio.errors import FormatError
+from metaio.read.episode_order import (
+    BlockEpisodes,
+    BlockOrder,
+    EpisodeOrder,
+    OrderConfig,
+    make_order,
+)
+from metaio.read.pipeline import BatchPipeline, Plan
 
 if TYPE_CHECKING:
     from metaio.format.dataset import Dataset
@@ -61,8 +69,7 @@ class _PipelineReader:
     @property
     def busy_s(self) -> float:
         """Return the seconds in which a batch was being read or made, whether a consumer waited or
-        not.
-        """
+        not."""
         return self._pipeline.busy_s
 
     @property
@@ -176,8 +183,7 @@ class BatchReader(_PipelineReader):
 
     def batches_of_steps(self, steps: Iterable[tuple[int, int]]) -> Generator[TaskBatch]:
         """Yield the batch of each of these steps, given as epoch and step; `state_dict` knows
-        nothing of them. For processes that share the steps of a rank.
-        """
+        nothing of them. For processes that share the steps of a rank."""
         return self._pipeline.run(self._plans_of(steps), look_ahead=True)
 
     def _plans(self, epoch: int, first_step: int) -> Iterator[Plan]:
@@ -193,16 +199,11 @@ class BatchReader(_PipelineReader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next batch begins; what was prefetched but not handed out counts as
-        unread.
-        """
+        unread."""
         return {"epoch": self._epoch, "step": self._step, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, on any world size.
-
-        Raises:
-            FormatError: the state belongs to other data or another order of it.
-        """
+        """Go on where `state_dict` was taken, on any world size."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise FormatError(
@@ -226,8 +227,7 @@ class BatchReader(_PipelineReader):
 
 def default_window_blocks(dataset: Dataset, split: str) -> int:
     """Return all blocks where the whole split fits in FULL_SHUFFLE_BYTES, else
-    DEFAULT_WINDOW_BLOCKS.
-    """
+    DEFAULT_WINDOW_BLOCKS."""
     if int(dataset.block_bytes(split).sum()) <= FULL_SHUFFLE_BYTES:
         return max(dataset.split(split).num_blocks, 1)
     return DEFAULT_WINDOW_BLOCKS
@@ -242,19 +242,12 @@ class RangeReader(_PipelineReader):
 
         `groups` may be a generator that asks a service for leases: it is drawn from as needed, in
         the consumer's thread.
-
-        Raises:
-            FormatError: a range lies outside its split.
         """
         return self._pipeline.run(_group_plan(self._dataset, group) for group in groups)
 
     def begin(self, group: Sequence[EpisodeRange]) -> Iterator[TaskBatch]:
         """Return an iterator of the one batch of a group, which is read in the background until
-        then.
-
-        Raises:
-            FormatError: a range lies outside its split.
-        """
+        then."""
         return self._pipeline.start([_group_plan(self._dataset, group)])
 
 
@@ -269,9 +262,6 @@ def read_ranges(
     ranges.
 
     `ranges` may be a generator that asks a service for the next lease: it is drawn from as needed.
-
-    Raises:
-        FormatError: a range lies outside its split.
     """
     with RangeReader(dataset, threads=threads) as reader:
         yield from reader.batches(
@@ -299,8 +289,7 @@ def _check_range(dataset: Dataset, part: EpisodeRange) -> None:
 
 def _group_plan(dataset: Dataset, group: Sequence[EpisodeRange]) -> Plan:
     """Return the blocks of a group; a block that several ranges touch is named once, as compose
-    wants.
-    """
+    wants."""
     plan: Plan = []
     ordered = sorted(group, key=attrgetter("split", "first_episode"))
     for split, parts in groupby(ordered, key=attrgetter("split")):

@@ -5,18 +5,19 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 unique ids, D embedding width, P task-row pairs.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
+from torch import Tensor
+
 from metaio.ragged import sum_rows
 from metaio.read.batch import TaskBatch
-from torch import Tensor
-from typing import NamedTuple
 
 
 class TaskRows(NamedTuple):
     """Rows of each episode's own working copy, episode by episode, ascending by position within
-    one.
-    """
+    one."""
 
     level1_position_P: Tensor  # int64, into TaskBatch.unique_ids_U
     positions_NF: Tensor  # int64, into the P pairs

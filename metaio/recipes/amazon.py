@@ -10,23 +10,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from metaio.recipes.by_schema import prepare_table
-from metaio.recipes.by_time import (
-    ByTimeConfig,
-    check_ratings,
-    protocol_by_time,
-    schema_by_time,
-)
+from metaio.recipes.by_time import ByTimeConfig, check_ratings, protocol_by_time, schema_by_time
 from metaio.recipes.field_files import parse_integer, read_fields
 
 _SOURCE = "Amazon"
 
 
 def prepare_amazon(path: str, out: str, config: ByTimeConfig, overwrite: bool = False) -> None:
-    """Write the dataset at URL `out` from the folder `path`.
-
-    Raises:
-        DataError: a file is missing, empty or malformed.
-    """
+    """Write the dataset at URL `out` from the folder `path`."""
     folder = Path(path)
     file = folder / "user_item.dat"
     fields = read_fields(file, "\t", 4, _SOURCE)

@@ -28,11 +28,7 @@ def prepare_table(
     overwrite: bool,
 ) -> None:
     """Write the dataset at URL `out` from a table and a schema as TOML has it; the manifest says
-    `recipe` and `protocol` beside the schema.
-
-    Raises:
-        DataError: `out` exists, or the disk is full.
-    """
+    `recipe` and `protocol` beside the schema."""
     options = PrepareOptions(overwrite=overwrite, recipe=recipe, protocol=protocol)
     with open_temporary_folder() as folder:
         path = Path(folder) / "rows.parquet"

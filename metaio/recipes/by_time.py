@@ -50,8 +50,7 @@ def schema_by_time(
     singles: list[str], multis: list[str], of_item: list[str], config: ByTimeConfig
 ) -> dict[str, Any]:
     """Return the schema of ratings with the columns row, user, item, rating, time and those named
-    in `singles` and `multis`, whose values are separated by "|"; `of_item` belong to the item.
-    """
+    in `singles` and `multis`, whose values are separated by "|"; `of_item` belong to the item."""
     return {
         "seed": config.seed,
         "task": {"column": "user"},

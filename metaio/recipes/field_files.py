@@ -6,11 +6,7 @@ from metaio.errors import DataError
 
 
 def read_fields(path: Path, separator: str, num_fields: int, source: str) -> list[list[str]]:
-    """Return the fields of each line that is not blank; files are UTF-8 or Latin-1.
-
-    Raises:
-        DataError: the file is missing or empty, or a line has another number of fields.
-    """
+    """Return the fields of each line that is not blank; files are UTF-8 or Latin-1."""
     if not path.is_file():
         raise DataError(f"{path} does not exist. Point PATH at the unpacked {source} folder")
     data = path.read_bytes()
@@ -34,11 +30,7 @@ def read_fields(path: Path, separator: str, num_fields: int, source: str) -> lis
 
 
 def parse_integer(text: str, path: Path, what: str) -> int:
-    """Return a field as an integer; decimals of 0 are allowed, as some copies write `5.0`.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Return a field as an integer; decimals of 0 are allowed, as some copies write `5.0`."""
     if text.isascii() and text.isdigit():
         return int(text)
     try:

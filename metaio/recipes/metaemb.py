@@ -9,18 +9,19 @@ and warm-c, and the rest is the test set. A click is a rating of 4 or 5.
 Shape suffix: N rows.
 """
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from dataclasses import dataclass
-from metaio.errors import (DataError, SchemaError)
-from metaio.hashing import (splitmix64, unit_interval)
-from metaio.ragged import (Int64, places)
-from metaio.recipes.by_schema import (keep_shared_words, prepare_table)
-from metaio.recipes.movielens_files import (Ratings, read_ratings, read_titles, read_users)
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from metaio.errors import DataError, SchemaError
+from metaio.hashing import splitmix64, unit_interval
+from metaio.ragged import Int64, places
+from metaio.recipes.by_schema import keep_shared_words, prepare_table
+from metaio.recipes.movielens_files import Ratings, read_ratings, read_titles, read_users
 
 _WARM_ROWS = 20
 # How many rows of a new movie each stage has seen.
@@ -55,9 +56,6 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
     Splits train, and cold, warm-a, warm-b, warm-c: the same query rows of the new movies after 0,
     20, 40 and 60 support rows. With `validation` also fit, and valid-cold to valid-warm-c, where
     held-back old movies play new ones.
-
-    Raises:
-        DataError: a file is missing, empty or malformed, or there are no old or no new movies.
     """
     folder = Path(path)
     ratings = read_ratings(folder)
@@ -79,11 +77,7 @@ def assign_rows(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
     """Return the rows that splits need, and of each its split, its side, and whether a model
-    may know the movie by its id.
-
-    Raises:
-        DataError: there are no old or no new movies.
-    """
+    may know the movie by its id."""
     movies, movie_of_N, counts = np.unique(movie_N, return_inverse=True, return_counts=True)
     count_N, place_N = counts[movie_of_N], _count_earlier_rows(movie_of_N)
     old_N = count_N >= config.min_old

@@ -9,19 +9,28 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, A items.
 """
 
-import numpy as np
-import numpy.typing as npt
-from collections.abc import (Callable, Mapping)
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from metaio.errors import (DataError, SchemaError)
-from metaio.format.block import Rows
-from metaio.format.dataset_writer import (Provenance, write_dataset)
-from metaio.format.features import (FeatureSpec, Features, TableSpec)
-from metaio.ragged import (Int64, index_entries, offsets)
-from metaio.recipes.movielens_files import (Movies, Ratings, read_melu_split, read_movies, read_ratings, read_users, read_vocabulary)
-from metaio.recipes.movielens_history import (liked_before, with_history)
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from metaio.errors import DataError, SchemaError
+from metaio.format.block import Rows
+from metaio.format.dataset_writer import Provenance, write_dataset
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.ragged import Int64, index_entries, offsets
+from metaio.recipes.movielens_files import (
+    Movies,
+    Ratings,
+    read_melu_split,
+    read_movies,
+    read_ratings,
+    read_users,
+    read_vocabulary,
+)
+from metaio.recipes.movielens_history import liked_before, with_history
 
 State = dict[int, tuple[Int64, Int64]]  # user -> movies, ratings (1 to 5)
 
@@ -62,8 +71,7 @@ class MovieLensConfig:
 
 def derive_states(ratings: Ratings, movies: Movies, config: MovieLensConfig) -> list[State]:
     """Derive MeLU's four states from raw ratings: seeded users, movies by year; unknown movies are
-    left out.
-    """
+    left out."""
     rng = np.random.default_rng(config.seed)
     # By sorted user id, so that the draw does not depend on the order of the file.
     users = rng.permutation(np.unique(ratings.user_N))
@@ -91,8 +99,7 @@ def divide(
     state: State, is_cold_user: Callable[[int], bool], is_cold_movie: Callable[[int], bool]
 ) -> list[State]:
     """Return warm, user-cold, item-cold, user-item-cold; users keep their order, and movies theirs
-    within a user.
-    """
+    within a user."""
     found: list[State] = [{}, {}, {}, {}]
     for user, (movies, ratings) in state.items():
         cold_N = np.array([is_cold_movie(int(movie)) for movie in movies])
@@ -105,8 +112,7 @@ def divide(
 
 def hold_back(warm: State, movies: Movies, config: MovieLensConfig) -> list[State]:
     """Return fit, valid-user-cold, valid-item-cold, valid-user-item-cold: the protocol inside the
-    warm state.
-    """
+    warm state."""
     # A stream of its own: turning validation on leaves every other split as it was.
     rng = np.random.default_rng([config.seed, 1])
     users = rng.permutation(np.fromiter(warm, dtype=np.int64))
@@ -156,8 +162,7 @@ def _timestamps(ratings: Ratings) -> dict[tuple[int, int], int]:
 
 class _Encoder:
     """Ids of users, movies and their attributes; row 0 of every table is for values not in its
-    vocabulary.
-    """
+    vocabulary."""
 
     def __init__(self, folder: Path, movies: Movies, history: int) -> None:
         self._history = history
@@ -281,9 +286,6 @@ def prepare_movielens(
 
     Splits train, user-cold, item-cold, user-item-cold; with `validation` also fit, valid-user-cold,
     valid-item-cold and valid-user-item-cold, which are carved from the warm users and movies alone.
-
-    Raises:
-        DataError: a file is missing, empty or malformed.
     """
     folder = Path(path)
     movies = read_movies(folder)

@@ -2,14 +2,15 @@
 files that RecBole makes of them (ml-100k.inter, .item, .user).
 """
 
-import pyarrow as pa
 import re
-from metaio.errors import DataError
-from metaio.recipes.by_schema import (keep_shared_words, prepare_table)
-from metaio.recipes.by_time import (ByTimeConfig, check_ratings, protocol_by_time, schema_by_time)
-from metaio.recipes.field_files import (parse_integer, read_fields)
 from pathlib import Path
 
+import pyarrow as pa
+
+from metaio.errors import DataError
+from metaio.recipes.by_schema import keep_shared_words, prepare_table
+from metaio.recipes.by_time import ByTimeConfig, check_ratings, protocol_by_time, schema_by_time
+from metaio.recipes.field_files import parse_integer, read_fields
 
 _SOURCE = "ml-100k"
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
@@ -21,11 +22,7 @@ Attributes = dict[str, dict[str, str | None]]  # id -> column -> value
 def prepare_movielens_100k(
     path: str, out: str, config: ByTimeConfig, overwrite: bool = False
 ) -> None:
-    """Write the dataset at URL `out` from the folder `path`.
-
-    Raises:
-        DataError: a file is missing, empty or malformed, or names nobody knows.
-    """
+    """Write the dataset at URL `out` from the folder `path`."""
     folder = Path(path)
     is_atomic = (folder / "ml-100k.inter").is_file()
     file = folder / ("ml-100k.inter" if is_atomic else "u.data")

@@ -5,17 +5,18 @@ Shape suffix: N rows.
 
 import io
 import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
-import re
-from dataclasses import dataclass
+
 from metaio.errors import DataError
 from metaio.ragged import Int64
-from metaio.recipes.field_files import (parse_integer, read_fields)
-from pathlib import Path
-
+from metaio.recipes.field_files import parse_integer, read_fields
 
 _YEAR = re.compile(r"\((\d{4})\)\s*$")
 _IN_PARENTHESES = re.compile(r"\([^()]*\)")
@@ -35,8 +36,7 @@ class Ratings:
 @dataclass(frozen=True)
 class Movies:
     """Attributes by movie id. `rate`, `director` and `actor` are empty without
-    movies_extrainfos.dat.
-    """
+    movies_extrainfos.dat."""
 
     year: dict[int, int]
     genre: dict[int, list[str]]
@@ -52,11 +52,7 @@ class Movies:
 
 def read_ratings(folder: Path) -> Ratings:
     """Read ratings.dat (user::movie::rating::timestamp), else ratings_notime.dat
-    (user::movie::rating).
-
-    Raises:
-        DataError: neither exists, or a field is not a whole number.
-    """
+    (user::movie::rating)."""
     # The file with timestamps holds all that the other does.
     with_time = (folder / "ratings.dat").is_file()
     path = folder / ("ratings.dat" if with_time else "ratings_notime.dat")
@@ -99,8 +95,7 @@ def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
 
 def read_movies(folder: Path) -> Movies:
     """Return the attributes of all movies; with movies_extrainfos.dat its genres replace the
-    others.
-    """
+    others."""
     path = folder / "movies_extrainfos.dat"
     if not path.is_file():
         return _plain_movies(folder)
@@ -160,11 +155,7 @@ def read_vocabulary(folder: Path, name: str) -> list[str] | None:
 
 def read_melu_split(folder: Path) -> list[dict[int, tuple[Int64, Int64]]] | None:
     """Return MeLU's four states in its order, each user -> (movies, ratings) in file order; None
-    where absent.
-
-    Raises:
-        DataError: a file is missing or its ratings do not match its movies.
-    """
+    where absent."""
     if not (folder / "melu_split").is_dir():
         return None
     states = []

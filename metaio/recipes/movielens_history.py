@@ -4,8 +4,8 @@ Shape suffixes: T tasks, N rows, M multi-id features, V values.
 """
 
 import numpy as np
-from metaio.ragged import (Int32, Int64, reorder_row_by_row, sum_rows)
 
+from metaio.ragged import Int32, Int64, reorder_row_by_row, sum_rows
 
 LIKED = 4  # least rating, of 1 to 5, that counts as liked
 

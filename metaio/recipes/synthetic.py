@@ -17,16 +17,17 @@ Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled f
 features, V values, K dense columns, D embedding width, A items.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
-from dataclasses import dataclass
+
 from metaio.errors import SchemaError
 from metaio.format.block import Rows
-from metaio.format.dataset_writer import (Provenance, write_dataset)
-from metaio.format.features import (FeatureSpec, Features, TableSpec)
-from metaio.format.layout import (DEFAULT_BLOCK_ROWS, usual_bundle_tasks)
+from metaio.format.dataset_writer import Provenance, write_dataset
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.format.layout import DEFAULT_BLOCK_ROWS, usual_bundle_tasks
 from metaio.ragged import Int64
-
 
 Float = npt.NDArray[np.float64]
 
@@ -91,8 +92,7 @@ class World:
 
 def features(config: SyntheticConfig) -> Features:
     """Return tables and columns of every synthetic dataset; row 0 of a table is drawn only for cold
-    items.
-    """
+    items."""
     sizes = {
         "item": config.num_items,
         "genre": _GENRES,

@@ -10,19 +10,28 @@ Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A it
 """
 
 import json
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from dataclasses import dataclass
-from datetime import (UTC, datetime, timedelta)
-from metaio.errors import (DataError, SchemaError)
-from metaio.format.atomic_folder import (open_exclusive_folder, replace_folder)
-from metaio.format.storage import (find_file_system, is_local)
-from metaio.ragged import (Int64, offsets)
-from metaio.recipes.synthetic import (Float, SyntheticConfig, TASTE_SCALE, World, draw_tastes, make_world, sigmoid)
-from pathlib import Path
 
+from metaio.errors import DataError, SchemaError
+from metaio.format.atomic_folder import open_exclusive_folder, replace_folder
+from metaio.format.storage import find_file_system, is_local
+from metaio.ragged import Int64, offsets
+from metaio.recipes.synthetic import (
+    TASTE_SCALE,
+    Float,
+    SyntheticConfig,
+    World,
+    draw_tastes,
+    make_world,
+    sigmoid,
+)
 
 FIRST_DAY = datetime(2026, 1, 1, tzinfo=UTC)
 DAYS_FILE = "days.json"
@@ -109,11 +118,7 @@ class DaysConfig:
 
 def write_days(out: str, config: DaysConfig, overwrite: bool = False) -> None:
     """Write `out`/day=DATE/clicks.parquet for each day, closed by _SUCCESS, schema.toml and
-    days.json.
-
-    Raises:
-        DataError: `out` exists, is a URL, or the disk is full.
-    """
+    days.json."""
     fs, place = find_file_system(out)
     if not is_local(fs):
         raise DataError(f"{out} is a URL; logs are made at a local path. Make them there, and copy")
@@ -255,8 +260,7 @@ def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:
 
 def auc(score_N: Float, label_N: npt.NDArray[np.integer[np.typing.NBitBase]]) -> float:
     """Return the area under the ROC curve: how often a click scores above a row without one; ties
-    count half.
-    """
+    count half."""
     order = np.argsort(score_N, kind="stable")
     _, place_N, counts = np.unique(score_N[order], return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)

@@ -89,8 +89,7 @@ class IncrementRecord:
 
 class Stream:
     """The increments of a stream, oldest first. Opening lists them; each manifest is read once it
-    is asked for.
-    """
+    is asked for."""
 
     def __init__(self, storage: Storage, description: dict[str, Any], numbers: list[int]) -> None:
         self.description = description
@@ -116,11 +115,7 @@ class Stream:
 
     @cached_property
     def records(self) -> list[IncrementRecord]:
-        """Return every increment, oldest first; reads all manifests.
-
-        Raises:
-            FormatError: one is damaged, missing, or does not continue the one before it.
-        """
+        """Return every increment, oldest first; reads all manifests."""
         found = [self.record(number) for number in self.numbers]
         parent = ""
         for expected, record in enumerate(found, start=FIRST_INCREMENT):
@@ -134,12 +129,7 @@ class Stream:
         return found
 
     def record(self, number: int) -> IncrementRecord:
-        """Return one increment by its number.
-
-        Raises:
-            NoDatasetError: there is none of that number.
-            FormatError: its manifest is damaged.
-        """
+        """Return one increment by its number."""
         if number not in self._manifests:
             path = f"{self._path(number)}/{MANIFEST_NAME}"
             name = self._storage.name(path)
@@ -172,12 +162,7 @@ class Stream:
         return self.record(self.numbers[-1])
 
     def dataset(self, number: int, damaged: list[str] | None = None) -> Dataset:
-        """Return an increment as the dataset that it is; `damaged` is that of `open_dataset`.
-
-        Raises:
-            NoDatasetError: there is none of that number.
-            FormatError: it is damaged.
-        """
+        """Return an increment as the dataset that it is; `damaged` is that of `open_dataset`."""
         self.record(number)
         return open_dataset(f"{self.url}/{self._path(number)}", damaged)
 
@@ -191,12 +176,7 @@ class Stream:
 
 
 def open_stream(url: str) -> Stream:
-    """Open the stream at a local path or any fsspec URL.
-
-    Raises:
-        NoDatasetError: there is none, or it has no increment yet.
-        FormatError: its description is damaged.
-    """
+    """Open the stream at a local path or any fsspec URL."""
     storage = Storage(url)
     numbers = list_increment_numbers(url)
     if not numbers:
@@ -211,11 +191,7 @@ def open_stream(url: str) -> Stream:
 
 
 def read_stream_json(storage: Storage, path: str, kind: str) -> dict[str, Any]:
-    """Return a JSON file of a stream, which carries its own checksum.
-
-    Raises:
-        FormatError: it is missing, of another kind or version, or was altered.
-    """
+    """Return a JSON file of a stream, which carries its own checksum."""
     remedy = "gmeta prepare --extend alone writes it: put back the file that it wrote"
     return parse_checked_json(storage.read(path), storage.name(path), kind, remedy)
 
@@ -248,11 +224,7 @@ def list_increment_numbers(url: str) -> list[int]:
 
 def find_earlier_increment(dataset: Dataset, back: int = 1) -> Dataset | None:
     """Return the increment that stands `back` places before this one in its stream; None where
-    there is none, or the dataset is of no stream.
-
-    Raises:
-        FormatError, NoDatasetError: it is damaged, or was removed.
-    """
+    there is none, or the dataset is of no stream."""
     place = dataset.manifest.stream
     if place is None or place.increment - back < FIRST_INCREMENT:
         return None
@@ -263,11 +235,7 @@ def find_earlier_increment(dataset: Dataset, back: int = 1) -> Dataset | None:
 
 def read_reset_rows(dataset: Dataset) -> dict[str, Int64]:
     """Return the rows of each table that mean another value from this increment on, ascending:
-    their weights begin anew.
-
-    Raises:
-        FormatError: a file of them is missing or damaged.
-    """
+    their weights begin anew."""
     place, found = dataset.manifest.stream, {}
     for table, entry in (place.resets if place else {}).items():
         path = f"{RESET_FOLDER}/{table}.parquet"

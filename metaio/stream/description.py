@@ -23,8 +23,7 @@ from metaio.stream.window import find_time_unit
 @dataclass(frozen=True)
 class OpenedStream:
     """A stream before its next increment, which is `number`; `description` is that of stream.json,
-    None before the first one.
-    """
+    None before the first one."""
 
     root: Path
     schema: Schema
@@ -47,13 +46,7 @@ class OpenedStream:
 
 
 def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
-    """Return the stream at a folder, or a new one that is to be made there.
-
-    Raises:
-        SchemaError: the schema cannot be that of a stream.
-        DataError: there is none and no schema is given, the one given is another, or something
-            else lies there.
-    """
+    """Return the stream at a folder, or a new one that is to be made there."""
     given_schema = None if schema is None else with_stream_defaults(schema)
     if (root / MANIFEST_NAME).exists():
         raise DataError(
@@ -100,8 +93,7 @@ def check_columns(
     distinct: Callable[[str], Iterable[str | None]],
 ) -> None:
     """Raise DataError for a column of input `name`, whose types all inputs share, that does not
-    hold what it held before; `distinct` gives the values of a column.
-    """
+    hold what it held before; `distinct` gives the values of a column."""
     description, schema = before.description, before.schema
     if description is None:
         return

@@ -46,8 +46,7 @@ from metaio.stream.window import (
 @dataclass(frozen=True)
 class WindowJob:
     """What all buckets of a window have in common. It is sent to every worker of a cluster, without
-    the values of its vocabularies.
-    """
+    the values of its vocabularies."""
 
     job: Job
     clock: StreamClock
@@ -62,8 +61,7 @@ class WindowJob:
 
 class BucketResult(NamedTuple):
     """A bucket's shard, the newest rows of all its tasks, and how many of its tasks in the window
-    are new and returning.
-    """
+    are new and returning."""
 
     shard: WrittenShard
     newest: EncodedRows
@@ -85,18 +83,10 @@ class Engine(Protocol):
     """Reads the rows of the inputs, each time anew."""
 
     def describe_files(self, names: list[str]) -> list[InputFile]:
-        """Return the files with their hashes.
-
-        Raises:
-            DataError: one cannot be read.
-        """
+        """Return the files with their hashes."""
 
     def summarise(self, context: SummaryContext, report_progress: Progress) -> WindowSummary:
-        """Return what all rows hold.
-
-        Raises:
-            DataError: some make no sense, or there are none.
-        """
+        """Return what all rows hold."""
 
     def write(
         self,
@@ -107,11 +97,8 @@ class Engine(Protocol):
         report_progress: Progress,
     ) -> WrittenWindow:
         """Encode all rows by the tables, which stand in the folder of the state too, and write
-        shards, and to that folder the newest rows of all tasks.
-
-        Raises:
-            DataError: the rows make no training episode, or two of a task have one row id.
-        """
+        shards, and to that folder the newest rows of all tasks. Raises DataError: the rows make no
+        training episode, or two of a task have one row id."""
 
 
 class LocalEngine:
@@ -195,10 +182,8 @@ def write_bucket(
 ) -> BucketResult:
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`.
 
-    Safe to call from several threads, for different buckets.
-
-    Raises:
-        DataError: two rows of a task have one row id.
+    Safe to call from several threads, for different buckets. Raises DataError: two rows of a task
+    have one row id.
     """
     job, schema = window.job, window.job.schema
     most, buckets = (
@@ -237,11 +222,8 @@ def adopt_buckets(
     report_progress: Progress,
 ) -> WrittenWindow:
     """Adopt the shards of all buckets, in order, and write the newest rows of all tasks to the
-    folder of the state; `buckets_of` gives those of a split.
-
-    Raises:
-        DataError: no task of the train split has an episode.
-    """
+    folder of the state; `buckets_of` gives those of a split. Raises DataError: no task of the train
+    split has an episode."""
     job, dropped, tasks, done = window.job, DroppedRows(), {}, 0
     for index, name in enumerate(job.fitted.splits.names):
         new, returning, num_episodes = 0, 0, 0

@@ -127,13 +127,9 @@ def extend(
 
     Tables `along`, such as those that came late, become part of it if they can: if all together are
     refused, `inputs` are tried alone, and once these are taken, `along` is quarantined and
-    `left_out` is told.
-
-    Raises:
-        QuarantinedError: the rows are not to be trusted; `accept` takes them all the same, as far
-            as they can be trained on. Or they are too few for an increment of their own.
-        DataError: an input is missing, was taken before, or does not fit the stream; another
-            process extends it; the disk is full.
+    `left_out` is told. Raises QuarantinedError: the rows are not to be trusted; `accept` takes them
+    all the same, as far as they can be trained on. Or they are too few for an increment of their
+    own.
     """
     options, report_progress = (
         options or PrepareOptions(),

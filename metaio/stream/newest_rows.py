@@ -28,11 +28,8 @@ from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indice
 
 
 def select_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
-    """Return the newest `most` rows of each task, tasks in the order of their hash.
-
-    Raises:
-        DataError: two rows of a task have one row id and time.
-    """
+    """Return the newest `most` rows of each task, tasks in the order of their hash. Raises
+    DataError: two rows of a task have one row id and time."""
     order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
     task_N = rows.task_hash_N[order_N]
     # Counted from each task's last row on.
@@ -50,8 +47,7 @@ def merge_in_task_order(
     schema: Schema, old: EncodedRows, waiting: Int64, newest: EncodedRows
 ) -> EncodedRows:
     """Return the rows of `old` at the places `waiting` and all of `newest`, which are of other
-    tasks, merged by the hash of their task; both are sorted by it already.
-    """
+    tasks, merged by the hash of their task; both are sorted by it already."""
     hash_N = np.concatenate([old.task_hash_N[waiting], newest.task_hash_N])
     is_new_N = np.argsort(hash_N, kind="stable") >= len(waiting)
     old_offsets, new_offsets = (offsets(sum_rows(one.lengths_NM)) for one in (old, newest))
@@ -119,8 +115,7 @@ class NewestRows:
 
     def read_bucket(self, bucket: int, num_buckets: int) -> EncodedRows:
         """Return all rows of the tasks that fall into a bucket of `num_buckets` (spool.bucket_of),
-        tasks in the order of their hash.
-        """
+        tasks in the order of their hash."""
         # assign_buckets is hash >> 32 times num_buckets >> 32: the least hash of a bucket follows.
         first, stop = (-(-(b << 32) // num_buckets) << 32 for b in (bucket, bucket + 1))
         parts = list(self._read_between(first, stop))

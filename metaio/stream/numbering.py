@@ -6,21 +6,22 @@ matter where the log was cut into increments. What was seen less than k times is
 Shape suffixes: N rows, V values, U unique ids, R rows of tables.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from dataclasses import dataclass
-from metaio.hashing import (UInt64, splitmix64)
-from metaio.prepare.schema.values import (hash_values, infer_kind)
-from metaio.ragged import (Int64, index_entries, offsets, places)
-from typing import NamedTuple
+
+from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.schema.values import hash_values, infer_kind
+from metaio.ragged import Int64, index_entries, offsets, places
 
 
 @dataclass(frozen=True)
 class Occurrences:
     """The distinct values of some rows: of each, its first times, ascending, at most as many as it
-    takes to admit it, and its last time.
-    """
+    takes to admit it, and its last time."""
 
     values: pa.Array  # [V], of one type, no nulls
     lengths_V: Int64  # how many times of each value
@@ -36,8 +37,7 @@ class Occurrences:
 
     def deal(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
         """Return the values of each of `num_parts` parts that has any; a value is always in the
-        same part, whatever other values are there.
-        """
+        same part, whatever other values are there."""
         part_V = (_hash_values(self.values) % np.uint64(num_parts)).astype(np.int64)
         offsets_V1 = offsets(self.lengths_V)
         found = []

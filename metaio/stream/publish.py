@@ -19,13 +19,7 @@ from metaio.stream.stream_state import STATE_FILE, STATES
 
 def publish_stream(stream: Path, url: str) -> list[int]:
     """Copy the increments of a stream that are not at a URL yet, each of them whole or not at all,
-    and the newest one's state; return their numbers.
-
-    Raises:
-        NoDatasetError: the stream has no increment.
-        DataError: another stream is there.
-        FormatError: a manifest is damaged, here or there.
-    """
+    and the newest one's state; return their numbers. Raises DataError: another stream is there."""
     own = open_stream(str(stream))
     fs, root = find_file_system(url.rstrip("/"))
     fs.invalidate_cache()

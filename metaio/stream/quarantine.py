@@ -61,11 +61,7 @@ def clear_quarantine(root: Path, files: Iterable[InputFile]) -> None:
 def list_quarantine(root: Path) -> list[dict[str, Any]]:
     """Return what was refused and why: `before` (the increment that it was to become), `files`,
     `reasons`, `with_next` where the files only wait for more, and for a first increment the mark of
-    the `schema`.
-
-    Raises:
-        FormatError: a note is damaged.
-    """
+    the `schema`."""
     return [note for _, note in _list_notes(root)]
 
 

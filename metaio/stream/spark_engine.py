@@ -257,8 +257,7 @@ def _make_bucket_writer(
     window: WindowJob, dataset: Path, parts: Path
 ) -> Callable[[_Batches], _Batches]:
     """Return a function that writes buckets: each one's shard to the dataset, and what the driver
-    is to gather below `parts`; it yields the rest, which is small.
-    """
+    is to gather below `parts`; it yields the rest, which is small."""
 
     def write(batches: _Batches) -> _Batches:
         _check_shared(parts)

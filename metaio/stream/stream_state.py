@@ -2,24 +2,25 @@
 Private to this room: readers of a stream need the increments alone.
 """
 
-import pyarrow as pa
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import (dataclass, field)
-from metaio.errors import (FormatError, make_content_error)
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from metaio.errors import FormatError, make_content_error
 from metaio.format.atomic_folder import flush_to_disk
-from metaio.format.checked_json import (has_shape, write_checked_json)
+from metaio.format.checked_json import has_shape, write_checked_json
 from metaio.format.manifest import xxh3_hex
 from metaio.format.shard_writer import map_file
 from metaio.format.storage import Storage
 from metaio.prepare.schema.schema import Schema
-from metaio.stream.chain import (name_increment_folder, read_stream_json)
+from metaio.stream.chain import name_increment_folder, read_stream_json
 from metaio.stream.newest_rows import NewestRows
 from metaio.stream.numbering import Numbering
-from pathlib import Path
-from typing import Any
-
 
 STATES = "state"
 STATE_FILE, _FORMAT = "state.json", "gmeta-stream-state"
@@ -32,8 +33,7 @@ _KEPT = 2
 @dataclass(frozen=True)
 class StreamState:
     """Everything that outlives an increment. `windows` are the newest increments' statistics, which
-    the screen compares with; `end` is where the next window begins.
-    """
+    the screen compares with; `end` is where the next window begins."""
 
     tables: dict[str, Numbering]
     inputs: pa.Table = field(default_factory=_INPUTS.empty_table)  # every file taken so far
@@ -58,11 +58,7 @@ def name_rows_file(folder: Path, split: str) -> Path:
 
 
 def load_state(stream: Path, number: int) -> StreamState:
-    """Return the state that increment `number` left.
-
-    Raises:
-        FormatError: it is missing or of another shape, or a file of it was altered.
-    """
+    """Return the state that increment `number` left."""
     folder = stream / STATES / name_increment_folder(number)
     body = read_stream_json(Storage(str(folder)), STATE_FILE, _FORMAT)
     if not has_shape(body, _SHAPE) or not isinstance(body.get("end"), int | None):
@@ -101,8 +97,7 @@ def write_tables(partial: Path, tables: dict[str, Numbering]) -> None:
 
 def map_tables(folder: Path, num_rows: dict[str, int]) -> dict[str, Numbering]:
     """Return the tables that `write_tables` wrote, given their numbers of rows; what is not looked
-    up is not read.
-    """
+    up is not read."""
     return {
         name: _read_numbering(folder / f"table-{name}.arrow", n) for name, n in num_rows.items()
     }

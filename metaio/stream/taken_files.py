@@ -43,11 +43,7 @@ class OfferedFiles:
 
 
 def hash_file(name: str) -> InputFile:
-    """Return a file with its hash; reads all of it.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Return a file with its hash; reads all of it."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     fs, path = find_file_system(name)
     try:
@@ -64,11 +60,7 @@ def collect_files(
     given: list[str], members: dict[str, ArchiveMember], read: list[InputFile], empty: list[str]
 ) -> OfferedFiles:
     """Return the files that were given, of which `read` are those that hold rows, and `empty` held
-    no byte when they were looked at, whatever they hold now.
-
-    Raises:
-        DataError: one cannot be read.
-    """
+    no byte when they were looked at, whatever they hold now."""
     known = {name: InputFile(name, 0, _NO_BYTES) for name in empty}
     known |= {file.name: file for file in read}
     files = [known.get(name) or hash_file(name) for name in dict.fromkeys(given)]

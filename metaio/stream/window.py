@@ -3,37 +3,34 @@
 Shape suffixes: N rows, V values.
 """
 
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from collections import Counter
-from dataclasses import (dataclass, field, replace)
+
 from metaio.errors import DataError
-from metaio.prepare.episodes.encode import (Encoder, hash_tasks)
+from metaio.prepare.episodes.encode import Encoder, hash_tasks
 from metaio.prepare.episodes.encoded_rows import EncodedRows
 from metaio.prepare.episodes.ordered_map import should_merge
-from metaio.prepare.episodes.splits import (Splits, assign_splits, count_split_rows)
-from metaio.prepare.episodes.survey import (Moments, add_moments, list_values, measure_moments)
+from metaio.prepare.episodes.splits import Splits, assign_splits, count_split_rows
+from metaio.prepare.episodes.survey import Moments, add_moments, list_values, measure_moments
 from metaio.prepare.schema.label_columns import read_labels
 from metaio.prepare.schema.rules import StreamRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import (QUERY, SUPPORT)
+from metaio.prepare.schema.side_columns import QUERY, SUPPORT
 from metaio.prepare.schema.values import to_time_ticks
 from metaio.ragged import Int64
 from metaio.stream.chain import TICKS_PER_S
-from metaio.stream.numbering import (Occurrences, merge_occurrences)
-
+from metaio.stream.numbering import Occurrences, merge_occurrences
 
 _DAY_S = 86_400
 
 
 def find_time_unit(schema: Schema, kind: pa.DataType) -> str:
     """Return the unit of a stream's times: us of timestamps, day of dates, as the schema says of
-    integers.
-
-    Raises:
-        DataError: the times are of another type.
-    """
+    integers."""
     if pa.types.is_timestamp(kind):
         return "us"
     if pa.types.is_date(kind):
@@ -137,11 +134,7 @@ class SummaryContext:
 
 
 def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSummary:
-    """Return what a batch holds.
-
-    Raises:
-        DataError: a value makes no sense, such as NaN.
-    """
+    """Return what a batch holds. Raises DataError: a value makes no sense, such as NaN."""
     schema, splits, clock = context.schema, context.splits, context.clock
     assert schema.time is not None
     time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
@@ -177,11 +170,7 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
 
 def encode_window_rows(encoder: Encoder, clock: StreamClock, batch: pa.RecordBatch) -> EncodedRows:
     """Return the rows of a batch that the window takes; late ones are support, as they are from
-    before it.
-
-    Raises:
-        DataError: see Encoder.encode.
-    """
+    before it."""
     assert encoder.schema.time is not None
     column = encoder.schema.time.column
     kept_N = clock.is_kept(to_time_ticks(column, batch[column]))

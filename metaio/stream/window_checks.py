@@ -75,8 +75,7 @@ def measure_drift(
     summary: WindowSummary, frozen: dict[str, tuple[float, float]]
 ) -> dict[str, dict[str, float]]:
     """Return, for each standardised column, how far its mean has moved, in frozen deviations, and
-    how many times as wide it is.
-    """
+    how many times as wide it is."""
     found = {}
     for name, (mean, deviation) in frozen.items():
         count, own_mean, squares = summary.moments.get(name, (0, mean, 0.0))

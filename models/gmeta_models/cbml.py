@@ -7,13 +7,15 @@ Structured Meta-learning", arXiv 1905.05301, with one level of clusters.
 Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side.
 """
 
-import torch
 from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
 from gmeta_models.gated import GatedModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
-from gmeta_models.model_config import (InputSizes, ModelConfig)
-from torch import (Tensor, nn)
+from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class ClusterGate(nn.Module):

@@ -4,12 +4,14 @@ Shape suffixes: N rows, K dense columns, X all inputs side by side.
 """
 
 from __future__ import annotations
-from abc import (ABC, abstractmethod)
-from gmeta_models.internals import has_hooks
-from gmeta_models.mlp import (is_mlp, outputs_of_rows)
-from torch import (Tensor, nn)
+
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+
+from gmeta_models.internals import has_hooks
+from gmeta_models.mlp import is_mlp, outputs_of_rows
 
 if TYPE_CHECKING:
     from gmeta_models.inputs import RowFeatures, RowInputs
@@ -39,8 +41,7 @@ class DecisionModel(nn.Module, ABC):
     @property
     def dense_layers(self) -> nn.Sequential | None:
         """Return linear layers, a ReLU after each, that see a row's dense columns alone; None: no
-        layer does, and the columns stay as they are.
-        """
+        layer does, and the columns stay as they are."""
         return None
 
     @abstractmethod
@@ -63,8 +64,7 @@ class DecisionModel(nn.Module, ABC):
 
     def is_in_parts(self) -> bool:
         """Tell whether the model is nothing more than its parts: a subclass of somebody's own may
-        have layers of another kind among them, hooks, or a forward pass of its own.
-        """
+        have layers of another kind among them, hooks, or a forward pass of its own."""
         kind, base = type(self), DecisionModel
         return (
             (kind.forward, kind.seen_NX, kind.through_dense)

@@ -8,10 +8,11 @@ outputs.
 """
 
 import torch
+from torch import Tensor, nn
+
 from gmeta_models.inputs import RowInputs
-from gmeta_models.mlp import (mlp, outputs_of_rows)
-from gmeta_models.model_config import (InputSizes, ModelConfig)
-from torch import (Tensor, nn)
+from gmeta_models.mlp import mlp, outputs_of_rows
+from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class DeepFM(nn.Module):

@@ -7,13 +7,15 @@ Shape suffixes: N rows, H longest list or task, F single-id or pooled features, 
 K dense columns, D embedding width, X all inputs side by side.
 """
 
-import torch
-from gmeta_models.decision import DecisionModel
-from gmeta_models.inputs import (History, RowFeatures)
-from gmeta_models.mlp import mlp
-from gmeta_models.model_config import (InputSizes, ModelConfig)
-from torch import (Tensor, nn)
 from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.decision import DecisionModel
+from gmeta_models.inputs import History, RowFeatures
+from gmeta_models.mlp import mlp
+from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class DIN(DecisionModel):
@@ -70,12 +72,7 @@ class DIN(DecisionModel):
 
 
 def history_and_target(history: str, sizes: InputSizes) -> tuple[int, int]:
-    """Return which multi-id column holds the history, and which single-id column its target.
-
-    Raises:
-        ValueError: there is no such multi-id column, or not exactly one single-id column shares its
-            table.
-    """
+    """Return which multi-id column holds the history, and which single-id column its target."""
     multi = [column.name for column in sizes.multi]
     if history not in multi:
         raise ValueError(

@@ -5,12 +5,13 @@ arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 24
 """
 
 import torch
+from torch import Tensor, nn
+
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures
 from gmeta_models.mlp import mlp
-from gmeta_models.model_config import (InputSizes, ModelConfig)
+from gmeta_models.model_config import InputSizes, ModelConfig
 from gmeta_models.ops.pairwise_dots import PairwiseDots
-from torch import (Tensor, nn)
 
 
 class DLRM(DecisionModel):
@@ -18,10 +19,8 @@ class DLRM(DecisionModel):
 
     The dense columns become one more vector v_0 = MLP(dense) beside the features' embeddings; the
     top MLP sees v_0 and the dot products v_i . v_j of all pairs i > j (`dot`), or all vectors side
-    by side (`cat`). Without dense columns there is no v_0.
-
-    Raises:
-        ValueError: `dot` of a single vector, which has no pair: every row would score the same.
+    by side (`cat`). Without dense columns there is no v_0. Raises ValueError: `dot` of a single
+    vector, which has no pair: every row would score the same.
     """
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:

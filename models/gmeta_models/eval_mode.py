@@ -9,8 +9,7 @@ from torch import nn
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Keep a model in eval mode inside, as when it is served: one of somebody's own may have
-    dropout. A part that its owner put in eval mode stays so afterwards.
-    """
+    dropout. A part that its owner put in eval mode stays so afterwards."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:

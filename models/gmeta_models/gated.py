@@ -40,8 +40,7 @@ def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 def head_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the layers that make the outputs, by name: the last of each tower, or the model's last
-    one by order of definition.
-    """
+    one by order of definition."""
     layers = row_layers(model)
     if not isinstance(model, TowerModel):
         return dict([layers.popitem()])

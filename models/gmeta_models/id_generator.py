@@ -6,13 +6,14 @@ Embeddings", SIGIR 2019 (arXiv 1904.11547), section 3.
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width.
 """
 
-import torch
 from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import (dataclass, replace)
-from torch import nn
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from gmeta_models.inputs import RowInputs
@@ -35,12 +36,7 @@ class ContentColumns:
 def content_columns(
     table: str, content: Sequence[str], sizes: InputSizes, pooling: Pooling
 ) -> ContentColumns:
-    """Return the places of the id column, the only one that reads `table`, and of its content.
-
-    Raises:
-        ValueError: not exactly one single-id column reads the table, or a column of the content
-            does not exist, or it is the id itself.
-    """
+    """Return the places of the id column, the only one that reads `table`, and of its content."""
     single = [column.name for column in sizes.single]
     multi = [column.name for column in sizes.multi]
     readers = [c.name for c in (*sizes.single, *sizes.multi) if c.table == table]

@@ -15,11 +15,8 @@ from gmeta_models.decision import DecisionModel
 
 def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) -> None:
     """Let the decision layers' output be `bias` and the dense columns at these places times their
-    weights; the last column has place -1.
-
-    Raises:
-        ValueError: the layers do not see the dense columns as they are, or one has a single unit.
-    """
+    weights; the last column has place -1. Raises ValueError: the layers do not see the dense
+    columns as they are, or one has a single unit."""
     layers = []
     if isinstance(model, DecisionModel) and model.sees_dense_last:
         layers = [each for each in model.decision_layers if isinstance(each, nn.Linear)]

@@ -5,12 +5,13 @@ Shape suffixes: N rows, H longest list or task, F single-id or pooled features, 
 C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side.
 """
 
-import torch
 from __future__ import annotations
-from dataclasses import (dataclass, field)
-from torch import Tensor
-from typing import (NamedTuple, TYPE_CHECKING)
 
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from gmeta_models.model_config import Pooling
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
 class History(NamedTuple):
     """The values of one multi-id feature in their order, padded with zeros to the longest bag, and
-    which of them are there (bool).
-    """
+    which of them are there (bool)."""
 
     values_NHD: Tensor
     there_NH: Tensor
@@ -41,8 +41,7 @@ class RowFeatures(NamedTuple):
 @dataclass(frozen=True)
 class RowInputs:
     """Rows of any number of tasks; a model treats each row on its own, so tasks need no mention
-    here.
-    """
+    here."""
 
     single_NFD: Tensor
     bag_values_VD: (

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
     """Return linear layers of these widths, from input to output, with ReLU between them and, if
-    asked, at the end.
-    """
+    asked, at the end."""
     layers: list[nn.Module] = []
     for index, (width_in, width_out) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width_in, width_out))

@@ -7,11 +7,12 @@ Shape suffixes: N rows, O outputs, X all inputs side by side.
 """
 
 import torch
+from torch import Tensor, nn
+
 from gmeta_models.inputs import RowInputs
 from gmeta_models.mlp import mlp
-from gmeta_models.model_config import (InputSizes, ModelConfig)
+from gmeta_models.model_config import InputSizes, ModelConfig
 from gmeta_models.towers import TowerModel
-from torch import (Tensor, nn)
 
 
 class MMoE(TowerModel):
@@ -39,11 +40,8 @@ class MMoE(TowerModel):
 
 
 def make_towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
-    """Return a tower for each output, on what its gate makes of the experts.
-
-    Raises:
-        ValueError: model.expert has no layer.
-    """
+    """Return a tower for each output, on what its gate makes of the experts. Raises ValueError:
+    model.expert has no layer."""
     if not config.expert:
         raise ValueError(
             "model.expert = []: an expert needs at least one layer. Write its width, e.g. [64]"

@@ -7,13 +7,15 @@ calls a task is an output here.
 Shape suffixes: N rows, O outputs, X all inputs side by side.
 """
 
-import torch
-from gmeta_models.inputs import RowInputs
-from gmeta_models.mmoe import (make_experts, make_towers, mixed_NO)
-from gmeta_models.model_config import (InputSizes, ModelConfig)
-from gmeta_models.towers import TowerModel
-from torch import (Tensor, nn)
 from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from gmeta_models.inputs import RowInputs
+from gmeta_models.mmoe import make_experts, make_towers, mix_experts_NO
+from gmeta_models.model_config import InputSizes, ModelConfig
+from gmeta_models.towers import TowerModel
 
 
 class ExtractionLevel(nn.Module):
@@ -36,8 +38,7 @@ class ExtractionLevel(nn.Module):
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return the mixtures of the outputs, then the shared one if there is a level above: each
-        [N, O]; the inputs are in the same order: each [N, X].
-        """
+        [N, O]; the inputs are in the same order: each [N, X]."""
         *own_inputs, shared_NX = inputs
         shared = [expert(shared_NX) for expert in self.shared]
         own = [

@@ -53,12 +53,9 @@ NAMED_MODELS = Registry(
 
 
 def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
-    """Return the model `config.name`, freshly initialised from torch's global generator.
-
-    Raises:
-        ValueError: the name stands for no model, or the data has no column at all that the model
-            could read.
-    """
+    """Return the model `config.name`, freshly initialised from torch's global generator. Raises
+    ValueError: the name stands for no model, or the data has no column at all that the model could
+    read."""
     make = NAMED_MODELS.find(config.name)
     if sizes.num_single + sizes.num_multi == 0:
         raise ValueError(
@@ -98,12 +95,7 @@ def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractCon
 
 
 def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:
-    """Try a model of somebody's own on a few rows.
-
-    Raises:
-        ValueError: it fails, holds what cannot be trained or saved, or returns something else than
-            an output for each row alone, with a gradient.
-    """
+    """Try a model of somebody's own on a few rows."""
     if config.name in MODELS:
         return
     _check_parameters(model, config)

@@ -65,8 +65,7 @@ class SupportEncoder(nn.Module):
 
     def forward(self, support: SupportRows) -> dict[str, Tensor]:
         """Return scale and shift of each layer, by name, for every task, also those without rows:
-        [T, 2, O]; only the scale, [T, 1, O], if the encoder shifts nothing.
-        """
+        [T, 2, O]; only the scale, [T, 1, O], if the encoder shifts nothing."""
         features_NX, error_N1 = support.features_NX, support.error_N.unsqueeze(1)
         # See the class: e x is the gradient of a linear layer.
         known = (features_NX, error_N1 * features_NX, support.label_N.unsqueeze(1), error_N1)

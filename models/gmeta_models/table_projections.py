@@ -6,11 +6,12 @@ Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without 
 Shape suffixes: U unique ids, D embedding width.
 """
 
-import torch
-from collections.abc import (Mapping, Sequence)
-from torch import (Tensor, nn)
-from torch.nn.functional import pad
+from collections.abc import Mapping, Sequence
 from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 
 class TableProjections(nn.Module):
@@ -35,8 +36,7 @@ class TableProjections(nn.Module):
 
     def of_table(self, place: int, rows_UD: Tensor) -> Tensor:
         """Return rows of one table, as a model takes them: [U, D]; behind a narrow table's own
-        values they hold anything.
-        """
+        values they hold anything."""
         name = self._names[place]
         if name not in self.layers:
             return rows_UD

@@ -43,11 +43,7 @@ def key(default: Any, help: str, **bounds: float) -> Any:
 
 
 def read_toml(what: str, path: Path, error: type[Exception]) -> dict[str, Any]:
-    """Return the tables of a TOML file; `what` says in errors where its path was given.
-
-    Raises:
-        error: there is no such file, or it is no TOML.
-    """
+    """Return the tables of a TOML file; `what` says in errors where its path was given."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as fault:
@@ -60,11 +56,8 @@ def read_toml(what: str, path: Path, error: type[Exception]) -> dict[str, Any]:
 
 def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: str = "") -> Part:
     """Return the dataclass `kind` with the values of `raw`, nested dicts as TOML or JSON gives
-    them.
-
-    Raises:
-        wording.error: an unknown or missing key, a wrong type, or a value outside its bounds.
-    """
+    them. Raises wording.error: an unknown or missing key, a wrong type, or a value outside its
+    bounds."""
     if not isinstance(raw, Mapping):
         raise wording.error(f"{raw!r} stands where a table of keys is needed. Correct it")
     hints = hints_of(kind)  # type: ignore[arg-type]

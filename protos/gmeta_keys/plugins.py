@@ -13,12 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import (
-    PackageNotFoundError,
-    entry_points,
-    packages_distributions,
-    version,
-)
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from typing import Any, Generic, TypeVar
 
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
@@ -45,12 +40,7 @@ class Registry(Generic[Part]):
         return sorted({*self.known, *self._entries()})
 
     def find(self, name: str) -> Part:
-        """Return what `name` stands for, importing the package that has it.
-
-        Raises:
-            ValueError: there is nothing of this name, its package cannot be imported, or it is
-                something else.
-        """
+        """Return what `name` stands for, importing the package that has it."""
         if name in self.known:
             return self.known[name]
         path = name if ":" in name else self._entries().get(name)
@@ -72,11 +62,7 @@ class Registry(Generic[Part]):
 
     def check_trusted(self, name: str) -> None:
         """Check a name that came with somebody's files: it must be built in, an entry point of an
-        installed package, or an import path into a package that this machine was told to trust.
-
-        Raises:
-            ValueError: it is none of them; nothing of it has been imported.
-        """
+        installed package, or an import path into a package that this machine was told to trust."""
         package = name.partition(":")[0].partition(".")[0]
         if name in self.known or name in self._entries() or package in trusted_packages():
             return

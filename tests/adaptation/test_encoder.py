@@ -1,23 +1,25 @@
 """Forward-only adaptation against its equations, task by task with explicit weights; float64."""
 
-import pytest
 import random
-import torch
 from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
-from gmeta.losses.row_losses import (LossFunction, row_losses_N)
+from gmeta.losses.row_losses import LossFunction, row_losses_N
 from gmeta.runs.build import build_learner
-from gmeta_models import (InputSizes, ModelConfig, build_model)
-from gmeta_models.support_encoder import (SupportEncoder, SupportRows)
-from hypothesis import (given, settings, strategies as st)
+from gmeta_models import InputSizes, ModelConfig, build_model
+from gmeta_models.support_encoder import SupportEncoder, SupportRows
 from metaio.format.features import Features
 from tests.support import reference
-from torch import (Tensor, nn)
-from torch.func import functional_call
-from typing import Any
-
 
 Weights = dict[str, Tensor]
 Tables = dict[str, Tensor]
@@ -38,8 +40,7 @@ def encoded(
     encoder: SupportEncoder, rows: list[Tensor], config: AlgorithmConfig
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Scale and shift of each layer for one task, whose rows are as the encoder reads them: the
-    equations of the docstring, a row at a time.
-    """
+    equations of the docstring, a row at a time."""
     parameters = dict(encoder.named_parameters())
     width = config.encoder_hidden[-1]
     codes = []

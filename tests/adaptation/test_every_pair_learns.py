@@ -24,8 +24,7 @@ TASKS = 24
 
 def planted_tasks(rng: random.Random) -> list[reference.Task]:
     """Tasks that like even ids of the second column, or odd ones: without its support rows nobody
-    can tell, and the loss is ln 2.
-    """
+    can tell, and the loss is ln 2."""
     tasks = []
     for _ in range(TASKS):
         task = reference.random_task(FEATURES, 6, 6, rng)
@@ -37,8 +36,7 @@ def planted_tasks(rng: random.Random) -> list[reference.Task]:
 
 def planted_items(rng: random.Random) -> list[reference.Task]:
     """Tasks of one id of the second column each, liked by even ids of the first or by odd ones;
-    what the id is like, the first id of its history tells for three tasks of four.
-    """
+    what the id is like, the first id of its history tells for three tasks of four."""
     tasks = []
     for task in planted_tasks(rng):
         item, likes = task.single[0][1], rng.random() < 0.5

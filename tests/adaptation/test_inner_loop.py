@@ -390,31 +390,6 @@ def test_what_torchs_attention_reads_of_a_layer_does_not_adapt() -> None:
         learner(rows_UD, learner.collate(batch), 1.0)
 
 
-def test_episodes_of_another_arrangement_are_refused() -> None:
-    model = build_model(ModelConfig(name="melu", embedding_dim=4, hidden=(5,)), InputSizes(1, 0, 0))
-    batch, rows_UD = one_task()
-    fused, general = (
-        MetaLearner(model, AlgorithmConfig(name="maml", adapt_embeddings=False), "bce")
-        for _ in range(2)
-    )
-    general.use_general_loop()
-    arranged = fused.collate(batch)
-    with pytest.raises(ValueError) as caught:
-        general(rows_UD, arranged, 1.0)
-    assert str(caught.value) == (
-        "padded tasks, but this learner has no fused loop: use its own arrange"
-    )
-    with pytest.raises(ValueError) as caught:
-        fused.predict(rows_UD, arranged)
-    assert str(caught.value) == (
-        "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
-    )
-    # Of one learner either arrangement is the same step.
-    torch.testing.assert_close(
-        fused(rows_UD, arranged, 1.0), fused(rows_UD, general.collate(batch), 1.0)
-    )
-
-
 def test_the_last_bias_has_a_rate_of_its_own_only_where_it_adapts() -> None:
     model = build_model(
         ModelConfig(name="melu", embedding_dim=4, hidden=(5, 3)), InputSizes(1, 0, 0)

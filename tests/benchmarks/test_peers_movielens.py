@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from peers.remote import PeerFailedError, RemotePeer
 from peers_movielens import speedup, speedups_of, summary
 
 from tests.support.waiting import PATIENCE_S
@@ -23,18 +22,6 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def steady(samples_per_s: float) -> list[float]:
     return [samples_per_s] * 3
-
-
-def test_help_teaches_the_setup() -> None:
-    answer = run_script("--help")
-    assert answer.returncode == 0
-    assert "--setup               install the peers into --peers-env, then stop" in answer.stdout
-
-
-def test_more_threads_than_cores_are_refused() -> None:
-    answer = run_script("--threads", "100000")
-    assert answer.returncode == 2
-    assert "--threads 100000: this machine has " in answer.stderr
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +61,6 @@ def test_a_missing_environment_is_named_with_the_command_that_makes_it(
     assert "Install the peers with: python benchmarks/peers_movielens.py --setup" in lines
 
 
-def test_absent_movielens_is_said(without_packages: subprocess.CompletedProcess[str]) -> None:
-    lines = without_packages.stdout.splitlines()
-    assert lines[0].endswith(" holds no tasks.npz: timing on made-up tasks of the same shape.")
-    assert json.loads(lines[-1])["data"] == "synthetic, of MovieLens-1M's shape"
-
-
 def test_gmeta_gives_the_plain_loops_gradients_and_losses(
     without_packages: subprocess.CompletedProcess[str],
 ) -> None:
@@ -88,21 +69,6 @@ def test_gmeta_gives_the_plain_loops_gradients_and_losses(
         line.split(";")[0] for line in without_packages.stdout.splitlines() if "agree" in line
     ]
     assert agreed == ["movielens: 3 peers agree", "large: 3 peers agree"]
-
-
-def test_a_peer_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
-    peer = RemotePeer.start(
-        "loop", tmp_path, num_threads=1, movielens=tmp_path, log=tmp_path / "log"
-    )
-    try:
-        assert peer.wait_until_ready() is None
-        with pytest.raises(PeerFailedError) as caught:
-            peer.ask("no such request")
-    finally:
-        peer.stop()
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "loop ended with code 1 before it answered:"
-    assert lines[-1] == "AttributeError: 'Worker' object has no attribute 'no such request'"
 
 
 def test_a_speedup_is_against_the_fastest_other() -> None:
@@ -125,9 +91,3 @@ def test_the_reported_speedups_are_the_worst_of_all_workloads_and_threads() -> N
     assert figures["speedup_vs_best_peer"] == 0.75
     assert figures["best_peer"] == "jax"
     assert figures["samples_per_s"]["movielens"]["2"] == {"gmeta": 30, "jax": 40, "learn2learn": 20}
-
-
-def test_without_gmeta_there_is_no_speedup() -> None:
-    figures = summary({"movielens": {"1": {"loop": steady(10)}}})
-    assert figures["speedup_vs_best_peer"] is None
-    assert figures["best_peer"] is None

@@ -11,18 +11,10 @@ import _quality_jobs
 import numpy as np
 import pytest
 from _common import REPOSITORY
-from _quality_jobs import Job, JobError, run_jobs
+from _quality_jobs import Job, run_jobs
 from _quality_page import Measured, page
 from _quality_protocols import PROTOCOLS
-from _quality_tables import (
-    BASELINES,
-    counts,
-    figures,
-    lead,
-    markdown,
-    rows_of,
-    text_lines,
-)
+from _quality_tables import BASELINES, counts, figures, lead, markdown, rows_of, text_lines
 from quality import evaluate_job, train_job
 
 from gmeta.config.train_config import load_config
@@ -185,15 +177,6 @@ def test_other_algorithms_stand_behind_the_baselines_by_the_seeds_that_have_them
         rows_of([first, lacking], ["cold"], ["auc"], ["encoder"])
 
 
-def test_what_an_evaluation_does_not_hold_is_named(tmp_path: Path) -> None:
-    paths = two_seeds(tmp_path)
-    without = evaluation(tmp_path / "2.json", 0.7, {("adapted", "before"): 0.1})
-    with pytest.raises(ValueError, match="0 entries with run plain, stage before: 1 is needed"):
-        rows_of([without], ["cold"], ["auc"])
-    with pytest.raises(ValueError, match="0 entries with name warm: 1 is needed"):
-        rows_of(paths, ["warm"], ["auc"])
-
-
 def test_the_page_tells_where_adapting_is_not_ahead(tmp_path: Path) -> None:
     rows = tuple(rows_of(two_seeds(tmp_path), ["cold"], ["auc"]))
     protocol = PROTOCOLS[0]
@@ -290,10 +273,3 @@ def test_a_run_is_made_anew_from_other_data_and_an_evaluation_from_other_runs(
         now = [job.stamp for job in (*trainings, evaluation)]
         place.write_text("first")
         assert [at for at in range(3) if now[at] != before[at]] == stamps_that_change
-
-
-def test_a_command_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
-    job = Job(("train", str(tmp_path / "none.toml")), tmp_path / "run")
-    with pytest.raises(JobError, match=r"cannot be read: No such file or directory. Give a TOML"):
-        run_jobs([job], 1, with_imports_ready())
-    assert not (tmp_path / "run.done").exists()

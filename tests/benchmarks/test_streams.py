@@ -1,7 +1,6 @@
 """Real logs as streams: MovieLens-100k and Amazon by time, as benchmarks/streams.py cuts them."""
 
 import itertools
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -68,17 +67,6 @@ def test_models_are_compared_on_the_increments_that_all_have_a_score_of() -> Non
     # Clicks of one class have no AUC, and a benchmark that met them ends with its line.
     assert streams._mean([none], "frozen") is None
     assert streams._difference([none], "frozen") == {"mean": None, "standard_error": None}
-
-
-def test_a_log_in_one_part_has_no_increment_and_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["streams.py", "--parts", "1"])
-    with pytest.raises(SystemExit):
-        streams.main()
-    assert capsys.readouterr().err.endswith(
-        "error: --parts is 1: give 2 or more, a first part and an increment to score\n"
-    )
 
 
 def values_of(dataset: Dataset) -> dict[str, list[object]]:

@@ -1,14 +1,9 @@
 """The workloads follow the protocol, and gmeta's TaskBatch of one reads the same ids."""
 
-import io
-import tarfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from peers.ours import features_of, task_batch
-from peers.setup import LEARN2LEARN_FILES, unpack_learn2learn
 from peers.workload import (
     MOVIELENS,
     Workload,
@@ -133,19 +128,3 @@ def test_a_task_batch_reads_the_same_ids(name: str, tasks: dict[str, np.ndarray]
         rows.append([fetched[position] for position in singles + multis.tolist()])
     assert rows == read_by_hand(workload, 0)
     assert batch.label_N.tolist() == workload.batches[0].label_N.tolist()
-
-
-def test_learn2learn_is_unpacked_without_its_own_init_files(tmp_path: Path) -> None:
-    archive = tmp_path / "learn2learn-0.2.0.tar.gz"
-    with tarfile.open(archive, "w:gz") as target:
-        for name in (*LEARN2LEARN_FILES, "__init__.py"):
-            content = f"# {name}".encode()
-            member = tarfile.TarInfo(f"learn2learn-0.2.0/learn2learn/{name}")
-            member.size = len(content)
-            target.addfile(member, io.BytesIO(content))
-    unpack_learn2learn(archive, tmp_path)
-    assert (
-        tmp_path / "learn2learn" / "algorithms" / "maml.py"
-    ).read_text() == "# algorithms/maml.py"
-    assert (tmp_path / "learn2learn" / "__init__.py").read_text() == ""
-    assert (tmp_path / "learn2learn" / "algorithms" / "__init__.py").read_text() == ""

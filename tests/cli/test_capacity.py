@@ -10,7 +10,6 @@ import pytest
 
 from gmeta.cli.capacity import count_flops, plan_capacity
 from gmeta.cli.commands.plan import parse_amount
-from gmeta.cli.commands.work.plan_report import format_ranks
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
 from gmeta.errors import UserError
@@ -223,19 +222,6 @@ def test_a_table_is_on_the_gpus_that_hold_a_row_of_it(tmp_path: Path) -> None:
     assert "Not in it: launches of kernels, element-wise work" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("ranks", "told"),
-    [
-        ([3], "3"),
-        ([0, 1, 2], "0-2"),
-        ([0, 2, 3, 7], "0, 2-3, 7"),
-        ([0, 2, 4, 6, 7], "5 of 0-7"),
-    ],
-)
-def test_gpus_are_told_in_few_characters(ranks: list[int], told: str) -> None:
-    assert format_ranks(ranks) == told
-
-
 def test_the_tables_fit_into_80_columns(tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.toml", tmp_path / "nothing", tmp_path / "run")
     done = gmeta("plan", config, "--gpus", "64", *HUGE, "sharding.default=column_wise",
@@ -283,10 +269,6 @@ def test_tables_that_do_not_fit_are_told_with_what_would(tmp_path: Path, default
             "--rows has 'item=many': write TABLE=ROWS with 1 to 2^40 rows, such as item=1e9",
         ),
         (
-            ("--nvlink", "300"),
-            "--nvlink is '300': a number and a unit are needed, such as 80GB/s. Correct it",
-        ),
-        (
             ("--gpus", "12"),
             "--gpus 12 are no whole number of hosts with 8 GPUs each. Give a multiple, or another "
             "--gpus-per-host",
@@ -298,13 +280,6 @@ def test_wrong_options_get_one_line(tmp_path: Path, arguments: tuple[str, ...], 
     done = gmeta("plan", config, *arguments)
     data = str(tmp_path / "nothing")
     assert (done.returncode, done.stderr) == (2, f"error: {told.format(data=data)}\n")
-
-
-def test_rows_of_no_table_are_refused(tmp_path: Path, click_logs: Path) -> None:
-    config = write_config(tmp_path / "c.toml", click_logs, tmp_path / "run")
-    done = gmeta("plan", config, "--rows", "town=5")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --rows names 'town', which is no table: the dataset has ")
 
 
 @pytest.mark.parametrize(

@@ -210,16 +210,6 @@ def test_checkpoints_stand_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-99999999", "step-100000000"]
 
 
-def test_a_progress_file_that_says_nothing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "progress.json").write_text("{}")
-    with pytest.raises(GMetaError) as caught:
-        summarise_checkpoint(tmp_path)
-    assert str(caught.value) == (
-        f"checkpoint {tmp_path} cannot be loaded: its progress.json is missing or broken "
-        "(KeyError('step')). Remove it to fall back to the one before"
-    )
-
-
 def test_a_broken_progress_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "progress.json").write_text('{"step": 1')
     with pytest.raises(GMetaError) as caught:

@@ -61,24 +61,16 @@ def test_values_have_the_types_of_their_fields() -> None:
         ({"zzz": 2}, r"engine\.zzz is unknown; known are rate, steps, exact, kind, hidden"),
         ({"steps": 2.0}, r"engine\.steps = 2\.0 is not of type int"),
         ({"steps": True}, r"engine\.steps = True is not of type int"),
-        ({"rate": True}, r"engine\.rate = True is not of type float"),
         ({"rate": "0.1"}, r"engine\.rate = '0\.1' is not of type float"),
-        ({"exact": 1}, r"engine\.exact = 1 is not of type bool"),
         ({"rate": math.nan}, r"engine\.rate = nan is not a finite number"),
-        ({"rate": math.inf}, r"engine\.rate = inf is not a finite number"),
         ({"rate": 10**400}, r"engine\.rate = 10+ is not of type float"),
-        ({"steps": 10**400}, r"engine\.steps = 10+ is too large: at most 10 is allowed"),
         ({"rate": -0.5}, r"engine\.rate = -0\.5 is too small: at least 0 is allowed"),
         ({"steps": 11}, r"engine\.steps = 11 is too large: at most 10 is allowed"),
         (
             {"kind": "mmal"},
             r"= 'mmal' is not allowed: choose one of maml, reptile\. Did you mean maml\?$",
         ),
-        ({"kind": "sgd"}, r"engine\.kind = 'sgd' is not allowed: choose one of maml, reptile$"),
-        ({"kind": ["maml"]}, r"engine\.kind = \['maml'\] is not allowed"),
-        ({"hidden": 8}, r"engine\.hidden = 8 is not a list. Write e\.g\. engine\.hidden = \[...\]"),
         ({"hidden": [8, 0]}, r"engine\.hidden\[1\] = 0 is too small"),
-        ({"hidden": [8, "a"]}, r"engine\.hidden\[1\] = 'a' is not of type int"),
         ({"hidden": "84"}, r"engine\.hidden = '84' is not a list"),
     ],
 )
@@ -93,12 +85,6 @@ def test_a_value_in_a_sections_place_is_refused() -> None:
         ConfigError, match=r"engine = 3 is a value, not a section. Write \[engine\]"
     ):
         settings_from_dict(Settings, {"engine": 3})
-
-
-@pytest.mark.parametrize("raw", [None, [], "engine", 3])
-def test_what_is_no_table_at_all_is_refused(raw: Any) -> None:
-    with pytest.raises(ConfigError, match=r"stands where a table of keys is needed"):
-        settings_from_dict(Settings, raw)
 
 
 def test_an_unknown_section_is_refused_with_the_nearest() -> None:

@@ -122,17 +122,7 @@ def test_every_layer_learns_from_there() -> None:
             "support_features.bias_start with outer.loss = 'bce' needs item_features.log_odds = "
             "true. Set it so",
         ),
-        (
-            {"loss": "mse"},
-            "support_features.bias_start with outer.loss = 'mse' needs item_features.log_odds = "
-            "false. Set it so",
-        ),
-        (
-            {"model": ModelConfig("dlrm", embedding_dim=4, hidden=(8,), bottom=(4,))},
-            NOT_AS_THEY_ARE,
-        ),
         ({"model": ModelConfig("dcnv2", embedding_dim=4, hidden=(8,))}, NOT_AS_THEY_ARE),
-        ({"model": replace(MELU, hidden=(8, 1))}, NOT_AS_THEY_ARE),
     ],
 )
 def test_what_cannot_start_so_is_told(changed: dict[str, Any], told: str) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.inputs import ItemFeaturesConfig
-from gmeta.data.features.item_statistics import MOST_VALUES, NUM_FOLDS, ItemStatistics
+from gmeta.data.features.item_statistics import MOST_VALUES, ItemStatistics
+from gmeta.data.sums import NUM_FOLDS
 from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import TableSpec

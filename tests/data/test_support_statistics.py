@@ -1,20 +1,22 @@
 """Statistics of support rows against a loop over dicts, and what a row must never see."""
 
 import math
-import numpy as np
-import pytest
 import random
-import torch
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from gmeta.config.inputs import (ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig)
-from gmeta.data.augment import resplit
-from gmeta.data.features.support_statistics import (NO_STATISTICS, SupportStatistics)
-from hypothesis import (given, strategies as st)
-from metaio.read.batch import empty_batch
-from tests.support.reference import (Task, batch_of, random_task, some_features)
 
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gmeta.config.inputs import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.data.augment import resplit
+from gmeta.data.features.support_statistics import NO_STATISTICS, SupportStatistics
+from metaio.read.batch import empty_batch
+from tests.support.reference import Task, batch_of, random_task, some_features
 
 PRIOR = LabelPrior(0.4, 0.5)
 EVERYTHING = SupportFeaturesConfig(task=True, columns=("*",), shrinkage=2.0)

@@ -123,8 +123,7 @@ def _container_problems(container: dict[str, Any], volumes: set[str]) -> list[st
 
 def made_secrets(manifests: list[Manifest]) -> set[str]:
     """Names of the Secrets that the manifests' own deploy/credentials.py makes: no manifest has
-    them.
-    """
+    them."""
     return {
         f"{variable['value']}-{holder}"
         for manifest in manifests

@@ -5,22 +5,31 @@ any number of ranks.
 import copyreg
 import errno
 import json
-import pytest
 import random
 import threading
-import torch
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torchrec.distributed import DistributedModelParallel
+
 from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.config.sharding import (DefaultKind, ShardingConfig)
-from gmeta.config.train_config import (OuterConfig, RunConfig, TrainConfig)
-from gmeta.distributed.optim.optimizers import (OuterOptimizer, build_optimizer)
-from gmeta.distributed.ranks import (Ranks, barrier)
-from gmeta.distributed.sharding import (shard_learner, table_shards)
-from gmeta.errors import (GMetaError, UserError)
+from gmeta.config.sharding import DefaultKind, ShardingConfig
+from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
+from gmeta.distributed.optim.optimizers import OuterOptimizer, build_optimizer
+from gmeta.distributed.ranks import Ranks, barrier
+from gmeta.distributed.sharding import shard_learner, table_shards
+from gmeta.errors import GMetaError, UserError
 from gmeta.learner import MetaLearner
-from gmeta.platform.files.checksums import (FileChecksum, describe_file)
+from gmeta.platform.files.checksums import FileChecksum, describe_file
 from gmeta.platform.internals import table_kernels
 from gmeta.runs.build import build_learner
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
@@ -32,16 +41,8 @@ from gmeta.runs.run_progress import RunProgress
 from gmeta.serving.export import CheckpointReader
 from gmeta_models import ModelConfig
 from metaio.format.features import Features
-from operator import attrgetter
-from pathlib import Path
-from tests.distributed.harness import (on_ranks, steps_of)
+from tests.distributed.harness import on_ranks, steps_of
 from tests.support import reference
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torchrec.distributed import DistributedModelParallel
-from typing import Any
-from unittest import mock
-
 
 FEATURES = reference.some_features(2, 0, 0)
 MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(3,))
@@ -241,8 +242,7 @@ def test_four_ranks_go_on_from_what_two_saved_as_if_never_stopped(tmp_path: Path
 def save_and_load_little(ranks: Ranks, folder: Path) -> list[tuple[int, int, list[float]]]:
     """Rank 1 holds no table, and SGD keeps no state for its layers; then a row, of which Adam keeps
     one number; then half of the only row. Of each the step, the tables held and what came back of
-    such numbers.
-    """
+    such numbers."""
     found, model = [], replace(MODEL, embedding_dim=8)
     features = reference.some_features(1, 0, 0)
     of_one_row = replace(

@@ -48,8 +48,7 @@ ALGORITHMS = (
 
 def train_with_and_without_overlap(ranks: Ranks) -> list[list[dict[str, Any]]]:
     """By algorithm, losses and tables with ids sent a step ahead, then without; rank 1 runs out of
-    data first.
-    """
+    data first."""
     return [
         [trained(ranks, algorithm, overlapped) for overlapped in (True, False)]
         for algorithm in ALGORITHMS
@@ -121,8 +120,7 @@ def test_one_rank_takes_any_number_of_steps_on_a_batch_announced_once() -> None:
 
 def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
     """What was seen of the gradient of this rank's rows and what it was, with our exchange and
-    TorchRec's.
-    """
+    TorchRec's."""
     run = Run(ranks, "row_wise")
     found = []
     for exchange in get_args(ExchangeKind):

@@ -3,20 +3,21 @@ same at any world size.
 """
 
 import json
-import pytest
 from dataclasses import replace
-from gmeta.config.train_config import (DataConfig, RunConfig, TrainConfig)
-from gmeta.distributed.ranks import Ranks
-from gmeta.train import train
-from gmeta_models.model_config import ModelConfig
-from metaio import (Dataset, open_dataset)
-from metaio.format.block import Block
-from metaio.recipes.synthetic import (SyntheticConfig, prepare_synthetic)
 from pathlib import Path
-from tests.distributed.harness import on_ranks
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
+
+from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
+from gmeta.distributed.ranks import Ranks
+from gmeta.train import train
+from gmeta_models.model_config import ModelConfig
+from metaio import Dataset, open_dataset
+from metaio.format.block import Block
+from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
+from tests.distributed.harness import on_ranks
 
 LANES, WHOLE_BLOCKS = DataConfig(tasks_per_step=8, lanes=2), DataConfig(blocks_per_step=2)
 

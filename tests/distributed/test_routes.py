@@ -1,12 +1,13 @@
 """Which rank is asked for which row: the vectorised bookkeeping against one id at a time."""
 
+import random
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
-import random
 import torch
-from collections.abc import Sequence
-from gmeta.distributed.exchange.routes import (LookupRequest, Routes, Shard)
 
+from gmeta.distributed.exchange.routes import LookupRequest, Routes, Shard
 
 WIDTH = 8
 TABLE_WISE, ROW_WISE, COLUMN_WISE = range(3)

@@ -199,14 +199,6 @@ def test_a_plan_for_a_table_that_does_not_exist_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("entry", ["item=by_rows", "item"])
-def test_an_unknown_kind_is_refused(entry: str) -> None:
-    assert refused(ShardingConfig(tables=(entry,))) == (
-        f"sharding.tables has {entry!r}: write table=kind with one of the kinds "
-        "row_wise, table_wise, column_wise, data_parallel"
-    )
-
-
 def test_a_table_with_an_equals_sign_in_its_name_can_be_named() -> None:
     config = ShardingConfig(tables=("utm=a=table_wise",))
     assert kinds_of_tables(config, ["item", "utm=a"]) == {"item": "row_wise", "utm=a": "table_wise"}

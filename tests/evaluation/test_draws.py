@@ -127,18 +127,6 @@ def test_without_support_rows_nothing_adapts(run: Path) -> None:
     assert limit["metrics"]["auc"]["value"] == pytest.approx(of_draw, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "sizes", ["1,,3", "1,1", "-1", "1.5", "five", ",".join(map(str, range(21)))]
-)
-def test_sizes_that_are_none_are_refused(run: Path, sizes: str) -> None:
-    result = gmeta("evaluate", run, "--support-sizes", sizes)
-    assert result.returncode == 2
-    assert result.stderr.strip().splitlines()[-1] == (
-        f"error: --support-sizes = {sizes!r} is no list of support rows: up to 20 different whole "
-        "numbers below a million are allowed, with commas between them. Write e.g. 0,1,3,5,10,20"
-    )
-
-
 FIXED: dict[str, dict[str, Any]] = {
     "past": {
         "time": {"column": "ts"},

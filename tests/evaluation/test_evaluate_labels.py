@@ -167,16 +167,6 @@ def test_another_label_is_judged_with_the_same_predictions(folder: Path, tmp_pat
     assert other["click"]["groups"][0]["num_rows"] == found["click"]["groups"][0]["num_rows"]
 
 
-def test_a_label_that_there_is_not_is_refused(folder: Path) -> None:
-    ended = gmeta("evaluate", folder / "run", "--label", "liked", "--out", folder / "never")
-    assert ended.returncode == 2
-    assert ended.stderr == (
-        f"error: label 'liked' is not in {folder / 'data'}: it has click, buy, stars. Name one of "
-        "them with --label\n"
-    )
-    assert not (folder / "never").exists()
-
-
 def test_validation_scores_each_label_and_the_rate_of_the_clicked(folder: Path) -> None:
     scores = metrics(folder / "run")[-1]["valid"]
     assert {"auc", "auc:click", "mae:stars", "auc:buy|click"} <= set(scores)

@@ -77,8 +77,7 @@ class Asking(NamedTuple):
 @with_forked_workers
 def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any, Any, Any]:
     """What was asked for, the same made of those tasks by the rank itself, and the tasks of the
-    steps, by epoch.
-    """
+    steps, by epoch."""
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     local = local_learner(sharded)

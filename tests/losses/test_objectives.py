@@ -193,16 +193,10 @@ def test_what_is_always_known_and_weighs_the_same_needs_no_weights() -> None:
     [
         (LabelsConfig(weight={"bye": 2.0}), NAMES, "labels.weight names 'bye', which is no label "
          "of the dataset: it has click, buy, stars. Name one of them, or take it out"),
-        (LabelsConfig(judged="click"), (), "labels.judged names 'click', which is no label of the "
-         "dataset: it has one without a name. Name one of them, or take it out"),
         (LabelsConfig(loss={"buy": "bse"}), NAMES, "labels.loss.buy = 'bse' is not allowed: choose "
          "one of bce, mse, huber, mae, softmax, pairwise"),
-        (LabelsConfig(weight={"buy": -1.0}), NAMES, "labels.weight.buy = -1.0 is too small: at "
-         "least 0 is allowed. Correct the value"),
         (LabelsConfig(weight=dict.fromkeys(NAMES, 0.0)), NAMES, "labels.weight is 0 for every "
          "label: nothing would be learnt. Raise one"),
-        (LabelsConfig(weight={"buy": 0.0}, adapt=("buy",)), NAMES, "labels.weight is 0 for every "
-         "label of labels.adapt: nothing would adapt. Raise one"),
         (LabelsConfig(entire_space={"click": "buy"}), NAMES, "labels.entire_space.click = 'buy': a "
          "label before click in the schema is needed: there is none. Name one of them, or change "
          "the order of [[label]]"),

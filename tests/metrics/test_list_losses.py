@@ -72,9 +72,6 @@ def test_scores_are_measured_by_their_order() -> None:
         ("pairwise", "mae", "evaluation.metrics[0] = 'mae' is of probabilities or ratings, but "
          "with outer.loss = 'pairwise' the model predicts scores, which tell the order of a task's "
          "rows alone. Choose ndcg@10, gauc or pairwise"),
-        ("bce", "softmax", "evaluation.metrics[0] = 'softmax' is of scores, but with outer.loss = "
-         "'bce' the model predicts a probability. Choose logloss, or train with outer.loss = "
-         "'softmax'"),
     ],
 )  # fmt: skip
 def test_metrics_of_something_else_than_scores_are_refused(

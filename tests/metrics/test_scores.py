@@ -233,15 +233,6 @@ def test_negative_labels_have_no_ndcg() -> None:
     assert values["ndcg@1"].reason == "labels below 0 have no gain"
 
 
-def test_columns_of_different_length_are_refused() -> None:
-    with pytest.raises(ValueError) as caught:
-        evaluate_split(np.ones(3), np.ones(2), np.ones(3), Scoring("bce"))
-    assert str(caught.value) == (
-        "label, prediction and task have the shapes ((3,), (2,), (3,)): they must be "
-        "one-dimensional and equally long, one entry per row. Pass the columns of one table."
-    )
-
-
 def test_metrics_can_be_picked_by_name() -> None:
     assert list(split_terms(*clicks(50, 4), Scoring("bce"), names=["logloss"])) == ["logloss"]
 
@@ -272,11 +263,6 @@ def test_ranking_where_nothing_can_be_gained_has_no_score() -> None:
             ("logloss",),
             "evaluation.metrics[0] = 'logloss' is of probabilities, but with outer.loss = 'mse' "
             "the model predicts ratings. Choose mae or rmse",
-        ),
-        (
-            "huber",
-            ("mae", "auc", "mae"),
-            "evaluation.metrics names 'mae' twice: once is enough. Remove one",
         ),
     ],
 )

@@ -1,18 +1,19 @@
 """CBML's gates against their equations task by task, and what the inner loop makes of them."""
 
 import random
+
 import torch
+from torch import Tensor
+
 from gmeta.adaptation.adaptation_plan import adaptable_layers
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.learner import MetaLearner
 from gmeta.runs.build import measure_inputs
-from gmeta_models import (InputSizes, ModelConfig, build_model)
+from gmeta_models import InputSizes, ModelConfig, build_model
 from gmeta_models.cbml import CBML
 from tests.models.inputs import some_inputs
 from tests.support import reference
-from torch import Tensor
-
 
 CONFIG = ModelConfig(name="cbml", embedding_dim=4, hidden=(6, 5), clusters=3)
 

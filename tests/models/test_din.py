@@ -72,13 +72,6 @@ def test_the_order_of_the_history_does_not_matter() -> None:
             "DIN takes exactly 1, the target item. "
             "Give that column table = 's0' in the schema, and no other, and prepare again",
         ),
-        (
-            "m0",
-            ["s0", "s0"],
-            "model.history = 'm0' has table 's0', which 2 single-id columns share (c0, c1): "
-            "DIN takes exactly 1, the target item. "
-            "Give that column table = 's0' in the schema, and no other, and prepare again",
-        ),
     ],
 )
 def test_a_history_without_one_target_is_refused(

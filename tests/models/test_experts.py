@@ -87,12 +87,3 @@ def test_the_heads_are_the_last_layers_of_all_towers_and_take_the_output_bias(na
     inputs = some_inputs(3, sizes, 4)
     difference = lifted.double()(inputs) - plain.double()(inputs)
     torch.testing.assert_close(difference, torch.full_like(difference, 2.5))
-
-
-@pytest.mark.parametrize("name", ["mmoe", "ple"])
-def test_an_expert_without_a_layer_is_refused(name: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        build_model(ModelConfig(name, 4, expert=()), InputSizes(2, 0, 0))
-    assert str(caught.value) == (
-        "model.expert = []: an expert needs at least one layer. Write its width, e.g. [64]"
-    )

@@ -71,8 +71,7 @@ _NOW, _BESIDE = Counts(), Counts()
 
 def counts() -> Counts:
     """Return where to count now. A thread that Python started, as that which writes checkpoints,
-    keeps no step waiting; autograd's own is not of them.
-    """
+    keeps no step waiting; autograd's own is not of them."""
     thread = threading.current_thread()
     is_beside = thread is not threading.main_thread() and not thread.name.startswith("Dummy")
     return _BESIDE if is_beside else _NOW
@@ -214,8 +213,7 @@ class _Capturing:
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation as `_called` does; while a graph is captured, onto its tape, and refuse what
-    CUDA refuses then.
-    """
+    CUDA refuses then."""
     if _Capturing.tape is None:
         return _called(func, args, kwargs)
     now = counts()
@@ -416,8 +414,7 @@ def _set_device(_: object) -> None:
 
 def _ask_for_gpu() -> None:
     """Refuse what Python's own threads would get of the machine's first GPU: it is another rank's.
-    For the main thread start_ranks chooses, for autograd's threads torch does.
-    """
+    For the main thread start_ranks chooses, for autograd's threads torch does."""
     name = threading.current_thread().name
     if _on_cpu:
         raise RuntimeError(f"a run on the CPU asks for a GPU at {place()}")

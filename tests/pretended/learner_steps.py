@@ -185,8 +185,7 @@ def step_of(
 ) -> tuple[list[Tensor], Counts, Counts]:
     """Take a step; return loss and gradients (or predictions), and what the device was asked for by
     the batch on its way there, and by the step. `inside` is the pretended device, or none; `around`
-    what watches the step alone, the last of equal ones.
-    """
+    what watches the step alone, the last of equal ones."""
     dtype = torch.float32 if case.precision == "bf16" else torch.float64
     batch = batch_of(case, dtype)
     torch.manual_seed(1)
@@ -256,8 +255,7 @@ def batch_of_sizes(case: Case, sizes: Sequence[tuple[int, int]], rng: random.Ran
 
 def distance(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     """Return how far the farthest of these is, relative to its norm; of one that is nothing but
-    rounding, as the last bias of a loss of the order, to a thousandth of the largest.
-    """
+    rounding, as the last bias of a loss of the order, to a thousandth of the largest."""
     pairs = list(zip(expected, found, strict=True))
     least = 1e-3 * max(float(a.norm()) for a, _ in pairs) + 1e-30
     return max(float((a - b.to(HOST)).norm()) / max(float(a.norm()), least) for a, b in pairs)
@@ -276,8 +274,7 @@ def values_on_cpu(case: Case) -> list[Tensor]:
 
 def readings(numbers: list[int]) -> list[dict[str, Any]]:
     """Compare the steps of these cases: how far the GPU's values are from the CPU's, relative to
-    their norm, and the counts.
-    """
+    their norm, and the counts."""
     cases, found = list(all_cases()), []
     for number in numbers:
         case = cases[number]
@@ -306,8 +303,7 @@ def readings(numbers: list[int]) -> list[dict[str, Any]]:
 def everything(fake: list[int], mutants: list[str], mutated: int) -> dict[str, Any]:
     """Return the readings of all cases, what went wrong on tensors without values, the readings
     of one case under each mutant, those of the benchmark, and what serving shows: in one process,
-    as its start takes longer than a hundred cases.
-    """
+    as its start takes longer than a hundred cases."""
     found = {"readings": readings(list(range(len(list(all_cases()))))), "fake": fake_steps(fake)}
     under = {}
     for name in mutants:

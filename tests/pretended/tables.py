@@ -2,18 +2,21 @@
 tables, with a row-wise Adagrad step in its backward, and DistributedDataParallel.
 """
 
-import gmeta.distributed.sharding as sharding
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torchrec.distributed.batched_embedding_kernel as kernels
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+
+import gmeta.distributed.sharding as sharding
 from gmeta.distributed.sharded_learner import local_learner
 from gmeta.platform.internals import call_after_backward
-from tests.pretended.device import (OnDevice, counts, held)
-from torch import (Tensor, nn)
-from torchrec.distributed import DistributedModelParallel
-from typing import Any
-
+from tests.pretended.device import OnDevice, counts, held
 
 BACKWARD_LAUNCHES = 15  # sort, segments, update: an estimate of fbgemm's
 

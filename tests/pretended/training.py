@@ -17,15 +17,8 @@ import torch.distributed as dist
 import gmeta.train as training
 from gmeta.config.train_config import load_config
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.transport.transport import GlooTransport, SingleRankTransport, Transport
-from tests.pretended.device import (
-    CUDA,
-    HOST,
-    Counts,
-    PretendedDevice,
-    counting,
-    without_gpu,
-)
+from gmeta.distributed.transport.transport import Transport
+from tests.pretended.device import CUDA, HOST, Counts, PretendedDevice, counting, without_gpu
 from tests.pretended.learner_steps import HEADS
 from tests.pretended.mutants import MUTANTS
 from tests.pretended.tables import stand_in
@@ -68,10 +61,7 @@ def ranks_on(device: torch.device) -> Ranks:
             "gloo", timeout=PATIENCE, store=store, rank=rank, world_size=world_size
         )
     control, rows = dist.new_group(timeout=PATIENCE), dist.new_group(timeout=PATIENCE)
-    transport: Transport = (
-        SingleRankTransport() if world_size == 1 else GlooTransport(rows, control)
-    )
-    return Ranks(rank, world_size, device, control, rows, transport)
+    return Ranks(rank, world_size, device, control, rows, Transport(rows, control))
 
 
 def trained(
@@ -110,8 +100,7 @@ def everything(
     mutant: str,
 ) -> dict[str, Any]:
     """Return what `trained` does of some runs on one rank and, first, of others on two, which are
-    forked: a start takes longer than what is trained.
-    """
+    forked: a start takes longer than what is trained."""
     two = trained_on_ranks(f"{folder}/ranks", 2, data, on_ranks, mutant)
     return {"ranks": two, **trained(folder, data, runs)}
 
@@ -172,8 +161,7 @@ def _run(
 @contextmanager
 def _counting_steps(steps: list[Counts]) -> Iterator[None]:
     """Add the counts of each step: of its batch, on its way two steps ahead, and of itself; not of
-    what comes between steps.
-    """
+    what comes between steps."""
     in_step, step = training.iterate_steps, training.TrainingRun._step
 
     def batches(*rest: Any) -> Iterator[Any]:

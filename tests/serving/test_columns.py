@@ -118,19 +118,6 @@ def test_list_views_are_the_lists_that_they_show(tmp_path: Path, large: bool) ->
     assert encoded.lengths_NM.tolist() == [[0], [0]]
 
 
-def test_integers_where_text_is_to_be_split_are_told_so(tmp_path: Path) -> None:
-    table = raw_table()
-    encoder = encoder_of(prepared(tmp_path, table, SCHEMA))
-    place = table.column_names.index("tags")
-    wrong = table.set_column(place, "tags", pa.array(range(table.num_rows))).combine_chunks()
-    with pytest.raises(DataError) as caught:
-        encoder.encode(wrong.to_batches()[0], True)
-    assert str(caught.value) == (
-        "multi column tags has type int64; a list is needed, or text to be split at '|'. Cast it "
-        "to text"
-    )
-
-
 def test_no_rows_of_plain_lists_are_no_rows(tmp_path: Path) -> None:
     """Empty Python lists have no type, that of the label neither."""
     encoder = encoder_of(prepared(tmp_path, raw_table(), SCHEMA))

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -401,20 +400,6 @@ WRONG_ROWS: dict[str, tuple[Callable[[pa.Table], object], type[Exception], str]]
         "to equally long lists or arrays, or an Arrow, pandas or polars table",
     ),
 }
-
-
-@pytest.mark.parametrize("values", [3.0, np.ones((3, 1)), torch.ones(3, 1)])
-def test_a_column_of_other_dimensions_is_refused_by_its_name(
-    served: ServedModel, values: object
-) -> None:
-    with pytest.raises(UserError) as caught:
-        served.predict({**random_rows(3).to_pydict(), "price": values})
-    told = str(caught.value)
-    assert told.startswith("column price of the query rows, of type ")
-    assert told.endswith(
-        ". Give a list or an array of one dimension, with a value for each row; of a column with "
-        "several ids, a list of lists"
-    )
 
 
 def test_tasks_that_are_integers_on_one_side_and_text_on_the_other_are_refused(

@@ -1,22 +1,23 @@
 """Adapted tasks as tensors: taken apart and put together in any order, they predict as alone."""
 
-import gmeta
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from dataclasses import replace
-from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.plain_update import (LowRankUpdate, MaterialisedUpdate)
-from gmeta.config.algorithm import (AlgorithmConfig, InnerPath)
-from gmeta.config.inputs import SupportFeaturesConfig
-from gmeta.serving.encoded_rows import (join_rows, split_rows)
-from gmeta.serving.served_model import ServedModel
-from gmeta.serving.task_states import (AdaptedTensors, TaskState, split_tasks, stack_tasks)
-from gmeta_models import (MODELS, ModelConfig)
-from pathlib import Path
-from tests.support.exported import (metaemb_rate, random_rows, write_random_model)
 
+import gmeta
+from gmeta.adaptation.algorithms.registry import ALGORITHMS
+from gmeta.adaptation.plain_update import LowRankUpdate, MaterialisedUpdate
+from gmeta.config.algorithm import AlgorithmConfig, InnerPath
+from gmeta.config.inputs import SupportFeaturesConfig
+from gmeta.serving.encoded_rows import join_rows, split_rows
+from gmeta.serving.served_model import ServedModel
+from gmeta.serving.task_states import AdaptedTensors, TaskState, split_tasks, stack_tasks
+from gmeta_models import MODELS, ModelConfig
+from tests.support.exported import metaemb_rate, random_rows, write_random_model
 
 SIZES = (5, 0, 1, 9, 3)  # support rows of each task
 

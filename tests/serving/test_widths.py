@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 
 import gmeta
 from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.errors import GMetaError
 from gmeta.serving.export import write_model
-from gmeta.serving.exported_folder import LAYERS_FILE, read_config, table_file, write_config
+from gmeta.serving.exported_folder import LAYERS_FILE, read_config, table_file
 from gmeta.serving.table_format import TableFormat
 from gmeta_models import ModelConfig
 from tests.support.exported import FEATURES, metaemb_rate, random_rows, write_random_model
@@ -57,12 +56,3 @@ def test_narrow_tables_serve_what_their_projections_would(
     of_tasks = mine.predict_tasks(support, query)
     torch.testing.assert_close(of_tasks.after_N, after, rtol=0, atol=1e-5)
     torch.testing.assert_close(of_tasks.before_N, mine.predict(query), rtol=0, atol=1e-5)
-
-
-def test_a_config_of_widths_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    write_random_model(tmp_path, model=NARROW)
-    wrong = replace(MODEL, widths=("item=4", "town=4"))
-    write_config(tmp_path, replace(read_config(tmp_path), model=wrong))
-    with pytest.raises(GMetaError) as caught:
-        gmeta.load(tmp_path)
-    assert "model.widths names 'town', which is no table" in str(caught.value)

@@ -101,8 +101,7 @@ class Browser:
 
     def faults(self) -> list[str]:
         """Errors that the page left in the console since they were last asked for: a script's, and
-        answers of 4xx and 5xx.
-        """
+        answers of 4xx and 5xx."""
         entries = self.driver.get_log("browser")
         return [each["message"] for each in entries if each["level"] == "SEVERE"]
 
@@ -123,8 +122,7 @@ class Browser:
 
     def contrast(self, *selectors: str) -> float:
         """The least contrast of text to what lies behind it among these elements: 1 to 21; 4.5 is
-        what WCAG asks for.
-        """
+        what WCAG asks for."""
         return min(float(self.driver.execute_script(_CONTRAST, self.find(s))) for s in selectors)
 
     def picture(self, path: Path) -> None:

@@ -29,8 +29,7 @@ def gmeta(
 
 def evaluate(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`gmeta evaluate ARGUMENTS` with empty pictures, where a test does not look at them: to draw
-    takes longer than to score the few tasks of one.
-    """
+    takes longer than to score the few tasks of one."""
     words = ("evaluate", *arguments)
     return run_forked("gmeta", *words, env=environment(), cwd=cwd, first=without_pictures)
 

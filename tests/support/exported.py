@@ -32,8 +32,7 @@ FEATURES = Features(
 
 def metaemb_rate(model: str) -> float:
     """An inner rate at which one table's moving embeddings show in what a new model predicts:
-    through gates and towers they do so little.
-    """
+    through gates and towers they do so little."""
     return {"mmoe": 300.0, "ple": 3000.0}.get(model, 3.0)
 
 

@@ -66,8 +66,7 @@ class Forked:
 
 class ForkedProcess(Forked):
     """A program, with as much of Popen as tests and torchrun's agent ask of it; it and its ranks
-    write to the same two files.
-    """
+    write to the same two files."""
 
     def __init__(self, task: Task) -> None:
         ready, sign = with_imports_ready().Pipe(duplex=False)
@@ -176,8 +175,7 @@ def fork_from_the_server_of_the_tests() -> None:
 
 class _ForkedBeside(ForkServerProcess):
     """What a program forks from a server of its own: a trial, a stage. This one comes from that of
-    the tests, with the program's environment, and does not hear Ctrl-C either.
-    """
+    the tests, with the program's environment, and does not hear Ctrl-C either."""
 
     def __init__(self, task: Task, **how: Any) -> None:
         super().__init__(**how)

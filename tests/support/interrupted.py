@@ -20,8 +20,7 @@ NOT_INTERRUPTED = 9
 
 def interrupted(run: Callable[[], int | None], waits_in: CodeType) -> int:
     """Return what `run` does when SIGTERM comes in the middle of the first wait that the function
-    of this code begins; NOT_INTERRUPTED if it begins none.
-    """
+    of this code begins; NOT_INTERRUPTED if it begins none."""
     lines: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -40,8 +39,7 @@ def interrupted(run: Callable[[], int | None], waits_in: CodeType) -> int:
 
 def exit_code_of(become: Callable[..., int], *arguments: object) -> int:
     """Return what a function does in a process of its own, which is killed if it hangs. Raises
-    subprocess.TimeoutExpired then.
-    """
+    subprocess.TimeoutExpired then."""
     forked = Forked(_leave_with, become, arguments)
     try:
         return forked.wait(PATIENCE_S)

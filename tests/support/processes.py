@@ -32,8 +32,7 @@ def with_imports_ready() -> ForkServerContext:
 
 def collect_garbage_rarely() -> None:
     """Leave what is imported out of every later collection, and let those come seldom: each writes
-    to pages that forked processes share.
-    """
+    to pages that forked processes share."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
     gc.enable()
@@ -58,8 +57,7 @@ def collapse_memory() -> None:
 
 def remove_sockets() -> None:
     """With their folder, unless it is that of the process which this one was forked for:
-    multiprocessing does so at a normal exit.
-    """
+    multiprocessing does so at a normal exit."""
     config = mp.current_process()._config  # type: ignore[attr-defined]
     if mp.parent_process() is None and config.get("tempdir"):
         shutil.rmtree(config["tempdir"], ignore_errors=True)
@@ -68,8 +66,7 @@ def remove_sockets() -> None:
 @contextmanager
 def skipping_what_may_not_start() -> Iterator[None]:
     """Skip a test that starts this interpreter, or a program beside it, where its user may not: as
-    under a root that gave up its rights, whose interpreter lies in /root.
-    """
+    under a root that gave up its rights, whose interpreter lies in /root."""
     try:
         yield
     except PermissionError as error:

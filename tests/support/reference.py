@@ -47,8 +47,7 @@ def some_features(
     history: bool = False,
 ) -> Features:
     """A table per feature of 3, 4, 5, ... rows, or one table for all; with `history`, m0 uses the
-    table of s0.
-    """
+    table of s0."""
     names = [f"s{i}" for i in range(num_single)] + [f"m{i}" for i in range(num_multi)]
     tables_of = {name: "shared" if shared_table else name for name in names}
     if history:
@@ -137,8 +136,7 @@ def batch_of(tasks: Sequence[Task], features: Features) -> TaskBatch:
 
 def ids_twice(batch: TaskBatch) -> TaskBatch:
     """The batch with every id standing twice, as where two blocks of a batch hold it: every other
-    task takes its rows from the second place.
-    """
+    task takes its rows from the second place."""
     ids_B = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
     length_U = torch.repeat_interleave(batch.unique_lengths_B, batch.unique_lengths_B)
     table_U = torch.repeat_interleave(batch.unique_lengths_B)
@@ -198,8 +196,7 @@ def rows_inputs(
 
 def rates_by_name(learner: MetaLearner, features: Features) -> dict[str, Tensor]:
     """The rates that a learner learns by name of weight and table, each shaped to multiply the
-    gradient of what it names; none if it learns none.
-    """
+    gradient of what it names; none if it learns none."""
     if not isinstance(learner.rates, nn.Module):
         return {}
     rates = dict(learner.rates.named_parameters())
@@ -221,8 +218,7 @@ def start_of(
     model: nn.Module, tables: dict[str, Tensor], features: Features, task: Task
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights, gated where the model has gates (and without what makes these), and the tables
-    that a task starts from.
-    """
+    that a task starts from."""
     weights = dict(model.named_parameters())
     if isinstance(model, GatedModel):
         weights = {name: value for name, value in weights.items() if name[:5] != "gate."}
@@ -294,8 +290,7 @@ def solved(
     algorithm: AlgorithmConfig,
 ) -> dict[str, Tensor]:
     """The weights of these layers behind one step of ridge regression, with as many unknowns as
-    there are weights.
-    """
+    there are weights."""
     names = [name for name in weights if name.rpartition(".")[0] in layers]
     moving = [weights[name] for name in names]
     rows = [torch.autograd.grad(one, moving, create_graph=True) for one in output]
@@ -345,8 +340,7 @@ def outer_loss(
 ) -> Tensor:
     """Mean over the tasks with query rows of the mean query loss; over all rows if the algorithm is
     none; Reptile's value and gradient, over the tasks with support rows. `row_loss` is that of
-    several labels, in place of `loss`.
-    """
+    several labels, in place of `loss`."""
     terms, row_loss = [], row_loss or one_label(loss, huber_delta)
     for task in tasks:
         if algorithm.name == "none":

@@ -215,26 +215,10 @@ def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_study_whose_scores_were_those_of_validations_is_refused(tmp_path: Path) -> None:
-    opened(tmp_path)
-    path = tmp_path / "study.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "score": None}))
-    with pytest.raises(UserError, match="was begun with another score"):
-        opened(tmp_path)
-
-
 def test_a_damaged_study_is_refused(tmp_path: Path) -> None:
     opened(tmp_path)
     (tmp_path / "study.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
-        opened(tmp_path)
-
-
-def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
-    played(opened(tmp_path), 0.6)
-    journal = tmp_path / JOURNAL_FILE
-    journal.write_text(journal.read_text().replace("study_id", "study_it"))
-    with pytest.raises(UserError, match=f"^{journal} is damaged: 'study_id'. Begin another"):
         opened(tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 import tomllib
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,8 +52,3 @@ def test_a_config_reads_as_it_was_and_shows_what_was_tuned() -> None:
 
 def test_a_default_config_is_a_header_alone() -> None:
     assert format_config(TrainConfig(), "nothing") == "# nothing\n"
-
-
-def test_what_toml_has_no_value_for_is_refused() -> None:
-    with pytest.raises(TypeError, match="no value for None"):
-        format_toml_value(None)

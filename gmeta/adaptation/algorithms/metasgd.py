@@ -13,14 +13,16 @@ the paper draws them at random; several steps share their rates, as in MAML's in
 Shape suffixes: B tables, D embedding width, P task-row pairs.
 """
 
-import torch
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
 from gmeta.adaptation.algorithms.algorithm import Algorithm
 from gmeta.adaptation.algorithms.maml import QueryLoss
-from gmeta.adaptation.rates import (WeightRates, select_by_table)
-from torch import (Tensor, nn)
-from typing import (TYPE_CHECKING, cast)
-
+from gmeta.adaptation.rates import WeightRates, select_by_table
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan

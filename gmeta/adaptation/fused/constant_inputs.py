@@ -10,16 +10,18 @@ of the time.
 Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs.
 """
 
-import torch
 from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import (dataclass, replace)
-from gmeta.adaptation.rates import scale_grads
-from gmeta_models.ops.matmul import linear
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from typing import (Any, NamedTuple, TYPE_CHECKING, cast)
 
+from gmeta.adaptation.rates import scale_grads
+from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.fast_weight_update import Rectangles
@@ -129,9 +131,7 @@ def compute_first_outputs(
             inputs, None, *tensors, query_rectangles, bool(own)
         )
         if layer.differs_by_task:
-            both_NO = _apply_task_terms(
-                layer, both_NO, torch.cat([support.task_N, query.task_N])
-            )
+            both_NO = _apply_task_terms(layer, both_NO, torch.cat([support.task_N, query.task_N]))
         support_SO, query_NO = both_NO.split([support.num_rows, query.num_rows])
     else:
         query_NO, *overlaps = _FirstProducts.apply(

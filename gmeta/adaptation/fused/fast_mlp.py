@@ -7,18 +7,20 @@ and d_0: whatever is added to the others is added in place.
 Shape suffixes: N rows, S support rows, L labels, I inputs, O outputs.
 """
 
-import torch
 from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import (dataclass, replace)
-from gmeta.adaptation.fused.fast_weight_update import FastWeightUpdate
-from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.rates import (WeightRates, scale_grads)
-from gmeta_models.ops.matmul import linear
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+
+import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from typing import (Any, NamedTuple, Self, TYPE_CHECKING, final)
 
+from gmeta.adaptation.fused.fast_weight_update import FastWeightUpdate
+from gmeta.adaptation.fused.mlp import AdaptedMlp
+from gmeta.adaptation.rates import WeightRates, scale_grads
+from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.fast_weight_update import Grads, Saved, Sides

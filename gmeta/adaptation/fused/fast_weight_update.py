@@ -7,12 +7,13 @@ derivative of each other product is the method below it. Products are added up i
 Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
 """
 
-import torch
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from typing import (Any, NamedTuple, TYPE_CHECKING)
-
 
 if TYPE_CHECKING:
     from gmeta.adaptation.layout.padded_layout import Rectangle

@@ -10,23 +10,29 @@ Shape suffixes: T tasks, N rows, S support rows, K dense columns, L labels, D em
 task-row pairs, I inputs, O outputs, X all inputs side by side.
 """
 
-import torch
 from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import (dataclass, replace)
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
 from gmeta.adaptation.adaptation_plan import TaskSize
-from gmeta.adaptation.fused.constant_inputs import (ConstantInputMlp, FirstLayer, compute_first_outputs)
+from gmeta.adaptation.fused.constant_inputs import (
+    ConstantInputMlp,
+    FirstLayer,
+    compute_first_outputs,
+)
 from gmeta.adaptation.fused.fast_mlp import FastMlp
 from gmeta.adaptation.layout.common_features import CommonInputs
-from gmeta.adaptation.layout.padded_layout import (FusedLayout, kind_of_device)
-from gmeta.adaptation.rates import (LayerRate, WeightRates, scale_grads)
-from gmeta.losses.objectives import (RowLoss, known_labels)
+from gmeta.adaptation.layout.padded_layout import FusedLayout, kind_of_device
+from gmeta.adaptation.rates import LayerRate, WeightRates, scale_grads
+from gmeta.losses.objectives import RowLoss, known_labels
 from gmeta.losses.row_losses import HALVES
 from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel
-from torch import (Tensor, nn)
-from typing import (TYPE_CHECKING, cast)
-
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan

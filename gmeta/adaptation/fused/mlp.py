@@ -18,11 +18,11 @@ Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs.
 """
 
 from __future__ import annotations
-from abc import (ABC, abstractmethod)
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import (Self, TYPE_CHECKING)
-
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from torch import Tensor

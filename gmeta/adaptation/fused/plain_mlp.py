@@ -4,16 +4,18 @@ Shape suffixes: T tasks, N rows, S support rows, H longest list or task, L label
 outputs.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self, final
+
 import torch
 import torch.nn.functional as F
-from __future__ import annotations
-from collections.abc import Sequence
-from dataclasses import (dataclass, replace)
-from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.plain_update import (PlainUpdate, add_step, step_update)
 from torch import Tensor
-from typing import (Self, TYPE_CHECKING, final)
 
+from gmeta.adaptation.fused.mlp import AdaptedMlp
+from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
 
 if TYPE_CHECKING:
     from gmeta.adaptation.layout.padded_layout import PaddedRows

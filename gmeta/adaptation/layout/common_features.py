@@ -16,12 +16,14 @@ Shape suffixes: T tasks, D embedding width, P task-row pairs, I inputs, O output
 by side.
 """
 
-import torch
 from dataclasses import dataclass
 from functools import cache
-from gmeta.adaptation.layout.sparse_matrix import Bags
-from torch import Tensor
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gmeta.adaptation.layout.sparse_matrix import Bags
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,7 @@ class CommonInputs(NamedTuple):
         cls, features: CommonFeatures, rows_PD: Tensor, first_column: int, width: int
     ) -> "CommonInputs":
         """Take the inputs from the embedding rows, for a layer of `width` columns in which the
-        features stand side by side from `first_column` on.
-        """
+        features stand side by side from `first_column` on."""
         dim, device = rows_PD.shape[1], rows_PD.device
         order_X, num_own = _order_columns(features.features, first_column, dim, width, device)
         return cls(features.values_TI(rows_PD), order_X, num_own)

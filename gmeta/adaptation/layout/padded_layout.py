@@ -6,15 +6,17 @@ Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled f
 columns, D embedding width, P task-row pairs, X all inputs side by side.
 """
 
-import torch
 from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from gmeta.adaptation.layout.sparse_matrix import Bags
-from gmeta_models.inputs import (History, RowFeatures)
-from torch import (Tensor, nn)
-from typing import (NamedTuple, TYPE_CHECKING)
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
+from gmeta.adaptation.layout.sparse_matrix import Bags
+from gmeta_models.inputs import History, RowFeatures
 
 if TYPE_CHECKING:
     from gmeta.adaptation.layout.common_features import CommonFeatures
@@ -53,8 +55,7 @@ class PaddedHistory:
 @dataclass(frozen=True)
 class PaddedRows:
     """Where the rows of each task are on one side, and what their loss needs; padding rows weigh
-    nothing.
-    """
+    nothing."""
 
     rectangles: tuple[Rectangle, ...]
     label_N: Tensor  # [N, labels] of several
@@ -83,8 +84,7 @@ class PaddedRows:
 
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """Return the weight of each row in a sum over the tasks of the (shrunken) mean of their
-        rows, as RowLayout.mean_weights_N does; 0 for a row that pads.
-        """
+        rows, as RowLayout.mean_weights_N does; 0 for a row that pads."""
         share_N = self.share_N.to(dtype)
         return share_N / (1.0 + prior * share_N) if prior else share_N
 
@@ -108,8 +108,7 @@ class PaddedFeatures:
 @dataclass(frozen=True)
 class PaddedTasks:
     """Support and query rows of the tasks of a batch, for the fused loop; rectangle i of the one
-    side and of the other hold the same tasks in the same order.
-    """
+    side and of the other hold the same tasks in the same order."""
 
     support: PaddedRows
     query: PaddedRows

@@ -4,9 +4,10 @@ task.
 Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side.
 """
 
-import torch
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 

@@ -5,11 +5,13 @@ columns, D embedding width, P task-row pairs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sparse_matrix import Bags
 from gmeta_models.inputs import RowInputs
-from torch import Tensor
-from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,6 @@ class Sides(NamedTuple):
 @dataclass(frozen=True)
 class TaskGroups:
     """The tasks of a batch in groups of similar size, as products inside each task pad to the
-    group's longest.
-    """
+    group's longest."""
 
     groups: tuple[Sides, ...]

@@ -10,13 +10,13 @@ of popular ids would sum one after the other, so there nothing is sorted.
 Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs.
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
-from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
-from typing import (Any, NamedTuple)
-
 
 # Padding entries are spread over this many rows, or over bags of this size: additions to one row
 # wait for each other, and a bag is summed one entry after the other.
@@ -50,8 +50,7 @@ class SparseRows(NamedTuple):
 
     def pad_to(self, num_entries: int) -> "SparseRows":
         """Return the matrix with at least this many entries, for shapes that do not depend on how
-        many there are.
-        """
+        many there are."""
         missing = num_entries - self.index_V.numel()
         padding = -(-num_entries // ENTRIES_OF_PADDING)
         ends = torch.arange(1, padding + 1) * missing // max(padding, 1)
@@ -104,8 +103,7 @@ class ScatterMatrix(NamedTuple):
         cls, matrix: SparseRows, lengths_C: Tensor, num_rows: int, multi_row: bool = False
     ) -> "ScatterMatrix":
         """Transpose a [C, P] matrix, whose bags have these lengths, on the host; `several`: as one
-        whose bags may have several rows, though these have not.
-        """
+        whose bags may have several rows, though these have not."""
         is_there_C = lengths_C.numpy() > 0
         at_most_one = np.count_nonzero(is_there_C) == matrix.index_V.numel()
         if at_most_one and not multi_row and matrix.weight_V is None:
@@ -163,8 +161,7 @@ class Bags:
     ) -> "Bags":
         """Make bags of these lengths over a block of `num_rows` rows, or of fewer, for a kind of
         device; with `num_entries`, which hold all, shapes depend on these, on the bags and on the
-        rows alone, if `several` says whether bags may have more than one row in any batch.
-        """
+        rows alone, if `several` says whether bags may have more than one row in any batch."""
         forward = SparseRows(index_V.to(torch.int32), _offsets_of_lengths(lengths_C), weight_V)
         backward: SparseRows | ScatterMatrix | None = None
         if not constant:
@@ -193,11 +190,8 @@ class Bags:
         return cls(forward, None if constant else forward.transpose(num_rows))
 
     def pool(self, rows_PD: Tensor) -> Tensor:
-        """Return the bags' sums: [C, D].
-
-        Raises:
-            ValueError: they are constants, and asked for where rows are differentiated.
-        """
+        """Return the bags' sums: [C, D]. Raises ValueError: they are constants, and asked for where
+        rows are differentiated."""
         if self.backward is not None:
             pooled_CD: Tensor = _Pool.apply(rows_PD, self.forward, self.backward)
             return pooled_CD

@@ -180,8 +180,7 @@ class UnitStream:
     def take_units(self, num_units: int) -> list[UnitRange]:
         """Return the next units, fewer than asked for when the others are in other ranks' hands.
         Waits for the service, never for other ranks. Raise AntdtError: a fence, a lost lease, an
-        outage beyond the budget.
-        """
+        outage beyond the budget."""
         self._raise_error()
         ranges: list[UnitRange] = []
         while num_units:

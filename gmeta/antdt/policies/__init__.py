@@ -17,11 +17,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def find_policy(name: str) -> Policy:
-    """Return the policy of a name or of FILE.py:FUNCTION.
-
-    Raises:
-        ConfigError: no such name, file or function, or the file does not load.
-    """
+    """Return the policy of a name or of FILE.py:FUNCTION."""
     if name in POLICIES:
         return POLICIES[name]
     path, colon, function = name.rpartition(":")

@@ -3,20 +3,21 @@ nobody. With second leases for the last shards of slow workers, as the service g
 """
 
 import heapq
-import numpy as np
 from dataclasses import replace
+from typing import final
+
+import numpy as np
+
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.offers import WAIT_RETRY_MS
 from gmeta.antdt.monitor import Monitor
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.reports import Report
-from gmeta.antdt.simulation.job_config import (JobConfig, JobOutcome)
+from gmeta.antdt.simulation.job_config import JobConfig, JobOutcome
 from gmeta.antdt.simulation.simulated_data import SimulatedData
 from gmeta.antdt.simulation.traces import Trace
 from gmeta.antdt.stragglers.controller import Controller
 from gmeta.antdt.stragglers.governor import read_backups
-from typing import final
-
 
 HEARTBEAT = -1  # in the place of a worker
 

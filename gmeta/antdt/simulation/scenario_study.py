@@ -14,12 +14,7 @@ from gmeta.antdt.simulation.synchronous_jobs import (
     run_lb_bsp_at_once,
     run_static,
 )
-from gmeta.antdt.simulation.traces import (
-    SCENARIOS,
-    Trace,
-    recorded_trace,
-    synthetic_trace,
-)
+from gmeta.antdt.simulation.traces import SCENARIOS, Trace, recorded_trace, synthetic_trace
 from gmeta.errors import UserError
 
 # How many times a healthy job's length moments are drawn for; a longer job has none after that.
@@ -52,11 +47,7 @@ class StudyResult(NamedTuple):
 
 def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace], JobOutcome]]:
     """Return the methods by name, all where none is named; FILE.py:FUNCTION is AntDT with that
-    policy.
-
-    Raises:
-        UserError: no such method.
-    """
+    policy."""
     methods: dict[str, Callable[[JobConfig, Trace], JobOutcome]] = {}
     for name in names or METHODS:
         if ":" in name:
@@ -74,11 +65,7 @@ def find_methods(names: Sequence[str]) -> dict[str, Callable[[JobConfig, Trace],
 def run_study(
     config: JobConfig, scenarios: Sequence[str], methods: Sequence[str], recorded: Path | None
 ) -> Iterator[StudyResult]:
-    """Yield one result after the other; all methods see the same stragglers.
-
-    Raises:
-        UserError: an unknown scenario or method, or a recording that cannot be read.
-    """
+    """Yield one result after the other; all methods see the same stragglers."""
     chosen = find_methods(methods)
     unknown = [name for name in scenarios if name not in SCENARIOS]
     if unknown:

@@ -3,15 +3,16 @@
 Shape suffix: W ranks or workers.
 """
 
-import numpy as np
 from collections import deque
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.ledger.state import LedgerState
-from gmeta.antdt.model import (Caller, DatasetSpec, MAX_SHARDS_PER_LEASE_CALL)
-from numpy.typing import NDArray
-from typing import final
-
+from gmeta.antdt.model import MAX_SHARDS_PER_LEASE_CALL, Caller, DatasetSpec
 
 Ints = NDArray[np.int64]
 DATASET = "simulated"

@@ -3,23 +3,24 @@
 Shape suffix: W ranks or workers.
 """
 
-import numpy as np
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from gmeta.antdt.client.agent import (CHANGE_AFTER_S, CHANGE_RATIO)
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gmeta.antdt.client.agent import CHANGE_AFTER_S, CHANGE_RATIO
 from gmeta.antdt.monitor import Monitor
 from gmeta.antdt.policies import find_policy
 from gmeta.antdt.policies.interface import Decision
 from gmeta.antdt.policies.task_split import proportional_split
 from gmeta.antdt.reports import Report
-from gmeta.antdt.simulation.job_config import (JobConfig, JobOutcome)
+from gmeta.antdt.simulation.job_config import JobConfig, JobOutcome
 from gmeta.antdt.simulation.simulated_data import SimulatedData
-from gmeta.antdt.simulation.traces import (Floats, Trace)
-from gmeta.antdt.stragglers.controller import (Controller, equal_shares)
-from numpy.typing import NDArray
-from typing import (Any, final)
-
+from gmeta.antdt.simulation.traces import Floats, Trace
+from gmeta.antdt.stragglers.controller import Controller, equal_shares
 
 Ints = NDArray[np.int64]
 

@@ -142,11 +142,8 @@ def _moments(
 
 def recorded_trace(path: Path, seed: int) -> tuple[Trace, int]:
     """Return (trace, number of workers) of a recording: a CSV file with the columns time_s, worker
-    and slowdown, or the decision log (.jsonl) of a real job.
-
-    Raises:
-        TraceError: the file is neither, or a value is no number above 0.
-    """
+    and slowdown, or the decision log (.jsonl) of a real job. Raises TraceError: the file is
+    neither, or a value is no number above 0."""
     names: dict[str, int] = {}
     rows = _rows_of_log(path) if path.suffix == ".jsonl" else _rows_of_table(path)
     changes = [

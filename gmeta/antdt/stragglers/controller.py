@@ -11,13 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from gmeta.access.errors import AntdtError
-from gmeta.antdt.policies.interface import (
-    ControllerConfig,
-    Decision,
-    Policy,
-    Snapshot,
-    WorkerView,
-)
+from gmeta.antdt.policies.interface import ControllerConfig, Decision, Policy, Snapshot, WorkerView
 from gmeta.antdt.policies.task_split import proportional_split
 from gmeta.antdt.reports import WorkerHealth
 from gmeta.errors import UserError
@@ -329,10 +323,7 @@ def log_line(snapshot: Snapshot, rulings: Sequence[Ruling]) -> str:
 
 def replay_line(line: str, config: ControllerConfig, policy: Policy) -> tuple[Any, Any]:
     """Return (rulings of the log, rulings now) of one logged evaluation, as plain JSON values.
-
-    Raises:
-        PolicyError: the line is not from a decision log.
-    """
+    Raises PolicyError: the line is not from a decision log."""
     with translate_errors(
         lambda error: PolicyError(
             f"{line[:60]!r} is no line of a decision log ({error!r}). Name the file that "

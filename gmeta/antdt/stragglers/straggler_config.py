@@ -19,12 +19,7 @@ class StragglerConfig:
 
 
 def load_straggler_config(path: Path | None) -> StragglerConfig:
-    """Return the config at `path`; without one the defaults: workers are watched and left alone.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key or value is not allowed, by itself or beside
-            another.
-    """
+    """Return the config at `path`; without one the defaults: workers are watched and left alone."""
     if path is None:
         return StragglerConfig()
     config = settings_from_dict(StragglerConfig, read_toml("config", path, ConfigError))

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from gmeta.cli.commands import rank_launch as on_ranks
 from gmeta.cli.commands.console import make_console, show_table
+from gmeta.cli.commands.overrides import Overrides
 from gmeta.config.train_config import TrainConfig, describe_config, load_config
 from gmeta.errors import UserError
 from gmeta.tuning.config_toml import format_config
@@ -18,10 +19,7 @@ def config(
     path: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file; without: list every key")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
-    ] = None,
+    overrides: Overrides = None,
     short: Annotated[
         bool, typer.Option("--short", help="leave out what has its default value")
     ] = False,
@@ -59,11 +57,7 @@ def config(
 
 
 def load_checked_config(path: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Return a config that was checked against its data, model and algorithm.
-
-    Raises:
-        ConfigError, FormatError: see load_config and check_for_ranks.
-    """
+    """Return a config that was checked against its data, model and algorithm."""
     resolved = load_config(path, overrides)
     # Loading torch takes seconds: not before the keys are known to be right.
     with on_ranks.faster_import():

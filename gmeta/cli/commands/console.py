@@ -34,8 +34,7 @@ FOLDED_WIDTH = 16
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console for standard output or standard error, which takes brackets for no markup:
     names and notes are other people's words. What is for standard error is left out with -q; with
-    --json all of it goes there.
-    """
+    --json all of it goes there."""
     is_note, stderr = stderr, stderr or is_json()
     stream = sys.stderr if stderr else sys.stdout
     is_known = stream.isatty() or "COLUMNS" in os.environ
@@ -68,8 +67,7 @@ def _to_json_value(value: Any) -> Any:
 
 def show_table(console: Console, table: RenderableType) -> None:
     """Print a table, or a group of them; text is folded where a terminal is too narrow. Rather than
-    that a number loses digits or a column disappears, lines are longer than the terminal.
-    """
+    that a number loses digits or a column disappears, lines are longer than the terminal."""
     terminal = console.width
     for part in table.renderables if isinstance(table, Group) else [table]:
         if isinstance(part, Table):
@@ -93,8 +91,7 @@ def _least_width(console: Console, table: Table) -> int:
 
 def make_table(title: str, *heads: str, text: Collection[str]) -> Table:
     """Return an empty table with a title and these heads. Columns named in `text` are flush left
-    and may be folded; all others are numbers, flush right and never folded.
-    """
+    and may be folded; all others are numbers, flush right and never folded."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         is_text = head in text

@@ -85,8 +85,7 @@ def _line_and_code(error: Exception) -> tuple[str, int]:
 
 def wait_for_other_ranks(error: Exception) -> None:
     """Wait, under torchrun, where another rank of this machine may print the same error or its
-    cause: once that rank has ended, torchrun's agent ends this one before it prints anything.
-    """
+    cause: once that rank has ended, torchrun's agent ends this one before it prints anything."""
     if not has_agent():
         return  # nobody would end it
     # What explain_lost_peers explains is never the cause: the others may still print theirs.

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from gmeta.cli.commands import rank_launch as on_ranks
+from gmeta.cli.commands.overrides import METAVAR, complete_override
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.train_config import TrainConfig, overridden
 from gmeta.errors import UserError
@@ -79,7 +80,8 @@ def evaluate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SECTION.KEY=VALUE]...",
+            metavar=METAVAR,
+            autocompletion=complete_override,
             help="how RUN adapts here and what is measured, in place of its config: algorithm.*, "
             "evaluation.*",
         ),

@@ -23,13 +23,8 @@ def extend_stream(
     accept: bool,
     spark: bool,
 ) -> None:
-    """Append an increment, by Spark if asked, and say what is in it.
-
-    Raises:
-        QuarantinedError: the screen refuses the rows; the command line ends with 3.
-        DataError: see metaio.stream.extend.extend.
-        UserError: there is no Spark, or there is a transform, which Spark cannot run.
-    """
+    """Append an increment, by Spark if asked, and say what is in it. Raises QuarantinedError: the
+    screen refuses the rows; the command line ends with 3."""
     known = load_schema(schema) if schema is not None else None
     left_out: list[RefusedFilesError] = []
     append = partial(extend, accept=accept, along=along, left_out=left_out.append)

@@ -17,10 +17,6 @@ def inspect_channel(
 ) -> None:
     """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
     and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
-
-    Raises:
-        GMetaError: a version of the chain that serves is missing or damaged; with `verify` its
-            files are checked against their checksums.
     """
     console, current = make_console(), channel.current()
     numbers = channel.numbers()

@@ -30,11 +30,7 @@ _PREDICTED = {"probability": "clicks", "rating": "ratings", "score": "scores"}
 
 
 def inspect_model(folder: Path, verify: bool) -> None:
-    """Show the columns and tables of an exported model.
-
-    Raises:
-        GMetaError: a file is missing or cut short, or with `verify` differs from its checksum.
-    """
+    """Show the columns and tables of an exported model."""
     config = read_config(folder)
     source, console = config.source, make_console()
     console.print(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gmeta.cli.commands.overrides import Overrides
 from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.config.train_config import load_config
 from gmeta.distributed.cluster_spec import CapacityOverrides, Cluster, Speeds
@@ -14,10 +15,7 @@ from gmeta.errors import UserError
 
 def plan(
     config: Annotated[Path, typer.Argument(help="TOML file, as for `gmeta train`")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
-    ] = None,
+    overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, max=65_536, help="GPUs, one rank each")] = 8,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="GPUs of a host, with NVLink")] = 8,
     gpu_memory: Annotated[str, typer.Option(help="memory of a GPU")] = "80GB",

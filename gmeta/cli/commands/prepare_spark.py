@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def prepare_on_spark(inputs: list[str], out: str, schema: Schema, options: PrepareOptions) -> None:
-    """Write a dataset at `out` from the Parquet tables at `inputs`.
-
-    Raises:
-        UserError: there is no Spark, or an input is none that it reads as one machine would.
-    """
+    """Write a dataset at `out` from the Parquet tables at `inputs`."""
     with spark_session(inputs, out) as session:
         prepare_with_spark(_read_frame(session, inputs, schema), out, schema, options)
 
@@ -40,11 +36,7 @@ def refuse_transform(path: Path, schema: Schema) -> None:
 
 @contextmanager
 def spark_session(inputs: list[str], out: str) -> Iterator["SparkSession"]:
-    """Give the session that makes `out` of these tables, by Spark's own configuration.
-
-    Raises:
-        UserError: there is no Spark, or an input is none that it reads as one machine would.
-    """
+    """Give the session that makes `out` of these tables, by Spark's own configuration."""
     for path in inputs:
         # Spark guesses the types of text columns by other rules than one machine does.
         if re.search(r"\.(csv|tsv|json|jsonl|ndjson|zip)(\.gz)?$", path.lower()):

@@ -18,8 +18,7 @@ def start_ranks_here(
     arguments: Sequence[str], nproc_per_node: int, master_port: int, max_restarts: int
 ) -> None:
     """Start ranks that run `gmeta ARGUMENTS`, wait for them, and end with their exit code if it is
-    not 0.
-    """
+    not 0."""
     code = launch(arguments, nproc_per_node, master_port, max_restarts)
     if code:
         sys.exit(code)
@@ -28,12 +27,8 @@ def start_ranks_here(
 @contextmanager
 def faster_import() -> Iterator[None]:
     """Keep the garbage collector off what is imported inside: 600,000 objects that live as long as
-    the rank. Looking through them took a quarter of the import.
-
-    Raises:
-        GMetaError: the CUDA build of fbgemm found none of the driver's libraries, which it loads
-            when it is imported.
-    """
+    the rank. Looking through them took a quarter of the import. Raises GMetaError: the CUDA build
+    of fbgemm found none of the driver's libraries, which it loads when it is imported."""
     gc.disable()
     try:
         yield

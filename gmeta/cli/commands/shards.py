@@ -175,8 +175,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Prove, offline, what a checkpoint has been trained on: every unit once, none twice. Exit
-    code 1 when not ok.
-    """
+    code 1 when not ok."""
     manifest = load_manifest(checkpoint)
     report = audit_manifest(manifest)
     if previous is not None:

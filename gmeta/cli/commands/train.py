@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gmeta.cli.commands import rank_launch as on_ranks
+from gmeta.cli.commands.overrides import Overrides
 from gmeta.config.train_config import load_config
 from gmeta.distributed.launch import restarts
 from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE
@@ -24,10 +25,7 @@ from gmeta.runs.run_folder import CONFIG_FILE, LOCK_FILE
 
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file; `gmeta config` lists every key")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
-    ] = None,
+    overrides: Overrides = None,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="ranks to start on this machine")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the run folder's newest checkpoint")

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
+from gmeta.cli.commands.overrides import Overrides
 from gmeta.cli.commands.rank_launch import faster_import
 from gmeta.config.train_config import TrainConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
@@ -42,14 +43,7 @@ from gmeta.tuning.search_space import (
     make_plain_space,
     read_space,
 )
-from gmeta.tuning.study import (
-    STUDY_FILE,
-    VALIDATIONS,
-    PrunerName,
-    Study,
-    StudyPlan,
-    import_optuna,
-)
+from gmeta.tuning.study import STUDY_FILE, VALIDATIONS, PrunerName, Study, StudyPlan, import_optuna
 from gmeta.tuning.trials import (
     TrialRunner,
     make_trial_config,
@@ -69,10 +63,7 @@ WORK = "gmeta.cli.commands.work.trial_process"
 
 def tune(
     config: Annotated[Path, typer.Argument(help="TOML file, as of `gmeta train`")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="replace values of the config"),
-    ] = None,
+    overrides: Overrides = None,
     trials: Annotated[int, typer.Option(min=1, help="runs to try, those of before included")] = 20,
     space: Annotated[
         Path | None,
@@ -222,8 +213,7 @@ def _check_folder(folder: Path) -> None:
 
 def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
     """Return the config with VALIDATIONS validations a run unless it says how many: a run that
-    validates only at its end cannot be pruned.
-    """
+    validates only at its end cannot be pruned."""
     run, data = config.run, config.data
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
         return config

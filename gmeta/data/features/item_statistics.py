@@ -19,29 +19,29 @@ Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled f
 features, V values, K dense columns, U unique ids, R rows of tables.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from __future__ import annotations
-from dataclasses import (dataclass, replace)
+from torch import Tensor, nn
+
 from gmeta.config.inputs import choose_columns
-from gmeta.data.features.support_statistics import (log_odds, scale_count)
+from gmeta.data.features.support_statistics import scale_count
+from gmeta.data.sums import NUM_FOLDS, Floats, add_to_folds, log_odds
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
 from metaio.hashing import splitmix64
-from metaio.ragged import (Int64, owners, sum_rows)
-from torch import (Tensor, nn)
-from typing import (Any, NamedTuple, TYPE_CHECKING)
-
+from metaio.ragged import Int64, owners, sum_rows
 
 if TYPE_CHECKING:
     from gmeta.config.inputs import ItemFeaturesConfig
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
 
-Floats = npt.NDArray[np.float64]
-
-NUM_FOLDS = 5
 # A rank that trains keeps 48 bytes a value and for a while 80 more, a checkpoint 8: at most 1 GiB.
 MOST_VALUES = 1 << 23
 _SALT = np.uint64(0x17E3)
@@ -70,10 +70,8 @@ class ItemStatistics(nn.Module):
     """Which statistics of training rows a learner takes, and their values.
 
     What all training rows say lies in buffers: checkpoints and exports keep it with the model. What
-    the folds say is needed to train alone, and made anew from the dataset.
-
-    Raises:
-        ValueError: a pattern of `columns` matches no sparse column, or a table is too large.
+    the folds say is needed to train alone, and made anew from the dataset. Raises ValueError: a
+    pattern of `columns` matches no sparse column, or a table is too large.
     """
 
     def __init__(self, config: ItemFeaturesConfig, features: Features) -> None:
@@ -129,13 +127,7 @@ class ItemStatistics(nn.Module):
             sums.total_by_fold[:, place] += np.bincount(fold_N, values_N, NUM_FOLDS)
         for column, by_fold in zip(self._columns, sums.columns, strict=True):
             row_V, id_V = _entries(batch, column)
-            # Only the values that occur: a table may have far more rows than the batch.
-            distinct, index_V = np.unique(
-                fold_N[row_V] * column.num_values + id_V, return_inverse=True
-            )
-            flat = by_fold.reshape(-1, 2)
-            flat[distinct, 0] += np.bincount(index_V)
-            flat[distinct, 1] += np.bincount(index_V, label_N[row_V])
+            add_to_folds(by_fold, fold_N[row_V], id_V, label_N[row_V])
 
     def set_from_sums(self, sums: ItemSums) -> None:
         """Take the statistics from the sums over the whole training split."""
@@ -154,19 +146,15 @@ class ItemStatistics(nn.Module):
         return _append_features(batch, found)
 
     def fold_statistics(self) -> FoldStatistics:
-        """Return the statistics that training rows are told.
-
-        Raises:
-            ValueError: nobody took the sums of the training split.
-        """
+        """Return the statistics that training rows are told. Raises ValueError: nobody took the
+        sums of the training split."""
         if self._without_fold is None:
             raise ValueError("the statistics of items were not taken from training rows")
         return FoldStatistics(self._columns, self._without_fold)
 
     def features_of_ids(self, ids_NF: Tensor, ids_NMH: Tensor, lengths_NM: Tensor) -> Tensor:
         """Return what all training rows say of rows to predict [N, width], in tensors alone; their
-        lists are padded to one length.
-        """
+        lists are padded to one length."""
         found = []
         for index, column in enumerate(self._columns):
             values_R2 = self.get_buffer(_buffer(index))

@@ -25,26 +25,27 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, U unique ids, P task-row pairs.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from __future__ import annotations
-from dataclasses import (dataclass, replace)
-from gmeta.config.inputs import (LabelPrior, NO_PRIOR, choose_columns)
+
+from gmeta.config.inputs import NO_PRIOR, LabelPrior, choose_columns
+from gmeta.data.sums import Floats, log_odds, sum_of_sharing
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
-from metaio.ragged import (Int64, owners, places, sum_rows)
+from metaio.ragged import Int64, owners, places, sum_rows
 from metaio.read.task_rows import deduplicate_task_rows
-from typing import (NamedTuple, TYPE_CHECKING)
-
 
 if TYPE_CHECKING:
     from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
     from metaio.format.features import Features
     from metaio.read.batch import TaskBatch
-    from metaio.read.deduplicate_task_rows import TaskRows
-
-Floats = npt.NDArray[np.float64]
+    from metaio.read.task_rows import TaskRows
 
 # Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
 _MANY_ROWS = 100.0
@@ -78,12 +79,8 @@ class SupportStatistics:
         items: ItemFeaturesConfig | None = None,
     ) -> SupportStatistics:
         """Return the statistics that the config asks for; `items` says what stands between the
-        dense columns and these.
-
-        Raises:
-            ValueError: a pattern of `columns` matches no sparse column, or `residual_of` is none
-                of the columns of `items`, or has nothing to change.
-        """
+        dense columns and these. Raises ValueError: a pattern of `columns` matches no sparse column,
+        or `residual_of` is none of the columns of `items`, or has nothing to change."""
         known = [column.name for column in features.sparse]
         chosen = choose_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
@@ -116,8 +113,7 @@ class SupportStatistics:
 
     def features_NK(self, batch: TaskBatch) -> npt.NDArray[np.float32]:
         """Return the statistics of every row of the batch: made of the task's support rows, except
-        for the row itself.
-        """
+        for the row itself."""
         rows, expected_N = _LabelRows.of(batch, self.prior), self._expected_N(batch)
         rows = rows.minus_expected(expected_N)
         tasks = rows.totals()
@@ -213,15 +209,9 @@ class _LabelRows:
 
     def shared_label_sums(self, entries: _Entries) -> tuple[Floats, Floats]:
         """Return sum and number of the labels of the support rows that share the row's values in
-        one column, a row once for each id.
-        """
-        sums: list[Floats] = []
-        for value_N in (self.label_N, self.is_support_N.astype(np.float64)):
-            value_V = value_N[entries.row_V]
-            of_pair_P = np.bincount(entries.pair_V, value_V, entries.num_pairs)
-            others_V = of_pair_P[entries.pair_V] - value_V
-            sums.append(np.bincount(entries.row_V, others_V, len(value_N)).astype(np.float64))
-        return sums[0], sums[1]
+        one column, a row once for each id."""
+        counted_N = self.is_support_N.astype(np.float64)
+        return sum_of_sharing(self.label_N, *entries), sum_of_sharing(counted_N, *entries)
 
     def sum_of_others(self, value_N: Floats) -> Floats:
         """Return the sum over each row's task, without its own value; query rows hold 0."""
@@ -278,13 +268,6 @@ def _columns(
         known_V = known_P[pair_V]
         entries.append(_Entries(row_V[known_V], pair_V[known_V], num_pairs))
     return entries
-
-
-def log_odds(share: float | Floats) -> Floats:
-    """Return log(p / (1 - p)) of shares of clicks, finite for none and for all of them."""
-    inside = np.clip(share, 1e-6, 1.0 - 1e-6)
-    found: Floats = np.log(inside / (1.0 - inside))
-    return found
 
 
 def scale_count(count_N: Floats) -> Floats:

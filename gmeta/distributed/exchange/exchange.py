@@ -32,14 +32,12 @@ class Exchange(ABC):
 
     def prepare(self, episodes: "Collated") -> "Collated":
         """Return these episodes, which are on the host, with everything done that can be done
-        before `announce`, in one block of pinned memory. Any thread may call it, for any batch.
-        """
+        before `announce`, in one block of pinned memory. Any thread may call it, for any batch."""
         return episodes.with_plan(self.planner.plan(episodes)).pack()
 
     def enqueue(self, episodes: "Collated") -> "Collated":
         """Tell all ranks how many rows these episodes, which are on the host, need of each, and
-        return them on the rank's device with their rows on the way. They may be `prepared`.
-        """
+        return them on the rank's device with their rows on the way. They may be `prepared`."""
         if episodes.plan is None:
             episodes = episodes.with_plan(self.planner.plan(episodes))
         there = episodes.to(self._device)

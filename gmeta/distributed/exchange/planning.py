@@ -5,15 +5,16 @@ Shape suffixes: N rows, B tables, U unique ids, W ranks or workers, G groups of 
 tables.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
+
 import numpy as np
 import torch
-from collections.abc import Sequence
-from gmeta.data.episodes import RowPlan
-from gmeta.distributed.exchange.routes import (Ints, Routes)
-from gmeta.distributed.tables.rows_to_send import (RepeatFinder, RowsToSend)
 from torch import Tensor
-from typing import (NamedTuple, Protocol, TYPE_CHECKING, final)
 
+from gmeta.data.episodes import RowPlan
+from gmeta.distributed.exchange.routes import Ints, Routes
+from gmeta.distributed.tables.rows_to_send import RepeatFinder, RowsToSend
 
 if TYPE_CHECKING:
     from gmeta.data.accumulate import Collated
@@ -65,8 +66,7 @@ class WirePlanner:
 
     def plan(self, episodes: "Collated") -> RowPlan:
         """Return the ids sorted by the rank that holds their rows; on a single rank also the rows
-        that it gives out, to itself.
-        """
+        that it gives out, to itself."""
         routes = self._routes
         request = routes.make_request(episodes.unique_ids_U, episodes.unique_lengths_B)
         to_send = None
@@ -84,8 +84,7 @@ class WirePlanner:
 
     def plan_send(self, counts_WY: Ints, ids: Tensor) -> SendPlan:
         """Return the rows that this rank gives out, from the ids that each rank asks of its shards,
-        and how many these are [W, Y].
-        """
+        and how many these are [W, Y]."""
         row_N = np.repeat(self._first_row_WY, counts_WY.reshape(-1))
         # Ids travel as rows of a shard; here they become rows of the group that holds it.
         row_N += ids.numpy()

@@ -4,14 +4,14 @@ Among ranks the others stand in order, then this one; shards stand in the order 
 Shape suffixes: B tables, U unique ids, W ranks or workers, Y shards of tables.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from collections.abc import Sequence
-from dataclasses import dataclass
 from torch import Tensor
-from typing import NamedTuple
-
 
 Ints = npt.NDArray[np.int64]
 

@@ -4,15 +4,16 @@ AlltoAll each way. Among ranks the others stand in order, then this one.
 Shape suffixes: N rows, W ranks or workers, G groups of tables.
 """
 
-import torch
-from collections.abc import (Callable, Sequence)
-from gmeta.distributed.tables.rows_to_send import RowsToSend
-from gmeta.distributed.tables.updates import FastGroup
-from gmeta.distributed.transport.transport import (Swap, Transport)
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gmeta.distributed.tables.rows_to_send import RowsToSend
+from gmeta.distributed.tables.updates import FastGroup
+from gmeta.distributed.transport.transport import Swap, Transport
 
 FLOAT16_MAX = 65_504.0
 
@@ -87,8 +88,7 @@ class RowSwap:
         scale: float = 1.0,
     ) -> Swap:
         """Start to send each other rank its `given` number of values, times `scale` in float16; in
-        float32 what they send arrives in `taken`, if given.
-        """
+        float32 what they send arrives in `taken`, if given."""
         if self.wire_dtype is not None:
             if self.wire_dtype == torch.float16:
                 values = (values * scale).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
@@ -98,8 +98,7 @@ class RowSwap:
 
     def receive(self, swap: Swap, scale: float = 1.0) -> list[Tensor]:
         """Wait for what the others sent, times `scale` in float16; return it in float32, rank by
-        rank.
-        """
+        rank."""
         parts = swap.parts()
         if self.wire_dtype is None:
             return parts

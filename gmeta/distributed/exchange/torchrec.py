@@ -3,16 +3,18 @@
 Shape suffixes: B tables, U unique ids, D embedding width.
 """
 
-import torch
 from collections.abc import Callable
-from gmeta.data.episodes import (RowFetch, RowPlan)
-from gmeta.data.transfer import unpack
-from gmeta.distributed.exchange.exchange import Exchange
-from gmeta.distributed.exchange.planning import IdsPlanner
+from typing import Any
+
+import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from typing import Any
+
+from gmeta.data.episodes import RowFetch, RowPlan
+from gmeta.data.transfer import unpack
+from gmeta.distributed.exchange.exchange import Exchange
+from gmeta.distributed.exchange.planning import IdsPlanner
 
 
 class TorchRecExchange(Exchange):

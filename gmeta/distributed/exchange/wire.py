@@ -14,25 +14,26 @@ shards of tables.
 """
 
 import math
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchrec.distributed.types import EmbeddingModuleShardingPlan
+
 from gmeta.config.sharding import WireDtype
-from gmeta.data.episodes import (RowFetch, RowPlan)
-from gmeta.data.transfer import (move_to_device, unpack)
+from gmeta.data.episodes import RowFetch, RowPlan
+from gmeta.data.transfer import move_to_device, unpack
 from gmeta.distributed.exchange.exchange import Exchange
-from gmeta.distributed.exchange.planning import (KnownCounts, SendPlan, WirePlanner)
-from gmeta.distributed.exchange.routes import (Routes, Shard)
+from gmeta.distributed.exchange.planning import KnownCounts, SendPlan, WirePlanner
+from gmeta.distributed.exchange.routes import Routes, Shard
 from gmeta.distributed.exchange.row_swap import RowSwap
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.tables.updates import FastGroup
 from gmeta.distributed.transport.transport import Swap
-from gmeta.platform.internals import (TableKernel, table_kernels)
+from gmeta.platform.internals import TableKernel, table_kernels
 from gmeta_models.table_projections import pad_width_UD
-from torch import (Tensor, nn)
-from torch.autograd.function import once_differentiable
-from torchrec.distributed.types import EmbeddingModuleShardingPlan
-from typing import Any
-
 
 KINDS = ("row_wise", "table_wise", "column_wise")
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -167,8 +168,7 @@ class _WireFetch(RowFetch):
 
     def _assemble_rows(self, flat: Tensor) -> Tensor:
         """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
-        narrower tables are zeros, which did not travel.
-        """
+        narrower tables are zeros, which did not travel."""
         routes = self._exchange.routes
         # Every shard has whole rows of one width: what arrived is the matrix already.
         if routes.is_even and not routes.cut_tables:
@@ -207,8 +207,7 @@ def _find_shards(
     kernels: list[TableKernel], names: list[str]
 ) -> dict[tuple[int, int, int], tuple[FastGroup, int]]:
     """Return, by (table, first row, first column) of this rank's shards, the group of each and its
-    first row there.
-    """
+    first row there."""
     places = {}
     for kernel in kernels:
         group = FastGroup(kernel.group)

@@ -11,19 +11,22 @@ tables.
 Shape suffixes: N rows, R rows of tables, D embedding width.
 """
 
-import torch
 from collections.abc import Iterable
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from typing import Any, NamedTuple
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+
 from gmeta.distributed.exchange.wire import WireExchange
 from gmeta.distributed.ranks import add_over_ranks
 from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.tables.rows_to_send import RowsToSend
 from gmeta.distributed.tables.table_groups import table_groups
-from gmeta.distributed.tables.updates import (FastGroup, row_numbers_N, sum_by_row)
-from torch import (Tensor, nn)
-from torchrec.distributed import DistributedModelParallel
-from typing import (Any, NamedTuple)
-
+from gmeta.distributed.tables.updates import FastGroup, row_numbers_N, sum_by_row
 
 # As in torch.nn.utils.clip_grad_norm_, whose results these are.
 NORM_EPSILON = 1e-6
@@ -48,8 +51,7 @@ class _HoldingFastGroup:
 
     def squared_norm(self) -> Tensor:
         """Return the squared norm of the gradient of this rank's rows, each summed over all who
-        fetched it: a scalar.
-        """
+        fetched it: a scalar."""
         if not self._held:
             return torch.zeros((), device=self._group.rows.values_RD.device)
         row_N = torch.cat([to_update.row_N for to_update, _ in self._held])

@@ -61,8 +61,7 @@ class OuterOptimizer(CombinedOptimizer):
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Take the schedule's rates for the step that comes after `step` steps of the run, and
-        forget the gradients of the last. Call it before the rows of the step are looked up.
-        """
+        forget the gradients of the last. Call it before the rows of the step are looked up."""
         outer = self._outer
         scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
         self._rates = {"dense_lr": outer.dense_lr * scale, "sparse_lr": outer.sparse_lr * scale}

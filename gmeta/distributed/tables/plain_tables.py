@@ -7,11 +7,12 @@ kernel of fbgemm, and every optimizer on a CPU as on CUDA.
 Shape suffixes: R rows of tables, D embedding width.
 """
 
-import torch
-from fbgemm_gpu.split_embedding_configs import (EmbOptimType, SparseType)
 from itertools import accumulate
-from torch import (Tensor, nn)
-from typing import (Any, NamedTuple, final)
+from typing import Any, NamedTuple, final
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from torch import Tensor, nn
 
 
 class StateNames(NamedTuple):
@@ -38,11 +39,8 @@ class PlainTables(nn.Module):
     """Tables of one width that are looked up and updated together.
 
     It is made in place of fbgemm's SplitTableBatchedEmbeddingBagsCodegen, with its arguments; those
-    that only its kernels read are left alone.
-
-    Raises:
-        KeyError: the optimizer is not in STATES.
-        ValueError: the tables have several widths.
+    that only its kernels read are left alone. Raises KeyError: the optimizer is not in STATES.
+    Raises ValueError: the tables have several widths.
     """
 
     def __init__(
@@ -96,8 +94,7 @@ class PlainTables(nn.Module):
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """Return views of the optimizer's state of each table by its name: [rows, columns], or
-        [rows] of what is one number a row; empty for SGD, which has none.
-        """
+        [rows] of what is one number a row; empty for SGD, which has none."""
         if not self.state:
             return []
         of_rows = STATES[self.optimizer].of_rows

@@ -4,14 +4,14 @@ worked out on the host, without the tables.
 Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width.
 """
 
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
 import numpy as np
 import numpy.typing as npt
-import threading
 import torch
-from dataclasses import dataclass
 from torch import Tensor
-from typing import (Any, NamedTuple, final)
-
 
 Ints = npt.NDArray[np.int64]
 
@@ -19,8 +19,7 @@ Ints = npt.NDArray[np.int64]
 class _RowMerge(NamedTuple):
     """How the gradients of rows that are given out several times are summed: `once` are the places
     of the distinct rows `row`; the gradient at each place in `again` is added to the one in place
-    `into` among them.
-    """
+    `into` among them."""
 
     once_U: Tensor
     row_U: Tensor
@@ -62,8 +61,7 @@ class RepeatFinder:
     def prepare_rows(self, row_N: Ints) -> RowsToSend:
         """Return these rows as an update takes them, on the host: there it is known without waiting
         for a device which of them stand several times. Even a single rank may ask for a row several
-        times: the blocks of a batch each bring their ids.
-        """
+        times: the blocks of a batch each bring their ids."""
         rows = torch.from_numpy(row_N)
         # In a tenth of the time of `sum_by_row`, which sorts: again a fifth of a step.
         place_N = np.arange(row_N.size, dtype=np.int32)

@@ -6,17 +6,18 @@ fbgemm's CPU backward spends 600 to 1,600 ns a row, which makes a whole step mor
 Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from abc import (ABC, abstractmethod)
-from collections.abc import Callable
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from gmeta.distributed.tables.plain_tables import PlainTables
-from gmeta.distributed.tables.rows_to_send import (Ints, RepeatFinder, RowsToSend)
 from torch import Tensor
-from typing import (Any, final)
 
+from gmeta.distributed.tables.plain_tables import PlainTables
+from gmeta.distributed.tables.rows_to_send import Ints, RepeatFinder, RowsToSend
 
 # Group, distinct rows [U] and their gradients [U, D].
 Update = Callable[["FastGroup", Tensor, Tensor], None]
@@ -55,8 +56,7 @@ class _DeviceRowStore(_RowStore):
 @final
 class _HostRowStore(_RowStore):
     """numpy moves each row as one piece of bytes, in a quarter of the time of torch's index_copy_,
-    which goes column by column: a fifth of a step on 26 tables of 32 columns.
-    """
+    which goes column by column: a fifth of a step on 26 tables of 32 columns."""
 
     def __init__(self, values_RD: Tensor) -> None:
         super().__init__(values_RD)
@@ -117,8 +117,7 @@ def _partial_rowwise_adam(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) ->
 
 def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
     """Store the new moments, and take Adam's step with them: of these rows alone, as fbgemm's and
-    torch's SparseAdam do (arXiv 1412.6980, algorithm 1).
-    """
+    torch's SparseAdam do (arXiv 1412.6980, algorithm 1)."""
     tables, (beta1, beta2) = group.tables, group.tables.betas
     # The step of the run, not of the row, as fbgemm counts.
     step = tables.steps_done + 1
@@ -170,8 +169,7 @@ class FastGroup:
     @torch.no_grad()
     def update(self, to_update: RowsToSend, grad_ND: Tensor) -> None:
         """Take one optimizer step on these rows; a row that stands several times moves once, by the
-        sum of its gradients.
-        """
+        sum of its gradients."""
         if to_update.row_N.numel():
             self._update_rows(self, *to_update.sum_gradients(grad_ND))
 
@@ -192,8 +190,7 @@ def sum_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
 
 def row_numbers_N(first_rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
     """Return where each of a group's jagged ids stands among all rows of its tables, given each
-    feature's first row.
-    """
+    feature's first row."""
     num_features = first_rows.numel()
     samples = (offsets.numel() - 1) // num_features
     num_ids = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)

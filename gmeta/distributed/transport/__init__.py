@@ -1,1 +1,1 @@
-"""Carries messages between ranks: gloo, or memory that they share."""
+"""Carries messages between ranks: gloo."""

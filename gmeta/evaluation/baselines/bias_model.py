@@ -17,17 +17,19 @@ feature but the item, no gradient.
 Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features.
 """
 
-import numpy as np
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
 from gmeta.config.labels import Loss
-from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, Floats, NO_ITEM)
-from gmeta.evaluation.baselines.training_sums import (NO_FOLD, TrainingSums, assign_folds)
+from gmeta.data.sums import log_odds
+from gmeta.evaluation.baselines.episode_rows import NO_ITEM, EpisodeRows, Floats
+from gmeta.evaluation.baselines.training_sums import NO_FOLD, TrainingSums, assign_folds
 from gmeta.metrics.catalogue import predicted_by
-from gmeta.metrics.scores import (logloss, mae)
+from gmeta.metrics.scores import logloss, mae
 from gmeta.metrics.terms import mean_of
 from metaio.ragged import Int64
-
 
 # Rows' worth: from "a single row is believed" to "hundreds are needed".
 PRIORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -157,8 +159,7 @@ def _search_priors(
 
 def mean_error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:
     """Return what a model is chosen by: logloss, the mean absolute error of ratings, or, beside
-    scores, the mean squared one: of rare clicks the absolute error is least for no click at all.
-    """
+    scores, the mean squared one: of rare clicks the absolute error is least for no click at all."""
     if predicted_by(loss) == "score":
         return mean_of(np.square(label_N - predicted_N))
     return (logloss if loss == "bce" else mae)(label_N, predicted_N)
@@ -166,10 +167,7 @@ def mean_error(loss: Loss, label_N: Floats, predicted_N: Floats) -> float:
 
 def base_output(loss: Loss, mean: float) -> float:
     """Return the mean label as a model's output: its log-odds for bce, which are kept finite."""
-    if loss != "bce":
-        return mean
-    inside = min(max(mean, 1e-6), 1 - 1e-6)
-    return float(np.log(inside / (1 - inside)))
+    return float(log_odds(mean)) if loss == "bce" else mean
 
 
 def sigmoid(logit_N: Floats) -> Floats:

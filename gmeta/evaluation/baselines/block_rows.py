@@ -4,31 +4,31 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns, U unique ids.
 """
 
-import numpy as np
 from collections.abc import Iterator
-from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, IdLists, concatenate_episodes, sample_share, sample_until_some)
-from metaio.format.block import (Block, Rows, find_features_of_values)
+
+import numpy as np
+
+from gmeta.evaluation.baselines.episode_rows import (
+    EpisodeRows,
+    IdLists,
+    concatenate_episodes,
+    sample_share,
+    sample_until_some,
+)
+from metaio.format.block import Block, Rows, find_features_of_values
 from metaio.format.dataset import Dataset
-from metaio.ragged import (Int64, offsets)
+from metaio.ragged import Int64, offsets
 
 
 def read_rows(dataset: Dataset, split: str) -> Iterator[EpisodeRows]:
-    """Yield the rows of a split, a stored block at a time.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    """Yield the rows of a split, a stored block at a time."""
     for block in range(dataset.split(split).num_blocks):
         yield unpack_block(dataset.read_block(split, block))
 
 
 def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> EpisodeRows:
     """Return whole episodes of a split: all if they have no more than `max_rows` rows, else about
-    as many as that; the seed and a task's id decide which.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    as many as that; the seed and a task's id decide which."""
     share = max_rows / max(dataset.split(split).num_rows, 1)
 
     def read_share(share: float) -> EpisodeRows:

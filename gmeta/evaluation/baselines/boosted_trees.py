@@ -9,20 +9,29 @@ Shape suffixes: T tasks, N rows, X all inputs side by side.
 """
 
 import importlib
-import numpy as np
 import time
-from collections.abc import Sequence
-from dataclasses import (dataclass, replace)
-from gmeta.config.labels import Loss
-from gmeta.evaluation.baselines.bias_model import to_predictions
-from gmeta.evaluation.baselines.episode_rows import (Bools, DRAW_STREAM, EpisodeRows, Floats, MASK_STREAM, hash_uniform)
-from gmeta.evaluation.baselines.training_sums import (NO_FOLD, NUM_FOLDS, assign_folds)
-from gmeta.evaluation.baselines.tree_features import (Statistics, StatisticsMaker)
-from gmeta.metrics.catalogue import LIST_LOSSES
-from metaio.hashing import splitmix64
-from metaio.ragged import (Int64, places)
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from gmeta.config.labels import Loss
+from gmeta.data.sums import NUM_FOLDS
+from gmeta.evaluation.baselines.bias_model import to_predictions
+from gmeta.evaluation.baselines.episode_rows import (
+    DRAW_STREAM,
+    MASK_STREAM,
+    Bools,
+    EpisodeRows,
+    Floats,
+    hash_uniform,
+)
+from gmeta.evaluation.baselines.training_sums import NO_FOLD, assign_folds
+from gmeta.evaluation.baselines.tree_features import Statistics, StatisticsMaker
+from gmeta.metrics.catalogue import LIST_LOSSES
+from metaio.hashing import splitmix64
+from metaio.ragged import Int64, places
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "bce": {"objective": "binary", "metric": "binary_logloss"},
@@ -36,9 +45,7 @@ OBJECTIVES |= dict.fromkeys(LIST_LOSSES, OBJECTIVES["mse"])
 FRACTIONS = {"objective": "cross_entropy", "metric": "cross_entropy"}
 # One after the other, each with the best of those before; the first of each stands until it is its
 # turn.
-LEAVES = (7, 15, 31, 63)
-LEAF_ROWS = (50, 20, 200)
-RATES = (0.1, 0.03)
+GRID = {"leaves": (7, 15, 31, 63), "leaf_rows": (50, 20, 200), "rate": (0.1, 0.03)}
 MAX_TREES = 1_000
 PATIENCE_TREES = 30
 TRIED_TREES = 5  # to choose the number of threads
@@ -64,9 +71,9 @@ MISSING = "boosted trees: they need the extra, pip install 'gmeta[lightgbm]'"
 class TreeSetting:
     """What trees are grown with."""
 
-    leaves: int = LEAVES[0]
-    leaf_rows: int = LEAF_ROWS[0]
-    rate: float = RATES[0]
+    leaves: int = 7
+    leaf_rows: int = 50
+    rate: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -105,11 +112,12 @@ def grow_trees(
     support_is_past: bool,
     seed: int,
     huber_delta: float = 1.0,
+    grid: Mapping[str, Sequence[float]] = GRID,
+    max_trees: int = MAX_TREES,
 ) -> BoostedTrees | None:
     """Return trees grown on the training tasks `train`, chosen by the mean loss of the groups of
     tasks `valid`, or, where there are none, on the tasks of one fold of `train`; None where one of
-    both has no query row. Needs LightGBM, see available.
-    """
+    both has no query row. Needs LightGBM, see available."""
     library = importlib.import_module("lightgbm")
     training_set, is_held_back_N = make_training_statistics(known, train, support_is_past, seed)
     if not valid:
@@ -136,12 +144,14 @@ def grow_trees(
     found: dict[TreeSetting, tuple[float, int]] = {}
     best = TreeSetting()
     # One axis after the other: seven settings in place of twenty-four, each a training of its own.
-    for key, values in (("leaves", LEAVES), ("leaf_rows", LEAF_ROWS), ("rate", RATES)):
+    for key, values in grid.items():
         for value in values:
             changed: dict[str, Any] = {key: value}
             setting = replace(best, **changed)
             if setting not in found:
-                found[setting] = _grow_once(library, objective, data, validation_set, setting)
+                found[setting] = _grow_once(
+                    library, objective, data, validation_set, setting, max_trees
+                )
         best = min(found, key=lambda one: found[one][0])
     num_trees = found[best][1]
     # With all training tasks, those that judged among them.
@@ -238,8 +248,7 @@ def _make_parameters(objective: dict[str, Any], setting: TreeSetting) -> dict[st
 
 def _choose_threads(library: Any, objective: dict[str, Any], data: Any) -> int:
     """Return 1, or 0 for all cores: whichever grows some trees sooner here and now. Beside other
-    work threads wait for each other, and took twenty times as long. The trees are the same.
-    """
+    work threads wait for each other, and took twenty times as long. The trees are the same."""
     data.construct()
     seconds = dict.fromkeys((1, 0), 0.0)
     for threads in seconds:
@@ -251,13 +260,18 @@ def _choose_threads(library: Any, objective: dict[str, Any], data: Any) -> int:
 
 
 def _grow_once(
-    library: Any, objective: dict[str, Any], data: Any, against: Any, setting: TreeSetting
+    library: Any,
+    objective: dict[str, Any],
+    data: Any,
+    against: Any,
+    setting: TreeSetting,
+    max_trees: int,
 ) -> tuple[float, int]:
     """Return the smallest loss on the tasks that judge, and after how many trees."""
     booster = library.train(
         _make_parameters(objective, setting),
         data,
-        num_boost_round=MAX_TREES,
+        num_boost_round=max_trees,
         valid_sets=[against],
         callbacks=[library.early_stopping(PATIENCE_TREES, verbose=False)],
     )

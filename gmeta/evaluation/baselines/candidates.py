@@ -7,20 +7,27 @@ that the dataset has rows of, without those of the task; task and draw decide wh
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K dense columns.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 import numpy.typing as npt
-from collections.abc import (Iterator, Sequence)
-from dataclasses import (dataclass, replace)
+
 from gmeta.data.support_views import SupportView
 from gmeta.errors import UserError
-from gmeta.evaluation.baselines.block_rows import (read_rows, sample_rows)
-from gmeta.evaluation.baselines.episode_rows import (Bools, EpisodeRows, IdLists, concatenate_episodes, find_item_columns)
-from gmeta.metrics.scored_label import (ONE_LABEL, ScoredLabel)
+from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
+from gmeta.evaluation.baselines.episode_rows import (
+    Bools,
+    EpisodeRows,
+    IdLists,
+    concatenate_episodes,
+    find_item_columns,
+)
+from gmeta.metrics.scored_label import ONE_LABEL, ScoredLabel
 from metaio.format.dataset import Dataset
 from metaio.format.features import find_vector_column
 from metaio.prepare.schema.schema_file import read_item_rule
-from metaio.ragged import (Int64, offsets)
-
+from metaio.ragged import Int64, offsets
 
 # Rows that are predicted at once, sampled ones among them: a longer task stays whole.
 MOST_ROWS = 100_000
@@ -124,11 +131,8 @@ def make_candidates(
     read once.
 
     The item is that of the schema, or `item_column`. Its attributes are those that [item] or
-    [negatives] lists, else the sparse columns that follow from it.
-
-    Raises:
-        UserError: nothing names an item, or a task lacks fewer items than are asked for.
-        FormatError: a file is missing or damaged.
+    [negatives] lists, else the sparse columns that follow from it. Raises UserError: nothing names
+    an item, or a task lacks fewer items than are asked for.
     """
     rule, features = read_item_rule(dataset.manifest), dataset.features
     names = [feature.name for feature in features.single]
@@ -183,11 +187,11 @@ def make_candidates(
     return Candidates(per_positive, label, threshold, item, sparse, dense, items, of_task)
 
 
-def rank_among_candidates_N2(score_N: npt.NDArray[np.floating], is_sampled_N: Bools
+def rank_among_candidates_N2(
+    score_N: npt.NDArray[np.floating], is_sampled_N: Bools
 ) -> npt.NDArray[np.int32]:
     """Return how many sampled rows score above each row that was not sampled, and how many the
-    same; -1 for rows that have none. What is no number counts as above.
-    """
+    same; -1 for rows that have none. What is no number counts as above."""
     first_N = np.flatnonzero(~is_sampled_N)
     owner_N = np.cumsum(~is_sampled_N) - 1
     owner_score = score_N[first_N][owner_N[is_sampled_N]]

@@ -5,16 +5,17 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, K den
 labels.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
 import numpy as np
 import numpy.typing as npt
-from collections.abc import (Callable, Iterable)
-from dataclasses import (dataclass, replace)
-from gmeta.data.support_views import (STORED, SupportView)
+
+from gmeta.data.support_views import STORED, SupportView
 from gmeta.metrics.scored_label import ScoredLabel
 from metaio.format.features import Features
-from metaio.hashing import (splitmix64, unit_interval)
-from metaio.ragged import (Float32, Int64, index_entries, offsets, owners, places, ragged_indices)
-
+from metaio.hashing import splitmix64, unit_interval
+from metaio.ragged import Float32, Int64, index_entries, offsets, owners, places, ragged_indices
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -47,8 +48,7 @@ class IdLists:
 @dataclass(frozen=True)
 class EpisodeRows:
     """Whole episodes, rows of an episode together, support rows before query rows; with several
-    labels `label_N` is [N, L], NaN where one is not known.
-    """
+    labels `label_N` is [N, L], NaN where one is not known."""
 
     task_T: Int64
     row_offsets_T1: Int64
@@ -93,8 +93,7 @@ class EpisodeRows:
 
     def select_label(self, label: ScoredLabel, is_predicted: bool = False) -> "EpisodeRows":
         """Return the rows where a label is known, with it alone; if they are predicted, all query
-        rows, and NaN where it is not known.
-        """
+        rows, and NaN where it is not known."""
         label_N = label.label_N(self.label_N)
         known_N = ~np.isnan(label_N)
         kept_N = known_N | (~self.is_support_N & is_predicted)
@@ -168,8 +167,7 @@ def sample_about(rows: EpisodeRows, max_rows: int, seed: int) -> EpisodeRows:
 
 def sample_until_some(sample: Callable[[float], EpisodeRows], share: float) -> EpisodeRows:
     """Return what is drawn at this share of the tasks; if that is nothing, at twice the share, and
-    so on: of few large tasks, such as advertisers, hashes may choose none.
-    """
+    so on: of few large tasks, such as advertisers, hashes may choose none."""
     rows = sample(share)
     return rows if rows.num_rows or share >= 1.0 else sample_until_some(sample, 2 * share)
 

@@ -5,30 +5,37 @@ the validation splits, each of which counts alike; in a split that is scored the
 those of support rows.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from collections.abc import (Callable, Sequence)
-from dataclasses import dataclass
+
 from gmeta.config.train_config import TrainConfig
-from gmeta.data.support_views import (EvalProtocol, SupportView)
+from gmeta.data.support_views import EvalProtocol, SupportView
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines import boosted_trees as trees
-from gmeta.evaluation.baselines.bias_model import (BiasModel, choose_bias)
-from gmeta.evaluation.baselines.block_rows import (read_rows, sample_rows)
+from gmeta.evaluation.baselines.bias_model import BiasModel, choose_bias
+from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
 from gmeta.evaluation.baselines.boosted_trees import BoostedTrees
-from gmeta.evaluation.baselines.candidates import (Candidates, rank_among_candidates_N2)
-from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, Floats, NO_ITEM, find_item_columns, sample_about)
+from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
+from gmeta.evaluation.baselines.episode_rows import (
+    NO_ITEM,
+    EpisodeRows,
+    Floats,
+    find_item_columns,
+    sample_about,
+)
 from gmeta.evaluation.baselines.training_sums import sum_training_rows
 from gmeta.evaluation.baselines.tree_features import StatisticsMaker
-from gmeta.evaluation.report.evaluated_runs import (EvaluatedBaseline, PLACES)
-from gmeta.metrics.scored_label import (ONE_LABEL, ScoredLabel)
+from gmeta.evaluation.report.evaluated_runs import PLACES, EvaluatedBaseline
+from gmeta.metrics.scored_label import ONE_LABEL, ScoredLabel
 from metaio.format.dataset import Dataset
-from metaio.prepare.episodes.raw_ids import (find_item_feature, with_raw_ids)
+from metaio.prepare.episodes.raw_ids import find_item_feature, with_raw_ids
 from metaio.quantities import format_count
 from metaio.recipes.validation_splits import find_overlapping_splits
-from typing import (Any, NamedTuple)
-
 
 # Whole tasks with about the first number of rows are held in memory, and tasks with the second
 # choose the priors: with a million rows of clicks the grid takes a minute.
@@ -46,11 +53,7 @@ class Baselines:
 
 
 def find_item_index(dataset: Dataset, name: str) -> int | None:
-    """Return which single column is the item; None, for the name "", that it is to be found.
-
-    Raises:
-        UserError: there is no such column.
-    """
+    """Return which single column is the item; None, for the name "", that it is to be found."""
     names = [feature.name for feature in dataset.features.single]
     if name and name not in names:
         raise UserError(
@@ -73,12 +76,7 @@ def predict_baselines(
 ) -> Baselines:
     """Return the predictions of the bias model and of the trees, made from the rows of `dataset`
     where the label is known, for the query rows of `splits` of `on` (None: of the same dataset), as
-    the runs were shown them.
-
-    Raises:
-        UserError: there is no such item column.
-        FormatError: a file is missing or damaged.
-    """
+    the runs were shown them."""
     item = find_item_index(dataset, item_column)
     loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
@@ -159,8 +157,7 @@ def _predict_view(
     request: _PredictionRequest, view: SupportView, predict: Callable[[EpisodeRows], Floats]
 ) -> pa.Table:
     """Return a row for each query row: split, task, support_rows, label, prediction, draw, the item
-    where one is known, and its place among candidates where there are any.
-    """
+    where one is known, and its place among candidates where there are any."""
     parts, item = [], find_item_feature(request.dataset)
     for split in request.splits:
         for stored in read_rows(request.dataset, split):

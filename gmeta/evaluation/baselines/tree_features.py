@@ -13,14 +13,23 @@ would give its label away: of two values of a column, what is missing from the m
 Shape suffixes: T tasks, N rows, V values, K dense columns, X all inputs side by side.
 """
 
-import numpy as np
 from dataclasses import dataclass
-from gmeta.evaluation.baselines.bias_model import (BiasModel, base_output, to_predictions)
-from gmeta.evaluation.baselines.episode_rows import (Bools, EpisodeRows, Floats, IdLists, NO_ITEM, make_lists)
+
+import numpy as np
+
+from gmeta.data.sums import sum_of_sharing
+from gmeta.evaluation.baselines.bias_model import BiasModel, base_output, to_predictions
+from gmeta.evaluation.baselines.episode_rows import (
+    NO_ITEM,
+    Bools,
+    EpisodeRows,
+    Floats,
+    IdLists,
+    make_lists,
+)
 from gmeta.evaluation.baselines.training_sums import TrainingSums
 from metaio.format.features import Features
 from metaio.ragged import Int64
-
 
 # So many rows of the overall mean count towards a value's mean, and of 0 towards what a task's
 # support says of a value: what a single row says is mostly noise.
@@ -139,9 +148,7 @@ def _count_shared_values(
     # (episode, value) as one integer, made dense twice, so that counts fit an array.
     key_V = rows.episode_N[row_V] * (int(id_V.max()) + 1) + id_V
     pair_V = np.unique(key_V, return_inverse=True)[1]
-    support_V = rows.is_support_N[row_V].astype(np.float64)
-    counts = np.bincount(pair_V, support_V)[pair_V]
-    sums = np.bincount(pair_V, above_N[row_V] * support_V)[pair_V]
-    count_N = np.bincount(row_V, counts, minlength=rows.num_rows)
-    sum_N = np.bincount(row_V, sums, minlength=rows.num_rows)
+    entries = row_V, pair_V, int(pair_V.max()) + 1
+    count_N = sum_of_sharing(rows.is_support_N.astype(np.float64), *entries)
+    sum_N = sum_of_sharing(above_N, *entries)
     return {f"{name}: shared": count_N, f"{name}: shared mean": sum_N / (count_N + SHARED_PRIOR)}

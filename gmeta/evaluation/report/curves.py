@@ -28,8 +28,7 @@ def make_support_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> 
 
 def make_activity_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> Chart:
     """Return the headline metric by how many rows a task has, where that differs from its support
-    size.
-    """
+    size."""
     panels = [
         _make_bins_panel(evaluation, group, group.by_activity, "rows of a task", series)
         for group in evaluation.groups

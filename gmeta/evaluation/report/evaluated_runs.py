@@ -159,11 +159,7 @@ class SplitRows:
 
 def check_runs(runs: Sequence[EvaluatedRun], baseline_names: Sequence[str] = ()) -> None:
     """Refuse runs that cannot be reported, or not beside each other, or not beside models of the
-    names `taken`.
-
-    Raises:
-        UserError: no runs, equal names, or a table that breaks its contract.
-    """
+    names `taken`. Raises UserError: no runs, equal names, or a table that breaks its contract."""
     if not runs:
         raise UserError(
             "a report of 0 runs was asked for: at least 1 is needed. Evaluate a run first"
@@ -188,11 +184,8 @@ def check_runs(runs: Sequence[EvaluatedRun], baseline_names: Sequence[str] = ())
 def select_runs(runs: Sequence[EvaluatedRun], label: str) -> list[EvaluatedRun]:
     """Return the first run and the others as if they had `label` alone; those that do not predict
     it are left out, unless it is the judged one. A label without a name is compared with the one
-    that others are judged by.
-
-    Raises:
-        UserError: a run lacks the judged one, or has another loss for it, or no probabilities.
-    """
+    that others are judged by. Raises UserError: a run lacks the judged one, or has another loss for
+    it, or no probabilities."""
     views = []
     for run in runs:
         own = run.label if label == runs[0].label and "" in (label, run.label) else label
@@ -237,8 +230,7 @@ def select_split(predictions: pa.Table, split: str) -> SplitRows:
 
 def drop_unknown_rows(table: pa.Table, suffix: str = "") -> pa.Table:
     """Return the rows whose label is known, with the columns of the label of this suffix as label,
-    before and after, and without those of others.
-    """
+    before and after, and without those of others."""
     own = {f"{name}{suffix}": name for name in ("label", "before", "after")}
     others = [name for name in table.column_names if name in own.values() or ":" in name]
     kept = [name for name in table.column_names if name in own or name not in others]

@@ -91,8 +91,7 @@ class RowsBin:
 @dataclass(frozen=True)
 class SupportLimit:
     """All tasks of a group on the same query rows, adapted on no more than `max_support_rows` of
-    their support rows; `num_tasks_full` tasks have that many. `results` are at the stage after.
-    """
+    their support rows; `num_tasks_full` tasks have that many. `results` are at the stage after."""
 
     max_support_rows: int
     num_tasks_full: int

@@ -4,13 +4,14 @@ Rows of one task share its taste and support set: resampling rows would give too
 """
 
 import functools
-import numpy as np
-import numpy.typing as npt
 from collections.abc import Sequence
 from dataclasses import dataclass
-from gmeta.metrics.terms import (Floats, Terms)
-from metaio.quantities import format_count
 
+import numpy as np
+import numpy.typing as npt
+
+from gmeta.metrics.terms import Floats, Terms
+from metaio.quantities import format_count
 
 # T tasks, U units that are resampled, X columns (two a metric), M metrics, B resamples
 

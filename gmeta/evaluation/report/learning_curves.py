@@ -1,13 +1,14 @@
 """The learning curve: which lines of metrics.jsonl are drawn, thinned and smoothed how."""
 
 import math
-import numpy as np
 from collections.abc import Sequence
 from dataclasses import dataclass
-from gmeta.metrics.catalogue import (Scoring, is_metric)
-from gmeta.metrics.terms import Floats
 from typing import Any
 
+import numpy as np
+
+from gmeta.metrics.catalogue import Scoring, is_metric
+from gmeta.metrics.terms import Floats
 
 # P points
 
@@ -85,8 +86,7 @@ def _read_points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float
 
 def _drop_short_end(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the points without the last one if it stands for few steps: a logged loss is the mean
-    since the one before, and that of a few steps is mostly noise.
-    """
+    since the one before, and that of a few steps is mostly noise."""
     if len(points) < 3:
         return points
     before, last = np.diff([step for step, _ in points[-3:]])

@@ -8,17 +8,18 @@ levels; resampling draws within tasks as well would count their spread twice).
 """
 
 import math
-import numpy as np
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
 from gmeta.evaluation.report.evaluated_runs import SplitRows
-from gmeta.evaluation.report.evaluation_schema import (Difference, MetricEstimate, Stage, Verdict)
-from gmeta.evaluation.report.intervals import (Interval, bootstrap, percentile_interval)
+from gmeta.evaluation.report.evaluation_schema import Difference, MetricEstimate, Stage, Verdict
+from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.metric_info import MetricInfo
 from gmeta.metrics.scores import split_terms
-from gmeta.metrics.terms import (Floats, Terms)
-
+from gmeta.metrics.terms import Floats, Terms
 
 # T tasks, B resamples, D draws
 
@@ -32,8 +33,7 @@ UNKNOWN: tuple[float, float, float, Verdict] = (math.nan, math.nan, math.nan, "u
 @dataclass(frozen=True)
 class MeasuredMetric:
     """A metric over draws: the mean of `by_draw`, and `resampled`, the same on resampled tasks; NaN
-    with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw.
-    """
+    with its `reason` where a draw leaves it undefined. `num_tasks` count in every draw."""
 
     by_draw: Floats
     num_tasks: int

@@ -46,12 +46,7 @@ def write_report(
 ) -> ReportPaths:
     """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
     the one reported, `notes` say which yardsticks are missing. `tell` shows the result before
-    anything is written: a full disk must not cost an hour of scoring.
-
-    Raises:
-        UserError: the runs cannot be reported or compared; see check_runs. Nothing is written then.
-        OSError: the folder cannot be written; a file that stood there before is left as it was.
-    """
+    anything is written: a full disk must not cost an hour of scoring."""
     evaluation = summarise_evaluation(runs, baselines, notes)
     show_progress(evaluation)
     charts = make_charts(

@@ -1,20 +1,60 @@
 """From prediction tables to an Evaluation: metrics with intervals, comparisons with verdicts."""
 
 import math
-import numpy as np
-from collections.abc import (Callable, Mapping, Sequence)
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+
+import numpy as np
+
 from gmeta.config.algorithm import PLAIN
 from gmeta.errors import UserError
 from gmeta.evaluation.report.cautions import find_cautions
-from gmeta.evaluation.report.evaluated_runs import (EvaluatedBaseline, EvaluatedRun, SplitRows, check_runs, count_draws, count_task_rows, have_same_rows, select_draws, select_runs, select_split, split_names)
-from gmeta.evaluation.report.evaluation_schema import (BaselineFacts, Calibration, CalibrationBin, Comparison, Difference, DrawValues, Evaluation, GroupEvaluation, IntervalMethod, LabelEvaluation, RowsBin, RunFacts, SCHEMA, STAGES, Stage, StageResult, SupportLimit, hide_secrets)
-from gmeta.evaluation.report.intervals import (LEVEL_PERCENT, bootstrap)
-from gmeta.evaluation.report.metric_estimates import (MeasuredMetric, RESAMPLES, SEED, UNKNOWN, combine_draws, compare, measure_metrics)
-from gmeta.metrics.catalogue import (Scoring, metric_infos, predicted_by)
-from gmeta.metrics.terms import (Array, Ints, Terms, sum_T)
+from gmeta.evaluation.report.evaluated_runs import (
+    EvaluatedBaseline,
+    EvaluatedRun,
+    SplitRows,
+    check_runs,
+    count_draws,
+    count_task_rows,
+    have_same_rows,
+    select_draws,
+    select_runs,
+    select_split,
+    split_names,
+)
+from gmeta.evaluation.report.evaluation_schema import (
+    SCHEMA,
+    STAGES,
+    BaselineFacts,
+    Calibration,
+    CalibrationBin,
+    Comparison,
+    Difference,
+    DrawValues,
+    Evaluation,
+    GroupEvaluation,
+    IntervalMethod,
+    LabelEvaluation,
+    RowsBin,
+    RunFacts,
+    Stage,
+    StageResult,
+    SupportLimit,
+    hide_secrets,
+)
+from gmeta.evaluation.report.intervals import LEVEL_PERCENT, bootstrap
+from gmeta.evaluation.report.metric_estimates import (
+    RESAMPLES,
+    SEED,
+    UNKNOWN,
+    MeasuredMetric,
+    combine_draws,
+    compare,
+    measure_metrics,
+)
+from gmeta.metrics.catalogue import Scoring, metric_infos, predicted_by
+from gmeta.metrics.terms import Array, Ints, Terms, sum_T
 from metaio.ragged import find_run_starts
-
 
 # N rows, T tasks, E episodes, B resamples
 
@@ -28,11 +68,7 @@ def summarise_evaluation(
     notes: Sequence[str] = (),
 ) -> Evaluation:
     """Evaluate the first run against the others, its baselines, and against the yardsticks, on each
-    split that it predicted.
-
-    Raises:
-        UserError: the runs cannot be reported or compared; see check_runs.
-    """
+    split that it predicted."""
     check_runs(runs, [one.name for one in baselines])
     splits = split_names(runs[0].predictions)
     scored = [_summarise_label(runs, baselines, label) for label in runs[0].labels]

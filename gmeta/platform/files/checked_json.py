@@ -6,22 +6,13 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: see json_object.
-    """
+    """Return the JSON object in a file."""
     return json_object(path.read_text(encoding="utf-8"))
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text.
-
-    Raises:
-        ValueError: it holds no object, or one with NaN, an infinity or half of a character, which
-            could neither be shown nor written again.
-    """
+    """Return the JSON object in a text. Raises ValueError: it holds no object, or one with NaN, an
+    infinity or half of a character, which could neither be shown nor written again."""
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

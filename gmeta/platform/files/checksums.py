@@ -21,11 +21,8 @@ class FileChecksum:
 
 
 def parse_entries(listed: Any) -> dict[str, FileChecksum]:
-    """Return the entries of a folder's files by name, from JSON that lists them.
-
-    Raises:
-        ValueError: a name leads out of the folder, or an entry is no size and checksum.
-    """
+    """Return the entries of a folder's files by name, from JSON that lists them. Raises ValueError:
+    a name leads out of the folder, or an entry is no size and checksum."""
     entries: dict[str, FileChecksum] = parse_typed(dict[str, FileChecksum], listed, "files")
     for name in entries:
         if not is_path_below(name):
@@ -49,8 +46,7 @@ def find_differences(
     folder: Path, files: Mapping[str, FileChecksum], listed_in: str, *, contents: bool
 ) -> Iterator[str]:
     """Yield one line for each file of `folder` that is not as `listed_in` lists it; without
-    `contents` only existence and size are compared.
-    """
+    `contents` only existence and size are compared."""
     for name, entry in sorted(files.items()):
         path = folder / name
         if not path.is_file():

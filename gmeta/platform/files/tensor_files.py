@@ -14,11 +14,7 @@ from gmeta.errors import GMetaError
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped.
-
-    Raises:
-        GMetaError: it cannot be read.
-    """
+    """Return the tensors of a file, mapped."""
     try:
         tensors: dict[str, Tensor] = load_file(file)
     except (SafetensorError, OSError) as error:
@@ -30,11 +26,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def translate_write_errors(file: Path) -> Iterator[None]:
-    """Report a write that safetensors could not do as any other failed write is reported.
-
-    Raises:
-        OSError: the disk is full, or whatever else the system says.
-    """
+    """Report a write that safetensors could not do as any other failed write is reported."""
     try:
         yield
     except SafetensorError as error:

@@ -45,8 +45,7 @@ class LayerSummary:
 @dataclass(frozen=True)
 class CheckpointSummary:
     """`about` is progress.json: step, epoch, and who wrote it; `problems` is empty if nothing is
-    missing. `has_checksums` is False of what older releases wrote.
-    """
+    missing. `has_checksums` is False of what older releases wrote."""
 
     path: Path
     about: dict[str, Any]
@@ -59,11 +58,7 @@ class CheckpointSummary:
 
 def summarise_checkpoint(path: Path, verify: bool = False) -> CheckpointSummary:
     """Read what a checkpoint folder says of itself; with `verify` hold all of it against its
-    checksums.
-
-    Raises:
-        GMetaError: its index or progress.json is missing or broken: nothing of it can be loaded.
-    """
+    checksums."""
     about = read_about(path)
     with translate_damage(path):
         return _summarise(path, about, read_intact_index(path, about), verify)

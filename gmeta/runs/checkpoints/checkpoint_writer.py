@@ -7,35 +7,42 @@ it is on disk, is the one commit point. At most one is being written; the next w
 
 import shutil
 import threading
-import torch
-from collections.abc import (Callable, Mapping)
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from gmeta.config.train_config import TrainConfig
-from gmeta.distributed.collective_errors import run_on_first
-from gmeta.distributed.ranks import (Ranks, gather_values, lost_contact, new_control_group)
-from gmeta.errors import (GMetaError, NotWrittenError)
-from gmeta.platform.files.checksums import (FileChecksum, describe_file)
-from gmeta.platform.internals import (ShardedTensor, empty_like_sharded)
-from gmeta.runs.checkpoints.choice import tied_config
-from gmeta.runs.checkpoints.index import read_index
-from gmeta.runs.checkpoints.integrity import (describe_failure, translate_damage)
-from gmeta.runs.checkpoints.lineage import (Lineage, lineage_to_json)
-from gmeta.runs.checkpoints.loader import collect_state
-from gmeta.runs.checkpoints.progress_file import (PROGRESS_FILE, REPLACED_PREFIX, TEMPORARY_PREFIX, format_progress)
-from gmeta.runs.checkpoints.run_mirror import RunMirror
-from gmeta.runs.run_folder import (checkpoint_name, list_checkpoints)
-from gmeta.runs.run_progress import RunProgress
-from metaio.format.atomic_folder import flush_to_disk
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
-from types import MappingProxyType
-from typing import Any
+
+from gmeta.config.train_config import TrainConfig
+from gmeta.distributed.collective_errors import run_on_first
+from gmeta.distributed.ranks import Ranks, gather_values, lost_contact, new_control_group
+from gmeta.errors import GMetaError, NotWrittenError
+from gmeta.platform.files.checksums import FileChecksum, describe_file
+from gmeta.platform.internals import ShardedTensor, empty_like_sharded
+from gmeta.runs.checkpoints.choice import tied_config
+from gmeta.runs.checkpoints.index import read_index
+from gmeta.runs.checkpoints.integrity import describe_failure, translate_damage
+from gmeta.runs.checkpoints.lineage import Lineage, lineage_to_json
+from gmeta.runs.checkpoints.loader import collect_state
+from gmeta.runs.checkpoints.progress_file import (
+    PROGRESS_FILE,
+    REPLACED_PREFIX,
+    TEMPORARY_PREFIX,
+    format_progress,
+)
+from gmeta.runs.checkpoints.run_mirror import RunMirror
+from gmeta.runs.run_folder import checkpoint_name, list_checkpoints
+from gmeta.runs.run_progress import RunProgress
+from metaio.format.atomic_folder import flush_to_disk
 
 
 def _do_nothing(checkpoint: Path) -> None:
@@ -92,11 +99,8 @@ class CheckpointWriter:
     def save(self, progress: RunProgress, files: Mapping[str, str] = MappingProxyType({})) -> None:
         """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it.
 
-        Waits for the checkpoint before, if that is still being written; call `finish` first to
-        know that it was committed.
-
-        Raises:
-            GMetaError: the checkpoint before could not be written.
+        Waits for the checkpoint before, if that is still being written; call `finish` first to know
+        that it was committed.
         """
         self.finish()
         self._final = self._folder / checkpoint_name(progress.step)
@@ -118,20 +122,12 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> None:
-        """Report on the checkpoint being written if that has ended: call `committed`, or raise.
-
-        Raises:
-            GMetaError: it could not be written; nothing of it is kept.
-        """
+        """Report on the checkpoint being written if that has ended: call `committed`, or raise."""
         if self._thread is not None and not self.is_writing:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the one being written, if any.
-
-        Raises:
-            GMetaError: it could not be written; nothing of it is kept.
-        """
+        """Wait for the one being written, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

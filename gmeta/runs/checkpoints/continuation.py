@@ -30,16 +30,7 @@ def find_continued_checkpoint(
     config: TrainConfig, dataset: Dataset
 ) -> tuple[Path | None, Lineage, list[Dataset]]:
     """Return the checkpoint that a new run goes on from, None if `run.continue_from` is empty, the
-    increments that it was trained on, and those that are skipped on the way to `dataset`.
-
-    Raises:
-        UserError: there is no checkpoint, its run is not over, `dataset` is not the increment after
-            its last, apart from those skipped, or the config is of another model or optimizer.
-        ConfigError: a discount of sums that do not exist; increments to skip, and no run to go on
-            from.
-        GMetaError: the checkpoint is damaged.
-        FormatError: a skipped increment is damaged.
-    """
+    increments that it was trained on, and those that are skipped on the way to `dataset`."""
     named, skip = config.run.continue_from, config.run.skip_increments
     if not named:
         if skip:
@@ -74,14 +65,7 @@ def find_skipped_increments(
     lineage: Lineage, dataset: Dataset, skip: Collection[int], checkpoint: Path
 ) -> list[Dataset]:
     """Return the increments between the last of a checkpoint's lineage and `dataset`, newest first:
-    exactly those of the numbers `skip`, as the model is trained on none of them.
-
-    Raises:
-        UserError: the checkpoint or the dataset is of no stream, or an increment was skipped that
-            is not in `skip`, is there already, comes out of order, or is of another stream; or
-            `skip` names one that does not stand between.
-        FormatError: one of them is damaged.
-    """
+    exactly those of the numbers `skip`, as the model is trained on none of them."""
     place = dataset.manifest.stream
     if place is None:
         raise UserError(

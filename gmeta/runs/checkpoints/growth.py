@@ -34,12 +34,7 @@ def load_into_grown_tables(
 ) -> None:
     """Fill a fresh model and its optimizer from a checkpoint whose tables may have fewer rows; any
     number of ranks may have written it. Rows in `reset_rows` (by table), and those beyond the
-    checkpoint's, stay as they are. Adagrad's sums are discounted as `outer` says.
-
-    Raises:
-        GMetaError: the checkpoint is incomplete or damaged; on every rank alike.
-        UserError: it is whole, and of another model, or of larger tables.
-    """
+    checkpoint's, stay as they are. Adagrad's sums are discounted as `outer` says."""
     fresh = [
         (part, rows, part[rows].clone())
         for table, first_row, part in _iterate_table_parts(sharded, optimizer)

@@ -7,16 +7,23 @@ say, each value checked. Items that are no tensors are refused: torch would unpi
 
 import copyreg
 import pickle
-import torch
-from collections.abc import (Iterator, Mapping)
-from dataclasses import (dataclass, replace)
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
-from metaio.format.names import is_name
 from pathlib import Path
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata)
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from metaio.format.names import is_name
 
 INDEX_FILE = ".metadata"
 _DCP_MODULE = "torch.distributed.checkpoint"

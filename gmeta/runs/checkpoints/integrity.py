@@ -65,11 +65,7 @@ def check_files(path: Path, part: int = 0, num_parts: int = 1, remedy: str = FAL
 
 
 def read_intact_index(path: Path, about: Mapping[str, Any]) -> Metadata:
-    """Return a checkpoint's index, held against its checksum first.
-
-    Raises:
-        OSError, ValueError: it is altered, or as read_index.
-    """
+    """Return a checkpoint's index, held against its checksum first."""
     index = {name: entry for name, entry in read_file_entries(about).items() if name == INDEX_FILE}
     # Checked first, so that the error says that bits are wrong, not what they came to mean.
     for difference in find_differences(path, index, PROGRESS_FILE, contents=True):
@@ -87,8 +83,7 @@ def find_file_problems(
     contents: bool = True,
 ) -> Iterator[str]:
     """Yield one line for each file, of one part of all, that is not what was written; without
-    `contents` only what sizes tell, as for a checkpoint without checksums.
-    """
+    `contents` only what sizes tell, as for a checkpoint without checksums."""
     files = dict(sorted(read_file_entries(about).items())[part::num_parts])
     if "files" in about:
         yield from find_differences(path, files, PROGRESS_FILE, contents=contents)

@@ -20,11 +20,7 @@ Lineage = tuple[TrainedIncrement, ...]
 
 def read_lineage(about: Mapping[str, Any]) -> Lineage:
     """Return the lineage in a checkpoint's progress.json; empty for a model of a dataset that
-    stands alone.
-
-    Raises:
-        ValueError: it is no list of increments.
-    """
+    stands alone. Raises ValueError: it is no list of increments."""
     entries = about.get("lineage", [])
     wanted = TrainedIncrement.__annotations__
     if not isinstance(entries, list):

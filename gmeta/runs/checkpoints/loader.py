@@ -44,12 +44,7 @@ def load_checkpoint(
 ) -> RunProgress:
     """Fill the model, and the optimizer if given, from a checkpoint; any number of ranks may have
     written it. Tensors of the model whose names begin with one of `may_lack` stay as they are where
-    it has none of their name; with `tables_may_grow` so do rows of tables beyond those it has.
-
-    Raises:
-        GMetaError: the folder is incomplete or damaged; on every rank alike.
-        UserError: it is whole, and of another model.
-    """
+    it has none of their name; with `tables_may_grow` so do rows of tables beyond those it has."""
     if optimizer is not None:
         # torch makes it at the first step, and only what is there can be filled.
         _initialise_optimizer_state(optimizer)
@@ -99,8 +94,7 @@ def load_checkpoint(
 
 def broadcast_checkpoint(path: Path, ranks: Ranks) -> Path:
     """Return the checkpoint that rank 0 chose: if the run trains meanwhile, another rank may have
-    found a newer one, and the model would be half of each. Collective.
-    """
+    found a newer one, and the model would be half of each. Collective."""
     return path.with_name(broadcast_value(path.name, ranks))
 
 

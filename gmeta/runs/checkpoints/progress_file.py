@@ -22,21 +22,13 @@ FALL_BACK = "Remove it to fall back to the one before"
 
 
 def read_progress(path: Path) -> RunProgress:
-    """Return where in its run a checkpoint stands.
-
-    Raises:
-        GMetaError: its progress.json is missing or broken.
-    """
+    """Return where in its run a checkpoint stands."""
     about = read_about(path)
     return RunProgress(**{item.name: about[item.name] for item in fields(RunProgress)})
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's progress.json: where it stands, who wrote it, what its files are.
-
-    Raises:
-        GMetaError: the file is missing or broken.
-    """
+    """Return a checkpoint's progress.json: where it stands, who wrote it, what its files are."""
     try:
         about = read_json(path / PROGRESS_FILE)
         checksum = about.pop("checksum", None)

@@ -33,13 +33,9 @@ def check_resumable(
 ) -> None:
     """Refuse what would train some episodes twice and others never, or on ids that mean something
     else, or lose what the optimizers have gathered. A run folder that does not say what it was
-    trained with passes unchecked.
-
-    Raises:
-        UserError: model, algorithm, loss, an optimizer, what is judged, or the order of a half-done
-            epoch was changed.
-        GMetaError: the dataset is another.
-    """
+    trained with passes unchecked. Raises UserError: model, algorithm, loss, an optimizer, what is
+    judged, or the order of a half-done epoch was changed. Raises GMetaError: the dataset is
+    another."""
     if folder.trained_on():
         folder.check_dataset(dataset.url, dataset.fingerprint)
     check_config(checkpoint, config)
@@ -109,8 +105,7 @@ def _check_scores(
 
 def _find_positive_threshold(config: TrainConfig) -> float | None:
     """Return from which label on the metric that decides counts rows as positive; None: it asks
-    for no such label.
-    """
+    for no such label."""
     name, label = label_of(make_early_stop(config).metric)
     return make_scoring(config, label).threshold_of(name)
 
@@ -131,11 +126,7 @@ def _check_order(
 
 def find_start_checkpoint(config: TrainConfig, dataset: Dataset) -> Path | None:
     """Return the checkpoint whose weights a new run begins with; None if `run.start_from` is empty.
-
-    Raises:
-        UserError: there is no checkpoint.
-        GMetaError: it was trained on another dataset, in which an id may mean another value.
-    """
+    Raises GMetaError: it was trained on another dataset, in which an id may mean another value."""
     if not config.run.start_from:
         return None
     folder, found = named_checkpoint("run.start_from", config.run.start_from)

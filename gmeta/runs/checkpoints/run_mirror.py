@@ -49,11 +49,7 @@ class _MirroredCheckpoint(NamedTuple):
 
 
 class RunMirror:
-    """The copy at `url` of the run in the folder `root`; one process works with it.
-
-    Raises:
-        UrlError: no installed package of fsspec reads such URLs.
-    """
+    """The copy at `url` of the run in the folder `root`; one process works with it."""
 
     def __init__(self, url: str, root: Path) -> None:
         self._url, self._folder = url, RunFolder(root)
@@ -61,11 +57,7 @@ class RunMirror:
         self._late: set[str] = set()  # names of checkpoints that have not arrived
 
     def checkpoints(self) -> list[str]:
-        """Return the names of the complete checkpoints there, oldest first.
-
-        Raises:
-            GMetaError: the place cannot be read.
-        """
+        """Return the names of the complete checkpoints there, oldest first."""
         # Sorted, so that the attempts of a step stand side by side.
         names = [_checkpoint_name(copy.folder) for copy in self._list_copies()]
         return list(dict.fromkeys(names))
@@ -73,8 +65,7 @@ class RunMirror:
     def upload(self, checkpoint: Path) -> None:
         """Copy a finished checkpoint, and what describes the run; remove checkpoints that the run
         has dropped. If the place cannot be reached, log it: the next checkpoint tries again, and
-        `finish` raises.
-        """
+        `finish` raises."""
         self._late.add(checkpoint.name)
         try:
             self.finish()
@@ -82,11 +73,8 @@ class RunMirror:
             _log.warning("%s is not copied yet: %s", ", ".join(sorted(self._late)), error)
 
     def finish(self) -> None:
-        """Copy what has not arrived of the checkpoints that the run keeps, the newest first.
-
-        Raises:
-            GMetaError: one does not succeed now.
-        """
+        """Copy what has not arrived of the checkpoints that the run keeps, the newest first. Raises
+        GMetaError: one does not succeed now."""
         kept = {path.name: path for path in list_checkpoints(self._folder.checkpoints)}
         self._late &= kept.keys()
         # What a process before this one could not bring there.
@@ -98,11 +86,7 @@ class RunMirror:
 
     def fetch(self) -> str:
         """Bring the newest checkpoint, the best if it is another, and what describes the run to the
-        folder; return the newest's name, "" if there is none. Loading verifies the checksums.
-
-        Raises:
-            GMetaError: the place cannot be read.
-        """
+        folder; return the newest's name, "" if there is none. Loading verifies the checksums."""
         copies = {copy.step: copy.folder for copy in self._list_copies()}
         if not copies:
             return ""
@@ -178,11 +162,7 @@ def _checkpoint_name(folder: str) -> str:
 
 def fetch_run(url: str, root: Path) -> None:
     """Bring the newest checkpoint and the best from the run's mirror, if it has any, to a folder
-    that holds no run yet. One process calls it.
-
-    Raises:
-        GMetaError: the place cannot be read.
-    """
+    that holds no run yet. One process calls it."""
     if not url or (root / CONFIG_FILE).exists():
         return
     if name := RunMirror(url, root).fetch():
@@ -190,11 +170,7 @@ def fetch_run(url: str, root: Path) -> None:
 
 
 def check_new_mirror(url: str, root: Path) -> None:
-    """Check that a new run finds no other at its mirror.
-
-    Raises:
-        UserError: it does. GMetaError: the place cannot be read.
-    """
+    """Check that a new run finds no other at its mirror."""
     if url and (names := RunMirror(url, root).checkpoints()):
         raise UserError(
             f"run.mirror = {url!r} holds a run already, up to {names[-1]}: a new run needs a new "

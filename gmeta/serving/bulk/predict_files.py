@@ -5,28 +5,35 @@ predictions.
 Shape suffixes: T tasks, N rows.
 """
 
-import numpy as np
-import numpy.typing as npt
 import os
-import pyarrow as pa
 from collections.abc import Sequence
 from dataclasses import dataclass
-from gmeta.serving.bulk.row_files import (RowFiles, atomic_output, open_writer)
-from gmeta.serving.bulk.task_spool import (Advance, ModelTimer, PART_ROWS, TaskSpool, parts_for, spool_rows)
-from gmeta.serving.outputs import (BEFORE, Output, PREDICTION, list_outputs)
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gmeta.serving.bulk.row_files import RowFiles, atomic_output, open_writer
+from gmeta.serving.bulk.task_spool import (
+    PART_ROWS,
+    Advance,
+    ModelTimer,
+    TaskSpool,
+    parts_for,
+    spool_rows,
+)
+from gmeta.serving.outputs import BEFORE, PREDICTION, Output, list_outputs
 from gmeta.serving.row_encoders import check_task_kinds
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.task_matching import refuse_without_support
-from pathlib import Path
-
 
 SUPPORT_ROWS = "support_rows"
 
 
 def schema_of(outputs: Sequence[Output]) -> pa.Schema:
     """Return the columns that are written beside the query's: the outputs, and how many support
-    rows the row's task had.
-    """
+    rows the row's task had."""
     fields = [(output.name, pa.float32()) for output in outputs]
     return pa.schema([*fields, (SUPPORT_ROWS, pa.int64())])
 
@@ -51,10 +58,6 @@ def predict_files(
 ) -> PredictionSummary:
     """Write the query's rows in their order, with the columns of schema_of, to `out`, which appears
     whole or not at all. About `part_rows` rows, at least those of the longest task, are in memory.
-
-    Raises:
-        UserError: a column is missing, or a task has no support rows and that is not allowed.
-        DataError: a column holds what the model cannot take, or `out` cannot be written.
     """
     for rows, what in ((support, "support"), (query, "query")):
         # A missing column is reported before anything is read.

@@ -30,11 +30,7 @@ class RowFiles:
     """
 
     def __init__(self, *names: str) -> None:
-        """Find the files and read their heads.
-
-        Raises:
-            UserError: one does not exist, is no Parquet file, or has other columns than the first.
-        """
+        """Find the files and read their heads."""
         self.names: list[str] = []
         self._places = []
         for one in names:
@@ -71,11 +67,7 @@ class RowFiles:
 @contextmanager
 def atomic_output(out: Path) -> Iterator[tuple[Path, Path]]:
     """Yield a folder for work under way, and the file in it that becomes `out` when the block ends
-    without an error; else nothing is left.
-
-    Raises:
-        DataError: another process writes `out`, or the disk is full.
-    """
+    without an error; else nothing is left."""
     out = Path(os.path.abspath(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_exclusive_folder(out.parent / f".{out.name}.partial", str(out)) as folder:

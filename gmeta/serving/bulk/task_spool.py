@@ -3,19 +3,20 @@
 Shape suffix: N rows.
 """
 
-import numpy as np
-import pyarrow as pa
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
 from gmeta.serving.bulk.row_files import RowFiles
-from gmeta.serving.encoded_rows import (EncodedColumns, empty_rows, join_rows, take_rows)
+from gmeta.serving.encoded_rows import EncodedColumns, empty_rows, join_rows, take_rows
 from gmeta.serving.served_model import ServedModel
 from metaio.format.features import Features
 from metaio.hashing import splitmix64
-from metaio.ragged import (Int64, offsets)
-from pathlib import Path
-
+from metaio.ragged import Int64, offsets
 
 # Rows of both sides in memory at once: encoded rows of 39 columns are 300 bytes each.
 PART_ROWS = 1 << 20
@@ -47,8 +48,7 @@ class ModelTimer:
 
 class TaskSpool:
     """All rows of a task in one of the parts, in the order in which they came, each with its place
-    among all rows. The caller removes the folder.
-    """
+    among all rows. The caller removes the folder."""
 
     def __init__(self, folder: Path, num_parts: int, features: Features) -> None:
         folder.mkdir()

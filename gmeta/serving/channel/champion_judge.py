@@ -12,21 +12,22 @@ Shape suffixes: T tasks, N rows.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
 import numpy as np
-from collections.abc import (Callable, Sequence)
-from dataclasses import (asdict, dataclass, field)
-from gmeta.evaluation.report.intervals import (Interval, bootstrap, percentile_interval)
-from gmeta.metrics.catalogue import (Scoring, loss_metric, predicted_by)
+
+from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
+from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
-from gmeta.metrics.terms import (Terms, sum_T)
-from gmeta.serving.channel.gate_predictions import (GatePredictions, predict_gate)
+from gmeta.metrics.terms import Terms, sum_T
+from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
 from metaio.stream.chain import find_earlier_increment
-from pathlib import Path
-from typing import Any
-
 
 CALIBRATION = (0.9, 1.1)
 MARGIN_SHARE = 0.01  # of the champion's loss
@@ -78,12 +79,7 @@ def judge(
     """Return the verdict on an exported model against another, on the query rows of the split of
     `datasets(0)`; where they are too few to tell a margin, also of `datasets(1)` and so on, at most
     `pool`, until there is none. Without a champion there is nothing to compare with. A window that
-    has no task in the split says nothing; if none has, the model is refused.
-
-    Raises:
-        UserError: a dataset has no such split, or other columns.
-        GMetaError: a model is damaged.
-    """
+    has no task in the split says nothing; if none has, the model is refused."""
     served = load(candidate)
     # Its checksums were checked by whoever found it: it serves.
     champion_model = None if champion is None else load(champion, verify=False)

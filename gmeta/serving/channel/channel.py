@@ -63,11 +63,7 @@ class CurrentVersion:
 
 
 def parse_current(content: bytes, name: str, channel: str) -> CurrentVersion:
-    """Return what a pointer's content says; `name` and `channel` are for messages.
-
-    Raises:
-        GMetaError: it was altered.
-    """
+    """Return what a pointer's content says; `name` and `channel` are for messages."""
     remedy = f"Run: gmeta rollback {channel} --to N"
     body = parse_checked(content, name, CURRENT_FORMAT, remedy)
     try:
@@ -91,12 +87,8 @@ class Channel:
         self.root = Path(root)
 
     def current(self) -> CurrentVersion | None:
-        """Return what is served; None where nothing was promoted yet.
-
-        Raises:
-            GMetaError: current.json was altered.
-            UserError: a file is in the place of the channel.
-        """
+        """Return what is served; None where nothing was promoted yet. Raises UserError: a file is
+        in the place of the channel."""
         path = self.root / CURRENT_FILE
         try:
             return parse_current(path.read_bytes(), str(path), str(self.root))
@@ -124,11 +116,7 @@ class Channel:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def version(self, number: int) -> Version:
-        """Return a version.
-
-        Raises:
-            GMetaError: it is missing or damaged.
-        """
+        """Return a version."""
         folder = self.folder_of(number)
         lacking = folder if not folder.is_dir() else folder / description_of(folder)
         if not lacking.exists():
@@ -143,11 +131,7 @@ class Channel:
         return self.root / VERSIONS / f"{number:08d}"
 
     def chain(self, number: int) -> VersionChain:
-        """Return a version with all that it builds on.
-
-        Raises:
-            GMetaError: one is missing or damaged, or is not the one that its delta was made for.
-        """
+        """Return a version with all that it builds on."""
         version = self.version(number)
         deltas: list[Version] = []
         while version.delta is not None:
@@ -185,13 +169,9 @@ class Channel:
         """Make the model in a folder that `gmeta export` wrote the one that is served, and return
         what the pointer says. The folder is copied; one that nobody else has (`is_own`), and whose
         files never change, is linked. Where the model serves already, only the verdict is kept.
-        Errors call it `named`, as the caller was given it.
-
-        Raises:
-            UserError: the folder holds no model, a delta over another version than is served, or a
-                model that does not take the same requests.
-            GMetaError: a file is damaged, or the version that a delta is over is missing.
-        """
+        Errors call it `named`, as the caller was given it. Raises UserError: the folder holds no
+        model, a delta over another version than is served, or a model that does not take the same
+        requests."""
         offered = read_version(candidate)
         with self.lock_for_change() as current:
             if current is not None and self.serves_model_of(offered):
@@ -227,12 +207,7 @@ class Channel:
         return first == second
 
     def rollback(self, to: int | None = None) -> CurrentVersion:
-        """Serve an earlier version again, or version `to`; return what the pointer says.
-
-        Raises:
-            UserError: there is no such version.
-            GMetaError: its chain is damaged.
-        """
+        """Serve an earlier version again, or version `to`; return what the pointer says."""
         # A pointer that is damaged is what `to` puts right.
         with self.lock_for_change(must_be_readable=to is None) as current:
             numbers = self.numbers()
@@ -280,12 +255,7 @@ class Channel:
     @contextmanager
     def lock_for_change(self, must_be_readable: bool = True) -> Iterator[CurrentVersion | None]:
         """Keep other processes out, and yield what is served now; None where the pointer is damaged
-        and not needed.
-
-        Raises:
-            DataError: another process changes the channel.
-            GMetaError: the pointer is damaged.
-        """
+        and not needed."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / VERSIONS).mkdir(exist_ok=True)
         with lock_writer(self.root / ".lock", str(self.root), remedy="Wait for it"):

@@ -21,47 +21,28 @@ from metaio.format.storage import find_file_system
 
 
 def current_at(place: str | Path) -> CurrentVersion:
-    """Return what the channel at a path or a URL serves now; of a URL the pointer alone is read.
-
-    Raises:
-        UserError: there is no channel, or it has no version.
-        GMetaError: its pointer was altered, or it cannot be reached.
-    """
+    """Return what the channel at a path or a URL serves now; of a URL the pointer alone is read."""
     if not is_url(place):
         return Channel(place).require_current()
     return read_current_file(str(place))[1]
 
 
 def is_channel_at(place: str) -> bool:
-    """Return whether a channel is at a URL.
-
-    Raises:
-        UrlError: no installed package reads such URLs.
-        GMetaError: it cannot be reached.
-    """
+    """Return whether a channel is at a URL."""
     fs, root = find_file_system(place)
     with translate_access_errors(place):
         return bool(fs.exists(f"{root.rstrip('/')}/{CURRENT_FILE}"))
 
 
 def promotions_at(place: str) -> list[dict[str, Any]]:
-    """Return every verdict and every move of the pointer of the channel at a URL, oldest first.
-
-    Raises:
-        GMetaError: it cannot be reached.
-    """
+    """Return every verdict and every move of the pointer of the channel at a URL, oldest first."""
     fs, root = find_file_system(place)
     with translate_access_errors(place):
         return parse_entries(fs.cat_file(f"{root.rstrip('/')}/{PROMOTIONS}"))
 
 
 def read_current_file(url: str) -> tuple[bytes, CurrentVersion]:
-    """Return the pointer of the channel at a URL, its bytes and what they say.
-
-    Raises:
-        UserError: there is no channel.
-        GMetaError: the pointer was altered, or it cannot be reached.
-    """
+    """Return the pointer of the channel at a URL, its bytes and what they say."""
     fs, root = find_file_system(url)
     name = f"{url}/{CURRENT_FILE}"
     with translate_access_errors(url):

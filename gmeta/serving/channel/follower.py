@@ -41,12 +41,7 @@ def load_current(
     place: str | Path, verify: bool = True, cache: Path | None = None
 ) -> ServedVersion:
     """Return the version that the channel at a path or URL serves, after one computation with it,
-    so that what fails does so here.
-
-    Raises:
-        UserError: there is none, or the cache cannot be written.
-        GMetaError: a version of its chain is missing or damaged, or cannot be reached.
-    """
+    so that what fails does so here."""
     channel = channel_at(place, cache)
     current = channel.require_current()
     model = load(materialize_version(channel, current.number, cache, verify), verify=False)
@@ -75,12 +70,7 @@ class Follower:
         cache: str | Path | None = None,
     ) -> None:
         """Load what is served now, and look for newer versions every `every_s` seconds (0: never,
-        call `check`).
-
-        Raises:
-            UserError: the channel has no version yet.
-            GMetaError: its version is damaged.
-        """
+        call `check`)."""
         self._place, self._verify = channel, verify
         self._cache = None if cache is None else Path(cache)
         self._served = load_current(channel, verify, self._cache)

@@ -5,24 +5,25 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tab
 rows of tables.
 """
 
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from dataclasses import (dataclass, replace)
+from torch import Tensor
+
 from gmeta.data.label_checks import check_labels
 from gmeta.errors import UserError
 from gmeta.metrics.terms import Array
-from gmeta.serving.exported_folder import (ExportedConfig, read_vocabulary, vocabulary_file)
+from gmeta.serving.exported_folder import ExportedConfig, read_vocabulary, vocabulary_file
 from gmeta.serving.served_model import ServedModel
-from io import BytesIO
-from metaio.format.dataset import (Dataset, read_verified_file)
+from metaio.format.dataset import Dataset, read_verified_file
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.read.batch import TaskBatch
-from metaio.read.reader import (EpisodeRange, read_ranges)
-from pathlib import Path
-from torch import Tensor
-
+from metaio.read.reader import EpisodeRange, read_ranges
 
 _TASKS_PER_BATCH = 256
 
@@ -38,12 +39,7 @@ class GatePredictions:
 
 def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> GatePredictions:
     """Return what the model in the folder `model`, which is loaded, predicts of the split's query
-    rows after it adapted to each task's support rows, as it would when served.
-
-    Raises:
-        UserError: the dataset has no such split, or holds other columns than the model takes.
-        GMetaError: the model is damaged.
-    """
+    rows after it adapted to each task's support rows, as it would when served."""
     if split not in dataset.splits or not dataset.splits[split].num_episodes:
         raise UserError(
             f"{dataset.url} has no tasks in split {split!r}: it has "

@@ -26,12 +26,7 @@ def materialize_version(
 ) -> Path:
     """Return the folder of a version's model, which `gmeta.load` reads and needs not verify; made
     in `cache` (default: cache_folder()) where the version is a delta. A copy there that is damaged
-    is made anew: without `verify` sizes alone are looked at.
-
-    Raises:
-        UserError: the cache cannot be written.
-        GMetaError: a version of the chain is missing or damaged.
-    """
+    is made anew: without `verify` sizes alone are looked at."""
     chain, current = channel.chain(number), channel.current()
     newest = chain.newest
     if current and current.number == number and current.checksum != newest.checksum:

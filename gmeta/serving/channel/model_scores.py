@@ -18,12 +18,7 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
     """Return the scores of an exported model on `splits` of a dataset (none: all that hold tasks),
     as `gmeta train` writes them of the increment that it is to train: `increment` (None of a
     dataset that is of no stream), `fingerprint`, `model` (the checksum of the folder), and of each
-    split `num_tasks` and `scores`, in which an undefined metric is None.
-
-    Raises:
-        UserError: a delta, an unknown split, or a dataset of another stream or schema.
-        GMetaError: the model is damaged.
-    """
+    split `num_tasks` and `scores`, in which an undefined metric is None."""
     if is_delta(model):
         raise UserError(
             f"{model} is a delta, which predicts nothing alone. Score a version that is full, or "

@@ -106,12 +106,7 @@ def is_delta(folder: Path) -> bool:
 
 def read_version(folder: Path, number: int = 0) -> Version:
     """Return the version in a folder that `gmeta export` wrote, whatever kind; files are not looked
-    at.
-
-    Raises:
-        UserError: there is none.
-        GMetaError: its description is damaged, or another release wrote it.
-    """
+    at."""
     if is_delta(folder):
         path = folder / DELTA_FILE
         body = parse_checked(path.read_bytes(), str(path), DELTA_FORMAT)
@@ -184,11 +179,7 @@ def parse_checked(
     remedy: str = "Bring the file back from a copy, or make it anew",
 ) -> dict[str, Any]:
     """Return the object that metaio's `write_checked_json` wrote into the file `name` of this
-    kind, its checksum included.
-
-    Raises:
-        GMetaError: it was altered, is of another kind, or another release wrote it.
-    """
+    kind, its checksum included."""
     try:
         return parse_checked_json(content, name, kind, remedy)
     except FormatError as error:

@@ -44,12 +44,7 @@ from metaio.format.storage import find_file_system, is_local
 
 def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
     """Return the channel at a path; of one at a URL a copy in `cache` (default: cache_folder()),
-    with the version that it serves now and what that builds on, every file checked.
-
-    Raises:
-        UserError: there is no channel, or the cache cannot be written.
-        GMetaError: it cannot be reached, or a file of it is missing or damaged.
-    """
+    with the version that it serves now and what that builds on, every file checked."""
     if not is_url(place):
         return Channel(place)
     url = str(place).rstrip("/")
@@ -67,13 +62,7 @@ def channel_at(place: str | Path, cache: Path | None = None) -> Channel:
 
 def publish(channel: Channel, url: str) -> list[int]:
     """Copy what a channel holds to a URL: versions that are not there yet, then the pointer; remove
-    there what the channel has no longer. Return the numbers of the versions that were copied.
-
-    Raises:
-        UserError: the channel has no version, or another one is at that URL.
-        GMetaError: the place cannot be reached.
-        DataError: another process changes the channel.
-    """
+    there what the channel has no longer. Return the numbers of the versions that were copied."""
     url = url.rstrip("/")
     fs, root = find_file_system(url)
     with channel.lock_for_change() as current, translate_access_errors(url):
@@ -110,7 +99,7 @@ def publish(channel: Channel, url: str) -> list[int]:
         if is_local(fs):  # elsewhere an object appears whole
             write_atomically(Path(root) / CURRENT_FILE, (channel.root / CURRENT_FILE).read_bytes())
         else:
-            fs.put_file(str(channel.root / CURRENT_FILE), f"{root}/{CURRENT_FILE}")
+            fs.upload_file(str(channel.root / CURRENT_FILE), f"{root}/{CURRENT_FILE}")
         if is_own:
             kept = {channel.folder_of(number).name for number in channel.numbers()}
             for name in set(remote_sizes) - kept:

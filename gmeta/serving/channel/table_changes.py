@@ -5,20 +5,22 @@ Rows are compared as they are stored, byte by byte: what a server fetches is wha
 Shape suffix: R rows of tables.
 """
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from collections.abc import (Mapping, Sequence)
-from gmeta.errors import GMetaError
-from gmeta.platform.files.tensor_files import (read_tensors, translate_write_errors)
-from gmeta.serving.exported_folder import REMEDY
-from metaio.ragged import Int64
-from pathlib import Path
 from safetensors import SafetensorError
-from safetensors.numpy import (load_file as load_arrays, save_file as save_arrays)
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gmeta.errors import GMetaError
+from gmeta.platform.files.tensor_files import read_tensors, translate_write_errors
+from gmeta.serving.exported_folder import REMEDY
+from metaio.ragged import Int64
 
 _BLOCK_ROWS = 1 << 18  # compared at a time: tens of megabytes, whatever the table's size
 _GAPS = "gaps"
@@ -28,8 +30,7 @@ _GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
     """Write the rows of the table file `new` that differ from those of `old`, and return their
-    number; no file where none differ. Without `old`, or where it holds other tensors, all rows.
-    """
+    number; no file where none differ. Without `old`, or where it holds other tensors, all rows."""
     after = read_tensors(new)
     before = {} if old is None else read_tensors(old)
     if not _is_stored_alike(before, after):
@@ -49,11 +50,7 @@ def materialize_table(
     base: Path, changes: Sequence[Path], out: Path, table: str, num_rows: int
 ) -> None:
     """Write the table file of the last version: the rows of the full one with those of each delta
-    over them, in their order.
-
-    Raises:
-        GMetaError: the files do not fit each other. OSError: the disk does not take it.
-    """
+    over them, in their order."""
     tensors: dict[str, Tensor] = {}
     for name, stored in read_tensors(base).items():
         tensors[name] = stored.new_empty((num_rows, *stored.shape[1:]))

@@ -25,11 +25,7 @@ def cache_folder() -> Path:
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[Path]:
     """Wait until no other process works in a folder of the cache, making it if need be, and yield
-    it.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".cache.lock").open("a")

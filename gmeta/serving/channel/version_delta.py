@@ -44,11 +44,7 @@ _VOCABULARY = "vocabulary/"
 
 def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> DeltaConfig:
     """Write into the empty folder `out` what changed from the exported folder `old`, which is
-    version `parent` made whole, to `new`.
-
-    Raises:
-        GMetaError: a file cannot be read.
-    """
+    version `parent` made whole, to `new`."""
     before, after = read_config(old), read_config(new)
     # Matched by name: a column that was added shifts the numbers of the files.
     places = {table.name: index for index, table in enumerate(before.features.tables)}
@@ -81,11 +77,7 @@ def write_delta(old: Path, parent: ParentVersion, new: Path, out: Path) -> Delta
 
 def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
     """Write into the empty folder `out` the model that a chain leads to: the exported folder
-    `base`, then each delta, oldest first.
-
-    Raises:
-        GMetaError: a file is damaged, or what comes out is not what was exported.
-    """
+    `base`, then each delta, oldest first."""
     for delta in deltas:
         check_version(delta)
     newest = deltas[-1]

@@ -22,12 +22,7 @@ def pack(
 ) -> tuple[Version, str]:
     """Make a version at `out` from the exported folder `model`: a delta over what the channel
     serves where that is possible, else `model` itself. Return the version, and why it is whole (""
-    of a delta).
-
-    Raises:
-        UserError: `out` is taken, or the cache cannot be written.
-        GMetaError: the channel's pointer is damaged.
-    """
+    of a delta)."""
     current = channel.current()
     if current is None:
         return _pack_full(model, out, overwrite, "the channel has no version yet")

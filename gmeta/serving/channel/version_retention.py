@@ -20,12 +20,7 @@ def kept_versions(channel: Channel, keep: int) -> set[int]:
 
 def prune(channel: Channel, keep: int) -> list[int]:
     """Remove all versions of a channel but `kept_versions` and those that they build on; return
-    what was removed, newest first.
-
-    Raises:
-        GMetaError: a version that stays is damaged: what it builds on is not known.
-        DataError: another process changes the channel.
-    """
+    what was removed, newest first."""
     with channel.lock_for_change():
         stay: set[int] = set()
         for number in kept_versions(channel, keep):

@@ -56,10 +56,7 @@ def write_changed_values(old: pa.Array | None, new: pa.Array, out: Path) -> None
 
 def materialize_values(base: Path | None, changes: Sequence[Path]) -> pa.Array:
     """Return the values of the last version: those of the full one, then each delta's over them.
-
-    Raises:
-        GMetaError: the files do not fit each other.
-    """
+    Raises GMetaError: the files do not fit each other."""
     values = None if base is None else read_vocabulary(base)
     for change in changes:
         table = _read_changes(change)

@@ -2,21 +2,38 @@
 
 import io
 import shutil
-import torch
 from dataclasses import dataclass
-from gmeta.errors import (GMetaError, UserError)
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gmeta.errors import GMetaError, UserError
 from gmeta.serving.export import export_run
-from gmeta.serving.exported_folder import (CONFIG_FILE, FolderKind, is_export, new_folder, read_config)
-from gmeta.serving.formats.program_export import (ADAPTED_FILE, FORWARD_FILE, ONNX_FILE, adapted_shapes, check_onnx, export_adapted, export_forward, forward_shapes, write_onnx)
-from gmeta.serving.formats.program_inputs import (is_program, write_inputs)
-from gmeta.serving.formats.triton_repository import (MODEL_FOLDER, is_repository, write_repository)
+from gmeta.serving.exported_folder import (
+    CONFIG_FILE,
+    FolderKind,
+    is_export,
+    new_folder,
+    read_config,
+)
+from gmeta.serving.formats.program_export import (
+    ADAPTED_FILE,
+    FORWARD_FILE,
+    ONNX_FILE,
+    adapted_shapes,
+    check_onnx,
+    export_adapted,
+    export_forward,
+    forward_shapes,
+    write_onnx,
+)
+from gmeta.serving.formats.program_inputs import is_program, write_inputs
+from gmeta.serving.formats.triton_repository import MODEL_FOLDER, is_repository, write_repository
 from gmeta.serving.model_loader import load
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.table_format import TableFormat
 from metaio.format.atomic_folder import copy_folder
-from pathlib import Path
-from typing import Literal
-
 
 Runtime = Literal["torch", "onnx", "triton"]
 _PROGRAM = FolderKind("exported program", is_program)
@@ -40,13 +57,7 @@ def export_for(
     overwrite: bool = False,
 ) -> RuntimeExport:
     """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`,
-    which appears whole or not at all.
-
-    Raises:
-        UserError: there is no run or model, `out` is taken, or an option belongs to the other kind
-            of source.
-        GMetaError: the source is damaged, or the model cannot become such a program.
-    """
+    which appears whole or not at all."""
     was_exported = is_export(source)
     if was_exported and (table_format, step) != (None, None):
         raise UserError(

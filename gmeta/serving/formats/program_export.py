@@ -6,24 +6,38 @@ multi-id features, K dense columns, D embedding width.
 """
 
 import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
-import warnings
-from collections.abc import (Iterator, Mapping)
-from contextlib import contextmanager
-from gmeta.errors import (GMetaError, UserError)
-from gmeta.serving.encoded_rows import (EncodedColumns, labels_shape)
-from gmeta.serving.formats.program_modules import (AdaptAndPredict, DENSE, IDS, LABEL, LENGTHS, LISTS, OUTPUT, QUERY, SUPPORT, UnadaptedForward, WEIGHT, record_graph)
-from gmeta.serving.served_model import ServedModel
-from importlib.util import find_spec
-from itertools import (count, islice)
-from metaio.format.features import Features
-from pathlib import Path
-from torch import (Tensor, nn)
-from torch.export import (Dim, ExportedProgram)
-from typing import Any
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
+from gmeta.errors import GMetaError, UserError
+from gmeta.serving.encoded_rows import EncodedColumns, labels_shape
+from gmeta.serving.formats.program_modules import (
+    DENSE,
+    IDS,
+    LABEL,
+    LENGTHS,
+    LISTS,
+    OUTPUT,
+    QUERY,
+    SUPPORT,
+    WEIGHT,
+    AdaptAndPredict,
+    UnadaptedForward,
+    record_graph,
+)
+from gmeta.serving.served_model import ServedModel
+from metaio.format.features import Features
 
 FORWARD_FILE, ADAPTED_FILE, ONNX_FILE = "predict.pt2", "adapt_predict.pt2", "predict.onnx"
 # Twice what float32 leaves between two orders of summation in models of this size.
@@ -39,11 +53,8 @@ Shapes = dict[str, list[int | str]]
 
 def export_forward(served: ServedModel) -> ExportedProgram:
     """Return the predictions without adaptation as a program of one dict: `ids`, `dense`, `lists`
-    and `list_lengths` as UnadaptedForward says, of any number of rows.
-
-    Raises:
-        GMetaError: torch cannot export the model, or what it made predicts something else.
-    """
+    and `list_lengths` as UnadaptedForward says, of any number of rows. Raises GMetaError: torch
+    cannot export the model, or what it made predicts something else."""
     what = "predictions without adaptation"
     example, _ = draw_rows(served, *_ALONE)
     with _translate_errors(what):
@@ -58,12 +69,9 @@ def export_forward(served: ServedModel) -> ExportedProgram:
 
 def export_adapted(served: ServedModel) -> ExportedProgram:
     """Return adaptation to one task and the predictions of its query rows as a program of one dict:
-    the same names behind `support.` and `query.`, and `support.label` [S].
-
-    Raises:
-        UserError: the model sees statistics of support rows, which are not made of tensors.
-        GMetaError: torch cannot export the model, or what it made predicts something else.
-    """
+    the same names behind `support.` and `query.`, and `support.label` [S]. Raises UserError: the
+    model sees statistics of support rows, which are not made of tensors. Raises GMetaError: torch
+    cannot export the model, or what it made predicts something else."""
     if served.learner.statistics.width:
         raise UserError(
             "adaptation cannot become a program of torch: support_features are counted from the "
@@ -88,11 +96,7 @@ def export_adapted(served: ServedModel) -> ExportedProgram:
 
 def write_onnx(served: ServedModel, path: Path) -> None:
     """Write the predictions without adaptation as an ONNX model, with the tables inside; from 2 GiB
-    on, the most that such a file holds, its weights go to a file `PATH.data` beside it.
-
-    Raises:
-        GMetaError: the model cannot be exported.
-    """
+    on, the most that such a file holds, its weights go to a file `PATH.data` beside it."""
     program = export_forward(served)
     example, _ = draw_rows(served, *_ALONE)
     with _translate_errors("an ONNX model"):
@@ -124,8 +128,7 @@ def check_onnx() -> None:
 
 def forward_shapes(served: ServedModel) -> Shapes:
     """Return the shape of each input of the predictions without adaptation, with a name for each
-    dimension that may be of any size from 1 on.
-    """
+    dimension that may be of any size from 1 on."""
     return name_shapes(draw_rows(served, *_ALONE)[0])
 
 
@@ -136,8 +139,7 @@ def adapted_shapes(served: ServedModel) -> Shapes:
 
 def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return rows and longest list of both sides of an example: no two are equal, and none is a
-    number of columns, as recording takes all sizes that are equal for one and the same.
-    """
+    number of columns, as recording takes all sizes that are equal for one and the same."""
     columns = len(features.single), len(features.multi), len(features.dense), features.num_labels
     free = (size for size in count(3) if size not in columns)
     query_longest, support_longest, support_rows, query_rows = islice(free, 4)
@@ -166,8 +168,7 @@ def draw_rows(
     served: ServedModel, num_rows: int, longest: int, side: str = "", seed: int = 0
 ) -> tuple[Example, EncodedColumns]:
     """Return drawn rows of one task as a program takes them, and as the model does. The first row's
-    lists are the longest; padding holds ids that count for nothing.
-    """
+    lists are the longest; padding holds ids that count for nothing."""
     features, rng = served.config.features, np.random.default_rng(seed + len(side))
     sizes = {table.name: table.num_rows for table in features.tables}
     shape = num_rows, len(features.multi), longest

@@ -20,8 +20,7 @@ _UNKNOWN_ROW = 0
 
 def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any]) -> None:
     """Write inputs.json: the `programs` with the shapes of their inputs, and the columns of each
-    input in order.
-    """
+    input in order."""
     body = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,

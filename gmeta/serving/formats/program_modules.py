@@ -7,24 +7,25 @@ or pooled features, M multi-id features, V values, K dense columns, L labels, B 
 ids, R rows of tables, D embedding width, P task-row pairs, O outputs, J parts of a gate.
 """
 
-import torch
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from gmeta.adaptation.layout.ragged import RowLayout
-from gmeta.adaptation.layout.sides import (Side, WorkingRows)
-from gmeta.losses.objectives import known_weights
-from gmeta.serving.served_model import (EXPECTED_QUERY_ROWS, ServedModel)
-from gmeta.serving.stored_tables import StoredTable
-from gmeta_models.gated import row_layers
-from gmeta_models.inputs import (History, RowInputs)
-from gmeta_models.model_config import Pooling
-from gmeta_models.table_projections import pad_width_UD
-from torch import (Tensor, nn)
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from typing import cast
 
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gmeta.adaptation.layout.ragged import RowLayout
+from gmeta.adaptation.layout.sides import Side, WorkingRows
+from gmeta.losses.objectives import known_weights
+from gmeta.serving.served_model import EXPECTED_QUERY_ROWS, ServedModel
+from gmeta.serving.stored_tables import StoredTable
+from gmeta_models.gated import row_layers
+from gmeta_models.inputs import History, RowInputs
+from gmeta_models.model_config import Pooling
+from gmeta_models.table_projections import pad_width_UD
 
 IDS, DENSE, LISTS, LENGTHS = "ids", "dense", "lists", "list_lengths"
 OUTPUT = "prediction"
@@ -83,8 +84,7 @@ class KeyedTables(nn.Module):
 
     def __init__(self, served: ServedModel) -> None:
         """Join the tables in the format they are stored in, zeros behind the rows of narrower ones.
-        Where an IdGenerator adds to the rows of a table, they are 0.
-        """
+        Where an IdGenerator adds to the rows of a table, they are 0."""
         super().__init__()
         tables, generated = served.tables, served.learner.generated_table
         self.projections = served.learner.projections
@@ -143,8 +143,7 @@ class ColumnKeys(nn.Module):
         self, inputs: Mapping[str, Tensor], side: str = ""
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the keys of both kinds, the dense columns and the lengths of the lists; groups of
-        columns that the model does not have are of width 0.
-        """
+        columns that the model does not have are of width 0."""
         ids_NF, dense_NK = inputs.get(side + IDS), inputs.get(side + DENSE)
         ids_NMH, lengths_NM = inputs.get(side + LISTS), inputs.get(side + LENGTHS)
         ids = next(each for each in (ids_NF, ids_NMH) if each is not None)
@@ -190,8 +189,7 @@ class UnadaptedForward(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of `ids` [N, F], `dense` columns [N, K], and
-        `lists` [N, M, H] of which the first `list_lengths` [N, M] ids count.
-        """
+        `lists` [N, M, H] of which the first `list_lengths` [N, M] ids count."""
         key_NF, dense_NK, key_NMH, lengths_NM = self.columns(inputs)
         unknown_NK = dense_NK.new_zeros(dense_NK.shape[0], self._num_statistics)
         rows: RowInputs = PaddedInputs.of(
@@ -241,8 +239,7 @@ class KeyedRows:
 
 class AdaptAndPredict(nn.Module):
     """Adapts to the support rows of one task and predicts its query rows, as `ServedModel.adapt`
-    and `AdaptedTask.predict` do.
-    """
+    and `AdaptedTask.predict` do."""
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__()
@@ -261,8 +258,7 @@ class AdaptAndPredict(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of the query rows; `inputs` are those of
         UnadaptedForward, of both sides, the labels [S], or [S, L] of several, and the weights [S]
-        of rows that have some.
-        """
+        of rows that have some."""
         key_SF, dense_SK, key_SMH, lengths_SM = self.columns(inputs, SUPPORT)
         # A key that stands there several times has its one row where it stands first.
         key_P = torch.cat([key_SF.flatten(), key_SMH.flatten()]).sort()[0]
@@ -310,8 +306,7 @@ class AdaptAndPredict(nn.Module):
 
 def record_graph(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:
     """Return the operations that the module does for inputs like these, of any number of rows, as a
-    module that takes them by name ("." as "_").
-    """
+    module that takes them by name ("." as "_")."""
     # Parameters and tables are no inputs: they become constants of the graph.
     graph: GraphModule = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
         example

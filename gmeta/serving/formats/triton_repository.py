@@ -30,8 +30,7 @@ def is_repository(folder: Path) -> bool:
 
 def config_text(name: str, config: ExportedConfig) -> str:
     """Return config.pbtxt. Support and query rows differ in number, so Triton must not take the
-    first dimension for one batch of both: max_batch_size is 0, and a request holds many rows.
-    """
+    first dimension for one batch of both: max_batch_size is 0, and a request holds many rows."""
     columns = describe_columns(config)
     inputs = [each for column in columns.read for each in _input_entries("", column)]
     support = {column.name: column for column in (*columns.read, *columns.labels)}

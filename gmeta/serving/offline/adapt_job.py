@@ -8,30 +8,38 @@ Shape suffix: N rows.
 """
 
 import multiprocessing as mp
-import numpy as np
 import os
-import pyarrow as pa
-import pyarrow.parquet as pq
 import signal
 import threading
 import time
-import torch
 from collections import deque
-from collections.abc import (Callable, Iterator)
-from concurrent.futures import (Future, ProcessPoolExecutor)
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from gmeta.errors import (GMetaError, UserError)
-from gmeta.platform.files.local_paths import check_replaceable
-from gmeta.serving.bulk.row_files import (RowFiles, atomic_output)
-from gmeta.serving.bulk.task_spool import (Advance, ModelTimer, PART_ROWS, TaskSpool, parts_for, spool_rows)
-from gmeta.serving.encoded_rows import (EncodedColumns, split_rows, take_rows)
-from gmeta.serving.model_loader import load
-from gmeta.serving.offline.adapt_rows import (CHUNK_ROWS, STATE_COLUMNS, adapt_rows)
-from gmeta.serving.served_model import ServedModel
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.local_paths import check_replaceable
+from gmeta.serving.bulk.row_files import RowFiles, atomic_output
+from gmeta.serving.bulk.task_spool import (
+    PART_ROWS,
+    Advance,
+    ModelTimer,
+    TaskSpool,
+    parts_for,
+    spool_rows,
+)
+from gmeta.serving.encoded_rows import EncodedColumns, split_rows, take_rows
+from gmeta.serving.model_loader import load
+from gmeta.serving.offline.adapt_rows import CHUNK_ROWS, STATE_COLUMNS, adapt_rows
+from gmeta.serving.served_model import ServedModel
 
 _CHUNKS_A_PROCESS = 2  # under way: one that is computed, one that waits
 _LOOK_EVERY_S = 1.0
@@ -59,13 +67,8 @@ def adapt_files(
 ) -> AdaptSummary:
     """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
     `out`, which appears whole or not at all. About `part_rows` rows, at least those of the longest
-    task, are in memory; `tell` is called with the work done and all of it.
-
-    Raises:
-        UserError: there is no model, a column is missing, or an input is no Parquet file.
-        DataError: a column holds what the model cannot take.
-        GMetaError: the model is damaged, or a process died.
-    """
+    task, are in memory; `tell` is called with the work done and all of it. Raises DataError: a
+    column holds what the model cannot take."""
     # One thread of torch a process; and none that a forked process would miss.
     torch.set_num_threads(1)
     model, files = load(folder, verify), RowFiles(*inputs)
@@ -103,8 +106,7 @@ def adapt_files(
 
 def _read_chunks(spool: TaskSpool) -> Iterator[Chunk]:
     """Yield the rows with their raw tasks, in chunks of CHUNK_ROWS rows or more (the last of a part
-    may have fewer) that hold whole tasks; rows of a task in the order of the inputs.
-    """
+    may have fewer) that hold whole tasks; rows of a task in the order of the inputs."""
     for part in range(spool.num_parts):
         rows = spool.rows(part)
         if not rows.num_rows:

@@ -6,12 +6,12 @@ Shape suffixes: T tasks, N rows.
 
 import numpy as np
 import pyarrow as pa
+
 from gmeta.errors import UserError
-from gmeta.serving.encoded_rows import (EncodedColumns, join_rows, split_rows, take_rows)
+from gmeta.serving.encoded_rows import EncodedColumns, join_rows, split_rows, take_rows
 from gmeta.serving.served_model import ServedModel
 from gmeta.serving.state_bytes import to_bytes
 from gmeta.serving.task_matching import cut_runs
-
 
 STATE_COLUMNS = ("task", "state", "rows")
 # Rows to adapt by in one go; the states of their tasks are in memory together.
@@ -21,12 +21,9 @@ CHUNK_ROWS = 8_192
 def adapt_rows(
     model: ServedModel, rows: EncodedColumns, raw_task_N: pa.Array | pa.ChunkedArray
 ) -> pa.Table:
-    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows;
-    rows of a task need not stand together. `raw_task_N` is the raw task of each row.
-
-    Raises:
-        UserError: a task has more rows than the algorithm takes.
-    """
+    """Return the columns of STATE_COLUMNS with a row a task, in the order of their first rows; rows
+    of a task need not stand together. `raw_task_N` is the raw task of each row. Raises UserError: a
+    task has more rows than the algorithm takes."""
     _, first_T, task_N, rows_T = np.unique(
         rows.task_N, return_index=True, return_inverse=True, return_counts=True
     )

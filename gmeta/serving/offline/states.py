@@ -18,20 +18,15 @@ from gmeta.serving.served_model import ServedModel
 
 def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
     """Return the columns of STATE_COLUMNS with a row for each task of `support`, in the order in
-    which they first appear; rows of a task need not stand together.
-
-    Raises:
-        UserError: a column is missing, or a task has more rows than the algorithm takes.
-        DataError: a column holds what the model cannot take.
-    """
+    which they first appear; rows of a task need not stand together. Raises DataError: a column
+    holds what the model cannot take."""
     rows = model.encode(support, "support", with_label=True, with_task=True)
     return adapt_rows(model, rows, support[model.config.columns.task])
 
 
 def group_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
     """Yield the same rows, in which those of a task stand together, in tables of at least
-    `chunk_rows` rows (the last may have fewer) that never cut a task.
-    """
+    `chunk_rows` rows (the last may have fewer) that never cut a task."""
     held: list[pa.Table] = []
     num_rows = 0
     for part in parts:

@@ -47,8 +47,7 @@ class Batcher:
         observe: Callable[[str, float], None],
     ) -> None:
         """Answer batches by `run`, and tell `observe` what is measured: queue (seconds), tasks and
-        rows of a batch.
-        """
+        rows of a batch."""
         self._run = run
         self._limits = limits
         self._observe = observe
@@ -85,8 +84,7 @@ class Batcher:
 
     async def answer(self, request: InferenceRequest) -> InferenceAnswer:
         """Return the answer to a request. Raise RequestError: it is wrong, too many wait, or it
-        took too long.
-        """
+        took too long."""
         loop, limits = asyncio.get_running_loop(), self._limits
         if self._closing:
             raise RequestError(503, "the server is shutting down. Call another one")

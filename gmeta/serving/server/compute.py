@@ -183,8 +183,7 @@ def _predict(
 
 def _cut_batches(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Return the places of tasks in `sizes` (support and query rows), those of like size together,
-    in runs that padding does not make much larger.
-    """
+    in runs that padding does not make much larger."""
     if not sizes:
         return []
     support_T, query_T = np.array(sizes).T

@@ -32,8 +32,7 @@ _LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
 
 def inference_handler(service: InferenceService, certificates: bool) -> Any:
     """Return the protocol's RPCs as a handler for a gRPC server; with `certificates`, the handshake
-    has demanded and verified one of each client.
-    """
+    has demanded and verified one of each client."""
     servicer = _InferenceServicer(service, certificates)
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:

@@ -40,8 +40,7 @@ _POLICY = (
 
 class _CloseWhileDraining:
     """Tells callers to close their connections once the server is not ready: one that is kept would
-    end under a request that its caller has just sent.
-    """
+    end under a request that its caller has just sent."""
 
     def __init__(self, app: ASGIApp, service: InferenceService) -> None:
         self._app = app

@@ -266,8 +266,7 @@ def render_http(
 
 def model_metadata(name: str, version: str, columns: ModelColumns) -> dict[str, Any]:
     """Return a model's metadata as the protocol's JSON has it: the inputs that query rows need,
-    then the optional ones of support rows.
-    """
+    then the optional ones of support rows."""
     query = [_column_metadata(column.name, column) for column in columns.read]
     support_columns = {column.name: column for column in (*columns.read, *columns.labels)}
     support = [_column_metadata(f"support.{name}", each) for name, each in support_columns.items()]

@@ -107,8 +107,7 @@ class InferenceService:
         read: Callable[[], Any],
     ) -> tuple[InferenceRequest, InferenceAnswer]:
         """Return a request and its answer, counted, logged and traced; `check` refuses a caller who
-        may not ask, `read` waits for the request and returns it. Raise RequestError.
-        """
+        may not ask, `read` waits for the request and returns it. Raise RequestError."""
         began_s, status, num_rows, message = time.perf_counter(), 500, 0, ""
         try:
             check()
@@ -150,8 +149,7 @@ class InferenceService:
 
     def check_model(self, name: str, version: str) -> None:
         """Raise RequestError unless this is the model and the version that answers; an empty
-        version is whichever does.
-        """
+        version is whichever does."""
         if name != self.config.name:
             raise RequestError(
                 404, f"model {name[:80]!r} is not served here; {self.config.name} is. Correct it"

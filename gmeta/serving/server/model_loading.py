@@ -17,12 +17,7 @@ _TRIES = 3
 
 def model_folder(folder: Path | str, verify: bool) -> Path:
     """Return the exported folder to serve, its files checked: this one, or where it is a channel,
-    as each URL is, that of the version it serves. Without `verify` checksums are left alone.
-
-    Raises:
-        UserError: there is no exported model, or the channel has no version.
-        GMetaError: it is damaged, or cannot be reached.
-    """
+    as each URL is, that of the version it serves. Without `verify` checksums are left alone."""
     if not is_url(folder) and not is_channel(Path(folder)):
         check_files(Path(folder), read_config(Path(folder)), checksums=verify)
         return Path(folder)
@@ -32,12 +27,7 @@ def model_folder(folder: Path | str, verify: bool) -> Path:
 
 def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:
     """Return the model in a folder, or that a channel serves, all of its files from one export even
-    while the folder is being replaced.
-
-    Raises:
-        UserError: there is no exported model.
-        GMetaError: it is damaged, or another release wrote it.
-    """
+    while the folder is being replaced."""
     for last in (False,) * (_TRIES - 1) + (True,):
         version = version_in(folder)
         try:

@@ -160,8 +160,7 @@ class _CurrentMetrics:
 
 def share_metrics() -> None:
     """Keep the metrics made from now on in the folder that MULTIPROCESS_DIR names, if it does:
-    prometheus_client itself looks only when it is imported.
-    """
+    prometheus_client itself looks only when it is imported."""
     values.MmapedDict = _ReservedFile  # type: ignore[attr-defined]
     values.ValueClass = values.get_value_class()
 
@@ -170,8 +169,7 @@ def share_metrics() -> None:
 class _ReservedFile(MmapedDict):  # type: ignore[misc]
     """A file of metrics whose disk space is reserved when it is made and when it grows:
     prometheus_client's has holes, and writing into one kills the process once the disk is full.
-    Raise GMetaError.
-    """
+    Raise GMetaError."""
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:
         try:

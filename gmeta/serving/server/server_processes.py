@@ -40,13 +40,8 @@ RunWorker = Callable[[ServeConfig, Callable[[], None]], None]
 
 
 def serve_until_signal(config: ServeConfig, log_level: str, run_worker: RunWorker) -> int:
-    """Serve until a signal, then answer what is under way; return the exit code.
-    `run_worker` is what a worker process does.
-
-    Raises:
-        UserError: there is no model, a credential is wrong, or an address cannot be listened on.
-        GMetaError: the model is damaged.
-    """
+    """Serve until a signal, then answer what is under way; return the exit code. `run_worker` is
+    what a worker process does."""
     if config.workers == 1:
         configure_logging(log_level)
         run_worker(config, lambda: None)

@@ -34,13 +34,8 @@ _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
 def run_worker(config: ServeConfig, report_ready: Callable[[], None]) -> None:
-    """Serve until a signal, then answer what is under way and return; `tell` is called
-    when requests are answered.
-
-    Raises:
-        UserError: there is no model, a credential is wrong, or an address cannot be listened on.
-        GMetaError: the model is damaged.
-    """
+    """Serve until a signal, then answer what is under way and return; `tell` is called when
+    requests are answered."""
     torch.set_num_threads(config.threads)
     keep_freed_memory(_KEPT_BYTES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -68,8 +68,7 @@ class SharedSupport:
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
         """Keep a task's rows for all processes and return the stamp of this put; "" where the rows
         are larger than the room for all, or cannot be written, as on a full disk: this is logged
-        once, and each put tries again.
-        """
+        once, and each put tries again."""
         rows, stamp = _to_bytes(support), uuid.uuid4().hex
         with self._lock:
             try:

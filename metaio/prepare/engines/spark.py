@@ -80,9 +80,6 @@ def prepare_with_spark(
     `out` must be reachable from every worker: a shared file system or an object store. In a store
     the dataset to overwrite is gone once its first shard is. The options' memory and threads are
     Spark's own matter.
-
-    Raises:
-        DataError: the rows do not fit the schema, or `out` exists.
     """
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
@@ -293,8 +290,7 @@ def _name_used_file(bucket: int) -> str:
 
 def _write_shard(job: Job, target: str, bucket: int, rows: EncodedRows) -> WrittenShard:
     """Write a bucket's shard below `target`, and the ids that it uses; return what the manifest
-    must say of it.
-    """
+    must say of it."""
     use = HashedShardUse(job)
     fs, root = find_file_system(target)
     parts = Path(root) / _PARTS if is_local(fs) else None

@@ -52,12 +52,8 @@ def group_by_bucket(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, It
 @contextmanager
 def translate_failures() -> Iterator[None]:
     """Turn a failure in Spark into an error of ours; ours that a worker raised are raised as they
-    are.
-
-    Raises:
-        MetaIOError: a worker raised it.
-        AccessError: Spark failed for another reason.
-    """
+    are. Raises MetaIOError: a worker raised it. Raises AccessError: Spark failed for another
+    reason."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 

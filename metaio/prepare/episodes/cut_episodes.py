@@ -3,28 +3,30 @@
 Shape suffixes: T tasks, N rows, E chosen episodes.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
 import numpy as np
 import numpy.typing as npt
-from __future__ import annotations
-from dataclasses import (dataclass, replace)
-from metaio.errors import (DataError, TooFewRowsError)
+
+from metaio.errors import DataError, TooFewRowsError
 from metaio.prepare.episodes.encoded_rows import EncodedRows
 from metaio.prepare.episodes.gather import BucketEpisodes
-from metaio.prepare.episodes.negatives import (Catalogue, NegativeSampler)
-from metaio.prepare.episodes.row_order import (hash_row_identity, sort_rows)
+from metaio.prepare.episodes.negatives import Catalogue, NegativeSampler
+from metaio.prepare.episodes.row_order import hash_row_identity, sort_rows
 from metaio.prepare.episodes.splits import Cutting
 from metaio.prepare.schema.rules import EpisodeRule
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import (QUERY, SUPPORT)
+from metaio.prepare.schema.side_columns import QUERY, SUPPORT
 from metaio.quantities import format_count
-from metaio.ragged import (Int64, find_run_starts, offsets, owners, places, ragged_indices)
+from metaio.ragged import Int64, find_run_starts, offsets, owners, places, ragged_indices
 
 
 @dataclass(frozen=True)
 class DroppedRows:
     """What a bucket lost: tasks and rows below min_rows, tasks with one side only, rows cut off by
-    truncate, tasks and rows above max_rows, tasks without a row before a window of time.
-    """
+    truncate, tasks and rows above max_rows, tasks without a row before a window of time."""
 
     short_tasks: int = 0
     short_rows: int = 0
@@ -92,11 +94,9 @@ def make_episodes(
 
     Tasks stand in the order of their hash; rows of a task by side where it is given, then by (time,
     row hash), or by row hash alone where the rule is random. `cut_time` is `episodes.at` on the
-    scale of the time column. Negatives come from the catalogue where there is one.
-
-    Raises:
-        DataError: a task is longer than max_rows and the rule refuses that, two of its rows have
-            one row id, or only some of its rows have a side.
+    scale of the time column. Negatives come from the catalogue where there is one. Raises
+    DataError: a task is longer than max_rows and the rule refuses that, two of its rows have one
+    row id, or only some of its rows have a side.
     """
     rule = schema.episodes
     by_windows = cutting in ("window or rule", "window", "new")
@@ -168,8 +168,7 @@ def _cut_by_sides(
     schema: Schema, cutting: Cutting, tasks: _SidedTasks, task_N: npt.NDArray[np.int64]
 ) -> tuple[_EpisodeRanges, DroppedRows]:
     """Return the episodes of tasks whose rows have sides; those whose rows are undecided are cut by
-    [episodes], in the order in which they stand.
-    """
+    [episodes], in the order in which they stand."""
     rule = schema.episodes
     with_query, with_support = tasks.query_T > 0, tasks.support_T > 0
     none = np.zeros(len(tasks.start_T), dtype=np.bool_)
@@ -290,8 +289,7 @@ def _cut_tasks(
 
 def _split_equally(lengths_T: Int64, parts_T: Int64) -> tuple[Int64, Int64, Int64]:
     """Cut the `lengths_T` rows of each task into `parts_T` parts, equal but for one row; return the
-    task, the first row and the length of each part [E].
-    """
+    task, the first row and the length of each part [E]."""
     task_E, part_E = owners(parts_T), places(parts_T)
     first_E = part_E * lengths_T[task_E] // parts_T[task_E]
     stop_E = (part_E + 1) * lengths_T[task_E] // parts_T[task_E]

@@ -7,26 +7,35 @@ Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V v
 columns, L labels.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from collections.abc import Mapping
-from dataclasses import (dataclass, field)
-from metaio.errors import DataError
-from metaio.hashing import (UInt64, splitmix64)
-from metaio.prepare.episodes.encoded_rows import (EncodedRows, list_array_types)
-from metaio.prepare.episodes.splits import (PLACE, Splits, assign_splits)
-from metaio.prepare.episodes.vocabulary import (RowIndex, make_index)
-from metaio.prepare.schema.label_columns import (read_labels, read_weights)
-from metaio.prepare.schema.raw_columns import (read_dense, read_lists, read_vectors)
-from metaio.prepare.schema.schema import (DenseColumn, IdColumn, Schema)
-from metaio.prepare.schema.side_columns import (SIDE_OF_FILE, read_sides)
-from metaio.prepare.schema.values import (Kind, hash_lists, hash_values, infer_kind, to_float32, to_int64, to_time_ticks)
-from metaio.quantities import format_count
-from metaio.ragged import (Int64, reorder_row_by_row, sum_rows)
-from typing import Any
 
+from metaio.errors import DataError
+from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.episodes.encoded_rows import EncodedRows, list_array_types
+from metaio.prepare.episodes.splits import PLACE, Splits, assign_splits
+from metaio.prepare.episodes.vocabulary import RowIndex, make_index
+from metaio.prepare.schema.label_columns import read_labels, read_weights
+from metaio.prepare.schema.raw_columns import read_dense, read_lists, read_vectors
+from metaio.prepare.schema.schema import DenseColumn, IdColumn, Schema
+from metaio.prepare.schema.side_columns import SIDE_OF_FILE, read_sides
+from metaio.prepare.schema.values import (
+    Kind,
+    hash_lists,
+    hash_values,
+    infer_kind,
+    to_float32,
+    to_int64,
+    to_time_ticks,
+)
+from metaio.quantities import format_count
+from metaio.ragged import Int64, reorder_row_by_row, sum_rows
 
 _ONE = np.uint64(1)
 
@@ -81,8 +90,7 @@ def check_nulls(schema: Schema, nulls: dict[str, int]) -> None:
 
 class Encoder:
     """Encodes raw record batches. Pure: the same rows give the same records, whatever batch they
-    stand in.
-    """
+    stand in."""
 
     def __init__(
         self, schema: Schema, fitted: FittedEncoding, indexes: Mapping[str, RowIndex] | None = None
@@ -97,12 +105,8 @@ class Encoder:
         }
 
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
-        """Return the batch with its columns encoded.
-
-        Raises:
-            DataError: a column has the wrong type, a null where none is allowed, or a number that
-                is not finite.
-        """
+        """Return the batch with its columns encoded. Raises DataError: a column has the wrong type,
+        a null where none is allowed, or a number that is not finite."""
         schema, types = self.schema, self._types
         check_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
         num_rows = batch.num_rows
@@ -250,8 +254,7 @@ class Encoder:
         self, batch: pa.RecordBatch, lengths_NM: npt.NDArray[np.int32]
     ) -> tuple[Int64, UInt64]:
         """Return the ids [V] row by row, and per row a hash of its lists; fill in the lengths [N,
-        M].
-        """
+        M]."""
         ids = []
         for index, rule in enumerate(self.schema.multi):
             lists = read_lists(rule, batch[rule.column])

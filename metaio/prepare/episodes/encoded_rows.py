@@ -4,13 +4,15 @@ Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V v
 columns.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-from dataclasses import dataclass
+
 from metaio.hashing import UInt64
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import (Int64, index_entries, offsets, sum_rows)
-from typing import Any
+from metaio.ragged import Int64, index_entries, offsets, sum_rows
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class EncodedRows:
 
 def list_array_types(schema: Schema) -> dict[str, tuple[np.dtype[Any], int | None]]:
     """Return the type of each array of EncodedRows and the width of its rows; None for arrays of
-    one axis.
-    """
+    one axis."""
     # Half the bytes through disk and caches; a vocabulary of 2^31 values would not fit in memory.
     small = all(column.hash is None or column.hash <= 1 << 31 for column in schema.sparse)
     ids = np.dtype("<i4" if small else "<i8")

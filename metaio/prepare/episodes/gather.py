@@ -4,14 +4,16 @@ Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id feat
 dense columns.
 """
 
-import numpy as np
 from __future__ import annotations
+
 from dataclasses import replace
-from metaio.format.block import Rows
-from metaio.prepare.episodes.encoded_rows import (EncodedRows, find_value_starts)
-from metaio.ragged import (Int64, offsets, ragged_indices)
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from metaio.format.block import Rows
+from metaio.prepare.episodes.encoded_rows import EncodedRows, find_value_starts
+from metaio.ragged import Int64, offsets, ragged_indices
 
 if TYPE_CHECKING:  # which negatives are drawn is the business of whoever makes the sampler
     from metaio.prepare.episodes.negatives import NegativeSampler
@@ -83,8 +85,7 @@ class BucketEpisodes:
 
 def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, Int64]:
     """Return the row that each row of an episode is made of, and the item that takes the place of
-    its own: -1 where it keeps it.
-    """
+    its own: -1 where it keeps it."""
     repeats = 1 + sampler.count_negatives(chosen)
     items_N = np.full(int(repeats.sum()), -1, dtype=np.int64)
     is_negative = np.ones(len(items_N), np.bool_)
@@ -97,8 +98,7 @@ def _write_items(
     rows: Rows, starts_NM: Int64, sampler: NegativeSampler, items_N: Int64, first_value: int
 ) -> None:
     """Turn rows into negatives where they get an item: its columns, and label 0. `starts_NM` are
-    where their lists begin, the catalogue's from `first_value` on.
-    """
+    where their lists begin, the catalogue's from `first_value` on."""
     negative = np.flatnonzero(items_N >= 0)
     items, known = items_N[negative], sampler.catalogue.rows
     rows.label_N[negative] = 0.0

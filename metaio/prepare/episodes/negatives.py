@@ -7,18 +7,24 @@ Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V v
 columns, A items.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
-from dataclasses import dataclass
+
 from metaio.errors import DataError
 from metaio.format.features import find_vector_column
-from metaio.hashing import (UInt64, splitmix64)
-from metaio.prepare.episodes.encoded_rows import (EncodedRows, concatenate_rows, find_value_starts, select_rows)
+from metaio.hashing import UInt64, splitmix64
+from metaio.prepare.episodes.encoded_rows import (
+    EncodedRows,
+    concatenate_rows,
+    find_value_starts,
+    select_rows,
+)
 from metaio.prepare.episodes.ordered_map import should_merge
-from metaio.prepare.schema.schema import (IdColumn, Schema)
+from metaio.prepare.schema.schema import IdColumn, Schema
 from metaio.prepare.schema.values import hash_lists
-from metaio.ragged import (Int64, find_run_starts, offsets, ragged_indices)
-
+from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices
 
 # If the task has the drawn item, draw again, this often at most; then take the next item that it
 # lacks.
@@ -91,8 +97,7 @@ class CatalogueBuilder:
 
     def _merge_items(self, rows: EncodedRows, train_N: Int64, all_N: Int64) -> Catalogue:
         """Return one row an item. If an item's attributes differ between rows, it is the row with
-        their least hash, so that the order of rows does not matter.
-        """
+        their least hash, so that the order of rows does not matter."""
         item_N = rows.item_NI[:, 0]
         order_N = np.lexsort((_hash_attributes(rows, self._columns), item_N))
         ordered = item_N[order_N]
@@ -122,8 +127,7 @@ def _hash_attributes(rows: EncodedRows, columns: ItemColumns) -> UInt64:
 
 class NegativeSampler:
     """Draws the negatives of a bucket's positives: a pure function of seed, task, row and
-    catalogue.
-    """
+    catalogue."""
 
     def __init__(
         self,
@@ -161,11 +165,8 @@ class NegativeSampler:
 
     def draw(self, chosen: Int64) -> Int64:
         """Return the items of the negatives of each positive among the chosen rows, as places in
-        the catalogue, a line each: no two alike, none that the task has.
-
-        Raises:
-            DataError: there are too few items that a task lacks.
-        """
+        the catalogue, a line each: no two alike, none that the task has. Raises DataError: there
+        are too few items that a task lacks."""
         positives = chosen[self._rows.label_N[chosen] > 0]
         found = np.full((len(positives), self._per_positive), -1, dtype=np.int64)
         for index in range(self._per_positive):
@@ -185,9 +186,7 @@ class NegativeSampler:
                 found[place, index] = self._find_free_item(row, own)
         return found
 
-    def _find_taken(
-        self, rows: Int64, items: Int64, drawn: Int64
-    ) -> npt.NDArray[np.bool_]:
+    def _find_taken(self, rows: Int64, items: Int64, drawn: Int64) -> npt.NDArray[np.bool_]:
         """Tell which items the row's task has, or the row has as negatives already."""
         # (task, item) as one integer, looked up among those of all rows by bisection.
         keys = self._task_N[rows] * len(self._allowed_A) + items

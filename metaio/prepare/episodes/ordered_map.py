@@ -25,8 +25,7 @@ def count_parallel_buckets(memory_bytes: int, threads: int, largest_bytes: int) 
 def should_merge(sizes: Sequence[int]) -> bool:
     """Tell whether parts of these sizes are to be merged: once there are some, and those behind the
     first hold half as many entries as it. So memory follows the number of distinct entries, and the
-    work that of all: merged every few parts, ten million distinct ones took minutes.
-    """
+    work that of all: merged every few parts, ten million distinct ones took minutes."""
     return len(sizes) > _MIN_PARTS_TO_MERGE and 2 * sum(sizes[1:]) >= sizes[0]
 
 

@@ -7,26 +7,27 @@ else they are the table's vocabulary.
 Shape suffix: N rows.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from metaio.errors import FormatError
-from metaio.format.dataset import (Dataset, read_verified_file)
-from metaio.format.layout import (RAW_IDS_FOLDER, VOCABULARY_FOLDER)
+from metaio.format.dataset import Dataset, read_verified_file
+from metaio.format.layout import RAW_IDS_FOLDER, VOCABULARY_FOLDER
 from metaio.format.manifest import FileEntry
 from metaio.prepare.episodes.encode import hash_to_rows
-from metaio.prepare.episodes.survey import (Survey, find_raw_id_columns, merge_counts)
+from metaio.prepare.episodes.survey import Survey, find_raw_id_columns, merge_counts
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import read_item_rule
-from metaio.prepare.schema.values import (hash_values, infer_kind)
+from metaio.prepare.schema.values import hash_values, infer_kind
 from metaio.ragged import Int64
-from pathlib import Path
 
 
 def write_raw_ids(folder: Path, schema: Schema, survey: Survey) -> None:
     """Write the raw ids that a survey of all rows saw, by key: the same file whatever engine
-    surveyed, in whatever order.
-    """
+    surveyed, in whatever order."""
     num_rows = {column.column: column.hash for column in schema.single}
     for role, parts in survey.raw_ids.items():
         values = merge_counts(parts)["value"].combine_chunks()
@@ -45,11 +46,7 @@ def write_raw_ids(folder: Path, schema: Schema, survey: Survey) -> None:
 
 def read_raw_tasks(dataset: Dataset, task_N: Int64) -> pa.Array | None:
     """Return the tasks [N] as the log calls them, integers or text; None where the dataset does not
-    say.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    say."""
     if dataset.manifest.task_kind == "integer":
         return pa.array(task_N)
     entry = dataset.manifest.raw_ids.get("task")
@@ -58,11 +55,7 @@ def read_raw_tasks(dataset: Dataset, task_N: Int64) -> pa.Array | None:
 
 def read_raw_items(dataset: Dataset, id_N: Int64) -> pa.Array | None:
     """Return the values [N] behind these rows of the item's table, null where these are unknown or
-    several; None where the dataset does not say.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    several; None where the dataset does not say."""
     manifest = dataset.manifest
     rule = read_item_rule(manifest)
     if rule is None:
@@ -89,11 +82,7 @@ def find_item_feature(dataset: Dataset) -> int | None:
 
 def with_raw_ids(table: pa.Table, dataset: Dataset, known: Dataset) -> pa.Table:
     """Return a table with `task_id` behind its column `task`, and `item_id` in place of `item`, the
-    row of the item's table in the dataset `known`; without what the two do not say.
-
-    Raises:
-        FormatError: a file is missing or damaged.
-    """
+    row of the item's table in the dataset `known`; without what the two do not say."""
     tasks = read_raw_tasks(dataset, table["task"].to_numpy())
     if tasks is not None:
         table = table.add_column(table.column_names.index("task") + 1, "task_id", tasks)

@@ -3,20 +3,21 @@
 Shape suffix: N rows.
 """
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+
 from metaio.errors import DataError
-from metaio.hashing import (UInt64, splitmix64)
+from metaio.hashing import UInt64, splitmix64
 from metaio.prepare.episodes.encoded_rows import EncodedRows
 from metaio.prepare.schema.schema import Schema
-from metaio.ragged import (Int64, find_run_starts, places)
-from typing import Any
+from metaio.ragged import Int64, find_run_starts, places
 
 
 def hash_row_identity(schema: Schema, rows: EncodedRows) -> UInt64:
     """Return what orders the rows of a task where nothing else does: a hash of their row id, of
-    their place in the input, or of what they hold.
-    """
+    their place in the input, or of what they hold."""
     if schema.needs_input_order:
         return _hash_places(rows.task_hash_N, rows.row_hash_N, schema.seed)
     return rows.row_hash_N
@@ -24,11 +25,8 @@ def hash_row_identity(schema: Schema, rows: EncodedRows) -> UInt64:
 
 def sort_rows(schema: Schema, rows: EncodedRows, identity_N: UInt64, by_windows: bool) -> Int64:
     """Return the order by task, side, time and row hash: it is total, since rows that agree in all
-    of these are equal.
-
-    Raises:
-        DataError: two rows of a task have one row id, so that nothing orders them.
-    """
+    of these are equal. Raises DataError: two rows of a task have one row id, so that nothing orders
+    them."""
     task_N = _rank_values(rows.task_hash_N)
     # Windows have given sides by time, also where the train split is shuffled.
     if schema.is_shuffled and not by_windows:
@@ -54,8 +52,7 @@ def sort_rows(schema: Schema, rows: EncodedRows, identity_N: UInt64, by_windows:
 
 def _hash_places(task_hash_N: UInt64, place_N: UInt64, seed: int) -> UInt64:
     """Return a hash of each row's task and of its place among the task's rows, as they stand in the
-    input.
-    """
+    input."""
     # On one machine all places are 0: rows come in order, and a stable sort keeps it.
     order_N = np.argsort(place_N, kind="stable") if place_N.any() else np.arange(len(place_N))
     order_N = order_N[np.argsort(task_hash_N[order_N], kind="stable")]
@@ -87,8 +84,7 @@ def _check_row_ids(
 
 def _rank_values(values_N: npt.NDArray[Any]) -> Int64:
     """Return ranks: 0 for the least value, 1 for the next one, and so on; equal values share a
-    rank.
-    """
+    rank."""
     order_N = np.argsort(values_N)
     ordered = values_N[order_N]
     ranks_N = np.empty(len(values_N), dtype=np.int64)

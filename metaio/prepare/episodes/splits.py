@@ -3,24 +3,31 @@
 Shape suffixes: N rows, V values.
 """
 
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from collections import Counter
-from collections.abc import (Callable, Iterable)
-from dataclasses import dataclass
-from itertools import pairwise
+
 from metaio.errors import DataError
 from metaio.format.names import check_split_name
-from metaio.hashing import (UInt64, splitmix64, unit_interval)
-from metaio.prepare.schema.rules import (DEFAULT_VALIDATION_SHARE, GATE, VALIDATION, VALIDATION_ITEMS)
+from metaio.hashing import UInt64, splitmix64, unit_interval
+from metaio.prepare.schema.rules import DEFAULT_VALIDATION_SHARE, GATE, VALIDATION, VALIDATION_ITEMS
 from metaio.prepare.schema.schema import Schema
-from metaio.prepare.schema.side_columns import (QUERY, SUPPORT, UNDECIDED)
-from metaio.prepare.schema.values import (hash_values, infer_kind, parse_time, to_int64, to_time_ticks)
+from metaio.prepare.schema.side_columns import QUERY, SUPPORT, UNDECIDED
+from metaio.prepare.schema.values import (
+    hash_values,
+    infer_kind,
+    parse_time,
+    to_int64,
+    to_time_ticks,
+)
 from metaio.ragged import Int64
-from typing import (Any, Literal)
-
 
 # Where a row stands in the input, for engines that do not keep its order.
 PLACE = "place in the input"
@@ -63,12 +70,9 @@ class Splits:
 
 def list_split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ...]:
     """Return the splits in the order of the manifest: shares and windows as listed, the values
-    `found` in a column sorted, the train split first; new tasks and validation behind them.
-
-    Raises:
-        SchemaError: one has a name that no split may have.
-        DataError: none of them is the train split, or a name stands twice.
-    """
+    `found` in a column sorted, the train split first; new tasks and validation behind them. Raises
+    SchemaError: one has a name that no split may have. Raises DataError: none of them is the train
+    split, or a name stands twice."""
     rule = schema.splits
     if schema.stream is not None:
         return (rule.train, GATE)
@@ -105,10 +109,7 @@ def assign_splits(
     schema: Schema, splits: Splits, batch: pa.RecordBatch, task_hash: UInt64
 ) -> Int64:
     """Return the index into `splits.names` of each row [N]: of windows, the one it falls into.
-
-    Raises:
-        DataError: the split column holds a name that no earlier row had.
-    """
+    Raises DataError: the split column holds a name that no earlier row had."""
     rule = schema.splits
     if rule.by_time is not None and schema.time is not None:
         times_N = to_time_ticks(schema.time.column, batch[schema.time.column])
@@ -160,8 +161,7 @@ def _hash_to_unit(mixed: UInt64) -> npt.NDArray[np.floating[Any]]:
 
 def count_split_rows(splits: Splits, split_N: Int64) -> Counter[str]:
     """Return how many rows each split's buckets hold: those of earlier windows, which may support
-    a later one, included.
-    """
+    a later one, included."""
     counts = np.bincount(split_N, minlength=len(splits.names))
     windows = splits.num_windows
     if windows > 1:
@@ -175,8 +175,7 @@ def count_split_rows(splits: Splits, split_N: Int64) -> Counter[str]:
 
 def copy_to_windows(splits: Splits, window_N: Int64) -> tuple[Int64, Int64, npt.NDArray[np.int8]]:
     """Return which rows each split needs, the split, and the side of each: a row is a query row of
-    its own window and may be support in all later ones.
-    """
+    its own window and may be support in all later ones."""
     chosen, split = [np.flatnonzero(window_N == 0)], [0]
     sides = [np.full(len(chosen[0]), UNDECIDED, np.int8)]
     for index in range(1, len(splits.names)):
@@ -257,11 +256,8 @@ def make_splits(
     count: Callable[[WindowSearch, str], Int64],
 ) -> Splits:
     """Return the splits with the windows' beginnings on the scale of the time column; `count`
-    counts the times of all rows, in this column, as a pass of a search does.
-
-    Raises:
-        DataError: a beginning is no value of the column's type, or not after the one before.
-    """
+    counts the times of all rows, in this column, as a pass of a search does. Raises DataError: a
+    beginning is no value of the column's type, or not after the one before."""
     rule = schema.splits
     if schema.time is None or rule.by_time is None:
         return Splits(names)

@@ -18,8 +18,7 @@ _Part = tuple[int, EncodedRows]  # a bucket and some of its rows
 
 def assign_buckets(task_hash: npt.NDArray[np.uint64], num_buckets: npt.NDArray[np.uint64]) -> Int64:
     """Return which of `num_buckets` a task falls into: ranges of its hash, to keep the order of
-    tasks.
-    """
+    tasks."""
     # The top 32 bits are enough to spread tasks evenly, and leave room for the product in 64 bits.
     return ((task_hash >> np.uint64(32)) * num_buckets >> np.uint64(32)).astype(np.int64)
 

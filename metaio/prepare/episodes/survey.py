@@ -88,8 +88,7 @@ def survey_batch(schema: Schema, batch: pa.RecordBatch, splits: Splits) -> Surve
 
 def list_values(schema: Schema, column: IdColumn, train: pa.RecordBatch) -> tuple[pa.Array, Int64]:
     """Return the values of a column, or of its lists, as integers or text without nulls, and the
-    row that each stands in.
-    """
+    row that each stands in."""
     values, rows_V = train[column.column], np.arange(train.num_rows)
     if column in schema.multi:
         lists = read_lists(column, values)
@@ -127,8 +126,7 @@ def measure_moments(schema: Schema, train: pa.RecordBatch) -> dict[str, Moments]
 
 def find_raw_id_columns(schema: Schema) -> dict[str, str]:
     """Return the columns whose raw values are kept beside the dataset: the task's, and the item's
-    where its ids are hashed.
-    """
+    where its ids are hashed."""
     found, rule = {"task": schema.task.column}, schema.item_rule
     hashed = [column.column for column in schema.single if column.hash is not None]
     if rule is not None and rule.column in hashed:
@@ -139,8 +137,7 @@ def find_raw_id_columns(schema: Schema) -> dict[str, str]:
 def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
     """Add the moments of other rows to ours (Chan, Golub, LeVeque, 1979, equation 2.1). For a
     column far from 0, such as a time stamp, the squares themselves would leave no digit for its
-    deviation.
-    """
+    deviation."""
     for column, (num_rows, mean, squares) in theirs.items():
         n, own_mean, own_squares = ours.get(column, (0, 0.0, 0.0))
         count, mean_gap = n + num_rows, mean - own_mean
@@ -150,11 +147,8 @@ def add_moments(ours: dict[str, Moments], theirs: dict[str, Moments]) -> None:
 
 
 def merge_counts(parts: list[pa.Table]) -> pa.Table:
-    """Return the counts of each value of all parts.
-
-    Raises:
-        DataError: there are too many texts for an array of Arrow.
-    """
+    """Return the counts of each value of all parts. Raises DataError: there are too many texts for
+    an array of Arrow."""
     types = {part.schema.field("value").type for part in parts}
     if len(types) > 1:
         # Two columns of one table, one of integers and one of text: text can hold both.
@@ -172,11 +166,8 @@ def merge_counts(parts: list[pa.Table]) -> pa.Table:
 
 
 def fit_encoding(schema: Schema, survey: Survey, splits: Splits) -> FittedEncoding:
-    """Return vocabularies in the order of their values, and the moments of dense columns.
-
-    Raises:
-        DataError: the train split has no rows.
-    """
+    """Return vocabularies in the order of their values, and the moments of dense columns. Raises
+    DataError: the train split has no rows."""
     if not survey.rows_of_split[schema.splits.train]:
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "

@@ -21,8 +21,7 @@ class RowIndex(Protocol):
 def make_index(vocabulary: pa.Array, kind: Kind) -> RowIndex:
     """Return the index of a vocabulary, whose line i, from 1 on, is the value of row i; null: no
     value. `kind` is that of the column looked up: a table that columns of integers and of text
-    share has a vocabulary of text.
-    """
+    share has a vocabulary of text."""
     if kind == "integer" and pa.types.is_integer(vocabulary.type):
         return IntegerIndex(vocabulary)
     return TextIndex(vocabulary)

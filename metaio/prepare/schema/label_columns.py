@@ -6,28 +6,23 @@ Shape suffix: N rows.
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
 from metaio.errors import DataError
-from metaio.prepare.schema.schema import (LabelColumn, Schema)
-from metaio.prepare.schema.values import (to_float32, to_float64)
+from metaio.prepare.schema.schema import LabelColumn, Schema
+from metaio.prepare.schema.values import to_float32, to_float64
 from metaio.quantities import format_count
 
 
 def read_labels(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known.
-
-    Raises:
-        DataError: one is no finite number, or a mask neither 0 nor 1.
-    """
+    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known. Raises
+    DataError: one is no finite number, or a mask neither 0 nor 1."""
     columns = [_read_label(rule, batch) for rule in schema.labels]
     return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
 
 
 def read_weights(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the weights of raw rows, [N, 1] or [N, 0].
-
-    Raises:
-        DataError: one is no finite number from 0 on.
-    """
+    """Return the weights of raw rows, [N, 1] or [N, 0]. Raises DataError: one is no finite number
+    from 0 on."""
     if schema.weight is None:
         return np.zeros((batch.num_rows, 0), np.float32)
     name = schema.weight.column

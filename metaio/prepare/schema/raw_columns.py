@@ -12,11 +12,8 @@ from metaio.quantities import format_count
 
 
 def read_dense(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers before standardising.
-
-    Raises:
-        DataError: log1p is asked for and a value is -1 or less, or a value is not finite.
-    """
+    """Return the numbers before standardising. Raises DataError: log1p is asked for and a value is
+    -1 or less, or a value is not finite."""
     numbers = to_float64(rule.column, column, "dense")
     if rule.log1p:
         if (numbers <= -1).any():
@@ -34,12 +31,7 @@ def read_dense(rule: DenseColumn, column: pa.Array) -> npt.NDArray[np.float64]:
 
 
 def read_vectors(rule: VectorColumn, column: pa.Array) -> npt.NDArray[np.float32]:
-    """Return the vectors of all rows, [N, width]; those of null rows are full of `fill`.
-
-    Raises:
-        DataError: it holds no lists of numbers, a list of another length, or a number that is
-            null or not finite.
-    """
+    """Return the vectors of all rows, [N, width]; those of null rows are full of `fill`."""
     name, width = rule.column, rule.width
     kind = column.type
     if pa.types.is_fixed_size_list(kind):
@@ -75,11 +67,7 @@ def read_vectors(rule: VectorColumn, column: pa.Array) -> npt.NDArray[np.float32
 
 def read_lists(rule: IdColumn, column: pa.Array) -> pa.Array:
     """Return a multi-hot column as a list array: a list already, or text to be split; empty text is
-    an empty list.
-
-    Raises:
-        DataError: it is neither.
-    """
+    an empty list. Raises DataError: it is neither."""
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         return column
     if rule.separator is None:

@@ -166,8 +166,7 @@ def check_membership(rule: MembershipRule, by: str, by_time: bool) -> None:
 
 def check_stream(rule: StreamRule, given: dict[str, bool], by: str) -> None:
     """Raise SchemaError where [stream] does not go with other tables; `given` says by name which of
-    them the schema has, `by` is episodes.by.
-    """
+    them the schema has, `by` is episodes.by."""
     if not given.pop("time"):
         raise SchemaError("a stream is ordered by event time, and the schema has no [time]. Add it")
     for name, has in given.items():

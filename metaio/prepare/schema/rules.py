@@ -116,8 +116,7 @@ class NegativesRule:
 @dataclass(frozen=True)
 class ItemRule:
     """Says which [[single]] column is the item, and which columns are the item's attributes: what
-    changes where another item takes its place.
-    """
+    changes where another item takes its place."""
 
     column: str
     columns: tuple[str, ...] = ()
@@ -136,8 +135,7 @@ VALIDATION_ITEMS = ("valid-item-cold", "valid-both-cold")  # and those of valida
 class TransformRule:
     """What turns the rows of the inputs into those that the schema describes: a function of a
     pyarrow RecordBatch that returns another, by entry point or import path. It may add, change and
-    drop columns, and drop or repeat rows; a row's must not depend on the others of its batch.
-    """
+    drop columns, and drop or repeat rows; a row's must not depend on the others of its batch."""
 
     function: str
     columns: tuple[str, ...] = ()  # that the function is given; absent: all of the inputs'
@@ -146,8 +144,7 @@ class TransformRule:
 @dataclass(frozen=True)
 class StreamRule:
     """How a log that goes on becomes increments. Durations are in seconds of event time; an integer
-    [time] column counts in `unit`.
-    """
+    [time] column counts in `unit`."""
 
     gate: float = key(0.05, "share of the tasks, by hash, that no increment trains", min=0, max=0.5)
     support: int = key(20, "newest rows of a task kept as support of later windows", min=1)

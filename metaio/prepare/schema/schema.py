@@ -9,12 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from gmeta_keys import key
-from metaio.format.features import (
-    Features,
-    FeatureSpec,
-    TableSpec,
-    name_component,
-)
+from metaio.format.features import Features, FeatureSpec, TableSpec, name_component
 from metaio.prepare.schema.rules import (
     EpisodeRule,
     ItemRule,
@@ -101,8 +96,7 @@ class IdColumn:
 @dataclass(frozen=True)
 class DenseColumn:
     """A float32 input; nulls are refused unless `fill` is given. log1p, then (x - mean) / std of
-    the train split.
-    """
+    the train split."""
 
     column: str
     fill: float | None = None
@@ -113,8 +107,7 @@ class DenseColumn:
 @dataclass(frozen=True)
 class VectorColumn:
     """A list of `width` float32 inputs in each row, such as an embedding of its text that is there
-    already; nulls are refused unless `fill` is given, and become a vector of it.
-    """
+    already; nulls are refused unless `fill` is given, and become a vector of it."""
 
     column: str
     width: int
@@ -211,8 +204,7 @@ class Schema:
     @property
     def item_rule(self) -> ItemRule | None:
         """Return what [item] says, else what [negatives] says of the item; None where neither names
-        a [[single]] column.
-        """
+        a [[single]] column."""
         rule = self.negatives
         if self.item is not None or rule is None:
             return self.item

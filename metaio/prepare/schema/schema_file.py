@@ -29,20 +29,13 @@ MAX_DENSE_NUMBERS = 65_536  # of one vector
 
 
 def load_schema(path: str | Path) -> Schema:
-    """Read and check a schema file.
-
-    Raises:
-        SchemaError: it is missing, not TOML, has an unknown key or a value that makes no sense.
-    """
+    """Read and check a schema file."""
     return parse_schema(read_toml("schema", Path(path), SchemaError))
 
 
 def parse_schema(body: dict[str, Any]) -> Schema:
-    """Return a checked schema from the tables of a TOML file, or of a manifest's JSON.
-
-    Raises:
-        SchemaError: a key is unknown or missing, or a value makes no sense.
-    """
+    """Return a checked schema from the tables of a TOML file, or of a manifest's JSON. Raises
+    SchemaError: a key is unknown or missing, or a value makes no sense."""
     schema = parse(Schema, body, WORDING)
     if isinstance(schema.label, tuple) and len(schema.label) == 1:
         schema = replace(schema, label=schema.label[0])  # [[label]] once is [label]
@@ -266,10 +259,6 @@ def fingerprint_schema(schema: Schema) -> str:
 
 
 def with_stream_defaults(schema: Schema) -> Schema:
-    """Return the schema as that of a stream, with the defaults where it has no [stream].
-
-    Raises:
-        SchemaError: it cannot be.
-    """
+    """Return the schema as that of a stream, with the defaults where it has no [stream]."""
     # There and back: what a schema file says of a stream is checked where it is parsed.
     return parse_schema(replace(schema, stream=schema.stream or StreamRule()).to_json())

@@ -17,11 +17,8 @@ SIDE_OF_FILE = "side of the file"
 
 
 def find_file_side(rule: MembershipRule | None, name: str) -> str | None:
-    """Return which side the rows of a file are on; None where names do not decide.
-
-    Raises:
-        DataError: the name matches both patterns, or neither.
-    """
+    """Return which side the rows of a file are on; None where names do not decide. Raises
+    DataError: the name matches both patterns, or neither."""
     if rule is None or not rule.by_files:
         return None
     patterns = {"support": rule.support or "", "query": rule.query or ""}
@@ -43,11 +40,8 @@ def with_side(batch: pa.RecordBatch, side: str | None) -> pa.RecordBatch:
 
 
 def read_sides(name: str, column: pa.Array) -> npt.NDArray[np.int8]:
-    """Return the side of each row [N] from a column of "support", "query" and nulls.
-
-    Raises:
-        DataError: it holds anything else.
-    """
+    """Return the side of each row [N] from a column of "support", "query" and nulls. Raises
+    DataError: it holds anything else."""
     if pa.types.is_null(column.type):
         return np.full(len(column), UNDECIDED, np.int8)
     words = column.cast(pa.string()) if not pa.types.is_string(column.type) else column

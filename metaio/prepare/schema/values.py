@@ -16,11 +16,7 @@ Kind = Literal["integer", "text"]
 
 
 def infer_kind(name: str, kind: pa.DataType, role: str) -> Kind:
-    """Tell whether a column of ids holds integers or text.
-
-    Raises:
-        DataError: it holds neither.
-    """
+    """Tell whether a column of ids holds integers or text. Raises DataError: it holds neither."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
@@ -34,11 +30,7 @@ def infer_kind(name: str, kind: pa.DataType, role: str) -> Kind:
 
 
 def to_float64(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64]:
-    """Return a numeric or boolean column without nulls as float64.
-
-    Raises:
-        DataError: it is of another type.
-    """
+    """Return a numeric or boolean column without nulls as float64."""
     kind = column.type
     if pa.types.is_boolean(kind):
         column = column.cast(pa.int8())
@@ -54,11 +46,8 @@ def to_float64(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
 
 
 def to_float32(name: str, numbers_N: npt.NDArray[np.float64], role: str) -> npt.NDArray[np.float32]:
-    """Return the numbers as they are stored and trained on.
-
-    Raises:
-        DataError: one of them is NaN, infinite, or larger than float32 holds.
-    """
+    """Return the numbers as they are stored and trained on. Raises DataError: one of them is NaN,
+    infinite, or larger than float32 holds."""
     with np.errstate(over="ignore"):  # what overflows is refused by its value
         stored_N = numbers_N.astype(np.float32)
     wrong_N = ~np.isfinite(stored_N)
@@ -118,11 +107,7 @@ def to_int64(column: pa.Array) -> Int64:
 
 def to_time_ticks(name: str, column: pa.Array) -> Int64:
     """Return times as int64 in the order of time: microseconds for timestamps, days for dates,
-    numbers as they are.
-
-    Raises:
-        DataError: the column holds neither numbers nor times, or NaN.
-    """
+    numbers as they are. Raises DataError: the column holds neither numbers nor times, or NaN."""
     kind = column.type
     # Microseconds whatever the file's unit, so that files and engines with other units agree.
     if pa.types.is_timestamp(kind):
@@ -152,11 +137,7 @@ def _to_ordered_bits(values: npt.NDArray[np.float64]) -> Int64:
 
 
 def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") -> int:
-    """Return a time written in the schema under `key`, on the scale of `to_time_ticks`.
-
-    Raises:
-        DataError: it cannot be read as the column's type.
-    """
+    """Return a time written in the schema under `key`, on the scale of `to_time_ticks`."""
     try:
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
             scalar = pc.strptime(

@@ -42,8 +42,7 @@ def explain_csv_error(
     message: str, header_of: Callable[[str], tuple[str, list[str]]]
 ) -> str | None:
     """Return which line of which file is wrong, how, and what to do, given DuckDB's words; None
-    where they name no line. `header_of` returns a file's delimiter and columns.
-    """
+    where they name no line. `header_of` returns a file's delimiter and columns."""
     json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
     if json:
         # DuckDB counts these lines from 2.
@@ -97,8 +96,7 @@ def shorten(text: str) -> str:
 
 def find_bad_bytes(name: str, delimiter: str, header: Sequence[str]) -> tuple[int, str]:
     """Return the first line of a file that is not UTF-8, and its column; "" where that is not
-    known.
-    """
+    known."""
     with open_text_lines(name, "utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             own = line.encode("latin-1")

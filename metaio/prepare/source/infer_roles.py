@@ -94,8 +94,7 @@ class InferredRoles:
     @property
     def threshold(self) -> float | None:
         """Return the threshold that turns a label of two other values, such as -1 and 1, into 0 and
-        1; None if none is needed.
-        """
+        1; None if none is needed."""
         is_binary = {self.label.least, self.label.most} <= {0, 1}
         return None if self.is_rating or is_binary else self.label.most
 
@@ -120,12 +119,7 @@ class InferredRoles:
 
 
 def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRoles:
-    """Return what each column is for; `given` names the task, label or time where it is known.
-
-    Raises:
-        DataError: no column looks like the task or the label, or a given one is not there, or
-            cannot be what it is given for.
-    """
+    """Return what each column is for; `given` names the task, label or time where it is known."""
     rows = log.rows
     columns = tuple(profile_column(name, rows[name]) for name in rows.column_names)
     roles: dict[str, Role] = {name: role for role, name in given_roles.items()}
@@ -242,8 +236,7 @@ def _matches_role(column: ColumnProfile, role: Role, pattern: str) -> bool:
 
 def normalise_name(name: str) -> str:
     """Return a name as patterns have it: "Customer ID" and "customerId" as "customer_ID", and
-    "user_id:token", as RecBole writes types, as "user_id".
-    """
+    "user_id:token", as RecBole writes types, as "user_id"."""
     name = re.sub(r":(token|float)(_seq)?$", "", name.strip())
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     return re.sub(r"\W+", "_", words).strip("_")

@@ -36,12 +36,8 @@ class InputFiles:
 
 
 def expand_inputs(urls: list[str], folder: Path) -> InputFiles:
-    """Return the files of all URLs, globs and folders; archives are unpacked below `folder`.
-
-    Raises:
-        DataError: one does not exist, is given twice or cannot be unpacked, or kinds are mixed.
-        TooFewRowsError: all are empty.
-    """
+    """Return the files of all URLs, globs and folders; archives are unpacked below `folder`. Raises
+    TooFewRowsError: all are empty."""
     names: list[str] = []
     given: list[str] = []
     remote: list[Any] = []
@@ -76,11 +72,7 @@ def expand_inputs(urls: list[str], folder: Path) -> InputFiles:
 
 
 def list_file_names(urls: Iterable[str]) -> list[str]:
-    """Return the name of each file of all URLs, globs and folders; archives are files here.
-
-    Raises:
-        DataError: one does not exist.
-    """
+    """Return the name of each file of all URLs, globs and folders; archives are files here."""
     return [_format_name(fs, path) for url in urls for fs, path in _iterate_files(url)]
 
 

@@ -38,8 +38,7 @@ def _is_same_type(own: pa.DataType, wanted: pa.DataType) -> bool:
 
 def check_durations(arrow_schemas: Iterable[tuple[str, bytes]], columns: Sequence[str]) -> None:
     """Raise DataError for a file, given with what Arrow wrote of its types, in which one of these
-    columns holds durations.
-    """
+    columns holds durations."""
     for name, arrow_schema in arrow_schemas:
         durations = find_duration_columns(arrow_schema)
         for column in columns:
@@ -53,8 +52,7 @@ def check_durations(arrow_schemas: Iterable[tuple[str, bytes]], columns: Sequenc
 
 def find_duration_columns(arrow_schema: bytes) -> dict[str, pa.DataType]:
     """Return the columns that hold durations, or lists of them, by what Arrow wrote of its own
-    types into the file: Parquet has no such type, and all else in the file calls them integers.
-    """
+    types into the file: Parquet has no such type, and all else in the file calls them integers."""
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(arrow_schema)))
     except (pa.ArrowException, OSError, ValueError):

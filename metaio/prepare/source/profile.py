@@ -103,11 +103,7 @@ class LogSample:
     text: TextRule = TextRule()  # noqa: RUF009 - frozen
 
     def task_sizes(self, column: str) -> npt.NDArray[np.int64]:
-        """Return how many rows each value of a column has in the whole log, ascending.
-
-        Raises:
-            DataError: the log cannot be read to its end.
-        """
+        """Return how many rows each value of a column has in the whole log, ascending."""
         if self.is_whole:
             counts = pc.value_counts(self.rows[column].combine_chunks())
             return np.sort(counts.field("counts").to_numpy())
@@ -119,11 +115,7 @@ class LogSample:
 
 
 def read_log_sample(urls: Sequence[str]) -> LogSample:
-    """Return the first rows of a log: files, globs or folders of CSV, JSON lines or Parquet.
-
-    Raises:
-        DataError: there is none, or it cannot be read.
-    """
+    """Return the first rows of a log: files, globs or folders of CSV, JSON lines or Parquet."""
     with _open_log(urls) as (connection, files), _translate_errors(files):
         with fsspec.open(files.names[0], "rb", compression="infer") as file:
             text = TextRule("utf-16" if file.read(2) == _UTF_16 else "utf-8")

@@ -44,8 +44,7 @@ class EpisodeProposal:
 
 def propose_episodes(found: InferredRoles) -> EpisodeProposal:
     """Return how rows and tasks are dealt out, by how many there are: a third of the median task's
-    rows are to be predicted, ten at most, more where clicks are rare.
-    """
+    rows are to be predicted, ten at most, more where clicks are rare."""
     sizes = found.task_sizes
     clicked = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)
     is_rare = not (found.is_rating or found.is_positives) and min(clicked, 1 - clicked) < RARE_SHARE

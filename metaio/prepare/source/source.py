@@ -174,8 +174,7 @@ class DuckSource:
 
     def _read_header(self, name: str) -> tuple[str, list[str]]:
         """Return the delimiter and the fields of a text file's first line, if it names all columns
-        that are read, and nothing if not.
-        """
+        that are read, and nothing if not."""
         return read_header(
             name, self._text.encoding, self._text.max_line_bytes, self._schema.columns
         )
@@ -234,8 +233,7 @@ class DuckSource:
 
     def _learn_types(self, others: list[str]) -> None:
         """Take the types of columns in which the first file has no value from files that have one:
-        loggers leave out what is null.
-        """
+        loggers leave out what is null."""
         unknown = {c for c in self._schema.columns if self._types.get(c) in OF_NO_VALUE}
         for name in others if unknown else ():
             types = self._infer_column_types(name)
@@ -296,8 +294,7 @@ class DuckSource:
 
     def _check_durations(self) -> None:
         """Raise DataError for a column of durations: DuckDB takes them for integers, and a minute
-        for 60,000,000,000 where the unit is the nanosecond.
-        """
+        for 60,000,000,000 where the unit is the nanosecond."""
         found = self._fetch(
             f"SELECT file_name, value FROM parquet_kv_metadata({format_paths(self._files.names)}) "
             "WHERE key = 'ARROW:schema'::BLOB ORDER BY file_name"
@@ -310,13 +307,8 @@ class DuckSource:
         return list(self._types)
 
     def survey(self) -> int:
-        """Return the number of rows, once no column holds what it may not hold.
-
-        Raises:
-            TooFewRowsError: there are no rows.
-            DataError: nulls where none are allowed, or values of a text file that its columns'
-                types would cut.
-        """
+        """Return the number of rows, once no column holds what it may not hold. Raises DataError:
+        nulls where none are allowed, or values of a text file that its columns' types would cut."""
         columns = self._schema.columns
         counts = ", ".join(f"count({quote_column(column)})" for column in columns)
         revealing = choose_revealing_types(self._schema, self._asked, self._files.kind)

@@ -47,8 +47,7 @@ def format_scan(
 
 def format_strict_csv(name: str, options: str, delimiter: str, fields: Iterable[str]) -> str:
     """Return the table function that reads a file as text of these fields, and no line of others:
-    where rows differ in length DuckDB itself may take each line for one field.
-    """
+    where rows differ in length DuckDB itself may take each line for one field."""
     return (
         f"read_csv({format_paths([name])}, {options}, auto_detect = false, delim = '{delimiter}', "
         f"quote = '\"', escape = '\"', header = true, "

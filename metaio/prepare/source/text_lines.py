@@ -22,8 +22,7 @@ def open_text_lines(
     name: str, encoding: str, newline: str | None = ""
 ) -> Iterator[io.TextIOWrapper]:
     """Return a text file that yields its lines: of UTF-8 one character for each byte, so that bytes
-    that are none, in columns that nobody reads, do no harm. `newline` is that of open().
-    """
+    that are none, in columns that nobody reads, do no harm. `newline` is that of open()."""
     with fsspec.open(name, "rb") as file:
         codec = _CODECS.get(PurePath(name).suffix.lower())
         plain: Any = pa.CompressedInputStream(pa.PythonFile(file), codec) if codec else file
@@ -33,22 +32,24 @@ def open_text_lines(
             yield lines
 
 
-def count_lines(names: Sequence[str], encoding: str, mark: str) -> tuple[int, int, int]:
+def count_lines(
+    names: Sequence[str], encoding: str, mark: str, block: int = _BLOCK
+) -> tuple[int, int, int]:
     """Return how many lines files have, and how many of them are blank, or begin with a mark."""
     num_lines = num_blank = num_comments = 0
     for name in names:
         with open_text_lines(name, encoding, newline=None) as file:
-            for lines in _iterate_blocks(file):
+            for lines in _iterate_blocks(file, block):
                 num_lines += len(lines)
                 num_blank += lines.count("")
                 num_comments += sum(line.startswith(mark) for line in lines) if mark else 0
     return num_lines, num_blank, num_comments
 
 
-def _iterate_blocks(file: io.TextIOWrapper) -> Iterator[list[str]]:
+def _iterate_blocks(file: io.TextIOWrapper, size: int) -> Iterator[list[str]]:
     """Yield all lines, without their ends, many at once: one by one takes longer to count."""
     rest = ""
-    while block := file.read(_BLOCK):
+    while block := file.read(size):
         *lines, rest = (rest + block).split("\n")
         yield lines
     if rest:
@@ -59,8 +60,7 @@ def read_header(
     name: str, encoding: str, max_line_bytes: int, wanted: Sequence[str]
 ) -> tuple[str, list[str]]:
     """Return the delimiter and the fields of a file's first line, if it names all columns that are
-    wanted, and nothing if not.
-    """
+    wanted, and nothing if not."""
     try:
         with open_text_lines(name, encoding) as file:
             line = file.readline(max_line_bytes).rstrip("\r\n")

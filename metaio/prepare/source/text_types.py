@@ -47,8 +47,7 @@ def _list_id_columns(schema: Schema) -> set[str | None]:
 
 def choose_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
     """Return the guessed types, except for labels and dense columns, which may have decimals later,
-    and for integers beyond 64 bits, which survey() looks at.
-    """
+    and for integers beyond 64 bits, which survey() looks at."""
     # A UUID would be written anew: in lower case, which other rows and requests need not have.
     chosen = {column: guessed[column].replace("UUID", "VARCHAR") for column in schema.columns}
     ids = _list_id_columns(schema)
@@ -76,8 +75,7 @@ def choose_revealing_types(
 ) -> dict[str, tuple[str, str]]:
     """Return, for each column whose type could lose something, the type to read it as to see that,
     and the SQL of one value that loses something, null if none does. Dates are not read as
-    timestamps: DuckDB only finds out how they are written for the type that it guessed.
-    """
+    timestamps: DuckDB only finds out how they are written for the type that it guessed."""
     conditions = {
         "BIGINT": ("DOUBLE", "{0} <> floor({0})"),
         # Of JSON, where any number but 0 would be true.
@@ -112,8 +110,7 @@ def choose_revealing_types(
 
 def explain_loss(schema: Schema, column: str, kind: str, value: float | str) -> str:
     """Return why a value ends prepare in a column of the type `kind`, where it would lose a part
-    of itself.
-    """
+    of itself."""
     before, loss, remedy = {
         "BIGINT": ("integers", "as one it would be rounded", "Write all with a decimal point"),
         "BOOLEAN": ("truth values", "as one it would be true", "Write numbers in all rows"),

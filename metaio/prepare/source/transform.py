@@ -30,11 +30,7 @@ NAMED_TRANSFORMS: Registry[Transform] = Registry(
 
 
 def find_transform(rule: TransformRule) -> Transform:
-    """Return the rule's function.
-
-    Raises:
-        SchemaError: there is none of that name.
-    """
+    """Return the rule's function."""
     try:
         return NAMED_TRANSFORMS.find(rule.function)
     except ValueError as error:
@@ -42,11 +38,7 @@ def find_transform(rule: TransformRule) -> Transform:
 
 
 def check_trusted(rule: TransformRule | None) -> None:
-    """Check the name of a function that came with a stream, before anything of it is imported.
-
-    Raises:
-        SchemaError: its package is not here, or not trusted.
-    """
+    """Check the name of a function that came with a stream, before anything of it is imported."""
     try:
         if rule is not None:
             NAMED_TRANSFORMS.check_trusted(rule.function)
@@ -70,14 +62,8 @@ def transform_inputs(
 ) -> InputFiles:
     """Return the inputs as the rule's function transforms them, in files below `folder`.
     `batches_of` gives the rows of a file, of some columns (none: all); `wanted` are columns that
-    must come out.
-
-    Raises:
-        SchemaError: there is no such function.
-        DataError: it failed, or returned something else than rows of the same columns and types
-            each time.
-        TooFewRowsError: it dropped all.
-    """
+    must come out. Raises DataError: it failed, or returned something else than rows of the same
+    columns and types each time. Raises TooFewRowsError: it dropped all."""
     function, names, before = find_transform(rule), [], None
     folder.mkdir()
     for index, name in enumerate(inputs.names):

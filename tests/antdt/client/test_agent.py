@@ -128,28 +128,6 @@ def test_a_trainer_that_cannot_restart_says_why(server: ShardServer, client: Sha
     wait_until(lambda: taken(agent) is not None and _result_of(server, action_id) == 2)
 
 
-def test_an_action_that_the_trainer_does_not_know_is_refused(
-    server: ShardServer, client: ShardClient
-) -> None:
-    agent = WorkerAgent(client, 8, lambda: "")
-    action_id = post(server, 1, 6, "rank0")
-    wait_until(lambda: taken(agent) is not None and _result_of(server, action_id) == 2)
-
-
-def test_what_the_agent_answers_is_told_in_the_log(
-    server: ShardServer, client: ShardClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="gmeta.antdt.agent")
-    agent = WorkerAgent(client, 8, lambda: "torchrun has used 1 of 1 restarts")
-    unknown, restart = post(server, 1, 3, "rank0"), post(server, 2, 5, "rank0")
-    wait_until(lambda: taken(agent) is not None and _result_of(server, restart) == 2)
-    wait_until(lambda: taken(agent) is not None and _result_of(server, unknown) == 2)
-    assert sorted(record.getMessage() for record in caplog.records) == [
-        "action 1.1.1: refused this trainer does not do ADJUST_LR: a step always has as many tasks",
-        "action 1.1.2: refused torchrun has used 1 of 1 restarts",
-    ]
-
-
 def _open_actions() -> LedgerView:
     return LedgerView(lambda ledger, now_s: list(ledger.state.actions))
 

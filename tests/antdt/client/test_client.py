@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gmeta.access.errors import AntdtError, RefusedError
+from gmeta.access.errors import RefusedError
 from gmeta.antdt import (
     DatasetSpec,
     LeaseLostError,
@@ -178,16 +178,6 @@ def test_leaving_the_client_gives_its_shards_back(address: str, client: ShardCli
     assert {lease.shard_index for lease in client.lease("d", 0, 3)} == {0, 1, 2}
 
 
-def test_units_beyond_the_end_are_refused(client: ShardClient) -> None:
-    (lease,) = client.lease("d", 0)
-    with pytest.raises(ValueError) as beyond:
-        lease.advance(5)
-    assert str(beyond.value) == (
-        f"shard {lease.shard_index} has {lease.num_units} units, 0 are trained and 5 more were "
-        "reported; count each unit once."
-    )
-
-
 def test_a_restore_ends_every_lease_and_fences_the_others(
     address: str, client: ShardClient
 ) -> None:
@@ -305,14 +295,6 @@ def test_a_feed_hands_on_what_its_thread_met(client: ShardClient) -> None:
     feed.close()
 
 
-def test_a_feed_that_leases_nothing_ahead_is_refused(client: ShardClient) -> None:
-    with pytest.raises(ValueError) as caught:
-        ShardFeed(client, "d", 0, prefetch_shards=0)
-    assert str(caught.value) == (
-        "prefetch_shards is 0; at least 1 is needed. Use 2 to hide the service."
-    )
-
-
 def test_a_lease_that_was_not_renewed_in_time_stays_lost() -> None:
     """Also where an answer comes late: by now the shard may be another worker's."""
     lease = Lease(Grant(7, "d", 0, 3, 12, 4, 0, 0), usable_until_s=time.monotonic() - 60.0)
@@ -398,23 +380,6 @@ def test_a_heartbeat_under_way_while_the_job_is_rolled_back_fences_nobody(
     connection._attempt = attempt  # type: ignore[method-assign]
     assert restoring.result(PATIENCE_S) == client.run_generation
     assert isinstance(client.lease("d", 0), list)
-
-
-def test_a_defect_of_the_thread_that_leases_is_told_to_who_waits(
-    client: ShardClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("Channel is closed.")
-
-    monkeypatch.setattr(client, "lease", broken)
-    feed = ShardFeed(client, "d", 0)
-    with pytest.raises(AntdtError) as told:
-        feed.next_lease()
-    assert str(told.value) == (
-        "no shard can be leased any more: RuntimeError: Channel is closed. That is a defect; "
-        "report it with its traceback."
-    )
-    feed.close()
 
 
 def test_nobody_waits_for_a_feed_that_was_closed(client: ShardClient) -> None:

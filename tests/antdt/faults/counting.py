@@ -20,8 +20,7 @@ COUNTS_FILE = "counts.json"
 
 def count_tasks() -> None:
     """Wrap what `gmeta.train` calls, in a rank: the steps, and the feed that writes into
-    checkpoints.
-    """
+    checkpoints."""
     if "RANK" not in os.environ:
         return
     counts: Counter[int] = Counter()

@@ -43,8 +43,7 @@ def _serve(config: ServiceConfig, wall_step_s: Any, skipped_s: Any) -> None:
 
 class ServiceProcess:
     """One service on a fixed port and store; `start` after `kill` is a restart. Its clocks are the
-    machine's, further by what a test says: nobody has to sit a lease's life out.
-    """
+    machine's, further by what a test says: nobody has to sit a lease's life out."""
 
     def __init__(self, store: Path, lease_ttl_s: float = 30.0) -> None:
         self.port = free_port()

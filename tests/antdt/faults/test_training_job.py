@@ -62,8 +62,7 @@ def kill(pid: int) -> None:
 
 def process_of(job_pid: int, sign: str, rank: int | None = None) -> int:
     """The process of the job whose command line names `sign` (and that has this rank). A forked
-    rank is no child of the job: see `ForkedProcess.pid_of`.
-    """
+    rank is no child of the job: see `ForkedProcess.pid_of`."""
     for pid in descendants(job_pid):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -1,6 +1,5 @@
 """What a shard manifest says, against sets of units that are counted one by one."""
 
-import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -172,19 +171,11 @@ TWICE = (
     [
         (lambda entry: entry["done"].append([1, 3]), TWICE),
         (lambda entry: entry["done"].append([5, 7]), TWICE),
-        (lambda entry: entry["done"].append([-1, 0]), TWICE),
-        (lambda entry: entry["done"].append([5, 4]), TWICE),
         (lambda entry: entry["partial"].append([1, 0, 0, "", ""]), TWICE),
         (lambda entry: entry["partial"].append([3, 0, 0, "", ""]), TWICE),
-        (lambda entry: entry["partial"].append([6, 0, 0, "", ""]), TWICE),
         (
             lambda entry: entry["partial"].append([4, 5, 0, "", ""]),
             "the manifest says that 5 units of the shard at position 4 of dataset d are trained; "
-            "it has 4. Use a manifest that the service wrote.",
-        ),
-        (
-            lambda entry: entry["partial"].append([4, -1, 0, "", ""]),
-            "the manifest says that -1 units of the shard at position 4 of dataset d are trained; "
             "it has 4. Use a manifest that the service wrote.",
         ),
         (
@@ -201,18 +192,3 @@ def test_a_manifest_that_trains_a_unit_twice_or_never_is_refused(
         edited(change)
     assert str(refused.value).startswith(message)
     assert message.endswith(": ") or str(refused.value) == message
-
-
-def test_a_manifest_with_a_number_out_of_bounds_is_told_which() -> None:
-    """Its digest is right: another program wrote it, not a slip of the disk."""
-    body = json.loads(manifest(DatasetManifest(SPEC, 0)).to_json())
-    del body["digest"]
-    body["datasets"][0]["spec"]["num_epochs"] = 0
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    body["digest"] = hashlib.sha256(text.encode()).hexdigest()
-    with pytest.raises(ManifestError) as refused:
-        parse_manifest(json.dumps(body))
-    assert str(refused.value) == (
-        "the manifest has a field that does not fit: num_epochs is 0; allowed is 1 to 1000000. "
-        "Correct the request. Use a manifest that the service wrote."
-    )

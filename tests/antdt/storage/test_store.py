@@ -14,13 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gmeta.antdt.errors import (
-    StoreError,
-    StoreFailedError,
-    StoreFullError,
-    StoreTakenError,
-    StoreVersionError,
-)
+from gmeta.antdt.errors import StoreFailedError, StoreFullError, StoreTakenError, StoreVersionError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.ledger import extend_chain
@@ -30,7 +24,6 @@ from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.sqlite_store import SqliteStore
 from gmeta.antdt.storage.store import MemoryDisk, MemoryStore, Store
 from gmeta.antdt.storage.store_records import RecordBatch, StoredSnapshot, seal_of
-from gmeta.antdt.storage.store_urls import open_store
 from tests.antdt.driver import FakeClock
 
 Open = Callable[[], Store]
@@ -336,16 +329,6 @@ def test_a_missing_record_is_found_before_anything_is_replayed(tmp_path: Path) -
     assert str(caught.value) == (
         "the ledger's hash chain is broken: event 1 is missing. The store was damaged or edited: "
         "restore it from a backup, or delete it: the manifest in a checkpoint rebuilds the service."
-    )
-
-
-@pytest.mark.parametrize("url", ["", "sqlite://", "sqlite:///", "postgres://x", "file.db"])
-def test_an_unknown_store_names_the_known_ones(url: str) -> None:
-    with pytest.raises(StoreError) as unknown:
-        open_store(url)
-    assert str(unknown.value) == (
-        f"the store {url!r} is of no known kind; allowed are sqlite:///relative/path, "
-        "sqlite:////absolute/path or memory:. Correct --store."
     )
 
 

@@ -99,8 +99,7 @@ class Workload:
 
 class Cluster:
     """The objects of one namespace, running; also the pods that they ask the API server for, a
-    host each of those that no workload has.
-    """
+    host each of those that no workload has."""
 
     def __init__(self, manifests: list[Manifest], network: list[Host], folder: Path) -> None:
         hub, *free = network
@@ -216,8 +215,7 @@ def running_together(
     manifests: Mapping[Path, list[Manifest]], more: int = 0
 ) -> Iterator[list[Cluster]]:
     """The objects of several namespaces, each with a folder, on one network, where any pod could
-    reach any other. Raises NoNamespacesError.
-    """
+    reach any other. Raises NoNamespacesError."""
     counts = [1 + more + _num_pods(each) for each in manifests.values()]
     with contextlib.ExitStack() as stack:
         network, clusters = stack.enter_context(hosts(sum(counts))), []

@@ -65,14 +65,6 @@ def test_a_run_ends_with_the_reason() -> None:
             "hr@K, p@K, recall@K, with a whole number from 1 to 10,000 for K, or name yours as "
             "package.module:Name (docs/extending.md)",
         ),
-        (
-            {"run": {"early_stop_metric": "ac:liked"}},
-            "run.early_stop_metric = 'ac' is no metric: did you mean auc? Else choose one "
-            "of auc, gauc, pr_auc, logloss, ece, mae, rmse, mrr, softmax, pairwise, ndcg@K, hr@K, "
-            "p@K, recall@K, with "
-            "a whole number from 1 to 10,000 for K, or name yours as "
-            "package.module:Name (docs/extending.md)",
-        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused(config: dict[str, object], message: str) -> None:
@@ -159,16 +151,6 @@ def test_of_several_validation_splits_the_mean_decides(tmp_path: Path, click_log
     assert again.returncode == 2
     told = "data.valid_split = 'valid', but run "
     assert again.stderr.splitlines()[-1].startswith(f"error: {told}")
-
-
-def test_a_validation_split_named_twice_is_refused(tmp_path: Path, click_logs: Path) -> None:
-    config = write_config(tmp_path / "train.toml", click_logs, tmp_path / "run")
-    twice = gmeta("train", config, *SMALL_MODEL, 'data.valid_split=["valid","valid"]')
-    assert twice.returncode == 2
-    assert twice.stderr.splitlines()[-1] == (
-        "error: data.valid_split names 'valid' twice: the mean would count it twice. Name each "
-        "split once"
-    )
 
 
 def test_where_the_best_is_not_kept_every_command_says_which_checkpoint_it_takes(

@@ -1,20 +1,21 @@
 """What a plan is said to cost, against sums by hand and against what the exchange itself counts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from dataclasses import replace
+
 from gmeta.config.sharding import ShardingConfig
-from gmeta.config.train_config import (OuterConfig, TrainConfig)
-from gmeta.distributed.cluster_spec import (Cluster, Speeds)
-from gmeta.distributed.estimate import (RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits)
-from gmeta.distributed.exchange.routes import (Routes, Shard)
+from gmeta.config.train_config import OuterConfig, TrainConfig
+from gmeta.distributed.cluster_spec import Cluster, Speeds
+from gmeta.distributed.estimate import RESERVED, ShardingEstimate, StepWork, estimate, suggest_fits
+from gmeta.distributed.exchange.routes import Routes, Shard
 from gmeta.distributed.exchange.wire import KINDS
-from gmeta.distributed.sharding_plan import (describe_plan, merge_plans, plan_on)
+from gmeta.distributed.sharding_plan import describe_plan, merge_plans, plan_on
 from gmeta.distributed.unsharded import make_unsharded_tables
 from gmeta_models.model_config import ModelConfig
-from metaio.format.features import (FeatureSpec, Features, TableSpec)
-
+from metaio.format.features import Features, FeatureSpec, TableSpec
 
 GB = 10**9
 SPEEDS = Speeds(hbm=4e12, pcie=5e10, nvlink=3e11, network=5e10, flops=6e13)

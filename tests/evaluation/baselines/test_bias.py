@@ -2,16 +2,18 @@
 
 import itertools
 import math
-import numpy as np
-import pytest
 from collections import defaultdict
 from dataclasses import replace
+
+import numpy as np
+import pytest
+
 from gmeta.config.labels import Loss
-from gmeta.evaluation.baselines.bias_model import (BiasModel, COARSE_PRIORS, PRIORS, choose_bias)
-from gmeta.evaluation.baselines.episode_rows import (EpisodeRows, NO_ITEM)
-from gmeta.evaluation.baselines.training_sums import (assign_folds, sum_training_rows)
-from gmeta.metrics.scores import (logloss, mae)
-from tests.evaluation.baselines.sample import (FEATURES, ITEM, PlainRow, episode_rows, plain)
+from gmeta.evaluation.baselines.bias_model import COARSE_PRIORS, PRIORS, BiasModel, choose_bias
+from gmeta.evaluation.baselines.episode_rows import NO_ITEM, EpisodeRows
+from gmeta.evaluation.baselines.training_sums import assign_folds, sum_training_rows
+from gmeta.metrics.scores import logloss, mae
+from tests.evaluation.baselines.sample import FEATURES, ITEM, PlainRow, episode_rows, plain
 
 
 def root(rows: list[tuple[float, float]], prior: float) -> float:
@@ -100,20 +102,20 @@ def test_the_sums_of_blocks_are_those_of_all_rows_and_folds_hold_whole_tasks() -
                 for one in ids:
                     expected[column, int(fold_T[row.episode]), one].append(row.label)
     for column, of_column in enumerate(sums.columns):
-        for (fold, value), count in np.ndenumerate(of_column.count_by_fold):
+        for (fold, value), count in np.ndenumerate(of_column.sums_by_fold[..., 0]):
             labels = expected[column, fold, value]
             assert count == len(labels)
-            assert of_column.sum_by_fold[fold, value] == pytest.approx(sum(labels))
+            assert of_column.sums_by_fold[fold, value, 1] == pytest.approx(sum(labels))
     assert sums.num_rows == sum(part.num_rows for part in parts)
 
 
 def test_values_of_a_large_table_share_places_where_memory_ends() -> None:
     rows = episode_rows(20, "mse")
     sums = sum_training_rows([rows], FEATURES, 0, max_bytes=16 * 5 * 3 * 7)
-    assert [column.num_values for column in sums.columns] == [6, 7, 7]
-    whole = sum_training_rows([rows], FEATURES, 0).columns[ITEM].count_by_fold.sum(axis=0)
+    assert [column.sums_by_fold.shape[1] for column in sums.columns] == [6, 7, 7]
+    whole = sum_training_rows([rows], FEATURES, 0).columns[ITEM].sums_by_fold[..., 0].sum(axis=0)
     shared = [whole[place::7].sum() for place in range(7)]
-    assert sums.columns[ITEM].count_by_fold.sum(axis=0).tolist() == shared
+    assert sums.columns[ITEM].sums_by_fold[..., 0].sum(axis=0).tolist() == shared
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse"])

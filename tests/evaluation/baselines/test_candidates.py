@@ -2,28 +2,33 @@
 
 import json
 import math
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.train_config import config_from_dict
-from gmeta.data.support_views import (STORED, SupportView)
-from gmeta.errors import (ConfigError, UserError)
+from gmeta.data.support_views import STORED, SupportView
+from gmeta.errors import ConfigError, UserError
 from gmeta.evaluation.baselines import candidates
 from gmeta.evaluation.baselines.block_rows import read_rows
-from gmeta.evaluation.baselines.candidates import (Candidates, make_candidates, rank_among_candidates_N2)
+from gmeta.evaluation.baselines.candidates import (
+    Candidates,
+    make_candidates,
+    rank_among_candidates_N2,
+)
 from gmeta.evaluation.baselines.episode_rows import EpisodeRows
 from gmeta.metrics.catalogue import Scoring
 from gmeta.metrics.scores import split_terms
 from gmeta.runs.early_stop import make_early_stop
-from metaio import (Dataset, open_dataset)
+from metaio import Dataset, open_dataset
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from pathlib import Path
-from tests.support.commands import (SMALL_MODEL, evaluate, gmeta, write_config)
-from typing import Any
-
+from tests.support.commands import SMALL_MODEL, evaluate, gmeta, write_config
 
 FILMS = 25
 SCHEMA: dict[str, Any] = {

@@ -284,14 +284,6 @@ def test_adapting_that_is_made_worse_is_told_in_red(runs: Path, tmp_path: Path) 
             "evaluation.tuning_tasks. Train another run instead",
         ),
         (
-            ("algorithm.iner_lr=0.1",),
-            "'algorithm.iner_lr=0.1' cannot be changed for the evaluation of {run}, trained with "
-            "maml: allowed are algorithm.inner_lr, algorithm.inner_steps, algorithm.support_prior, "
-            "algorithm.adapt_layers, algorithm.adapt_embeddings, evaluation.metrics, "
-            "evaluation.positive_rating, evaluation.candidates, evaluation.unit, "
-            "evaluation.tuning_tasks. Did you mean algorithm.inner_lr?",
-        ),
-        (
             ("algorithm.inner_steps=none",),
             "algorithm.inner_steps = 'none' is not of type int. Correct the value",
         ),

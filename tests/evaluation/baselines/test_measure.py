@@ -1,6 +1,7 @@
 """The yardstick of a stored dataset: the same rows, and no label that it must not know."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.evaluation.baselines.sample import FEATURES, raw_rows, write_data
 
 @pytest.fixture(autouse=True)
 def few_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "MAX_TREES", 30)
+    monkeypatch.setattr(trees, "grow", partial(trees.grow_trees, max_trees=30))
     monkeypatch.setattr(trees, "MAX_DRAWS", 3)
 
 

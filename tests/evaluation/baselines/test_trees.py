@@ -33,58 +33,50 @@ def with_price_effect(rows: EpisodeRows, loss: Loss) -> EpisodeRows:
 
 
 @pytest.mark.parametrize("loss", ["bce", "mse", "huber", "mae"])
-def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(
-    loss: Loss, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trees, "MAX_TREES", 60)
+def test_trees_beat_the_bias_model_by_what_only_a_feature_tells(loss: Loss) -> None:
     train = with_price_effect(episode_rows(150, loss), loss)
     cold = with_price_effect(episode_rows(100, loss, 2, 2000), loss)
     known = known_of(train, loss)
-    grown = trees.grow_trees(loss, known, train, [], False, 0)
+    grown = trees.grow_trees(loss, known, train, [], False, 0, max_trees=60)
     assert grown is not None
     query_N = ~cold.is_support_N
     label_N = cold.label_N[query_N]
     of_trees = mean_error(loss, label_N, grown.predict(known, cold))
     of_bias = mean_error(loss, label_N, known.bias.predict(known.sums, cold)[query_N])
     assert of_trees < 0.9 * of_bias
-    again = trees.grow_trees(loss, known, train, [], False, 0)
+    again = trees.grow_trees(loss, known, train, [], False, 0, max_trees=60)
     assert again is not None
     np.testing.assert_array_equal(grown.predict(known, cold), again.predict(known, cold))
 
 
-def test_huber_s_loss_is_squared_as_far_as_the_run_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huber_s_loss_is_squared_as_far_as_the_run_s() -> None:
     """Of large labels, such as prices, steps as of a delta of 1 would be nothing."""
-    monkeypatch.setattr(trees, "MAX_TREES", 20)
     train = episode_rows(60, "mse")
     found = []
     for scale in (1.0, 1024.0):  # a power of two changes no digit
         scaled = replace(train, label_N=train.label_N * scale)
         known = known_of(scaled, "huber")
-        grown = trees.grow_trees("huber", known, scaled, [], False, 0, huber_delta=scale)
+        grown = trees.grow_trees("huber", known, scaled, [], False, 0, scale, max_trees=20)
         assert grown is not None
         found.append(grown.predict(known, scaled) / scale)
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
-def test_fractions_of_clicks_are_no_clicks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "MAX_TREES", 60)
+def test_fractions_of_clicks_are_no_clicks() -> None:
     train, cold = episode_rows(150, "bce"), episode_rows(100, "bce", 2, 2000)
     for rows in (train, cold):
         rows.label_N[:] = np.where(rows.dense_NK[:, 0] > 0.5, 0.3, 0.1)
     known = known_of(train, "bce")
-    grown = trees.grow_trees("bce", known, train, [], False, 0)
+    grown = trees.grow_trees("bce", known, train, [], False, 0, max_trees=60)
     assert grown is not None
     label_N = cold.label_N[~cold.is_support_N]
     assert np.abs(grown.predict(known, cold) - label_N).mean() < 0.03
 
 
-def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trees, "MAX_TREES", 60)
+def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks() -> None:
     train, valid = episode_rows(200, "bce"), episode_rows(80, "bce", 1, 1000)
     known = known_of(train, "bce")
-    grown = trees.grow_trees("bce", known, train, [valid], False, 0)
+    grown = trees.grow_trees("bce", known, train, [valid], False, 0, max_trees=60)
     assert grown is not None
     judged = known.make_statistics(valid, assign_folds(valid.task_T, 0)[valid.episode_N])
     # The same data, grown and judged here, tree by tree.
@@ -110,22 +102,14 @@ def test_what_is_chosen_is_the_best_of_the_grid_on_the_validation_tasks(
         return min(losses), int(np.argmin(losses)) + 1
 
     expected = trees.TreeSetting()
-    for key, values in (("leaves", trees.LEAVES), ("leaf_rows", trees.LEAF_ROWS)):
+    for key, values in trees.GRID.items():
         settings = [replace(expected, **{key: value}) for value in values]
         expected = min(settings, key=best_of)
-    settings = [replace(expected, rate=rate) for rate in trees.RATES]
-    expected = min(settings, key=best_of)
     assert (grown.setting, grown.num_tried) == (expected, 7)
     assert grown.num_trees == best_of(expected)[1]
 
 
-def test_groups_that_judge_weigh_alike_however_many_rows_they_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(trees, "MAX_TREES", 60)
-    monkeypatch.setattr(trees, "LEAVES", (7,))
-    monkeypatch.setattr(trees, "LEAF_ROWS", (50,))
-    monkeypatch.setattr(trees, "RATES", (0.1,))
+def test_groups_that_judge_weigh_alike_however_many_rows_they_have() -> None:
     train = with_price_effect(episode_rows(200, "mse"), "mse")
     # Many tasks that like what training says, few whose labels it knows nothing of.
     groups = [
@@ -160,7 +144,9 @@ def test_groups_that_judge_weigh_alike_however_many_rows_they_have(
     losses = [loss_after(count) for count in range(1, 61)]
     by_group, by_row = (int(np.argmin(column)) + 1 for column in zip(*losses, strict=True))
     assert by_group != by_row
-    grown = trees.grow_trees("mse", known, train, groups, False, 0)
+    grown = trees.grow_trees(
+        "mse", known, train, groups, False, 0, grid={"rate": (0.1,)}, max_trees=60
+    )
     assert grown is not None
     assert grown.num_trees == by_group
 

@@ -1,13 +1,14 @@
 """The learning curve keeps the shape of what was logged."""
 
 import math
-import numpy as np
-import pytest
-from gmeta.evaluation.report.learning_curves import (MAX_POINTS, make_learning_curves)
-from gmeta.metrics.catalogue import Scoring
-from tests.evaluation.report.sample import history
 from typing import Any
 
+import numpy as np
+import pytest
+
+from gmeta.evaluation.report.learning_curves import MAX_POINTS, make_learning_curves
+from gmeta.metrics.catalogue import Scoring
+from tests.evaluation.report.sample import history
 
 # P points
 

@@ -51,8 +51,7 @@ def test_an_interval_over_draws_covers_the_spread_of_tasks_and_of_draws(
     between: float, within: float
 ) -> None:
     """Against the spread of the estimate itself, over many data sets made alike: its variance is
-    (between^2 + within^2 / draws) / tasks.
-    """
+    (between^2 + within^2 / draws) / tasks."""
     draws, tasks = 4, 300
     expected = math.sqrt((between**2 + within**2 / draws) / tasks)
     widths = []

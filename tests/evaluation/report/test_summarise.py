@@ -9,7 +9,6 @@ import pytest
 
 from gmeta.config.evaluation import EvaluationConfig
 from gmeta.config.labels import Loss
-from gmeta.errors import UserError
 from gmeta.evaluation.report.evaluated_runs import EvaluatedRun, select_split
 from gmeta.evaluation.report.evaluation_schema import (
     STAGES,
@@ -188,7 +187,7 @@ def test_a_diverged_stage_is_reported_as_such() -> None:
     assert result
     reasons = {one.reason for one in result.metrics.values()}
     assert reasons == {"1 of 320 predictions are not finite: the model diverged"}
-    assert [(one.run, one.stage) for one in group.calibration] == [("melu-maml", "before")]
+    assert [(one.run, one.stage) for one in group.calibrate] == [("melu-maml", "before")]
 
 
 def test_support_bins_cover_every_task_once() -> None:
@@ -260,7 +259,7 @@ def test_a_bin_without_a_positive_row_is_not_known_to_have_none() -> None:
 
 
 def test_ratings_have_no_calibration() -> None:
-    assert first_group(run_of("mse")).calibration == ()
+    assert first_group(run_of("mse")).calibrate == ()
 
 
 def test_the_same_runs_give_the_same_numbers() -> None:
@@ -348,12 +347,3 @@ def test_a_run_below_a_plain_one_that_is_fine_tuned_is_told() -> None:
 def test_a_baseline_that_is_not_plain_is_no_caution() -> None:
     runs = [run_of("mse", gain=0.3), run_of("mse", "melu-anil", gain=0.9)]
     assert not summarise_evaluation(runs).cautions
-
-
-def test_a_run_cannot_be_called_like_a_yardstick() -> None:
-    with pytest.raises(UserError) as caught:
-        summarise_evaluation([run_of("mse", "bias model")], [yardstick_of("mse")])
-    assert str(caught.value) == (
-        "a run is called 'bias model', as a model of the yardstick is: names must differ to tell "
-        "them apart. Give the run another name"
-    )

@@ -1,21 +1,22 @@
 """Bundles against loops over the rows that were written; files that contradict themselves."""
 
 import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from metaio import (FormatError, SchemaError, open_dataset)
-from metaio.format.block import (Block, build_block, bundle_ids)
-from metaio.format.features import (FeatureSpec, Features, TableSpec)
-from metaio.format.inspection import (find_damage, summarise)
-from metaio.format.layout import (BLOCK_TABLE_NAME, make_block_table_schema)
-from metaio.format.manifest import (canonical_json, xxh3_hex)
-from metaio.format.shard_writer import make_file_entry
-from pathlib import Path
-from tests.metaio.conftest import (FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split)
-from typing import Any
 
+from metaio import FormatError, SchemaError, open_dataset
+from metaio.format.block import Block, build_block, bundle_ids
+from metaio.format.features import Features, FeatureSpec, TableSpec
+from metaio.format.inspection import find_damage, summarise
+from metaio.format.layout import BLOCK_TABLE_NAME, make_block_table_schema
+from metaio.format.manifest import canonical_json, xxh3_hex
+from metaio.format.shard_writer import make_file_entry
+from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
 
 IDS_ALONE = Features(
     tables=(TableSpec("item", 50), TableSpec("unused", 9)),

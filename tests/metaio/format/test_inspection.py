@@ -147,11 +147,6 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
             "synthetic OUT",
         ),
         (
-            ["b", "--recipe", "movielens-1m"],
-            "--recipe movielens-1m was given 1 paths, it takes 2. Run: gmeta prepare --recipe "
-            "movielens-1m PATH OUT",
-        ),
-        (
             ["out", "--schema", "s.toml"],
             "only OUT is given. Run: gmeta prepare --schema FILE INPUT... OUT",
         ),
@@ -164,30 +159,6 @@ def test_prepare_by_schema_from_the_command_line(tmp_path: Path) -> None:
             "--seed has no effect with --schema: it is for --recipe synthetic, --recipe "
             "synthetic-days, --recipe movielens-1m, --recipe metaemb, --recipe movielens-100k and "
             "--recipe amazon. Leave it out",
-        ),
-        (
-            ["out", "--recipe", "synthetic", "--block-rows", "65536"],  # its default, but given
-            "--block-rows has no effect with --recipe synthetic: it is for --schema, --schema "
-            "--spark, --extend and --extend --spark. Leave it out",
-        ),
-        (
-            ["in", "out", "--recipe", "movielens-1m", "--rows", "5", "9"],
-            "--rows has no effect with --recipe movielens-1m: it is for --recipe synthetic and "
-            "--recipe synthetic-days. Leave it out",
-        ),
-        (
-            ["in", "out", "--recipe", "amazon", "--validation"],
-            "--validation has no effect with --recipe amazon: it is for --recipe movielens-1m and "
-            "--recipe metaemb. Leave it out",
-        ),
-        (
-            ["in", "out", "--schema", "s.toml", "--spark", "--threads", "2"],
-            "--threads has no effect with --schema --spark: it is for --schema and --extend. Leave "
-            "it out",
-        ),
-        (
-            ["in", "out", "--schema", "s.toml", "--memory", "lots"],
-            "--memory is 'lots'; a size such as 512MB or 2GB is needed. Correct it",
         ),
     ],
 )

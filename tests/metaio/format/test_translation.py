@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from metaio import DataError, Dataset, FormatError, open_dataset
-from metaio.format.dataset import read_column
 from metaio.format.manifest import canonical_json, xxh3_hex
 from metaio.format.shard_writer import make_file_entry
 from metaio.format.translation import translate_dataset
@@ -118,23 +117,6 @@ def test_a_vocabulary_without_its_column_is_refused_in_one_line(
         )
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [(["i1"], "Failed to parse string"), ([1, None], "1 values are missing")],
-)
-def test_a_column_of_another_kind_or_with_gaps_is_refused_in_one_line(
-    make: Callable[..., Dataset], values: list[object], told: str
-) -> None:
-    own = make(1)
-    path = Path(own.url) / "rows.parquet"
-    pq.write_table(pa.table({"row": pa.array(values)}), path)
-    entry = make_file_entry(memoryview(path.read_bytes()))
-    with pytest.raises(FormatError) as caught:
-        read_column(own, "rows.parquet", entry, "row", pa.int64())
-    assert str(caught.value).startswith(f"{path} has no column row to read: ")
-    assert told in str(caught.value)
-
-
 def test_a_dataset_is_itself_to_its_own_model(make: Callable[..., Dataset]) -> None:
     own = make(1)
     assert translate_dataset(own, own) is own
@@ -166,16 +148,8 @@ def test_ids_that_a_recipe_numbers_are_those_of_the_same_recipe_alone(tmp_path: 
             "column shop has hash = 60 in {own} and 50 in {known}: its values mean other ids",
         ),
         (
-            {"single": SCHEMA["single"][::-1]},
-            "{own} has column shop where {known} has item",
-        ),
-        (
             {"dense": [{"column": "price"}]},
             "column price has standardise = False in {own} and True in {known}",
-        ),
-        (
-            {"label": {"column": "click", "threshold": 0.5}},
-            "column label click has threshold = 0.5 in {own} and None in {known}",
         ),
     ],
 )

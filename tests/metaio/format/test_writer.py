@@ -12,24 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metaio import (
-    DataError,
-    FormatError,
-    MetaIOError,
-    Provenance,
-    SchemaError,
-    open_dataset,
-    write_dataset,
-)
+from metaio import DataError, FormatError, MetaIOError, Provenance, open_dataset, write_dataset
 from metaio.format.atomic_folder import find_unfinished
 from metaio.format.dataset_writer import find_block_bounds
-from tests.metaio.conftest import (
-    FEATURES,
-    WriteFn,
-    episodes_of_rows,
-    make_rows,
-    whole_split,
-)
+from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
 
 PROVENANCE = Provenance("user", "click")
 
@@ -164,18 +150,6 @@ def test_ids_outside_their_table_are_refused(write: WriteFn) -> None:
         "feature age holds id 8, its table has ids 0 to 7. Raise the table's rows, or let prepare "
         "hash the column into them"
     )
-
-
-def test_bad_names_and_sizes_are_refused(write: WriteFn) -> None:
-    with pytest.raises(SchemaError) as caught:
-        write({"User Cold": make_rows(1)})
-    assert str(caught.value) == (
-        "split name 'User Cold' is not allowed: lower-case letters, digits and dashes only, at "
-        'most 200, and not "vocabulary". Rename the split'
-    )
-    with pytest.raises(SchemaError) as caught:
-        write({"train": make_rows(1)}, block_rows=0)
-    assert str(caught.value) == ("block_rows 0 and shard_blocks 16 must be at least 1. Raise them")
 
 
 def test_a_dataset_travels_through_a_remote_file_system(write: WriteFn) -> None:

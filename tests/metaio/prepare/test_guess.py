@@ -108,30 +108,13 @@ def test_names_may_be_headings() -> None:
     assert [roles[name] for name in heads.values()] == ["task", "time", "label"]
 
 
-def test_a_truth_value_says_no_time() -> None:
-    flags = log().set_column(
-        log().column_names.index("ts"), "ts", pa.array([row % 2 == 0 for row in range(ROWS)])
-    )
-    assert "time" not in guessed(flags).roles.values()
-    with pytest.raises(DataError, match="column 'ts' is bool: its values are no times"):
-        guessed(flags, time="ts")
-
-
 @pytest.mark.parametrize(
     ("given", "dropped", "told"),
     [
-        (
-            {},
-            ["click"],
-            "looks like the label. Name it with --label, or add a column of ones to a log of ",
-        ),
         ({}, ["user_id"], "looks like the task. Name it with --task"),
         ({"label": "clik"}, [], "there is no column 'clik' for the label: the log has user_id, "),
         ({"label": "note"}, [], "column 'note' is string: a label is a number or a truth value"),
-        ({"time": "note"}, [], "column 'note' is string: its values are no times that are known"),
-        ({"task": "click"}, [], "no column of user_id, item, session, genres, "),
         ({"task": "note"}, [], "each value of note has one row: there is nothing that a model "),
-        ({"label": "ts", "time": "ts"}, [], "one column is given twice: --label ts, --time ts. "),
     ],
 )
 def test_what_cannot_be_guessed_is_asked_for(

@@ -93,15 +93,6 @@ def test_an_archive_that_does_not_fit_is_told_with_where_it_was_unpacked(tmp_pat
     )
 
 
-def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
-    """All of its rows would count twice."""
-    path = tmp_path / "a.csv"
-    path.write_text("user,item\n1,2\n")
-    with pytest.raises(DataError) as caught:
-        expand_inputs([f"{tmp_path}/*.csv", str(path)], tmp_path)
-    assert str(caught.value) == f"input {path} is given 2 times. Give it once"
-
-
 def unchanged(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 

@@ -29,8 +29,7 @@ LABELS = {
 
 def labelled(num_rows: int = 300) -> pa.Table:
     """Return raw rows with purchases, which mean something where a row was clicked, ratings of
-    which a third is null, and weights.
-    """
+    which a third is null, and weights."""
     rng, raw = np.random.default_rng(5), raw_table(num_rows)
     stars = pa.array(rng.integers(1, 6, num_rows), mask=rng.random(num_rows) < 0.3)
     bought = pa.array(rng.random(num_rows) < 0.5, mask=raw["clicked"].to_numpy() == 0)
@@ -137,15 +136,12 @@ def test_a_null_where_the_mask_is_one_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"label": []}, "the schema has 0 labels: at least one is needed. Add a [label]"),
         ({"label": [CLICK, CLICK]}, "two labels have the name click. Give one of them "
          "another name"),
         ({"label": [CLICK, {"column": "price"}]}, "column price is the label and a feature: the "
          "model would be told the answer. Remove the feature"),
         ({"label": [CLICK, {"column": "x", "mask": "price"}]}, "column price is the mask of label "
          "x and a feature: rows to predict have none. Remove the feature"),
-        ({"label": [CLICK, {"column": "x", "name": "a/b"}]}, "label 'a/b' becomes a column of the "
-         "shards; allowed are {rule}. Give it a name of these"),
         ({"label": [CLICK, {"column": "x"}], "negatives": {"item": "item"}}, "[negatives] and the "
          "labels click, x: a row that is added has label 0, of one label that every row has. "
          "Remove [negatives], or the other labels"),

@@ -443,15 +443,6 @@ def test_nulls_are_refused_with_column_and_count(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError) as caught:
-        prepare([str(tmp_path / "empty")], str(tmp_path / "out"), changed())
-    assert str(caught.value) == (
-        f"input {tmp_path}/empty is a folder without files. Check the path"
-    )
-
-
 def test_a_place_that_is_taken_is_told_before_anything_is_read(tmp_path: Path) -> None:
     raw, out = tmp_path / "raw.parquet", str(tmp_path / "out")
     pq.write_table(raw_table(200), raw)
@@ -462,15 +453,6 @@ def test_a_place_that_is_taken_is_told_before_anything_is_read(tmp_path: Path) -
     assert str(caught.value) == (
         f"{out} holds a dataset already. Choose another place, or pass --overwrite to replace it"
     )
-
-
-def test_too_little_memory_says_what_to_raise(tmp_path: Path) -> None:
-    pq.write_table(raw_table(40), tmp_path / "raw.parquet")
-    options = PrepareOptions(threads=1, memory_bytes=1 << 20)
-    with pytest.raises(DataError) as caught:
-        prepare([str(tmp_path / "raw.parquet")], str(tmp_path / "out"), changed(), options)
-    assert "cannot be read within the memory allowed: Out of Memory Error" in str(caught.value)
-    assert str(caught.value).endswith(" Allow more (--memory)")
 
 
 @pytest.mark.parametrize(
@@ -570,31 +552,11 @@ def test_a_time_that_is_no_number_is_refused_and_not_the_newest_or_the_oldest(
         )
 
 
-def test_a_number_beyond_float32_is_refused(tmp_path: Path) -> None:
-    """Not stored as infinite: it would make every prediction of its row NaN."""
-    table = with_column("price", [1e39, *[1.0] * 39])
-    assert refused(tmp_path, table, changed(dense=[{"column": "price"}])) == (
-        "dense column price holds 1e+39; finite numbers up to 3.4e38 are needed. "
-        "Replace those values"
-    )
-
-
 def test_a_list_column_needs_lists_or_a_separator(tmp_path: Path) -> None:
     multi = [{"column": "tags", "hash": 9, "null": "unknown"}]
     assert refused(tmp_path, raw_table(40), changed(multi=multi)) == (
         "multi column tags has type string; a list is needed, or text with a separator. "
         "Give separator in the schema"
-    )
-
-
-def test_no_rows_and_no_train_rows_are_refused(tmp_path: Path) -> None:
-    assert refused(tmp_path, raw_table(40).slice(0, 0), changed()) == (
-        f"the inputs hold no rows: {tmp_path}/raw.parquet. Check the path"
-    )
-    splits = {"column": "part", "train": "all"}
-    assert refused(tmp_path, raw_table(40), changed(splits=splits)) == (
-        "the train split all has no rows; the splits found are later, train. Set splits.train to "
-        "one of them"
     )
 
 
@@ -638,27 +600,6 @@ def test_schema_drift_between_files_names_file_and_column(tmp_path: Path) -> Non
         with pytest.raises(DataError) as caught:
             prepare([str(tmp_path / "*.parquet")], str(tmp_path / "out"), changed())
         assert str(caught.value) == message.format(tmp_path)
-
-
-def test_a_line_that_does_not_fit_is_one_clear_message(tmp_path: Path) -> None:
-    lines = "".join(f"{i},{i % 3},1\n" for i in range(30_000))
-    (tmp_path / "raw.csv").write_text(f"user,item,clicked\n{lines}7,oops,1\n")
-    schema = parse_schema(
-        {
-            "task": {"column": "user"},
-            "label": {"column": "clicked"},
-            "single": [{"column": "item", "hash": 9}],
-            "episodes": {"query_rows": 1},
-        }
-    )
-    with pytest.raises(DataError) as caught:
-        prepare([str(tmp_path / "raw.csv")], str(tmp_path / "out"), schema)
-    assert str(caught.value) == (
-        f'input {tmp_path}/raw.csv, line 30002: column item holds "oops", which is no DOUBLE. '
-        "Correct that row, or declare the column's type in the schema, or, if it means a null, "
-        "list it in null under [text]"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["raw.csv"]
 
 
 def test_a_declared_type_keeps_leading_zeros(tmp_path: Path) -> None:

@@ -193,8 +193,7 @@ def test_windows_begin_at_the_row_of_their_rank(seed: int) -> None:
 
 def sided(table: pa.Table) -> pa.Table:
     """The log with a side for each row: of user 0 none is support, of user 1 none is query, and
-    those above 20 are left to [episodes].
-    """
+    those above 20 are left to [episodes]."""
 
     def side(row: Row) -> str | None:
         if row["user"] > 20:
@@ -397,20 +396,6 @@ def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> N
             "splits.by_time needs a [time] column. Add it",
         ),
         (
-            {"splits": {"by_time": {"test": 5.0}, "shares": {"train": 1.0}}},
-            "splits has both shares and by_time. Give one of them",
-        ),
-        (
-            {"splits": {"new_tasks": "drop"}},
-            "splits.new_tasks is about windows of time, and there is no splits.by_time. Leave it "
-            "out",
-        ),
-        (
-            {"splits": {"validation_share": 0.2}},
-            "splits.validation_share says how many tasks become valid, but not of which split. "
-            "Add validation_from",
-        ),
-        (
             {"splits": {"validation_from": "test"}},
             "splits.validation_from is test, which is no split: there are train. Name one of them",
         ),
@@ -420,31 +405,9 @@ def test_longer_drop_leaves_whole_tasks_out_and_counts_them(tmp_path: Path) -> N
             'absent. Set validation_from = "train"',
         ),
         (
-            {"splits": {"validation_from": "train", "validation_items": 1.0}},
-            "splits.validation_items is 1; it must lie between 0 and 1. Change it",
-        ),
-        (
-            {"splits": {"validation_from": "train", "validation_items": 0.1}},
-            "splits.validation_items holds back items, but there is no [item], which says what the "
-            "items are. Add it",
-        ),
-        (
-            {
-                "splits": {"validation_from": "train", "validation_items": 0.1},
-                "item": {"column": "item"},
-                "negatives": {"item": "item"},
-            },
-            "splits.validation_items holds back items, but [negatives] are drawn from known items "
-            "alone, which would tell them from the held-back ones. Leave one of them out",
-        ),
-        (
             {"membership": {"support": "a*"}},
             "membership needs a column that says support or query, or two patterns of file names, "
             "support and query. Give the column, or both patterns",
-        ),
-        (
-            {"membership": {"column": "side"}, "splits": {"by_time": {"test": 5.0}}},
-            "[membership] says which rows are query, and so does splits.by_time. Leave one out",
         ),
         (
             {"membership": {"column": "number"}},
@@ -458,27 +421,6 @@ def test_rules_that_do_not_go_together_are_refused(parts: dict[str, Any], messag
     with pytest.raises(SchemaError) as caught:
         parse_schema(body)
     assert str(caught.value) == message
-
-
-def test_windows_out_of_order_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, log(), splits={"by_time": {"valid": 90.0, "test": 60.0}})
-    assert str(caught.value) == (
-        "splits.by_time: window test does not begin after valid, so that valid is empty. Give "
-        "later beginnings, or larger shares where many rows share a time"
-    )
-
-
-def test_a_split_column_that_holds_what_validation_makes_is_refused(tmp_path: Path) -> None:
-    table = log(20).append_column("part", pa.array(["train"] * 19 + ["valid-item-cold"]))
-    splits = {"column": "part", "validation_from": "train", "validation_items": 0.2}
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path, table, splits=splits, item={"column": "item"})
-    assert str(caught.value) == (
-        "splits.validation_from moves rows of train to valid and valid-item-cold and "
-        "valid-both-cold, which are new, but column part holds train, valid-item-cold. Correct it, "
-        "or leave it out"
-    )
 
 
 def test_a_side_of_another_name_is_refused(tmp_path: Path) -> None:

@@ -147,12 +147,6 @@ def test_a_file_that_was_altered_is_told(tmp_path: Path) -> None:
             "item.column is user; a [[single]] column that is not the task is needed: kind, film. "
             "Name one of them, or leave out [item]",
         ),
-        (
-            {"column": "film", "columns": ["director"]},
-            "item.columns names director, which is no [[single]], [[multi]], [[dense]] or "
-            "[[vector]] column: no input would change with the item. Add the column, or take the "
-            "name out",
-        ),
     ],
 )
 def test_an_item_that_cannot_be_is_refused(rule: dict[str, Any], message: str) -> None:

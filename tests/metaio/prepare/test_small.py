@@ -8,19 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from metaio import BatchReader, DataError, Features, FormatError, Rows, open_dataset
+from metaio import BatchReader, DataError, Features, open_dataset
 from metaio.format.inspection import find_damage, summarise
 from metaio.format.inspection_chart import draw_summaries
 from metaio.prepare.job import PrepareOptions
 from metaio.prepare.local import prepare
 from metaio.prepare.schema.schema_file import parse_schema
-from tests.metaio.conftest import (
-    FEATURES,
-    WriteFn,
-    episodes_of_rows,
-    make_rows,
-    whole_split,
-)
+from tests.metaio.conftest import FEATURES, WriteFn, episodes_of_rows, make_rows, whole_split
 
 ONE_ROW = make_rows(1, max_rows=1)
 
@@ -86,35 +80,6 @@ def test_dropping_the_last_step_of_less_than_one_leaves_none(write: WriteFn) -> 
         assert list(reader.batches(0)) == []
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
-def test_a_rank_that_there_is_not_is_refused(write: WriteFn, rank: int, world_size: int) -> None:
-    dataset = open_dataset(write({"train": ONE_ROW}))
-    with pytest.raises(ValueError) as caught:
-        BatchReader(dataset, "train", tasks_per_step=1, rank=rank, world_size=world_size)
-    assert str(caught.value) == (
-        f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}"
-    )
-
-
-def test_an_episode_without_rows_is_refused(write: WriteFn) -> None:
-    """A step of such alone is none, and an epoch that counts its steps would never end."""
-    lengths = {"row_lengths_T": np.array([0, 1]), "support_lengths_T": np.array([0, 0])}
-    rows: Rows = replace(ONE_ROW, task_T=np.array([1, 2]), **lengths)
-    with pytest.raises(DataError) as caught:
-        write({"train": rows})
-    assert str(caught.value) == "an episode has no rows. This is a fault of the recipe"
-
-
-@pytest.mark.parametrize("support", [-1, 2])
-def test_more_support_than_rows_is_refused(write: WriteFn, support: int) -> None:
-    rows: Rows = replace(ONE_ROW, support_lengths_T=np.array([support]))
-    with pytest.raises(DataError) as caught:
-        write({"train": rows})
-    assert str(caught.value) == (
-        "an episode has more support rows than rows. This is a fault of the recipe"
-    )
-
-
 SCHEMA = parse_schema(
     {
         "task": {"column": "user"},
@@ -162,17 +127,4 @@ def test_inputs_of_two_formats_are_refused(tmp_path: Path) -> None:
         prepare(inputs, str(tmp_path / "out"), SCHEMA, PrepareOptions())
     assert str(caught.value) == (
         "the inputs mix Parquet and text files. Prepare from one format at a time"
-    )
-
-
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000])
-def test_a_manifest_that_is_no_json_is_refused(write: WriteFn, text: str) -> None:
-    path = write({"train": ONE_ROW})
-    (Path(path) / "manifest.json").write_text(text)
-    with pytest.raises(FormatError) as caught:
-        open_dataset(path)
-    assert str(caught.value).startswith(f"{path}/manifest.json is not JSON (")
-    assert str(caught.value).endswith(
-        "): it was cut short or edited. manifest.json is written by prepare alone; copy the "
-        "dataset again or prepare it again"
     )

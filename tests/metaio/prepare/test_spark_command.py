@@ -151,17 +151,6 @@ def test_threads_and_a_cluster_of_two_workers_make_the_files_of_one_machine(logs
 
 
 @needs_spark
-def test_an_input_that_is_not_there_is_one_line(logs: Path) -> None:
-    (logs / "raw.parquet").unlink()
-    done = prepare_many(logs, "spark.master local[1]\nspark.ui.enabled false\n")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        f"error: Spark cannot read file://{logs}/raw.parquet: [PATH_NOT_FOUND] "
-    )
-    assert not (logs / "many").exists()
-
-
-@needs_spark
 def test_an_input_that_is_cut_short_is_one_line(logs: Path) -> None:
     raw = logs / "raw.parquet"
     raw.write_bytes(raw.read_bytes()[:-100])

@@ -201,14 +201,6 @@ def test_json_that_is_no_row_in_each_line_is_told_how_to_mend(tmp_path: Path) ->
     )
 
 
-def test_json_that_is_no_number_is_told_without_advice_on_duckdb(tmp_path: Path) -> None:
-    lines = "".join(f'{{"user": {user}, "item": 2, "y": 1}}\n' for user in (5, -5, 2**63))
-    assert refused(tmp_path, {"a.json": lines}) == (
-        "input a.json, near line 3: Failed to cast value to numerical: 9223372036854775808. "
-        "Correct that row, or declare the column's type in the schema"
-    )
-
-
 def test_a_json_column_of_text_and_numbers_is_refused(tmp_path: Path) -> None:
     lines = '{"user": 1, "item": 2, "y": 1}\n{"user": 1, "item": "x", "y": 0}\n'
     assert refused(tmp_path, {"a.jsonl": lines}) == (
@@ -292,14 +284,6 @@ def test_ids_from_2_to_the_63_keep_their_bits(tmp_path: Path, rows: str) -> None
     pq.write_table(table, tmp_path / "in/a.parquet")
     expected = prepared(tmp_path, {}, episodes={"query_rows": 1, "max_rows": 1 << 20})
     assert dataset.fingerprint == expected.fingerprint
-
-
-def test_negative_ids_beside_such_from_2_to_the_63_are_refused(tmp_path: Path) -> None:
-    text = f"{HEAD}1,-3,1\n1,{2**63},0\n"
-    assert refused(tmp_path, {"a.csv": text}) == (
-        f'input a.csv, line 3: column item holds "{2**63}", which is no BIGINT. Correct that row, '
-        f"{SEEN} [text]"
-    )
 
 
 @pytest.mark.parametrize("zoned", [0, 1, 2])

@@ -92,17 +92,6 @@ def test_what_a_refusal_of_ids_advises_is_read(tmp_path: Path) -> None:
         assert values_of(prepared(folder, texts, single=single), "item") == values
 
 
-@pytest.mark.parametrize("word", ["T", "yes", "f"])
-def test_ids_that_are_one_truth_value_in_two_spellings_are_refused(
-    tmp_path: Path, word: str
-) -> None:
-    text = f"user,item,y\n1,{word},T\n1,true,F\n1,False,T\n"
-    assert refused(tmp_path, [text]) == (
-        f"column item holds {word!r}, but its first rows look like truth values{AS_TEXT}"
-    )
-    assert values_of(prepared(tmp_path, [text.replace(word, "true", 1)]), "item") == [0, 1]
-
-
 def test_truth_values_written_in_one_way_are_no_other_ids(tmp_path: Path) -> None:
     text = "user,item,y\n1,yes,1\n1,no,0\n1,yes,0\n"
     assert values_of(prepared(tmp_path, [text]), "item") == [0, 1]

@@ -49,21 +49,6 @@ def tabled(batch: pa.RecordBatch) -> Any:
     return pa.table(with_age(batch))
 
 
-def ageless(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """It forgot the age."""
-    return batch
-
-
-def fickle(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """It returns another type where nothing is old."""
-    aged = with_age(batch)
-    return (
-        aged
-        if batch["born"][0].as_py() < 2000
-        else aged.cast(aged.schema.set(4, pa.field("age", pa.float64())))
-    )
-
-
 def emptied(batch: pa.RecordBatch) -> pa.RecordBatch:
     """It leaves nothing."""
     return with_age(batch).slice(0, 0)
@@ -125,11 +110,6 @@ def test_text_files_are_read_first_and_only_the_columns_asked_for(tmp_path: Path
             "failed on 300 rows of {path}: KeyError: 'born'. Mend it, or leave [transform] out",
         ),
         ("tabled", "returned a Table: a pyarrow RecordBatch is needed. Mend it"),
-        (
-            "ageless",
-            "returns the columns user (int64), kind (int64), clicked (bool), born (int64): age of "
-            "the schema must be one of them, once. Mend it, or correct the schema",
-        ),
     ],
 )
 def test_what_it_does_wrong_is_one_line(tmp_path: Path, name: str, told: str) -> None:
@@ -140,15 +120,6 @@ def test_what_it_does_wrong_is_one_line(tmp_path: Path, name: str, told: str) ->
     wanted = f"transform.function = '{HERE}:{name}' {told.format(path=path)}"
     assert str(caught.value) == wanted
     assert not (tmp_path / "data").exists()
-
-
-def test_types_that_change_are_refused(tmp_path: Path) -> None:
-    for number, born in enumerate((1980, 2010)):
-        pq.write_table(raw(born=born), tmp_path / f"{number}.parquet")
-    inputs = [tmp_path / f"{number}.parquet" for number in range(2)]
-    with pytest.raises(DataError, match=r"born \(int64\), age \(double\) of .*1.parquet, and .*age "
-                       r"\(int64\) before: it must return the same each time"):  # fmt: skip
-        prepared(tmp_path / "data", inputs, function=f"{HERE}:fickle")
 
 
 def test_none_of_its_name_is_refused_and_so_is_nothing_left(tmp_path: Path) -> None:

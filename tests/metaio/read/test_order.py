@@ -134,21 +134,3 @@ def test_a_full_window_is_an_even_shuffle() -> None:
 
 def test_no_blocks_mean_no_steps() -> None:
     assert EpisodeOrder([], OrderConfig(4)).num_steps == 0
-
-
-def test_a_step_outside_the_epoch_is_refused() -> None:
-    with pytest.raises(IndexError) as caught:
-        EpisodeOrder(LENGTHS, OrderConfig(39)).step(1)
-    assert str(caught.value) == "step 1 is outside this epoch's 0 to 0. Begin the next epoch"
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError) as caught:
-        OrderConfig(2, lanes=3)
-    assert str(caught.value) == (
-        "tasks_per_step is 2 and lanes is 3: every lane gives at least one episode to a step. "
-        "Lower lanes or raise tasks_per_step"
-    )
-    with pytest.raises(ValueError) as caught:
-        OrderConfig(0)
-    assert str(caught.value) == "tasks_per_step is 0; it must be at least 1. Raise it"

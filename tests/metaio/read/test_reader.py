@@ -369,39 +369,10 @@ def test_abandoned_iterators_leave_no_threads(write: WriteFn) -> None:
     assert own_threads(before) == []
 
 
-def test_a_range_outside_its_split_is_refused(write: WriteFn) -> None:
-    dataset = open_dataset(write({"train": make_rows(5)}))
-    with pytest.raises(FormatError) as caught:
-        list(read_ranges(dataset, [EpisodeRange("train", 3, 3)], tasks_per_batch=4))
-    assert str(caught.value) == (
-        "episodes 3 to 6 are outside split train, which has 5. The list of ranges belongs to "
-        "another dataset"
-    )
-
-
 def test_an_unknown_split_names_the_known_ones(write: WriteFn) -> None:
     path = write({"train": make_rows(2), "valid": make_rows(2)})
     with pytest.raises(FormatError) as caught:
         BatchReader(open_dataset(path), "test", tasks_per_step=1)
     assert str(caught.value) == (
         f"{path} has no split test; it has train, valid. Choose one of them, or prepare it"
-    )
-
-
-@pytest.mark.parametrize(("threads", "prefetch_batches"), [(0, 2), (1, 0)])
-def test_a_reader_without_threads_or_batches_ahead_is_refused(
-    write: WriteFn, threads: int, prefetch_batches: int
-) -> None:
-    dataset = open_dataset(write({"train": make_rows(3)}))
-    with pytest.raises(ValueError) as caught:
-        BatchReader(
-            dataset,
-            "train",
-            tasks_per_step=1,
-            threads=threads,
-            prefetch_batches=prefetch_batches,
-        )
-    assert str(caught.value) == (
-        f"threads is {threads} and prefetch_batches is {prefetch_batches}; both must be at least "
-        "1. Raise them"
     )

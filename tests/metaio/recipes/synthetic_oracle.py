@@ -23,8 +23,7 @@ from metaio.recipes.synthetic import (
 @dataclass(frozen=True)
 class Oracle:
     """AUC on the query rows of new users that no model of its kind can beat, but for sampling
-    noise.
-    """
+    noise."""
 
     without_adaptation: (
         float  # knows every item and the population of tastes, not this user's taste

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metaio import DataError, Dataset, SchemaError, open_dataset
+from metaio import Dataset, open_dataset
 from metaio.recipes.metaemb import STAGES, MetaEmbConfig, assign_rows, prepare_metaemb
 from metaio.recipes.movielens_files import read_ratings
 from tests.metaio.conftest import whole_split
@@ -97,17 +97,6 @@ def test_held_back_old_movies_play_new_ones(folder: Path) -> None:
     without = prepared(folder)
     for name in without.splits:
         assert whole_split(dataset, name) == whole_split(without, name)
-
-
-def test_files_without_new_or_old_movies_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        prepare_metaemb(str(folder), str(folder / "out"), MetaEmbConfig())
-    assert str(caught.value) == (
-        "of 8 movies 0 have 300 ratings or more: training movies and others are needed. Point PATH "
-        "at the whole of ml-1m"
-    )
-    with pytest.raises(SchemaError, match="min_new 60, min_old 300: 60 < min_new < min_old"):
-        MetaEmbConfig(min_new=60)
 
 
 @needs_shared

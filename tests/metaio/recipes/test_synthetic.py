@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metaio import SchemaError, open_dataset
+from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from tests.metaio.conftest import whole_split
 from tests.metaio.recipes.synthetic_oracle import oracle
@@ -53,17 +53,3 @@ def test_clicks_follow_their_probabilities(tmp_path: Path) -> None:
     labels = [row[0] for _, _, lines in rows for row in lines]  # type: ignore[index]
     assert set(labels) == {0.0, 1.0}
     assert 0.3 < np.mean(labels) < 0.5
-
-
-def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(SchemaError) as caught:
-        SyntheticConfig(num_tasks=0)
-    assert str(caught.value) == (
-        "0 tasks and 3000 items: at least 1 task and 10 items are needed. Raise --tasks or --items"
-    )
-    with pytest.raises(SchemaError) as caught:
-        SyntheticConfig(min_rows=5)
-    assert str(caught.value) == (
-        "rows 5 to 40 with 10 query rows: 1 <= query < min <= max is needed. Change --rows, "
-        "which gives least and most"
-    )

@@ -93,8 +93,7 @@ def episodes(dataset: Dataset, split: str) -> set[Episode]:
 
 def slow_episodes(tables: Iterable[pa.Table], start: int, support: int = 4) -> set[Episode]:
     """The episodes of the last table, which begins at `start`, given all before it: task by task.
-    Rows of one time would be ordered by a hash; these logs have none within a task.
-    """
+    Rows of one time would be ordered by a hash; these logs have none within a task."""
     by_task: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for table in tables:
         for row in table.select(["user", "time", "row"]).to_pylist():

@@ -1,15 +1,11 @@
 """`gmeta prepare --extend` and `gmeta inspect` of a stream, as a user runs them."""
 
-import json
 from pathlib import Path
 
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from metaio.errors import FormatError
-from metaio.format.checked_json import write_checked_json
-from metaio.stream.stream_state import load_state
 from tests.metaio.stream.logs import append, log, schema
 from tests.support.commands import gmeta
 
@@ -89,17 +85,6 @@ def test_verifying_a_stream_names_the_damage_of_every_increment(tmp_path: Path) 
     assert [line.split()[0].rstrip(":") for line in result.stdout.splitlines()] == places
 
 
-def test_a_made_up_state_is_refused_in_one_line(tmp_path: Path) -> None:
-    append(tmp_path / "s", log(0), schema=schema())
-    path = tmp_path / "s/state/000001/state.json"
-    for part, value in (("files", [1]), ("tables", {"item": "x"}), ("windows", 3), ("end", "now")):
-        body = json.loads(path.read_text())
-        write_checked_json(path, body["format"], {**body, part: value})
-        with pytest.raises(FormatError, match=r"its content is not that of a state"):
-            load_state(tmp_path / "s", 1)
-        write_checked_json(path, body["format"], body)
-
-
 def test_quarantine_ends_with_3_and_one_line(tmp_path: Path) -> None:
     stream = tmp_path / "s"
     append(stream, log(0), schema=schema())
@@ -142,11 +127,6 @@ def test_what_comes_along_is_asked_for_and_told_when_it_is_left_out(tmp_path: Pa
             "--recipe has no effect with --extend",
         ),
         (["in", "out", "--schema", "x", "--accept"], "--accept has no effect with --schema"),
-        (["in", "--extend", "s", "--overwrite"], "--overwrite has no effect with --extend"),
-        (
-            ["in.parquet", "--extend", "s", "--spark", "--memory", "4GB"],
-            "--memory has no effect with --extend --spark",
-        ),
         (["in.csv", "--extend", "s", "--spark"], "--spark was given in.csv; it reads Parquet"),
     ],
 )

@@ -338,11 +338,6 @@ def test_a_file_is_taken_once_whatever_its_name(tmp_path: Path) -> None:
             "text. Cast it, or begin a new stream",
         ),
         (
-            lambda table: changed(table, "user", table["user"].cast(pa.string()).to_pylist()),
-            "column user of input {file} holds text values, in the stream {stream} it holds "
-            "integer. Cast it, or begin a new stream",
-        ),
-        (
             lambda table: changed(table, "time", table["time"].cast(pa.timestamp("s")).to_pylist()),
             "column time of input {file} holds timestamp[us] values, in the stream {stream} it "
             "holds int64. Cast it, or begin a new stream",

@@ -3,22 +3,27 @@
 import io
 import os
 import pickle
-import pytest
-import torch
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+)
+
 from gmeta.errors import GMetaError
 from gmeta.runs.checkpoints.checkpoint_summary import summarise_checkpoint
 from gmeta.runs.checkpoints.index import read_index
 from gmeta.serving.export import CheckpointReader
-from pathlib import Path
-from tests.support.commands import (SMALL_MODEL, gmeta)
+from tests.support.commands import SMALL_MODEL, gmeta
 from tests.support.sealed import replace_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (BytesStorageMetadata, Metadata, _MEM_FORMAT_ENCODING)
-from typing import Any
-
 
 LAYER = "model.learner.model.top.0.bias"
 

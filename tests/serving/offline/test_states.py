@@ -15,7 +15,6 @@ from gmeta.serving import task_matching as tasks
 from gmeta.serving.offline.adapt_rows import STATE_COLUMNS
 from gmeta.serving.offline.states import adapt_partition, adapt_tasks, group_tasks
 from gmeta.serving.served_model import ServedModel
-from metaio.errors import DataError
 from tests.support.exported import random_rows, write_random_model
 
 
@@ -85,13 +84,6 @@ def test_a_stream_is_cut_between_tasks(
     assert sum(map(len, of_chunk)) == len(set().union(*of_chunk))
     # No larger than asked for by more than a part and a task.
     assert all(chunk.num_rows < chunk_rows + part_rows + max(sizes) for chunk in chunks)
-
-
-def test_a_task_without_a_name_is_refused(model: ServedModel) -> None:
-    support = random_rows(4, seed=1).set_column(0, "user", pa.array([1, 1, None, None]))
-    (chunk,) = group_tasks([support], "user", 2)
-    with pytest.raises(DataError, match="column user has 2 nulls"):
-        adapt_tasks(model, chunk)
 
 
 def test_a_task_that_is_too_long_to_solve_is_named(tmp_path: Path) -> None:

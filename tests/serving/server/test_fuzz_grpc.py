@@ -26,7 +26,6 @@ from tests.serving.server.test_grpc import message
 from tests.support.waiting import PATIENCE_S
 
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
-LISTS = ("tags.lengths", "support.seen.lengths")
 Mutation = Callable[[random.Random, Any], None]
 
 

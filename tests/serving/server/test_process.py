@@ -544,9 +544,7 @@ def test_tls_with_tokens_and_certificates(exported: Path, tmp_path: Path) -> Non
         ),
         (["{model}", "--insecure", "--listen", "0.0.0.0:8080"], "--listen 0.0.0.0:8080 can be"),
         (["{model}", "--insecure", "--listen", "8080"], "--listen is '8080'; allowed is HOST:PORT"),
-        (["{model}", "--insecure", "--behind-proxy"], "--insecure and --behind-proxy exclude"),
         (["{model}", "--insecure", "--tokens", "x"], "--insecure was given beside --tokens x; a"),
-        (["{model}", "--insecure", "--name", "a b"], "--name is 'a b'; allowed are 1 to 100"),
         (
             ["{model}", "--insecure", "--listen", "127.0.0.1:0", "--workers", "2"],
             "--listen 127.0.0.1:0 takes any free port, which --workers 2 cannot share.",

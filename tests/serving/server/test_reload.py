@@ -156,13 +156,6 @@ def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
         load_version(tmp_path)
 
 
-def test_a_column_that_no_input_could_be_named_like_is_refused(tmp_path: Path) -> None:
-    dense = replace(FEATURES, dense=("support.price",))
-    write_random_model(tmp_path / "model", features=dense)
-    with pytest.raises(UserError, match=r"column support\.price cannot be an input of a server"):
-        load_version(tmp_path / "model")
-
-
 def test_the_version_names_the_content(tmp_path: Path) -> None:
     one, same, other = (
         export(tmp_path / name, steps) for name, steps in (("a", 1), ("b", 1), ("c", 2))

@@ -100,28 +100,6 @@ def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
     assert found._tracer is Tracing()._tracer is None
 
 
-@pytest.mark.parametrize(
-    ("variables", "told"),
-    [
-        (
-            {"OTEL_TRACES_EXPORTER": "zipkin"},
-            "OTEL_TRACES_EXPORTER = zipkin is unknown; allowed are",
-        ),
-        (
-            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "smoke"},
-            "OTEL_EXPORTER_OTLP_PROTOCOL = smoke is unknown; allowed are grpc, http/protobuf",
-        ),
-    ],
-)
-def test_an_unknown_exporter_is_told(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], told: str
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=told):
-        tracing_from_environment()
-
-
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)

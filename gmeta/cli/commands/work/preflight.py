@@ -12,11 +12,7 @@ from gmeta.runs.checkpoints.settled import settled
 
 
 def check_for_ranks(config: TrainConfig, is_new: bool) -> None:
-    """Check what ranks would only find once they have started.
-
-    Raises:
-        ConfigError, FormatError: see check_on_data and settled. UserError: see check_new_mirror.
-    """
+    """Check what ranks would only find once they have started."""
     if is_new:
         check_new_mirror(config.run.mirror, Path(config.run.dir))
     check_on_data(settled(config))

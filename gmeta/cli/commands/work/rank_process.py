@@ -4,13 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gmeta.cli.commands.work.shared_error import report_once
-from gmeta.distributed.ranks import (
-    Ranks,
-    explain_lost_peers,
-    start_ranks,
-    stop_ranks,
-    with_shared_memory,
-)
+from gmeta.distributed.ranks import Ranks, explain_lost_peers, start_ranks, stop_ranks
 from gmeta.distributed.stopping import end_with_agent
 from gmeta.runs.alike import check_alike
 
@@ -20,8 +14,6 @@ def run_as_rank(
     timeout_s: int,
     alike: Mapping[str, Any],
     work: Callable[[Ranks], None],
-    *,
-    shared_memory: bool = False,
 ) -> None:
     """Join the other ranks (see start_ranks), do the work if all were `told` the same, and leave;
     an error ends all of them."""
@@ -30,5 +22,5 @@ def run_as_rank(
         ranks = start_ranks(device, timeout_s)
         with report_once(ranks):
             check_alike(alike, ranks)
-            work(with_shared_memory(ranks, timeout_s) if shared_memory else ranks)
+            work(ranks)
         stop_ranks()

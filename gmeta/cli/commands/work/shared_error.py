@@ -25,11 +25,8 @@ PAUSE_S = 0.02
 @contextmanager
 def report_once(ranks: Ranks, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Print the error that is raised inside, on one rank if all would print the same, and end with
-    its exit code.
-
-    Raises:
-        SystemExit: an error of `reportable_errors` was raised on one of several ranks, and printed.
-    """
+    its exit code. Raises SystemExit: an error of `reportable_errors` was raised on one of several
+    ranks, and printed."""
     try:
         yield
     except reportable_errors() as error:

@@ -34,13 +34,8 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         if ranks.rank == 0:
             _print_outcome(folder)
 
-    run_as_rank(
-        config.run.device,
-        config.run.collective_timeout_s,
-        settings_of_all(config),
-        work,
-        shared_memory=config.sharding.shared_memory,
-    )
+    run = config.run
+    run_as_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
 
 
 def _print_outcome(folder: RunFolder) -> None:

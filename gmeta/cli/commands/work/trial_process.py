@@ -34,8 +34,7 @@ def run_as_trial(
     """Train and score a trial, whose config comes as JSON, in this process, which ends with it; or
     check the config and its dataset as `gmeta train` does before it starts ranks. What is printed
     goes to the file `log`, the outcome (Said) to `says`. `place` is the trial's among those that
-    run at a time, and chooses its GPU.
-    """
+    run at a time, and chooses its GPU."""
     _leave_with_tune()
     if gpus := torch.cuda.device_count():
         os.environ["LOCAL_RANK"] = str(place % gpus)
