@@ -86,7 +86,6 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
     (tmp_path / "test_boil.py").write_text(
         "from dataclasses import replace\n"
         "from gmeta.adaptation.config import AlgorithmConfig\n"
-        "from gmeta.adaptation.fused.loop import FusedLoop\n"
         "from gmeta.build import build_learner\n"
         "from gmeta_models import ModelConfig\n"
         "from tests import reference\n"
@@ -103,7 +102,7 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
         "    assert_equals_loop(tasks, columns, own, maml, slow=maml)\n"
         "def test_fused():\n"
         "    learner = build_learner(reference.some_features(2, 1, 1), MELU, BOIL, 'bce')\n"
-        "    assert isinstance(learner._fused_loop, FusedLoop)\n"
+        "    assert learner.route == 'fused'\n"
     )
     written = tmp_path / "test_boil.py"
     told = forked("pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, written, at=site)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gmeta.adaptation.plan import Route
 from gmeta.batches.episodes import Episodes, plain_rows, side_lengths, task_groups
 from gmeta.batches.for_fused import padded_tasks, similar_tasks
 from gmeta.batches.item_statistics import FoldStatistics
@@ -21,9 +22,9 @@ class Arranging:
     device: str  # the kind that the learner computes on
     items: FoldStatistics | None
     statistics: SupportStatistics
-    is_plain: bool
+    route: Route
     plain_epochs: int  # the first ones are of plain training
-    layout: FusedLayout | None  # None: in the general loop
+    layout: FusedLayout | None  # of the fused route
     rows_per_task: bool
     least_gain: float  # rows that one more group of tasks must save in that loop
     learns_from_support: bool
@@ -37,7 +38,7 @@ class Arranging:
         if self.items is not None:
             batch = self.items.widened(batch)
         batch = self.statistics.widened(batch)
-        if self.is_plain or epoch < self.plain_epochs:
+        if self.route == "plain" or epoch < self.plain_epochs:
             return plain_rows(batch, self.device)
         if self.layout is not None:
             groups = similar_tasks(batch, self.layout)

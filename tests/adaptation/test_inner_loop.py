@@ -14,9 +14,8 @@ from torch.nn import functional
 
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.config import AlgorithmConfig, InnerPath, LearnedRates
-from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.layer_change import LayerChange, one_step
-from gmeta.adaptation.plan import Path, paths_of_layers
+from gmeta.adaptation.plan import AdaptationPlan, Path, paths_of_layers
 from gmeta.build import build_learner, input_sizes
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
@@ -258,7 +257,7 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
         return change
 
     monkeypatch.setattr("gmeta.adaptation.adapted_layers.one_step", noted)
-    monkeypatch.setattr(FusedLoop, "suits", lambda *_: False)
+    monkeypatch.setattr(AdaptationPlan, "route", lambda *_: "general")
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")
     algorithm = AlgorithmConfig(name="maml", layer_paths=paths)

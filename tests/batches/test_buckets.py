@@ -32,7 +32,7 @@ CASES = [
     and case.mode != "predict"
     and case.precision == "float32"
     and not case.buckets
-    if learner_of(case).has_fused_loop
+    if learner_of(case).route == "fused"
 ]
 SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
 

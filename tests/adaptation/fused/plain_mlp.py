@@ -1,4 +1,4 @@
-"""The equations of mlp.py as they stand, differentiated by autograd: what fast_mlp.py is held to.
+"""The equations of mlp.py as they stand, differentiated by autograd: its definition.
 
 Shape suffixes: N rows of one side, S support rows, T tasks, I input width, O output width.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, final
+from typing import Self, final
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.layer_change import LayerChange, after_step, one_step
-
-if TYPE_CHECKING:
-    from gmeta.adaptation.rates import LayerRate
-    from gmeta.rows.rectangles import PaddedRows
+from gmeta.adaptation.rates import LayerRate
+from gmeta.rows.rectangles import PaddedRows
 
 
 @final
