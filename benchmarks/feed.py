@@ -47,7 +47,7 @@ from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
 from gmeta.parallel import sharding
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
+from gmeta.parallel.sharded_learner import ShardedLearner
 from gmeta.tables import updates
 from gmeta.tables.given import GivenRows
 from metaio.format.dataset import open_dataset
@@ -284,7 +284,7 @@ def run(folder: Path, tasks: int, ways: Ways, quick: bool, rounds: int) -> dict[
     turns: list[Turns] = []
 
     def agent(config: TrainConfig, feed: Any, sharded: Any, ranks: Any, stop: Any) -> Agent:
-        local = local_learner(sharded)
+        local = sharded.local
         parts.update(parts_of_a_batch(config, local))
         turns.append(Turns(config, local, ranks, ways, rounds))
         return turns[0]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.algorithms.algorithm import fixed_rates
 from gmeta.adaptation.algorithms.registry import find_algorithm
@@ -21,7 +20,7 @@ from gmeta.metrics.catalogue import loss_metric
 from gmeta.metrics.scores import evaluate_split
 from gmeta.outer.early_stop import scoring_of
 from gmeta.parallel.ranks import value_of_first
-from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.parallel.together import by_all
 from gmeta.predictions import Columns, Scored, gathered, predict_along, predict_split
 from gmeta.report.evaluation import FineTuning
@@ -64,9 +63,9 @@ def judges_of(
     return [(split,) for split in scored] if config.algorithm.name == PLAIN else []
 
 
-def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedModelParallel) -> None:
+def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
     """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
-    inner = local_learner(sharded)
+    inner = sharded.local
     own = inner.learner
     inner.learner = MetaLearner(
         own.model,

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.episodes import Episodes, with_query_items, with_sampled
 from gmeta.batches.labels import kinds_of, labels_checked, scored_labels
@@ -19,7 +18,7 @@ from gmeta.feeds.reader import open_reader
 from gmeta.learner import QueryPrediction
 from gmeta.metrics.labels import ScoredLabel
 from gmeta.parallel.ranks import Ranks, before_device, gather_to_first
-from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
@@ -44,7 +43,7 @@ class Scored:
 
     config: TrainConfig
     dataset: Dataset
-    sharded: DistributedModelParallel
+    sharded: DistributedLearner
     ranks: Ranks
 
 
@@ -99,7 +98,7 @@ def predict_along(
 ) -> list[list[Columns]]:
     """Return, for each of these ascending numbers of inner steps, the columns of each of this
     rank's batches. Collective."""
-    learner, labels = local_learner(scored.sharded), scored_labels(scored.config, scored.dataset)
+    learner, labels = scored.sharded.local, scored_labels(scored.config, scored.dataset)
     arrange = learner.learner.arrange_to_predict
     idle = arrange(no_tasks(scored.dataset.features))
     taken = in_step(map(arrange, batches), idle, scored.ranks, Stop(), scored.sharded)
@@ -113,7 +112,7 @@ def predict_along(
 def _predict_listed(batches: Iterator[Listed], scored: Scored, stop: Stop) -> list[Columns]:
     """Return the columns of each of this rank's batches, for their query rows alone; where
     candidates are sampled, for the rows beside which they stand. Collective."""
-    learner, dataset = local_learner(scored.sharded), scored.dataset
+    learner, dataset = scored.sharded.local, scored.dataset
     item = item_place(dataset)
 
     def arrange(listed: Listed) -> Episodes:
@@ -177,7 +176,7 @@ def _columns(
 ) -> Columns:
     """Return a batch's columns. Collective."""
     before_device(scored.ranks)
-    objectives = local_learner(scored.sharded).learner.objectives
+    objectives = scored.sharded.local.learner.objectives
     sampled_N = episodes.query_sampled_N.numpy()
     query_T = prediction.layout.lengths_T.cpu().numpy()
     task_N = owners(query_T)

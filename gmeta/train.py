@@ -32,7 +32,6 @@ from gmeta.outer.early_stop import early_stop_of
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import Ranks, value_of_first
-from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.sharding import described_plan, shard_learner
 from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
@@ -177,7 +176,7 @@ class TrainingRun:
                 self._dataset,
                 self.feed,
                 self._agent,
-                local_learner(self._sharded),
+                self._sharded.local,
                 self._progress,
                 stop,
             ),
@@ -202,7 +201,7 @@ class TrainingRun:
         seed_step(self._config.run.seed, self._progress.step, self._ranks.rank)
         # The mean over all ranks' terms: data-parallel averaging divides by the world size.
         weight = self._ranks.world_size / max(totals.num_terms, 1)
-        learner = local_learner(self._sharded)
+        learner = self._sharded.local
         with learner.model_told():
             loss: Tensor = self._sharded(episodes, weight=weight)
             loss.backward()

@@ -18,7 +18,6 @@ from gmeta.config import OuterConfig, TrainConfig
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks, start_ranks
-from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta_models import InputSizes, ModelConfig, build_model
 from metaio.format.features import Features, FeatureSpec, TableSpec
@@ -55,7 +54,7 @@ class Gmeta(Peer):
 
     def prepare(self, batch: Batch) -> Episodes:
         # Announced ahead of its step, as `gmeta train` does.
-        local = local_learner(self.sharded)
+        local = self.sharded.local
         episodes = local.learner.arrange(task_batch(batch, self.features))
         return local.exchange.announce(episodes)
 
@@ -68,7 +67,7 @@ class Gmeta(Peer):
 
     def gradients(self, prepared: Episodes) -> Parameters:
         # The tables' optimizer is fused into backward, which keeps no gradient: take the rows'.
-        unsharded = local_learner(self.sharded)
+        unsharded = self.sharded.local
         prepared, fetched_UD = unsharded.fetch(prepared)
         rows_UD = fetched_UD.detach().requires_grad_()
         loss = unsharded.learner(rows_UD, prepared, 1.0 / prepared.num_terms)

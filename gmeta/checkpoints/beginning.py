@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.continuation import checkpoint_to_continue_from, next_lineage
@@ -19,6 +18,7 @@ from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
 from gmeta.config import TrainConfig
 from gmeta.outer.optimizers import OuterOptimizer
 from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.runs.folder import RunFolder
 from gmeta.runs.progress import Progress
 from metaio.format.dataset import Dataset
@@ -56,7 +56,7 @@ class Beginning:
     def load(
         self,
         config: TrainConfig,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         optimizer: OuterOptimizer,
         ranks: Ranks,
     ) -> Progress:

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoints.loader import load_checkpoint, state_of
 from gmeta.config import ADAGRADS, OuterConfig
 from gmeta.internals import ShardedTensor
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import TABLES_PREFIX, local_learner
+from gmeta.parallel.sharded_learner import TABLES_PREFIX, DistributedLearner
 from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 
@@ -26,7 +25,7 @@ _ROWS_AT_ONCE = 65_536
 
 def load_grown(
     path: Path,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     optimizer: CombinedOptimizer,
     ranks: Ranks,
     outer: OuterConfig,
@@ -69,7 +68,7 @@ def discount(sums: Tensor, decay: float, floor: float) -> None:
 
 
 def _table_parts(
-    sharded: DistributedModelParallel, optimizer: CombinedOptimizer
+    sharded: DistributedLearner, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (table, first row, values) of each part of a table, and of what its optimizer and the
     statistics of items keep of its rows, that this rank holds: the live tensors."""
@@ -82,12 +81,12 @@ def _table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _local(value):
                 yield table, first_row, part
-    if (items := local_learner(sharded).learner.items) is not None:
+    if (items := sharded.local.learner.items) is not None:
         yield from ((table, 0, values) for table, values in items.of_tables())
 
 
 def _adagrad_sums(
-    sharded: DistributedModelParallel, optimizer: CombinedOptimizer, outer: OuterConfig
+    sharded: DistributedLearner, optimizer: CombinedOptimizer, outer: OuterConfig
 ) -> Iterator[Tensor]:
     """Yield the sums of squares that this rank holds, of tables and layers."""
     for name, kept in state_of(sharded, optimizer).get("optimizer", {}).get("state", {}).items():

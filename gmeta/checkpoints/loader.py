@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from gmeta.checkpoints.about import FALL_BACK, files_of, read_about, read_progress
@@ -15,7 +14,7 @@ from gmeta.checkpoints.files import DAMAGE, check_files, first_failure, reason_o
 from gmeta.checkpoints.index import IndexedReader, grown
 from gmeta.errors import GMetaError, UserError
 from gmeta.parallel.ranks import Ranks, lost_contact, value_of_first
-from gmeta.parallel.sharded_learner import TABLES_PREFIX
+from gmeta.parallel.sharded_learner import TABLES_PREFIX, DistributedLearner
 from gmeta.parallel.together import by_all
 from gmeta.runs.progress import Progress
 
@@ -31,7 +30,7 @@ _TABLE_KEYS = (
 
 def load_checkpoint(
     path: Path,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     optimizer: CombinedOptimizer | None,
     ranks: Ranks,
     may_lack: tuple[str, ...] = (),
@@ -99,9 +98,7 @@ def of_first(path: Path, ranks: Ranks) -> Path:
     return path.with_name(value_of_first(path.name, ranks))
 
 
-def state_of(
-    sharded: DistributedModelParallel, optimizer: CombinedOptimizer | None
-) -> dict[str, Any]:
+def state_of(sharded: DistributedLearner, optimizer: CombinedOptimizer | None) -> dict[str, Any]:
     """Return what a checkpoint saves: the live tensors, not copies."""
     state: dict[str, Any] = {"model": sharded.state_dict()}
     kept = optimizer.state_dict()["state"] if optimizer is not None else {}

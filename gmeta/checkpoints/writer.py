@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.checkpoints.about import PROGRESS_FILE, REPLACED_PREFIX, TEMPORARY_PREFIX, describe
@@ -33,6 +32,7 @@ from gmeta.errors import GMetaError, NotWrittenError
 from gmeta.files.checksums import FileEntry, describe_file
 from gmeta.internals import ShardedTensor, empty_like_sharded
 from gmeta.parallel.ranks import Ranks, gather_to_first, lost_contact, new_control_group
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.parallel.together import by_first
 from gmeta.runs.folder import checkpoint_name, list_checkpoints
 from gmeta.runs.progress import Progress
@@ -57,7 +57,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: Path,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         optimizer: CombinedOptimizer,
         config: TrainConfig,
         ranks: Ranks,

@@ -16,7 +16,6 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.antdt.client.agent import Plan, WorkerAgent
 from gmeta.batches.accumulate import MicroBatches, in_parts
@@ -31,7 +30,7 @@ from gmeta.feeds.own_time import Hiding, LocalClock, ReadTime
 from gmeta.parallel.launch import restarts
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
+from gmeta.parallel.sharded_learner import DistributedLearner, ShardedLearner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.together import (
     asking_to_stop,
@@ -86,7 +85,7 @@ class StaticAgent(Agent):
 
     def __init__(
         self,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         micro_batches: int,
         threads: int,
         enter: Callable[[], object] = lambda: None,
@@ -94,7 +93,7 @@ class StaticAgent(Agent):
         """Arrange in `threads` threads for a GPU, each of which calls `enter` as it begins; 0: in
         the thread that asks for batches.
         """
-        self._exchange = local_learner(sharded).exchange
+        self._exchange = sharded.local.exchange
         self._micro_batches = micro_batches
         self._threads = threads
         self._enter = enter
@@ -122,7 +121,7 @@ class StaticAgent(Agent):
 def open_agent(
     config: TrainConfig,
     feed: Feed,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     ranks: Ranks,
     stop: Stop,
 ) -> Agent:
@@ -167,7 +166,7 @@ class ServiceAgent(Agent):
         self,
         config: TrainConfig,
         feed: ServiceFeed,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         ranks: Ranks,
         stop: Stop,
     ) -> None:
@@ -180,7 +179,7 @@ class ServiceAgent(Agent):
             feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
         )
         self._clock = LocalClock()
-        local_learner(sharded).clock = self._clock
+        sharded.local.clock = self._clock
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._asked: tuple[Plan, Tensor, Swap] | None = None

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from gmeta.config import OuterConfig
 from gmeta.internals import place_row_states
 from gmeta.outer.clipping import GradientClipping
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.tables.groups import adam_groups, set_adam_step
 
 # The share of the rate after a share of the decaying steps (0 at the first, never quite 1).
@@ -36,7 +36,7 @@ DENSE_OPTIMIZERS: dict[str, Callable[[OuterConfig], Callable[..., torch.optim.Op
 class OuterOptimizer(CombinedOptimizer):
     """Layers and tables: `begin_step`, forward and backward, `step`. One state dict for both."""
 
-    def __init__(self, sharded: DistributedModelParallel, outer: OuterConfig) -> None:
+    def __init__(self, sharded: DistributedLearner, outer: OuterConfig) -> None:
         # Frozen ones have no state that a checkpoint could hold.
         named = in_backward_optimizer_filter(sharded.named_parameters())
         layers = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -97,7 +97,7 @@ class OuterOptimizer(CombinedOptimizer):
         return {**self._rates, **finite}
 
 
-def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:
+def build_optimizer(sharded: DistributedLearner, outer: OuterConfig) -> OuterOptimizer:
     """Return the optimizer of a sharded learner; make it before the learner's first step."""
     return OuterOptimizer(sharded, outer)
 

@@ -6,11 +6,10 @@ from typing import Generic
 
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.accumulate import Arranged
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.transport.transport import Pending
 
@@ -52,7 +51,7 @@ def in_step(
     idle: Arranged,
     ranks: Ranks,
     stop: Stop | None = None,
-    sharded: DistributedModelParallel | None = None,
+    sharded: DistributedLearner | None = None,
     take_replanned: Callable[[], bool] = lambda: False,
     begin: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Arranged, StepTotals]]:
@@ -60,14 +59,26 @@ def in_step(
     left.
 
     A rank that runs out takes part with the `idle` episodes, so its peers' collectives complete;
-    where no rank has a row there is no step. `episodes` are asked for two steps ahead, and what
-    travels does so while the next ones are arranged: while a step computes, the ids of the next
-    (with `sharded`; without, every step sends its own), and the totals and the numbers of ids of
-    the one after it; the episodes themselves go to the device. Rows are only looked up when their
-    step begins, after the updates of the step before: the losses are those of one step after the
-    other.
+    where no rank has a row there is no step. What three steps do in a turn of the loop, from top to
+    bottom; `~~>` is under way, beside what follows (ids and their numbers only with `sharded`:
+    without, every step sends its own):
 
-    `begin` is called before each step, before its rows are looked up: fbgemm takes the rate of an
+        turn k - 2   | step k           |                  |
+                     | arranged         |                  |
+          k - 2      | their number ~~> |                  |
+          computes   | and totals   ~~> | step k + 1       |
+        turn k - 1   | ids ~~~~~~~~~~~> | arranged         |
+          k - 1      | to the ranks     | their number ~~> |
+          computes   | with the rows    | and totals   ~~> | step k + 2
+        turn k       | totals are known |                  |
+                     | `begin`          |                  |
+                     | rows looked up   |                  |
+                     | rows ~~~~~~~~~~> | ids ~~~~~~~~~~~> | arranged
+          k computes | forward,         | to the ranks     | their number ~~>
+          (yielded)  | backward, update | with the rows    | and totals   ~~>
+
+    Rows are only looked up when their step begins, after the updates of the step before: the losses
+    are those of one step after the other. `begin` comes before, as fbgemm takes the rate of an
     update with the lookup.
 
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
@@ -80,7 +91,7 @@ def in_step(
         given = next(episodes, None)
         mine = idle if given is None else given
         if sharded is not None:
-            mine = local_learner(sharded).exchange.announce(mine)
+            mine = sharded.local.exchange.announce(mine)
         has_data, asked = given is not None, stop is not None and stop.asked
         # In one message: what the step divides by, who has data and who is to stop.
         counts = torch.tensor(

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
@@ -31,6 +30,7 @@ from gmeta.internals import table_kernels
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel.ranks import Ranks, barrier
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.runs.folder import list_checkpoints
 from gmeta.runs.progress import Progress
@@ -49,7 +49,7 @@ CONFIG = TrainConfig(
 )
 
 
-def fresh(ranks: Ranks) -> tuple[MetaLearner, DistributedModelParallel, OuterOptimizer]:
+def fresh(ranks: Ranks) -> tuple[MetaLearner, DistributedLearner, OuterOptimizer]:
     torch.manual_seed(0)
     learner = build_learner(FEATURES, MODEL, AlgorithmConfig(inner_lr=0.1), "bce")
     sharded = shard_learner(learner, FEATURES, CONFIG, ranks)
@@ -202,7 +202,7 @@ def load_and_train(ranks: Ranks, folder: Path) -> list[float]:
 def train_steps(
     ranks: Ranks,
     learner: MetaLearner,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     optimizer: OuterOptimizer,
     steps: range,
 ) -> list[float]:

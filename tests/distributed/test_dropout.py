@@ -14,7 +14,6 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.build import build_learner
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.sharding import shard_learner
 from gmeta.train import train
 from gmeta_models import MODELS, InputSizes, ModelConfig, RowInputs
@@ -57,7 +56,7 @@ def twice_on_rank(ranks: Ranks) -> dict[str, list[Any]]:
     asked = learner.arrange_to_predict(batch)
 
     def predicted() -> list[list[float]]:
-        found = local_learner(sharded).predict(asked)
+        found = sharded.local.predict(asked)
         return [found.before_N.tolist(), found.after_N.tolist()]
 
     scores = [predicted() for _ in range(2)]

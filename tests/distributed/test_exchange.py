@@ -14,7 +14,6 @@ from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.episodes import Episodes
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.sharding import shard_learner
 from gmeta.tables.sharding import ExchangeKind, ShardingConfig
 from tests.distributed.harness import on_ranks, steps_of
@@ -101,7 +100,7 @@ def train_on_one_batch(ranks: Ranks) -> list[list[dict[str, Any]]]:
 
 def steps_on_one_batch(ranks: Ranks, algorithm: AlgorithmConfig, times: int) -> dict[str, Any]:
     run = Run(ranks, "row_wise", algorithm=algorithm)
-    exchange, batch = local_learner(run.sharded).exchange, batches_of_rank(ranks)[0]
+    exchange, batch = run.sharded.local.exchange, batches_of_rank(ranks)[0]
     announced = [exchange.announce(run.learner.arrange(batch)) for _ in range(times)]
     for episodes in announced * (3 // times):
         take_step(run, episodes, 1 / episodes.num_terms)
@@ -128,7 +127,7 @@ def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
     for exchange in get_args(ExchangeKind):
         config = replace(run.config, sharding=ShardingConfig(exchange=exchange))
         sharded = shard_learner(run.learner, FEATURES, config, ranks)
-        local = local_learner(sharded)
+        local = sharded.local
         _, rows_UD = local.fetch(run.learner.arrange(batches_of_rank(ranks)[0]))
         grad_UD = torch.full_like(rows_UD, 0.5 + ranks.rank)
         rows_UD.backward(grad_UD)
@@ -162,7 +161,7 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
         start = local_parts(sharded)
         transport = ranks.transport
         with mock.patch.object(type(transport), "swap", wraps=transport.swap) as swap:
-            fetched, rows_UD = local_learner(sharded).fetch(episodes, GRADIENT_UNIT)
+            fetched, rows_UD = sharded.local.fetch(episodes, GRADIENT_UNIT)
             rows_PD = fetched.working_rows_PD(rows_UD)
             generator = torch.Generator().manual_seed(ranks.rank)
             grad_PD = torch.randn(rows_PD.shape, generator=generator) * GRADIENT_UNIT

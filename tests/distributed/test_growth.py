@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches.config import ItemFeaturesConfig
@@ -28,6 +27,7 @@ from gmeta.internals import ShardedTensor
 from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import OuterOptimizer, build_optimizer
 from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.parallel.sharding import INIT_BLOCK_ROWS, _fill, shard_learner
 from gmeta.runs.folder import checkpoint_name
 from gmeta.runs.progress import Progress
@@ -87,9 +87,7 @@ class Trained:
         self.learner: MetaLearner = build_learner(
             features, config.model, algorithm, "bce", item_features=config.item_features
         )
-        self.sharded: DistributedModelParallel = shard_learner(
-            self.learner, features, config, ranks
-        )
+        self.sharded: DistributedLearner = shard_learner(self.learner, features, config, ranks)
         self.optimizer: OuterOptimizer = build_optimizer(self.sharded, config.outer)
         self._ranks, self._config = ranks, config
 

@@ -16,7 +16,6 @@ from gmeta.errors import GMetaError
 from gmeta.guards import StepGuard, load_batch
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.sharding import shard_learner
 from gmeta.runs.progress import Progress
 from gmeta_models import ModelConfig
@@ -61,7 +60,7 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
             optimizer.begin_step(step, NUM_STEPS)
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             loss.backward()
-            rows_sum = local_learner(sharded).exchange.gradient_sum
+            rows_sum = sharded.local.exchange.gradient_sum
             guard.watch(Progress(step, 2, step), episodes, loss, rows_sum)
             optimizer.step()
             done += 1

@@ -15,7 +15,6 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.exchange.torchrec import TorchRecExchange
 from gmeta.parallel.exchange.wire import WireExchange
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.sharding import check_sparse_optimizer, shard_learner
 from gmeta.tables.sharding import DefaultKind, ExchangeKind, ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
@@ -53,7 +52,7 @@ def state_after(
     torch.manual_seed(0)
     learner = MetaLearner(build_model(MODEL, InputSizes(*COLUMNS)), config.algorithm, "bce")
     sharded = shard_learner(learner, features, config, ranks)
-    assert type(local_learner(sharded).exchange) is EXCHANGES[exchange]
+    assert type(sharded.local.exchange) is EXCHANGES[exchange]
     optimizer = build_optimizer(sharded, outer)
     rng = random.Random(ranks.rank)
     for step in range(3):

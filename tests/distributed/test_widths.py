@@ -14,7 +14,6 @@ from gmeta.build import build_learner
 from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.parallel.ranks import Ranks
-from gmeta.parallel.sharded_learner import local_learner
 from gmeta.parallel.sharding import shard_learner, table_shards
 from gmeta.tables.names import table_of_weight
 from gmeta.tables.sharding import ShardingConfig
@@ -128,7 +127,7 @@ def refusal_of_torchrecs_exchange(ranks: Ranks) -> str:
     config = TrainConfig(model=NARROW, sharding=ShardingConfig(exchange="torchrec"))
     learner = build_learner(FEATURES, NARROW, ALGORITHM, "bce")
     with pytest.raises(ConfigError) as caught:
-        local_learner(shard_learner(learner, FEATURES, config, ranks))
+        shard_learner(learner, FEATURES, config, ranks)
     return str(caught.value)
 
 

@@ -34,7 +34,7 @@ from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.feeds.worker import answer
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
+from gmeta.parallel.sharded_learner import ShardedLearner
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.steps import in_step
 from gmeta.parallel.stopping import Stop
@@ -81,7 +81,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     """
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    local = local_learner(sharded)
+    local = sharded.local
     take_item_statistics(learner.items, config, dataset, ranks)
     asked: list[Asking] = []
     trained: list[list[list[int]]] = []
@@ -289,7 +289,7 @@ def test_the_next_is_read_while_one_is_arranged(
 ) -> None:
     config = config_of(click_logs, tmp_path)
     dataset, learner = build(config)
-    local = local_learner(shard_learner(learner, dataset.features, config, ranks))
+    local = shard_learner(learner, dataset.features, config, ranks).local
     work = Work(config, learner.arranging(), local.exchange.planner, 0, 1, 1)
     compose, arranged = pipeline.compose, Work.arranged
     composed, are_read = [], Event()

@@ -34,7 +34,7 @@ from gmeta.feeds.worker import TrainingSplit
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
+from gmeta.parallel.sharded_learner import ShardedLearner
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.stopping import StoppedError
 from gmeta.train import train
@@ -102,7 +102,7 @@ def made_here(
 ) -> tuple[ShardedLearner, list[Any]]:
     """The learner, and the batches from there to the end of the run, made in this process."""
     dataset, learner = build(config)
-    local = local_learner(shard_learner(learner, dataset.features, config, ranks))
+    local = shard_learner(learner, dataset.features, config, ranks).local
     take_item_statistics(learner.items, config, dataset, ranks)
     found = []
     with open_reader(config, dataset, "train", rank, world_size) as reader:
@@ -289,7 +289,7 @@ def started(
     config = config_of(click_logs, folder, f"data.processes={number}")
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    return Processes(number, config, ranks), local_learner(sharded)
+    return Processes(number, config, ranks), sharded.local
 
 
 def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
