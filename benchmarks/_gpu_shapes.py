@@ -12,7 +12,7 @@ import torch
 from _common import print_table
 from _synthetic import random_batch, single_id_features
 
-from gmeta.batches.for_fused import similar_tasks
+from gmeta.batches.arranging import similar_tasks
 from gmeta.learner import MetaLearner
 
 Ints = npt.NDArray[np.int64]

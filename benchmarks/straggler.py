@@ -55,9 +55,8 @@ from gmeta.feeds.leased import ServiceFeed
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks, stop_ranks
 from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
+from gmeta.parallel.steps import in_step, no_tasks
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks
 from gmeta_models import ModelConfig
 from metaio import open_dataset
 from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic

@@ -33,8 +33,7 @@ from gmeta.learner import MetaLearner
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks
 from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
-from gmeta.parallel.together import no_tasks
+from gmeta.parallel.steps import in_step, no_tasks
 from gmeta.tables.sharding import ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 

@@ -295,7 +295,8 @@ class MetaLearner(nn.Module):
         all of the model's width. Where a generator makes a table's embeddings, its rows hold what
         steps have moved these by, 0 at the start.
         """
-        rows_UD = self.projections(rows_UD, rows_of_tables)
+        if self.projections.narrow:
+            rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
             return rows_UD
         table = self._parts.generated_table

@@ -19,9 +19,9 @@ from gmeta.learner import QueryPrediction
 from gmeta.metrics.labels import ScoredLabel
 from gmeta.parallel.ranks import Ranks, before_device, gather_to_first
 from gmeta.parallel.sharded_learner import DistributedLearner
-from gmeta.parallel.steps import in_step
+from gmeta.parallel.steps import in_step, no_tasks, stopping_if_wrong
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks, raise_first_problem, stopping_if_wrong
+from gmeta.parallel.together import raise_first_problem
 from gmeta.report.runs import PLACES
 from gmeta.yardstick.candidates import Candidates, places_N2
 from gmeta.yardstick.reading import raw_rows, rows_of

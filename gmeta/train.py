@@ -33,9 +33,9 @@ from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.plan import plan_lines
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.sharding import described_plan, shard_learner
-from gmeta.parallel.steps import StepTotals, in_step
+from gmeta.parallel.steps import StepTotals, in_step, no_tasks
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
-from gmeta.parallel.together import by_first, no_tasks, why_stopped
+from gmeta.parallel.together import by_first, why_stopped
 from gmeta.predictions import Scored
 from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment

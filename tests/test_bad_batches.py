@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.accumulate import in_parts
+from gmeta.batches.arranging import in_parts
 from gmeta.build import build_learner
 from gmeta.guards import load_batch, named_tensors, save_batch
 from gmeta_models import ModelConfig

@@ -25,8 +25,7 @@ from gmeta.rows.rectangles import PaddedTasks
 from gmeta.rows.sides import Side, Sides, TaskGroups
 from gmeta.rows.sparse_matrix import Bags
 from metaio.ragged import Int64
-from metaio.read.batch import TaskBatch
-from metaio.read.task_rows import task_rows
+from metaio.read.batch import TaskBatch, task_rows
 
 ArrangedRows = Side | Sides | TaskGroups | PaddedTasks
 

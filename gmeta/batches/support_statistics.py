@@ -38,13 +38,12 @@ from gmeta.batches.config import NO_PRIOR, LabelPrior, chosen_columns
 from metaio.format.block import multi_feature_of_values
 from metaio.format.features import OOV_ROW
 from metaio.ragged import Int64, owners, places, row_sums
-from metaio.read.task_rows import task_rows
+from metaio.read.batch import task_rows
 
 if TYPE_CHECKING:
     from gmeta.batches.config import ItemFeaturesConfig, SupportFeaturesConfig
     from metaio.format.features import Features
-    from metaio.read.batch import TaskBatch
-    from metaio.read.task_rows import TaskRows
+    from metaio.read.batch import TaskBatch, TaskRows
 
 Floats = npt.NDArray[np.float64]
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from gmeta.antdt.client.agent import Plan, WorkerAgent
-from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.ahead import mapped_ahead
+from gmeta.batches.arranging import in_parts
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
-from gmeta.batches.labels import kinds_of, labels_checked
+from gmeta.batches.labels import labels_checked
 from gmeta.config import TrainConfig
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.leased import ServiceFeed
@@ -31,13 +32,9 @@ from gmeta.parallel.launch import restarts
 from gmeta.parallel.links import LinkProbe
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharded_learner import DistributedLearner, ShardedLearner
+from gmeta.parallel.steps import idle_if_wrong, no_tasks, stopping_if_wrong
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import (
-    asking_to_stop,
-    idle_if_wrong,
-    no_tasks,
-    stopping_if_wrong,
-)
+from gmeta.parallel.together import asking_to_stop
 from gmeta.parallel.transport.transport import Swap
 from gmeta.runs.progress import Progress
 from metaio.format.dataset import Dataset
@@ -153,8 +150,10 @@ def arranged_batches(
     if made is not None:
         return idle_if_wrong(made, arrange(no_tasks(features)), stop)
     split = config.data.train_split
-    checked = labels_checked(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)
-    batches = augmented(checked, config.augment, features, config.run.seed, epoch, step)
+    kinds = local.learner.objectives.kinds
+    batches = labels_checked(feed.batches(epoch, step), kinds, dataset, split)
+    if config.augment.resplit_support or config.augment.oov_dropout:
+        batches = augmented(batches, config.augment, features, config.run.seed, epoch, step)
     return agent.arranged(stopping_if_wrong(batches, features, stop), arrange)
 
 

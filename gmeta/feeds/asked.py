@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.arranging import in_parts
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
 from gmeta.parallel.exchange.planning import Planner

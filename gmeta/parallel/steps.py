@@ -2,16 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from gmeta.batches.accumulate import Arranged
+from gmeta.errors import GMetaError
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharded_learner import DistributedLearner
 from gmeta.parallel.stopping import Stop
 from gmeta.parallel.transport.transport import Pending
+from metaio.errors import MetaIOError
+from metaio.format.features import Features
+from metaio.read.batch import TaskBatch, empty_batch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,3 +131,34 @@ def in_step(
         if totals.num_rows:
             yield now.episodes, totals
         now = upcoming
+
+
+def stopping_if_wrong(
+    batches: Iterator[TaskBatch], features: Features, stop: Stop
+) -> Iterator[TaskBatch]:
+    """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
+    asks all ranks to stop before its step; `together.raise_first_problem` is to follow.
+    """
+    return idle_if_wrong(batches, no_tasks(features), stop)
+
+
+def idle_if_wrong(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
+    """Do as `stopping_if_wrong` with batches in any form, of which `idle` is one without tasks."""
+    try:
+        yield from batches
+        return
+    except (GMetaError, MetaIOError, OSError) as error:
+        stop.problem, stop.asked = error, True
+    while True:  # a rank without a batch would count as one whose data has run out
+        yield idle
+
+
+def no_tasks(features: Features) -> TaskBatch:
+    """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
+    return empty_batch(
+        len(features.tables),
+        len(features.single),
+        len(features.multi),
+        len(features.dense),
+        features.num_labels,
+    )

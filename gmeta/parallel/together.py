@@ -2,16 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from gmeta.errors import GMetaError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 from gmeta.parallel.stopping import Stop
 from metaio.errors import MetaIOError
-from metaio.format.features import Features
-from metaio.read.batch import TaskBatch, empty_batch
-
-T = TypeVar("T")
 
 
 def by_first(work: Callable[[], object], ranks: Ranks) -> None:
@@ -46,37 +41,6 @@ def by_all(work: Callable[[], object], ranks: Ranks) -> None:
     _raise_first(problem, ranks)
 
 
-def stopping_if_wrong(
-    batches: Iterator[TaskBatch], features: Features, stop: Stop
-) -> Iterator[TaskBatch]:
-    """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
-    asks all ranks to stop before its step; `raise_first_problem` is to follow.
-    """
-    return idle_if_wrong(batches, no_tasks(features), stop)
-
-
-def idle_if_wrong(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
-    """Do as `stopping_if_wrong` with batches in any form, of which `idle` is one without tasks."""
-    try:
-        yield from batches
-        return
-    except (GMetaError, MetaIOError, OSError) as error:
-        stop.problem, stop.asked = error, True
-    while True:  # a rank without a batch would count as one whose data has run out
-        yield idle
-
-
-def no_tasks(features: Features) -> TaskBatch:
-    """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
-    return empty_batch(
-        len(features.tables),
-        len(features.single),
-        len(features.multi),
-        len(features.dense),
-        features.num_labels,
-    )
-
-
 @contextmanager
 def asking_to_stop(stop: Stop) -> Iterator[None]:
     """Turn a failure of this rank inside a step that all take into a request that all ranks stop
@@ -92,7 +56,7 @@ def raise_first_problem(stop: Stop, ranks: Ranks) -> None:
     """Raise on all ranks what asked the first of them to stop, if it was a problem. Collective.
 
     Raises:
-        GMetaError, MetaIOError, OSError: see `stopping_if_wrong`.
+        GMetaError, MetaIOError, OSError: see steps.stopping_if_wrong.
     """
     _raise_first(stop.problem, ranks)
 
@@ -102,7 +66,7 @@ def why_stopped(stop: Stop, ranks: Ranks) -> str:
     Collective.
 
     Raises:
-        GMetaError, MetaIOError, OSError: a problem asked; see `stopping_if_wrong`.
+        GMetaError, MetaIOError, OSError: a problem asked; see steps.stopping_if_wrong.
     """
     raise_first_problem(stop, ranks)
     reasons = gather_to_first(stop.reason, ranks) or []

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gmeta.batches.accumulate import split_tasks
+from gmeta.batches.arranging import split_tasks
 from metaio.read.batch import TaskBatch
 from tests import reference
 

@@ -74,7 +74,7 @@ def _common_features(request: pytest.FixtureRequest) -> Iterator[None]:
     """What tasks share stands apart, or nothing does."""
     work = {"cpu": 1 if request.param == "apart" else 10**18}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.batches.for_fused.LEAST_COMMON_WORK", work)
+        patch.setattr("gmeta.batches.arranging.LEAST_COMMON_WORK", work)
         yield
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches import for_fused as blocks
+from gmeta.batches import arranging as blocks
 from gmeta.build import build_learner
 from gmeta.rows.common import _columns
 from gmeta.rows.rectangles import PaddedTasks

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches import graphs
-from gmeta.batches.accumulate import accumulated_loss, in_parts
+from gmeta.batches.accumulate import accumulated_loss
+from gmeta.batches.arranging import in_parts
 from gmeta.batches.graphs import CudaCapture, shape_of
 from gmeta.batches.transfer import Place, laid_out, mapped, packed
 from gmeta.build import build_learner

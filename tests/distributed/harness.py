@@ -13,8 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.parallel.steps import StepTotals, in_step
-from gmeta.parallel.together import no_tasks
+from gmeta.parallel.steps import StepTotals, in_step, no_tasks
 from metaio.format.features import Features
 from metaio.read.batch import TaskBatch
 from tests.deploy.network import INTERFACE, Host

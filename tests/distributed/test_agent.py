@@ -17,9 +17,8 @@ from gmeta.feeds.agent import ServiceAgent
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
+from gmeta.parallel.steps import in_step, no_tasks
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks
 from gmeta_models import ModelConfig
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.accumulate import in_parts
+from gmeta.batches.arranging import in_parts
 from gmeta.build import build_learner
 from gmeta.config import OuterConfig, RunConfig, TrainConfig
 from gmeta.losses.config import LabelsConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gmeta.adaptation.config import AlgorithmConfig
-from gmeta.batches.accumulate import in_parts
+from gmeta.batches.arranging import in_parts
 from gmeta.build import build_learner
 from gmeta.config import RunConfig, TrainConfig
 from gmeta.errors import GMetaError

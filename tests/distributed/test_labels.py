@@ -17,8 +17,8 @@ from gmeta.commands.telling import told
 from gmeta.config import TrainConfig, config_from_dict
 from gmeta.errors import ConfigError
 from gmeta.parallel.ranks import Ranks
+from gmeta.parallel.steps import stopping_if_wrong
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import stopping_if_wrong
 from gmeta.train import train
 from metaio import (
     BatchReader,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gmeta.parallel.exchange.routes import Asked, Routes, Shard
+from gmeta.parallel.exchange.planning import Asked, Routes, Shard
 
 WIDTH = 8
 TABLE_WISE, ROW_WISE, COLUMN_WISE = range(3)

@@ -20,7 +20,7 @@ import torch
 
 from gmeta.antdt.client.agent import Plan
 from gmeta.antdt.service.server import ServiceConfig, ShardServer
-from gmeta.batches.accumulate import in_parts
+from gmeta.batches.arranging import in_parts
 from gmeta.batches.augment import augmented_batch
 from gmeta.build import build
 from gmeta.config import TrainConfig
@@ -36,9 +36,8 @@ from gmeta.hooks.callback import Callback, Run
 from gmeta.parallel.ranks import Ranks, start_ranks, stop_ranks
 from gmeta.parallel.sharded_learner import ShardedLearner
 from gmeta.parallel.sharding import shard_learner
-from gmeta.parallel.steps import in_step
+from gmeta.parallel.steps import in_step, no_tasks
 from gmeta.parallel.stopping import Stop
-from gmeta.parallel.together import no_tasks
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from gmeta.runs.progress import Progress
 from gmeta.train import train

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.accumulate import MicroBatches
+from gmeta.batches.arranging import in_parts
 from gmeta.batches.augment import augmented
 from gmeta.batches.shared import into_block, out_of_block
 from gmeta.batches.transfer import unpacked

@@ -8,7 +8,7 @@ import torch
 
 from gmeta.config import OuterConfig, TrainConfig
 from gmeta.parallel.estimate import RESERVED, Estimate, Step, estimate, what_would_fit
-from gmeta.parallel.exchange.routes import Routes, Shard
+from gmeta.parallel.exchange.planning import Routes, Shard
 from gmeta.parallel.exchange.wire import KINDS
 from gmeta.parallel.plan import describe_plan, plan_of_tables, plan_on
 from gmeta.parallel.stated import Cluster, Speeds

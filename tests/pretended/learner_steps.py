@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gmeta.adaptation.config import AlgorithmConfig
 from gmeta.batches import transfer
-from gmeta.batches.accumulate import accumulated_loss, in_parts
+from gmeta.batches.accumulate import accumulated_loss
+from gmeta.batches.arranging import in_parts
 from gmeta.batches.graphs import CudaCapture
 from gmeta.build import build_learner
 from gmeta.learner import MetaLearner

@@ -26,8 +26,7 @@ from gmeta.batches.episodes import RowFetch, RowPlan
 from gmeta.batches.transfer import moved, unpacked
 from gmeta.internals import TableKernel, table_kernels
 from gmeta.parallel.exchange.exchange import Exchange
-from gmeta.parallel.exchange.planning import Given, Known, WirePlanner
-from gmeta.parallel.exchange.routes import Routes, Shard
+from gmeta.parallel.exchange.planning import Given, Known, Routes, Shard, WirePlanner
 from gmeta.parallel.exchange.row_swap import RowSwap
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.transport.transport import Swap

@@ -59,7 +59,7 @@ def learner_of(
 @pytest.fixture(autouse=True, scope="module")
 def _even_a_single_common_feature_stands_apart() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.batches.for_fused.LEAST_COMMON_WORK", {"cpu": 1})
+        patch.setattr("gmeta.batches.arranging.LEAST_COMMON_WORK", {"cpu": 1})
         yield
 
 
