@@ -2,9 +2,9 @@
 fraction of the operations of general_loop.py, which does the same for any model.
 
 A pass goes through the layers over the dense columns, the model's features and the decision layers.
-mlp.py does the layers; what is between them is autograd's. Where no step moves what
-the decision layers see, their first layer's products are taken once (still_inputs.py); where
-embedding rows adapt, or layers over the dense columns, every step sees new inputs.
+mlp.py does the layers; what is between them is autograd's. Where no step moves what the decision
+layers see, their first layer's products are taken once (still_inputs.py); where embedding rows
+adapt, or layers over the dense columns, every step sees new inputs.
 
 Shape suffixes: N rows of one side, R rows of both, S support rows, P distinct (task, row) pairs, X
 inputs of the decision layers, O output width.
