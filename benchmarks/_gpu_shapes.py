@@ -12,7 +12,7 @@ import torch
 from _common import print_table
 from _synthetic import random_batch, single_id_features
 
-from gmeta.data.fused_batches import group_similar_tasks
+from gmeta.data.collate import group_similar_tasks
 from gmeta.learner import MetaLearner
 
 Ints = npt.NDArray[np.int64]

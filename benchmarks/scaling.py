@@ -45,11 +45,10 @@ from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import TrainConfig
-from gmeta.distributed.collective_errors import batch_without_tasks
 from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import barrier, start_ranks
 from gmeta.distributed.sharding import shard_learner
-from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, build_model
 

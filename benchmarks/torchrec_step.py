@@ -20,11 +20,10 @@ from _synthetic import even_sizes, random_batch, single_id_features
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import OuterConfig, TrainConfig
-from gmeta.distributed.collective_errors import batch_without_tasks
 from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import start_ranks
 from gmeta.distributed.sharding import shard_learner
-from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, build_model
 

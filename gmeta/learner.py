@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,13 @@ from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.closed_form import check_solvable
-from gmeta.adaptation.fused.fused_loop import FusedLoop
+from gmeta.adaptation.fused.fused_loop import FusedLoop, MovingLoop, StillLoop
 from gmeta.adaptation.general_loop import GeneralLoop
 from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.adaptation.learned_parts import NOTHING_LEARNED
-from gmeta.config.algorithm import PLAIN, AlgorithmConfig
+from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.data.collate import CollateOptions
 from gmeta.data.cuda_graphs import Capture, LossGraphs
 from gmeta.data.episodes import Episodes, collate_support_query
@@ -110,28 +111,23 @@ class MetaLearner(nn.Module):
         self.general_loop = GeneralLoop(model, self._plan, objectives, self.rates, self._parts)
         self.in_buckets = False  # whether batches are arranged in few shapes: batches/buckets.py
         self._graphs: LossGraphs | None = None
-        self._fused_loop: FusedLoop | None = None
         outer_loss = self._algorithm.loss_sum
-        self._query_loss = outer_loss if isinstance(outer_loss, QueryLoss) else None
         # One of somebody's own may have parameters that it does not use.
         self._is_all_ours = all(map(is_ours, (*self.modules(), outer_loss)))
-        if (
-            self._parts == NOTHING_LEARNED  # the fused loop asks no encoder and no generator
-            and isinstance(model, DecisionModel)
-            and FusedLoop.suits(model, self._plan, self.rates)
-        ):
-            self._fused_loop = FusedLoop(model, self._plan, objectives, self.rates)
+        asks_inner_loop_alone = isinstance(outer_loss, QueryLoss) and self._parts == NOTHING_LEARNED
+        # Of its training batches, those of plain epochs and without a support row aside.
+        self.route = self._plan.route(model, self.rates, asks_inner_loop_alone)
+        self._fused: tuple[QueryLoss, FusedLoop[Any]] | None = None
+        if self.route == "fused":
+            assert isinstance(outer_loss, QueryLoss)  # the route is of such alone
+            assert isinstance(model, DecisionModel)
+            kind = MovingLoop if self._plan.moves_inputs(model) else StillLoop
+            self._fused = outer_loss, kind(model, self._plan, objectives, self.rates)
 
     @property
     def generated_table(self) -> int:
         """Return the place of the table whose embeddings the generator makes; -1 without one."""
         return self._parts.generated_table
-
-    @property
-    def has_fused_loop(self) -> bool:
-        """Return whether it trains in the fused inner loop."""
-        has_loop = self._fused_loop is not None and self._query_loss is not None
-        return has_loop and self._config.name != PLAIN
 
     @property
     def inner_steps(self) -> int:
@@ -140,12 +136,13 @@ class MetaLearner(nn.Module):
 
     def use_general_loop(self) -> None:
         """Give up the fused inner loop: what it computes, the general one does step by step."""
-        self._fused_loop = None
+        if self.route == "fused":
+            self.route, self._fused = "general", None
 
     def use_graphs(self, capture: Capture) -> str:
         """Take steps as graphs from now on (batches/graphs.py); return why not, "" if it does."""
         own = [part for part in (*self.model.modules(), self.rates) if not is_ours(part)]
-        if not self.has_fused_loop:
+        if self.route != "fused":
             return f"{self._config.name} adapts this model in the general loop"
         if own:
             return f"{type(own[0]).__name__} is no part of gmeta, and may read values or draw them"
@@ -163,13 +160,14 @@ class MetaLearner(nn.Module):
     def collate_options(self) -> CollateOptions:
         """Return how it takes batches, without its weights."""
         layout, device = None, kind_of_device(self.model)
-        if self._fused_loop is not None and self._query_loss is not None:
-            layout = self._fused_loop.layout(self._query_loss.second_order, self.in_buckets)
+        if self._fused is not None:
+            query_loss, loop = self._fused
+            layout = loop.layout(query_loss.second_order, self.in_buckets)
         return CollateOptions(
             device=device,
             items=None if self.items is None else self.items.fold_statistics(),
             statistics=self.statistics,
-            is_plain=self._config.name == PLAIN,
+            route=self.route,
             plain_epochs=self._config.plain_epochs,
             layout=layout,
             rows_per_task=self._plan.adapts_rows,
@@ -216,20 +214,19 @@ class MetaLearner(nn.Module):
         match episodes.rows:
             case Side() as query:
                 loss_sum = general.losses_N(general.unadapted(rows, query), query).sum()
-                if self._config.name == PLAIN:
-                    return loss_sum
-                # What only the algorithm uses must still join every collective.
-                return loss_sum + self._zero(rows.values_PD)
+                # What only an algorithm uses must still join every collective.
+                return loss_sum if self.route == "plain" else loss_sum + self._zero(rows.values_PD)
             case Sides() as sides:
                 return self._general_loss_sum(rows, [sides])
             case TaskGroups(groups):
                 return self._general_loss_sum(rows, groups)
             case PaddedTasks() as tasks:
-                if self._fused_loop is None or self._query_loss is None:
+                if self._fused is None:
                     raise ValueError(
                         "padded tasks, but this learner has no fused loop: use its own arrange"
                     )
-                return self._query_loss(self._fused_loop, rows, tasks)
+                query_loss, loop = self._fused
+                return query_loss(loop, rows, tasks)
 
     def _general_loss_sum(self, rows: WorkingRows, groups: Sequence[Sides]) -> Tensor:
         """Return the algorithm's loss terms of all groups, added up: a scalar."""
@@ -285,13 +282,12 @@ class MetaLearner(nn.Module):
             before_N = inner.output_N(inner.unadapted(rows, unknown), unknown)
         # Adapting takes gradients, also where the caller has turned them off.
         with torch.enable_grad():
-            adapted = inner.start(rows, support, query.layout.longest)
+            adapted = inner.start(rows, episodes.rows, second_order=False)
         found, lengths_T = [], support.layout.lengths_T
         for steps_taken, num_steps in pairwise((0, *steps)):
             with torch.enable_grad():
-                adapted = inner.continue_steps(
-                    adapted, rows, support, num_steps - steps_taken, False
-                )
+                for _ in range(num_steps - steps_taken):
+                    adapted = inner.step(adapted, second_order=False)
             with torch.no_grad():
                 after_N = inner.output_N(adapted, query)
             found.append(QueryPrediction(before_N, after_N, query.label_N, query.layout, lengths_T))
@@ -302,7 +298,8 @@ class MetaLearner(nn.Module):
         all of the model's width. Where a generator makes a table's embeddings, its rows hold what
         steps have moved these by, 0 at the start.
         """
-        rows_UD = self.projections(rows_UD, rows_of_tables)
+        if self.projections.narrow:
+            rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
             return rows_UD
         table = self._parts.generated_table

@@ -16,17 +16,12 @@ from gmeta.config.train_config import TrainConfig
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.episodes import Episodes
 from gmeta.data.label_checks import check_first_labels
-from gmeta.distributed.collective_errors import (
-    batch_without_tasks,
-    gather_stop_reason,
-    run_on_first,
-)
+from gmeta.distributed.collective_errors import gather_stop_reason, run_on_first
 from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import Ranks, broadcast_value
-from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import describe_sharding, shard_learner
 from gmeta.distributed.sharding_plan import describe_in_words
-from gmeta.distributed.steps import StepTotals, iterate_steps
+from gmeta.distributed.steps import StepTotals, batch_without_tasks, iterate_steps
 from gmeta.distributed.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.evaluation.predictions import EvalContext
 from gmeta.evaluation.validation import score_before_training, score_validation
@@ -177,7 +172,7 @@ class TrainingRun:
                 self._dataset,
                 self.feed,
                 self._agent,
-                local_learner(self._sharded),
+                self._sharded.local,
                 self._progress,
                 stop,
             ),
@@ -204,7 +199,7 @@ class TrainingRun:
         seed_step(self._config.run.seed, self._progress.step, self._ranks.rank)
         # The mean over all ranks' terms: data-parallel averaging divides by the world size.
         weight = self._ranks.world_size / max(totals.num_terms, 1)
-        learner = local_learner(self._sharded)
+        learner = self._sharded.local
         with learner.translate_model_errors():
             loss: Tensor = self._sharded(episodes, weight=weight)
             loss.backward()

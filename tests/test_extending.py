@@ -110,7 +110,7 @@ def test_the_new_algorithm_equals_a_loop_and_gets_the_fused_one(site: Path, tmp_
         "    assert_equals_loop(tasks, columns, own, maml, slow=maml)\n"
         "def test_fused():\n"
         "    learner = build_learner(reference.some_features(2, 1, 1), MELU, BOIL, 'bce')\n"
-        "    assert isinstance(learner._fused_loop, FusedLoop)\n"
+        "    assert learner.route == 'fused'\n"
     )
     written = tmp_path / "test_boil.py"
     told = forked("pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, written, at=site)

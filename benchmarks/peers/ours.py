@@ -17,7 +17,6 @@ from gmeta.config.train_config import OuterConfig, TrainConfig
 from gmeta.data.episodes import Episodes
 from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import Ranks, start_ranks
-from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import shard_learner, table_shards
 from gmeta.learner import MetaLearner
 from gmeta_models import InputSizes, ModelConfig, build_model
@@ -55,7 +54,7 @@ class Gmeta(Peer):
 
     def prepare(self, batch: Batch) -> Episodes:
         # Announced ahead of its step, as `gmeta train` does.
-        local = local_learner(self.sharded)
+        local = self.sharded.local
         episodes = local.learner.collate(task_batch(batch, self.features))
         return local.exchange.enqueue(episodes)
 
@@ -68,7 +67,7 @@ class Gmeta(Peer):
 
     def gradients(self, prepared: Episodes) -> Parameters:
         # The tables' optimizer is fused into backward, which keeps no gradient: take the rows'.
-        unsharded = local_learner(self.sharded)
+        unsharded = self.sharded.local
         prepared, fetched_UD = unsharded.fetch(prepared)
         rows_UD = fetched_UD.detach().requires_grad_()
         loss = unsharded.learner(rows_UD, prepared, 1.0 / prepared.num_terms)

@@ -1,5 +1,5 @@
-"""What of a model adapts to a task, and how the update of each layer is held: decided once, when a
-learner is made.
+"""What of a model adapts to a task, in which loop, and how each layer's update is held: decided
+once, when a learner is made.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from gmeta.config.algorithm import AlgorithmConfig, InnerPath
+from torch import nn
+
+from gmeta.adaptation.rates import WeightRates
+from gmeta.config.algorithm import PLAIN, AlgorithmConfig, InnerPath
+from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import head_layers, row_layers
 
 if TYPE_CHECKING:
-    from torch import nn
+    from gmeta.adaptation.rates import InnerRates
 
 Path = Literal["low_rank", "materialised"]
+# Of a training batch: no inner loop, that of fused/, or general_loop.py.
+Route = Literal["plain", "fused", "general"]
 
 
 class TaskSize(NamedTuple):
@@ -65,6 +71,34 @@ class AdaptationPlan:
             )
         paths = resolve_paths(config, list(layers)) if takes_steps else {}
         return cls(config, layers, paths, heads, solves)
+
+    def route(self, model: nn.Module, rates: InnerRates, asks_inner_loop_alone: bool) -> Route:
+        """Return which loop a learner's training batches take: the fused one where only decision
+        layers, layers over the dense columns and embedding rows adapt, by steps that are taken and
+        not solved, no weight has a rate of its own, all those layers have a bias, and the model is
+        nothing else.
+
+        `asks_inner_loop_alone`: the outer loss is a QueryLoss, and no encoder or generator learns.
+        """
+        if self.config.name == PLAIN:
+            return "plain"
+        if not asks_inner_loop_alone or self.solves or not isinstance(model, DecisionModel):
+            return "general"
+        decision = linear_layers(model.decision_layers)
+        inside = (*decision, *linear_layers(model.dense_layers))
+        is_fused = (
+            model.is_in_parts()
+            and len(decision) > 1
+            and all(layer in inside for layer in self.layers.values())
+            and all(layer.bias is not None for layer in inside)
+            and not any(isinstance(rates.of_layer(name), WeightRates) for name in self.layers)
+        )
+        return "fused" if is_fused else "general"
+
+    def moves_inputs(self, model: DecisionModel) -> bool:
+        """Tell whether inner steps move what the decision layers see."""
+        dense = linear_layers(model.dense_layers)
+        return self.adapts_rows or any(layer in dense for layer in self.layers.values())
 
     def bias_rate(self, name: str) -> float:
         """Return by how much faster than its weights the bias of this layer adapts."""
@@ -121,6 +155,11 @@ class PathCosts(NamedTuple):
         """Count them with matrices: each step forms one, and each pass but the first applies it."""
         support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
         return self.width_in * self.width_out * (support * (2 * self.steps - 1) + query)
+
+
+def linear_layers(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
+    """Return the linear layers in their order; an empty tuple for None."""
+    return tuple(layer for layer in layers or () if isinstance(layer, nn.Linear))
 
 
 def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:

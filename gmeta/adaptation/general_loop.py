@@ -37,6 +37,8 @@ class AdaptedModel:
 
     layers: AdaptedLayers
     rows_PD: Tensor
+    rate: float | Tensor = 0.0  # of these rows
+    support: Side | None = None  # that further steps go by; None: there are none
     # Before each step, the sum over the tasks of the (shrunken) mean support loss; none without
     # support rows.
     support_loss_sums: tuple[Tensor, ...] = ()
@@ -68,6 +70,10 @@ class GeneralLoop:
         """
         return self.take_steps(rows, tasks.support, tasks.query.layout.longest, second_order)
 
+    def start(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> AdaptedModel:
+        """Return the parameters before the first step."""
+        return self._started(rows, tasks.support, tasks.query.layout.longest)
+
     def query_loss_sum(self, adapted: AdaptedModel, tasks: Sides) -> Tensor:
         """Return the sum over the tasks of the mean loss of their query rows: a scalar.
 
@@ -89,34 +95,16 @@ class GeneralLoop:
         `keep_path` keeps the support losses differentiable in first order too, at the price of
         their graphs. `query_rows` (of the longest task) only helps to choose the cheaper path.
         """
-        adapted = self.start(rows, support, query_rows)
-        steps = self.config.inner_steps
-        return self.continue_steps(adapted, rows, support, steps, second_order, keep_path)
+        adapted = self._started(rows, support, query_rows)
+        for _ in range(self.config.inner_steps):
+            adapted = self.step(adapted, second_order, keep_path)
+        return adapted
 
-    def start(self, rows: WorkingRows, support: Side, query_rows: int) -> AdaptedModel:
+    def _started(self, rows: WorkingRows, support: Side, query_rows: int) -> AdaptedModel:
         """Return the parameters before the first step: gates, and the meta-parameters."""
         size = TaskSize(support.layout.longest, query_rows)
         layers = AdaptedLayers(self.plan, self.rates, size, self._gates(rows, support))
-        return AdaptedModel(layers, rows.values_PD)
-
-    def continue_steps(
-        self,
-        adapted: AdaptedModel,
-        rows: WorkingRows,
-        support: Side,
-        num_steps: int,
-        second_order: bool,
-        keep_path: bool = False,
-    ) -> AdaptedModel:
-        """Return the parameters `num_steps` steps further; `adapted` changes too, and is not to be
-        used again."""
-        takes_steps = self.plan.adapts and support.layout.num_rows
-        for _ in range(num_steps if takes_steps else 0):
-            if self.plan.solves:
-                adapted = self._solve_step(adapted, support, second_order)
-            else:
-                adapted = self._step(adapted, rows.rate, support, second_order, keep_path)
-        return adapted
+        return AdaptedModel(layers, rows.values_PD, rows.rate, support)
 
     def unadapted(self, rows: WorkingRows, side: Side) -> AdaptedModel:
         """Return the meta-parameters as they are, for tasks of which nothing is known yet."""
@@ -187,15 +175,17 @@ class GeneralLoop:
             gates_TJO[name] = torch.cat([scale_T1O, shift], dim=1)
         return {name: (layers[name], gate_TJO) for name, gate_TJO in gates_TJO.items()}
 
-    def _step(
-        self,
-        adapted: AdaptedModel,
-        rate: float | Tensor,
-        support: Side,
-        second_order: bool,
-        keep_path: bool,
+    def step(
+        self, adapted: AdaptedModel, second_order: bool, keep_path: bool = False
     ) -> AdaptedModel:
-        """Return the parameters after one more inner step."""
+        """Return the parameters after one more inner step, w - a g; those of layers as LayerChange.
+        What is handed in changes too, and is not to be used again.
+        """
+        support, rate = adapted.support, adapted.rate
+        if support is None or not (self.plan.adapts and support.layout.num_rows):
+            return adapted
+        if self.plan.solves:
+            return self._solve_step(adapted, support, second_order)
         adapts_rows = self.plan.adapts_rows
         before_PD = adapted.rows_PD
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.

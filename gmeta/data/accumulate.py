@@ -12,14 +12,12 @@ Shape suffixes: T tasks, B tables, U unique ids, D embedding width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gmeta.data.episodes import Episodes, RowFetch, RowPlan, move_episodes, pack_episodes
-from metaio.read.batch import TaskBatch
 
 
 @dataclass(frozen=True)
@@ -88,34 +86,6 @@ class MicroBatches:
 
 
 Collated = TypeVar("Collated", Episodes, Episodes | MicroBatches)
-
-
-def collate_in_parts(
-    collate: Callable[[TaskBatch], Episodes], num_parts: int
-) -> Callable[[TaskBatch], Episodes | MicroBatches]:
-    """Return `arrange` for steps that are worked through in `num_parts` parts."""
-    if num_parts == 1:
-        return collate
-    return lambda batch: MicroBatches(
-        tuple(collate(part) for part in split_tasks(batch, num_parts))
-    )
-
-
-def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
-    """Cut the batch between tasks into at most `num_parts` of about as many rows each.
-
-    Every part keeps the whole batch's unique ids. A batch without tasks is one part.
-    """
-    offsets_T1 = batch.row_offsets_T1
-    num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
-    targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
-    # Cuts lie where the rows of a part are reached; a task longer than a part makes two of them
-    # fall together.
-    cuts = torch.searchsorted(offsets_T1, targets.round().to(offsets_T1.dtype))
-    edges = sorted({0, *cuts.tolist(), batch.num_tasks})
-    if len(edges) == 1:
-        return [batch]
-    return [batch.tasks(begin, end) for begin, end in pairwise(edges)]
 
 
 def accumulate_loss(

@@ -1,17 +1,50 @@
 """How a learner takes its training batches: all that arranging one asks of it, and none of its
-weights, so that another process can do it."""
+weights, so that another process can do it. For the fused inner loop both sides of the tasks stand
+in rectangles of padded rows, with the bags of ids behind each row.
 
-from collections.abc import Callable
+Shape suffixes: T episodes, N rows, R rows of one side with its padding, F single-id features, M
+multi-id features, C features of both kinds, H history values of a row, V ids of all bags.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+import torch
+from torch.nn.functional import pad
 
-from gmeta.adaptation.layout.padded_layout import FusedLayout
-from gmeta.data.episodes import Episodes, collate_plain_rows, collate_task_groups, side_lengths
+from gmeta.adaptation.adaptation_plan import Route
+from gmeta.adaptation.layout.common_features import CommonFeatures
+from gmeta.adaptation.layout.padded_layout import (
+    FusedLayout,
+    PaddedFeatures,
+    PaddedHistory,
+    PaddedRows,
+    PaddedTasks,
+    Rectangle,
+)
+from gmeta.adaptation.layout.sparse_matrix import Bags
+from gmeta.data.accumulate import MicroBatches
+from gmeta.data.buckets import FETCHED, ROWS, ROWS_OF_LONG, TASKS, VALUES, choose_cuts
+from gmeta.data.episodes import (
+    Episodes,
+    collate_plain_rows,
+    collate_task_groups,
+    side_lengths,
+    with_row_copies,
+)
 from gmeta.data.features.item_statistics import FoldStatistics
 from gmeta.data.features.support_statistics import SupportStatistics
-from gmeta.data.fused_batches import collate_padded, group_similar_tasks
+from gmeta.data.task_groups import RECTANGLE_WORK, TaskGroup, group_tasks, least_gain
+from gmeta.losses.objectives import label_weights
+from metaio.ragged import Int64, offsets, owners, ragged_indices
 from metaio.read.batch import TaskBatch
+
+# Below this many multiply-adds in a product of rows, handling what tasks share apart, once a task,
+# costs more in calls than it saves. At 5 million it breaks even on one thread, and costs 6 % of a
+# step on two, which share the products but not the calls. On CUDA about 15 launches, estimated.
+LEAST_COMMON_WORK = {"cpu": 8_000_000, "cuda": 2_000_000_000}
 
 
 @dataclass(frozen=True)
@@ -21,9 +54,9 @@ class CollateOptions:
     device: str  # the kind that the learner computes on
     items: FoldStatistics | None
     statistics: SupportStatistics
-    is_plain: bool
+    route: Route
     plain_epochs: int  # the first ones are of plain training
-    layout: FusedLayout | None  # None: in the general loop
+    layout: FusedLayout | None  # of the fused route
     rows_per_task: bool
     least_gain: float  # rows that one more group of tasks must save in that loop
     learns_from_support: bool
@@ -37,7 +70,7 @@ class CollateOptions:
         if self.items is not None:
             batch = self.items.with_features(batch)
         batch = self.statistics.with_features(batch)
-        if self.is_plain or epoch < self.plain_epochs:
+        if self.route == "plain" or epoch < self.plain_epochs:
             return collate_plain_rows(batch, self.device)
         if self.layout is not None:
             groups = group_similar_tasks(batch, self.layout)
@@ -53,3 +86,299 @@ class CollateOptions:
             num_terms, num_reported = np.count_nonzero([support_T, support_T * query_T], axis=1)
             episodes = replace(episodes, num_terms=int(num_terms), num_reported=int(num_reported))
         return episodes
+
+
+def collate_in_parts(
+    arrange: Callable[[TaskBatch], Episodes], num_parts: int
+) -> Callable[[TaskBatch], Episodes | MicroBatches]:
+    """Return `arrange` for steps that are worked through in `num_parts` parts."""
+    if num_parts == 1:
+        return arrange
+    return lambda batch: MicroBatches(
+        tuple(arrange(part) for part in split_tasks(batch, num_parts))
+    )
+
+
+def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
+    """Cut the batch between tasks into at most `num_parts` of about as many rows each.
+
+    Every part keeps the whole batch's unique ids. A batch without tasks is one part.
+    """
+    offsets_T1 = batch.row_offsets_T1
+    num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
+    targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
+    # Cuts lie where the rows of a part are reached; a task longer than a part makes two of them
+    # fall together.
+    cuts = torch.searchsorted(offsets_T1, targets.round().to(offsets_T1.dtype))
+    edges = sorted({0, *cuts.tolist(), batch.num_tasks})
+    if len(edges) == 1:
+        return [batch]
+    return [batch.tasks(begin, end) for begin, end in pairwise(edges)]
+
+
+def group_similar_tasks(batch: TaskBatch, layout: FusedLayout) -> list[TaskGroup]:
+    """Group the tasks with query rows by size; no loss depends on how the others adapt."""
+    support_T, query_T = side_lengths(batch)
+    with_query = np.flatnonzero(query_T)
+    gain = least_gain(RECTANGLE_WORK, layout.device, layout.num_weights)
+    if layout.in_buckets:
+        return _groups_in_buckets(support_T, query_T, with_query, layout)
+    groups = [
+        with_query[group] for group in group_tasks(support_T[with_query], query_T[with_query], gain)
+    ]
+    return [
+        TaskGroup(tasks, int(support_T[tasks].max()), int(query_T[tasks].max())) for tasks in groups
+    ]
+
+
+def _groups_in_buckets(
+    support_T: Int64, query_T: Int64, with_query: Int64, layout: FusedLayout
+) -> list[TaskGroup]:
+    """Return these tasks, the shortest first, in groups of few sizes: buckets.py. Neighbours are
+    one group where one more rectangle would cost more than it saves.
+    """
+    tasks = with_query[np.argsort((support_T + query_T)[with_query], kind="stable")]
+    number = TASKS.round_up(len(tasks))
+    tasks = np.pad(tasks, (number - len(tasks), 0), constant_values=-1)
+    # As on CUDA, on any device: these shapes are for graphs, which have few rectangles.
+    gain = least_gain(RECTANGLE_WORK, "cuda", layout.num_weights)
+    groups: list[TaskGroup] = []
+    places = choose_cuts(number)[:-1]
+    for place, part in enumerate(np.split(tasks, places)):
+        there, rows = part[part >= 0], ROWS if place < len(places) - 1 else ROWS_OF_LONG
+        sizes = [
+            rows.round_up(int(side_T[there].max(initial=0))) for side_T in (support_T, query_T)
+        ]
+        group = TaskGroup(part, *sizes)
+        if groups:
+            merged = TaskGroup(
+                np.concatenate([groups[-1].tasks, part]),
+                max(groups[-1].support_rows, group.support_rows),
+                max(groups[-1].query_rows, group.query_rows),
+            )
+            separate_rows = groups[-1].num_rows + group.num_rows
+            # Padding tasks alone make no rectangle.
+            if not groups[-1].num_rows or merged.num_rows - separate_rows < gain:
+                groups[-1] = merged
+                continue
+        groups.append(group)
+    return groups
+
+
+def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLayout) -> Episodes:
+    """Return both sides of these groups of tasks, as the fused loop takes them.
+
+    Features that all rows of a task share stand apart where that pays.
+    """
+    batch, fetched_row_P, num_rows = with_row_copies(batch, layout.rows_per_task)
+    num_fetched = batch.unique_ids_U.numel()
+    if not num_fetched:
+        # Padding entries would read the first row, and there is none.
+        layout = replace(layout, in_buckets=False)
+    if layout.in_buckets:
+        num_rows, num_fetched = FETCHED.round_up(num_rows), FETCHED.round_up(num_fetched)
+    unsplit, common_F = batch, _common_features(batch, layout)
+    if common_F is not None:
+        batch = replace(batch, positions_NF=batch.positions_NF[:, ~common_F])
+    starts_T, ends_T = batch.row_offsets_T1[:-1].numpy(), batch.row_offsets_T1[1:].numpy()
+    middles_T = starts_T + batch.support_lengths_T.numpy()
+    tasks = [group.tasks for group in groups]
+    sides = [group.support_rows for group in groups], [group.query_rows for group in groups]
+    support, support_R = _pad_rows(batch, starts_T, middles_T, tasks, sides[0], layout.dtype)
+    query, query_R = _pad_rows(batch, middles_T, ends_T, tasks, sides[1], layout.dtype)
+    features: tuple[PaddedFeatures, ...]
+    if layout.stacked:
+        both_R = np.concatenate([support_R, query_R])
+        features = (_pad_features(batch, both_R, layout, num_rows),)
+    else:
+        features = (
+            _pad_features(batch, support_R, layout, num_rows, layout.constant_support),
+            _pad_features(batch, query_R, layout, num_rows),
+        )
+    common = None
+    if common_F is not None:
+        in_order_T = np.concatenate(tasks)
+        common = _common_block(unsplit, common_F, in_order_T, num_rows, layout)
+    rows = PaddedTasks(support, query, features, common)
+    num_terms = sum(int(np.count_nonzero(group >= 0)) for group in tasks)
+    if not layout.in_buckets:
+        return Episodes.of(batch, fetched_row_P, rows, num_terms, device=layout.device)
+    episodes = Episodes.of(batch, None, rows, num_terms)
+    if fetched_row_P is not None:
+        missing = num_rows - fetched_row_P.numel()
+        lengths = pad(torch.ones_like(fetched_row_P), (0, missing))
+        copies = Bags.of(
+            fetched_row_P, lengths, None, num_fetched, num_entries=num_rows, device=layout.device
+        )
+        fetched_row_P = pad(fetched_row_P, (0, missing))
+        held = episodes.inputs._replace(fetched_row_P=fetched_row_P, copies=copies)
+        episodes = replace(episodes, held=held)
+    return replace(episodes, num_fetched=num_fetched)
+
+
+def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | None:
+    """Return which single-id features are the same on all rows of every task, if that saves enough
+    of the first layer's products: bool [F].
+    """
+    weights, least_work = layout.first_layer_weights, LEAST_COMMON_WORK[layout.device]
+    num_features = batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1]
+    if batch.num_rows * weights < least_work:
+        return None
+    positions_NF, starts_T = batch.positions_NF.numpy(), batch.row_offsets_T1[:-1].numpy()
+    as_before_NF = positions_NF[1:] == positions_NF[:-1]
+    # A task's first row need not be as the row before it, which is another task's.
+    as_before_NF[starts_T[(starts_T > 0) & (starts_T < batch.num_rows)] - 1] = True
+    common_F = as_before_NF.all(axis=0)
+    if common_F.all() and num_features == common_F.size and not batch.dense_NK.shape[1]:
+        common_F[-1:] = False  # rows without any input of their own are not worth the care
+    saved = batch.num_rows * weights * np.count_nonzero(common_F) / num_features
+    return torch.from_numpy(common_F) if saved >= least_work else None
+
+
+def _common_block(
+    batch: TaskBatch, common_F: torch.Tensor, tasks: Int64, num_rows: int, layout: FusedLayout
+) -> CommonFeatures:
+    """Return these features of these tasks, group by group; nothing for padding tasks."""
+    is_there_T = torch.from_numpy(tasks >= 0)
+    first_rows = batch.row_offsets_T1[torch.from_numpy(tasks)[is_there_T]]
+    positions = batch.positions_NF[first_rows][:, common_F].flatten()
+    features = tuple(common_F.nonzero().squeeze(1).tolist())
+    lengths = is_there_T.to(torch.int64).repeat_interleave(len(features))
+    num_entries = len(lengths) if layout.in_buckets else 0
+    bags = Bags.of(
+        positions, lengths, None, num_rows, num_entries=num_entries, device=layout.device
+    )
+    return CommonFeatures(features, bags)
+
+
+def _pad_rows(
+    batch: TaskBatch,
+    start_T: Int64,
+    end_T: Int64,
+    groups: list[Int64],
+    rows_of_groups: list[int],
+    dtype: torch.dtype,
+) -> tuple[PaddedRows, Int64]:
+    """Return rows start to end of each task, group by group, and which rows of the batch they are:
+    [R], -1 for one that pads.
+    """
+    rectangles, row_R, share_R, first = [], [], [], 0
+    for tasks, longest in zip(groups, rows_of_groups, strict=True):
+        lengths = np.where(tasks >= 0, (end_T - start_T)[tasks], 0)
+        within = np.arange(longest)
+        there = within < lengths[:, None]
+        row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
+        # A padding row has no share in any mean, so its output, its loss and its gradient count
+        # nothing.
+        share_R.append((there / np.maximum(lengths, 1)[:, None]).ravel())
+        rectangles.append(Rectangle(first, len(tasks), longest))
+        first += len(tasks) * longest
+    rows_R = np.concatenate(row_R)
+    per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
+    # Padding rows read the batch's first: any numbers but NaN do where the weight is 0.
+    stored_R = torch.from_numpy(np.maximum(rows_R, 0))
+    label_N = batch.label_N.index_select(0, stored_R)
+    weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N
+    rows = PaddedRows(
+        rectangles=tuple(rectangles),
+        label_N=label_N,
+        weight=label_weights(label_N, weight_N),
+        share_N=torch.from_numpy(np.concatenate(share_R)).to(dtype),
+        task_N=torch.from_numpy(owners(per_task)),
+    )
+    return rows, rows_R
+
+
+def _pad_features(
+    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
+) -> PaddedFeatures:
+    """Return the features of these rows; nobody asks for the gradient of `constant` ones."""
+    there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
+    dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_R, 0)))
+    has_history = layout.history is not None
+    return PaddedFeatures(
+        bags=_make_bags(batch, rows_R, layout, num_rows, constant),
+        num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
+        history=_make_history(batch, rows_R, layout, num_rows, constant) if has_history else None,
+        dense_NK=dense_NK * there_R1,
+    )
+
+
+def _make_bags(
+    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
+) -> Bags:
+    """Return bags of each row's features, single then multi-id; empty ones for the history, and on
+    a CPU for a row of -1.
+    """
+    num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
+    if layout.device != "cpu" and not num_multi and batch.num_rows:
+        # A padding row reads another row's features, as it weighs nothing: each reads a different
+        # row's, since additions to the same row of a table wait for each other.
+        read_R = np.where(rows_R >= 0, rows_R, np.arange(len(rows_R)) % batch.num_rows)
+        index_V = batch.positions_NF[torch.from_numpy(read_R)].flatten()
+        return Bags.single(index_V, num_rows, constant, layout.device)
+    there_N = np.flatnonzero(rows_R >= 0)
+    rows_N = rows_R[there_N]
+    history = -1 if layout.history is None else layout.history
+    pooled_M = np.flatnonzero(np.arange(num_multi) != history)
+    values_V, lengths_NM = _values(batch, rows_N, pooled_M)
+    # 32 bits: summing as many numbers of 64 bits takes twice as long.
+    lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int32)
+    lengths_RC[there_N, :num_single] = 1
+    lengths_RC[there_N[:, None], num_single + pooled_M] = lengths_NM
+    lengths = torch.from_numpy(lengths_RC.ravel())
+    single_NF = batch.positions_NF.numpy()[rows_N]
+    num_entries = 0
+    if layout.in_buckets:
+        num_values = VALUES.round_up(max(values_V.size, 1)) if pooled_M.size else 0
+        num_entries = len(rows_R) * num_single + num_values
+    # Entries in the order of rows: each row's single ids, then its multi-id values.
+    values_N = lengths_NM.sum(axis=1)
+    # In the order of rows, as gradients are added up: a row's embeddings lie side by side.
+    row_starts_N = offsets(num_single + values_N)[:-1]
+    place_V = ragged_indices(row_starts_N + num_single, values_N)
+    entries = np.empty(single_NF.size + values_V.size, single_NF.dtype)
+    entries[row_starts_N[:, None] + np.arange(num_single)] = single_NF
+    entries[place_V] = values_V
+    weight_V = None
+    if layout.pooling == "mean" and num_multi:
+        weights = np.ones(entries.size)
+        bag_sizes = lengths_NM.ravel()
+        weights[place_V] = np.repeat(1.0 / np.maximum(bag_sizes, 1), bag_sizes)
+        weight_V = torch.from_numpy(weights)
+    entries_V = torch.from_numpy(entries)
+    # In few shapes: a batch none of whose bags has two values is arranged as any other.
+    multi_row = layout.in_buckets and pooled_M.size > 0
+    sizes = num_rows, constant, num_entries
+    return Bags.of(entries_V, lengths, weight_V, *sizes, layout.device, multi_row)
+
+
+def _make_history(
+    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
+) -> PaddedHistory:
+    """Return the values of the layout's history, one by one; none for a row of -1."""
+    there_R = rows_R >= 0
+    values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([layout.history]))
+    lengths_R = np.zeros(len(rows_R), np.int64)
+    lengths_R[there_R] = lengths_N1[:, 0]
+    longest, num_entries = int(lengths_R.max(initial=0)), 0
+    if layout.in_buckets:
+        longest = ROWS_OF_LONG.round_up(max(longest, 1))
+        num_entries = VALUES.round_up(max(values_V.size, 1))
+    there_RH = torch.from_numpy(np.arange(longest) < lengths_R[:, None])
+    lengths = there_RH.flatten().to(torch.int64)
+    index_V = torch.from_numpy(values_V)
+    bags = Bags.of(index_V, lengths, None, num_rows, constant, num_entries, layout.device)
+    return PaddedHistory(bags, there_RH)
+
+
+def _values(batch: TaskBatch, rows_N: Int64, features_M: Int64) -> tuple[Int64, Int64]:
+    """Return the positions that these multi-id features of these rows hold, row by row, feature by
+    feature in a row, and how many each has: [V], [N, M].
+    """
+    lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
+    starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
+    chosen = np.ix_(rows_N, features_M)
+    chosen_lengths_NM = lengths_NM[chosen]
+    index_V = ragged_indices(starts_NM[chosen].ravel(), chosen_lengths_NM.ravel())
+    return batch.multi_positions_V.numpy()[index_V], chosen_lengths_NM

@@ -25,8 +25,7 @@ from gmeta.data.task_groups import group_tasks
 from gmeta.data.transfer import Packed, pack, send_to_device, unpack
 from gmeta.losses.objectives import label_weights
 from metaio.ragged import Int64
-from metaio.read.batch import TaskBatch
-from metaio.read.task_rows import deduplicate_task_rows
+from metaio.read.batch import TaskBatch, deduplicate_task_rows
 
 CollatedRows = Side | Sides | TaskGroups | PaddedTasks
 

@@ -2,16 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from gmeta.distributed.ranks import Ranks, broadcast_value, gather_values
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import GMetaError
 from metaio.errors import MetaIOError
-from metaio.format.features import Features
-from metaio.read.batch import TaskBatch, empty_batch
-
-T = TypeVar("T")
 
 
 def run_on_first(work: Callable[[], object], ranks: Ranks) -> None:
@@ -36,36 +31,6 @@ def run_on_all(work: Callable[[], object], ranks: Ranks) -> None:
     except (GMetaError, MetaIOError, OSError) as error:
         problem = error
     _raise_first(problem, ranks)
-
-
-def stop_on_error(
-    batches: Iterator[TaskBatch], features: Features, stop: Stop
-) -> Iterator[TaskBatch]:
-    """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
-    asks all ranks to stop before its step; `raise_first_problem` is to follow."""
-    return idle_on_error(batches, batch_without_tasks(features), stop)
-
-
-def idle_on_error(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
-    """Do as `stop_on_error` with batches in any form, of which `idle` is one without tasks."""
-    try:
-        yield from batches
-        return
-    except (GMetaError, MetaIOError, OSError) as error:
-        stop.problem, stop.is_requested = error, True
-    while True:  # a rank without a batch would count as one whose data has run out
-        yield idle
-
-
-def batch_without_tasks(features: Features) -> TaskBatch:
-    """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
-    return empty_batch(
-        len(features.tables),
-        len(features.single),
-        len(features.multi),
-        len(features.dense),
-        features.num_labels,
-    )
 
 
 @contextmanager

@@ -129,9 +129,13 @@ class ShardedLearner(nn.Module):
             return self.learner.predict_along(rows_UD, episodes, steps)
 
 
-def local_learner(sharded: DistributedModelParallel) -> ShardedLearner:
-    """Return the module inside the data-parallel wrapper."""
-    wrapped = sharded.module
-    # DistributedDataParallel is left out where there is nobody to average with.
-    learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped
-    return learner
+class DistributedLearner(DistributedModelParallel):  # type: ignore[misc]
+    """A ShardedLearner as all ranks hold it: shards of its tables, and copies of its layers."""
+
+    @property
+    def local(self) -> ShardedLearner:
+        """Return this rank's part, inside the data-parallel wrapper."""
+        wrapped = self.module
+        # DistributedDataParallel is left out where there is nobody to average with.
+        learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped
+        return learner

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -29,7 +28,7 @@ from gmeta.distributed.averaging import LayerAverage
 from gmeta.distributed.exchange.torchrec import TorchRecExchange
 from gmeta.distributed.exchange.wire import WireExchange
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import TABLES_PREFIX, ShardedLearner, local_learner
+from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner, ShardedLearner
 from gmeta.distributed.sharding_plan import (
     check_clipping,
     check_lookups,
@@ -58,7 +57,7 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
     """In place of DistributedDataParallel where there is no other rank to average with, or
     LayerAverage does it."""
 
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+    def wrap(self, dmp: DistributedLearner, env: ShardingEnv, device: torch.device) -> None:
         """Leave the layers as they are."""
 
 
@@ -67,7 +66,7 @@ def shard_learner(
     features: Features,
     config: TrainConfig,
     ranks: Ranks,
-) -> DistributedModelParallel:
+) -> DistributedLearner:
     """Spread the tables over the ranks by the config's plan, with their optimizer fused into
     backward, and replicate the layers.
 
@@ -95,7 +94,7 @@ def shard_learner(
     )
     _choose_shapes(learner, config, ranks.device, ranks.rank)
     with keep_tables_in(PlainTables) if is_ours else nullcontext():
-        sharded = DistributedModelParallel(
+        sharded = DistributedLearner(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
             env=ShardingEnv.from_process_group(dist.group.WORLD),
             device=ranks.device,
@@ -110,7 +109,7 @@ def shard_learner(
         LayerAverage(learner.parameters(), ranks)
     elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
-    inner = local_learner(sharded)
+    inner = sharded.local
     if is_ours:
         inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
     else:
@@ -135,7 +134,7 @@ def _choose_shapes(
         _log.log(level, "run.cuda_graphs: steps are taken eagerly, as %s", why_not)
 
 
-def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:
+def _data_parallel(sharded: DistributedLearner) -> DistributedDataParallel:
     """Return the wrapper that averages the layers' gradients."""
     (wrapper,) = (m for m in sharded.modules() if isinstance(m, DistributedDataParallel))
     return wrapper
@@ -176,7 +175,7 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
         )
 
 
-def initialise_tables(sharded: DistributedModelParallel, std: float, seed: int) -> None:
+def initialise_tables(sharded: DistributedLearner, std: float, seed: int) -> None:
     """Fill every table shard of this rank with normal values of this deviation, the same under any
     plan, at any world size and of a table with any number of rows: one that grows later has the
     rows that it would have had from the start."""
@@ -220,13 +219,13 @@ def _mixed_seed(seed: int, table: int, block: int) -> int:
     return ((seed * 1_000_003 + table) * 1_000_003 + block) % 2**63
 
 
-def describe_sharding(sharded: DistributedModelParallel, ranks: Ranks) -> dict[str, Any]:
+def describe_sharding(sharded: DistributedLearner, ranks: Ranks) -> dict[str, Any]:
     """Return where the rows of every table live, see plan.describe_plan."""
     plan = merge_plans(sharded.plan.plan)
     return describe_plan(plan, ranks.world_size)
 
 
-def table_shards(sharded: DistributedModelParallel) -> dict[str, ShardedTensor]:
+def table_shards(sharded: DistributedLearner) -> dict[str, ShardedTensor]:
     """Return this rank's view of every table, by the name of its weight in the state dict."""
     return {
         name: value

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.data.accumulate import Collated
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.distributed.stopping import Stop
 from gmeta.distributed.transport.transport import Pending
+from gmeta.errors import GMetaError
+from metaio.errors import MetaIOError
+from metaio.format.features import Features
+from metaio.read.batch import TaskBatch, empty_batch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def iterate_steps(
     idle: Collated,
     ranks: Ranks,
     stop: Stop | None = None,
-    sharded: DistributedModelParallel | None = None,
+    sharded: DistributedLearner | None = None,
     adopt_new_plan: Callable[[], bool] = lambda: False,
     begin: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Collated, StepTotals]]:
@@ -60,14 +65,26 @@ def iterate_steps(
     left.
 
     A rank that runs out takes part with the `idle` episodes, so its peers' collectives complete;
-    where no rank has a row there is no step. `episodes` are asked for two steps ahead, and what
-    travels does so while the next ones are arranged: while a step computes, the ids of the next
-    (with `sharded`; without, every step sends its own), and the totals and the numbers of ids of
-    the one after it; the episodes themselves go to the device. Rows are only looked up when their
-    step begins, after the updates of the step before: the losses are those of one step after the
-    other.
+    where no rank has a row there is no step. What three steps do in a turn of the loop, from top to
+    bottom; `~~>` is under way, beside what follows (ids and their numbers only with `sharded`:
+    without, every step sends its own):
 
-    `begin` is called before each step, before its rows are looked up: fbgemm takes the rate of an
+        turn k - 2   | step k           |                  |
+                     | arranged         |                  |
+          k - 2      | their number ~~> |                  |
+          computes   | and totals   ~~> | step k + 1       |
+        turn k - 1   | ids ~~~~~~~~~~~> | arranged         |
+          k - 1      | to the ranks     | their number ~~> |
+          computes   | with the rows    | and totals   ~~> | step k + 2
+        turn k       | totals are known |                  |
+                     | `begin`          |                  |
+                     | rows looked up   |                  |
+                     | rows ~~~~~~~~~~> | ids ~~~~~~~~~~~> | arranged
+          k computes | forward,         | to the ranks     | their number ~~>
+          (yielded)  | backward, update | with the rows    | and totals   ~~>
+
+    Rows are only looked up when their step begins, after the updates of the step before: the losses
+    are those of one step after the other. `begin` comes before, as fbgemm takes the rate of an
     update with the lookup.
 
     With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
@@ -80,7 +97,7 @@ def iterate_steps(
         batch = next(episodes, None)
         mine = idle if batch is None else batch
         if sharded is not None:
-            mine = local_learner(sharded).exchange.enqueue(mine)
+            mine = sharded.local.exchange.enqueue(mine)
         has_data, is_stop_requested = batch is not None, stop is not None and stop.is_requested
         # In one message: what the step divides by, who has data and who is to stop.
         counts = torch.tensor(
@@ -120,3 +137,34 @@ def iterate_steps(
         if totals.num_rows:
             yield now.episodes, totals
         now = upcoming
+
+
+def stop_on_error(
+    batches: Iterator[TaskBatch], features: Features, stop: Stop
+) -> Iterator[TaskBatch]:
+    """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
+    asks all ranks to stop before its step; `together.raise_first_problem` is to follow.
+    """
+    return idle_on_error(batches, batch_without_tasks(features), stop)
+
+
+def idle_on_error(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
+    """Do as `stop_on_error` with batches in any form, of which `idle` is one without tasks."""
+    try:
+        yield from batches
+        return
+    except (GMetaError, MetaIOError, OSError) as error:
+        stop.problem, stop.is_requested = error, True
+    while True:  # a rank without a batch would count as one whose data has run out
+        yield idle
+
+
+def batch_without_tasks(features: Features) -> TaskBatch:
+    """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
+    return empty_batch(
+        len(features.tables),
+        len(features.single),
+        len(features.multi),
+        len(features.dense),
+        features.num_labels,
+    )

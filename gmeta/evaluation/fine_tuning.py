@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.adaptation.algorithms.algorithm import fixed_rates
 from gmeta.adaptation.algorithms.registry import find_algorithm
@@ -18,7 +17,7 @@ from gmeta.data.label_checks import check_labels, kinds_of
 from gmeta.data.support_views import SupportView
 from gmeta.distributed.collective_errors import run_on_all
 from gmeta.distributed.ranks import broadcast_value
-from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.evaluation.baselines.candidates import Candidates
 from gmeta.evaluation.baselines.tuning_grid import assign_halves, choose_best, try_settings
 from gmeta.evaluation.predictions import (
@@ -69,9 +68,9 @@ def choose_judging_splits(
     return [(split,) for split in splits] if config.algorithm.name == PLAIN else []
 
 
-def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedModelParallel) -> None:
+def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedLearner) -> None:
     """Let the model, whose parameters stay, adapt as `algorithm` says from here on."""
-    inner = local_learner(sharded)
+    inner = sharded.local
     own = inner.learner
     inner.learner = MetaLearner(
         own.model,

@@ -8,21 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.data.episodes import Episodes, with_query_items, with_sampled
 from gmeta.data.label_checks import check_labels, kinds_of, scored_labels
 from gmeta.data.reader import open_reader
 from gmeta.data.support_views import STORED, SupportView
-from gmeta.distributed.collective_errors import (
-    batch_without_tasks,
-    raise_first_problem,
-    stop_on_error,
-)
+from gmeta.distributed.collective_errors import raise_first_problem
 from gmeta.distributed.ranks import Ranks, gather_values, wait_for_hosts
-from gmeta.distributed.sharded_learner import local_learner
-from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.sharded_learner import DistributedLearner
+from gmeta.distributed.steps import batch_without_tasks, iterate_steps, stop_on_error
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines.block_rows import pack_rows, unpack_block
@@ -48,7 +43,7 @@ class EvalContext:
 
     config: TrainConfig
     dataset: Dataset
-    sharded: DistributedModelParallel
+    sharded: DistributedLearner
     ranks: Ranks
 
 
@@ -105,7 +100,7 @@ def predict_at_steps(
 ) -> list[list[Columns]]:
     """Return, for each of these ascending numbers of inner steps, the columns of each of this
     rank's batches. Collective."""
-    learner, labels = local_learner(context.sharded), scored_labels(context.config, context.dataset)
+    learner, labels = context.sharded.local, scored_labels(context.config, context.dataset)
     collate = learner.learner.collate_to_predict
     idle = collate(batch_without_tasks(context.dataset.features))
     prepared_steps = iterate_steps(
@@ -123,7 +118,7 @@ def _predict_batches(
 ) -> list[Columns]:
     """Return the columns of each of this rank's batches, for their query rows alone; where
     candidates are sampled, for the rows beside which they stand. Collective."""
-    learner, dataset = local_learner(context.sharded), context.dataset
+    learner, dataset = context.sharded.local, context.dataset
     item = find_item_feature(dataset)
 
     def collate(listed: BatchWithCandidates) -> Episodes:
@@ -189,7 +184,7 @@ def _make_columns(
 ) -> Columns:
     """Return a batch's columns. Collective."""
     wait_for_hosts(context.ranks)
-    objectives = local_learner(context.sharded).learner.objectives
+    objectives = context.sharded.local.learner.objectives
     sampled_N = episodes.query_sampled_N.numpy()
     query_T = prediction.layout.lengths_T.cpu().numpy()
     task_N = owners(query_T)

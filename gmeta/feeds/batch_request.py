@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gmeta.config.train_config import TrainConfig
-from gmeta.data.accumulate import MicroBatches, collate_in_parts
+from gmeta.data.accumulate import MicroBatches
+from gmeta.data.collate import collate_in_parts
 from gmeta.data.episodes import Episodes
 from gmeta.distributed.exchange.planning import Planner
 from metaio.read.batch import TaskBatch

@@ -16,25 +16,21 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.antdt.client.agent import BatchPlan, WorkerAgent
 from gmeta.config.train_config import TrainConfig
-from gmeta.data.accumulate import MicroBatches, collate_in_parts
+from gmeta.data.accumulate import MicroBatches
 from gmeta.data.augment import augment_batches
+from gmeta.data.collate import collate_in_parts
 from gmeta.data.episodes import Episodes
-from gmeta.data.label_checks import check_labels, kinds_of
+from gmeta.data.label_checks import check_labels
 from gmeta.data.map_ahead import map_ahead
-from gmeta.distributed.collective_errors import (
-    batch_without_tasks,
-    idle_on_error,
-    request_stop_on_error,
-    stop_on_error,
-)
+from gmeta.distributed.collective_errors import request_stop_on_error
 from gmeta.distributed.launch import restarts
 from gmeta.distributed.link_probe import LinkProbe
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.sharded_learner import DistributedLearner, ShardedLearner
+from gmeta.distributed.steps import batch_without_tasks, idle_on_error, stop_on_error
 from gmeta.distributed.stopping import Stop
 from gmeta.distributed.transport.transport import Swap
 from gmeta.feeds.batch_source import BatchSource
@@ -83,14 +79,14 @@ class StaticStepAgent(StepAgent):
 
     def __init__(
         self,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         micro_batches: int,
         threads: int,
         on_thread_start: Callable[[], object] = lambda: None,
     ) -> None:
         """Arrange in `threads` threads for a GPU, each of which calls `enter` as it begins; 0: in
         the thread that asks for batches."""
-        self._exchange = local_learner(sharded).exchange
+        self._exchange = sharded.local.exchange
         self._micro_batches = micro_batches
         self._threads = threads
         self._enter = on_thread_start
@@ -118,7 +114,7 @@ class StaticStepAgent(StepAgent):
 def open_agent(
     config: TrainConfig,
     feed: BatchSource,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     ranks: Ranks,
     stop: Stop,
 ) -> StepAgent:
@@ -148,8 +144,10 @@ def iterate_batches(
     if worker_batches is not None:
         return idle_on_error(worker_batches, collate(batch_without_tasks(features)), stop)
     split = config.data.train_split
-    checked = check_labels(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)
-    batches = augment_batches(checked, config.augment, features, config.run.seed, epoch, step)
+    kinds = local.learner.objectives.kinds
+    batches = check_labels(feed.batches(epoch, step), kinds, dataset, split)
+    if config.augment.resplit_support or config.augment.oov_dropout:
+        batches = augment_batches(batches, config.augment, features, config.run.seed, epoch, step)
     return agent.collate_batches(stop_on_error(batches, features, stop), collate)
 
 
@@ -161,7 +159,7 @@ class LeasedStepAgent(StepAgent):
         self,
         config: TrainConfig,
         feed: LeasedBatchSource,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         ranks: Ranks,
         stop: Stop,
     ) -> None:
@@ -174,7 +172,7 @@ class LeasedStepAgent(StepAgent):
             feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
         )
         self._clock = LocalClock()
-        local_learner(sharded).clock = self._clock
+        sharded.local.clock = self._clock
         self._probe = LinkProbe(ranks)
         self._swaps_s: deque[float] = deque(maxlen=PROBES_KEPT)
         self._plan_swap: tuple[BatchPlan, Tensor, Swap] | None = None

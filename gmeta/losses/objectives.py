@@ -177,6 +177,11 @@ class Objectives(NamedTuple):
         return cls(losses, losses)
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the loss of each label."""
+        return tuple(loss.kind for loss in self.outer.losses)
+
+    @property
     def num_labels(self) -> int:
         """Return L."""
         return len(self.outer.losses)

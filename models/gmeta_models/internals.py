@@ -3,20 +3,18 @@ of ours. When a new version moves one, tests/platform/test_internals.py names it
 file to mend.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 # If it moves: onednn_linear alone calls it, and whoever counts operations knows it by this name.
 ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise
-
-
-def onednn_linear(rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return rows W^T + b by oneDNN: [N, O]. Not differentiable; float32 on a CPU.
-
-    If it moves: torch's own F.linear is right too, and slower on AMD's processors.
-    """
-    product: Tensor = ONEDNN_LINEAR(rows_NI, weight_OI, bias_O, "none", [], "")
-    return product
+# rows W^T + b by oneDNN: [N, O]. Not differentiable; float32 on a CPU. If it moves: torch's own
+# F.linear is right too, and slower on AMD's processors.
+onednn_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+onednn_linear = partial(ONEDNN_LINEAR, attr="none", scalars=[], algorithm="")
 
 
 def has_hooks(model: nn.Module) -> bool:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gmeta.adaptation.adaptation_plan import Path, resolve_paths
+from gmeta.adaptation.adaptation_plan import AdaptationPlan, Path, resolve_paths
 from gmeta.adaptation.algorithms.algorithm import TableSizes
-from gmeta.adaptation.fused.fused_loop import FusedLoop
 from gmeta.adaptation.plain_update import PlainUpdate, step_update
 from gmeta.config.algorithm import AlgorithmConfig, InnerPath, LearnedRates
 from gmeta.errors import ConfigError
@@ -258,7 +257,7 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
         return change
 
     monkeypatch.setattr("gmeta.adaptation.adapted_layers.one_step", noted)
-    monkeypatch.setattr(FusedLoop, "suits", lambda *_: False)
+    monkeypatch.setattr(AdaptationPlan, "route", lambda *_: "general")
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")
     algorithm = AlgorithmConfig(name="maml", layer_paths=paths)

@@ -60,7 +60,7 @@ def test_what_an_algorithm_learns_beside_the_model_learns_with_mamls_loss_too(
 ) -> None:
     own = Algorithm(QueryLoss(second_order=True), parts=support_encoder)
     learner = learner_of(own, monkeypatch)
-    assert not learner.has_fused_loop
+    assert learner.route == "general"
     loss, grads = step(learner)
     # Without a share of the cold loss encoder_maml has the same equations.
     wanted, wanted_grads = step(learner_of(ALGORITHMS["encoder_maml"], monkeypatch, cold_weight=0))
@@ -188,7 +188,7 @@ def test_decision_layers_without_a_bias_adapt_in_the_general_loop(
 ) -> None:
     monkeypatch.setitem(MODELS, "unbiased", Unbiased)
     learner = learner_of(ALGORITHMS["maml"], monkeypatch, "unbiased")
-    assert not learner.has_fused_loop
+    assert learner.route == "general"
     _, grads = step(learner)
     assert grads["model.layers.2.weight"].abs().sum() > 0
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gmeta.data.accumulate import split_tasks
+from gmeta.data.collate import split_tasks
 from metaio.read.batch import TaskBatch
 from tests.support import reference
 

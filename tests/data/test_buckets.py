@@ -32,7 +32,7 @@ CASES = [
     and case.mode != "predict"
     and case.precision == "float32"
     and not case.buckets
-    if learner_of(case).has_fused_loop
+    if learner_of(case).route == "fused"
 ]
 SMALL = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
 
@@ -74,7 +74,7 @@ def _common_features(request: pytest.FixtureRequest) -> Iterator[None]:
     """What tasks share stands apart, or nothing does."""
     work = {"cpu": 1 if request.param == "apart" else 10**18}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.data.fused_batches.LEAST_COMMON_WORK", work)
+        patch.setattr("gmeta.data.collate.LEAST_COMMON_WORK", work)
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from gmeta.adaptation.layout.common_features import _order_columns
 from gmeta.adaptation.layout.padded_layout import PaddedTasks
 from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.data import fused_batches as blocks
+from gmeta.data import collate as blocks
 from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.format.features import Features

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.data import cuda_graphs as graphs
-from gmeta.data.accumulate import accumulate_loss, collate_in_parts
+from gmeta.data.accumulate import accumulate_loss
+from gmeta.data.collate import collate_in_parts
 from gmeta.data.cuda_graphs import CudaCapture, graph_key
 from gmeta.data.transfer import TensorPlace, lay_out, map_tree, pack
 from gmeta.errors import GMetaError

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from gmeta.distributed.collective_errors import batch_without_tasks
 from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.distributed.steps import StepTotals, iterate_steps
+from gmeta.distributed.steps import StepTotals, batch_without_tasks, iterate_steps
 from metaio.format.features import Features
 from metaio.read.batch import TaskBatch
 from tests.deploy.network import INTERFACE, Host

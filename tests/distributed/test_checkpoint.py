@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.sharding import DefaultKind, ShardingConfig
 from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
 from gmeta.distributed.optim.optimizers import OuterOptimizer, build_optimizer
 from gmeta.distributed.ranks import Ranks, barrier
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.distributed.sharding import shard_learner, table_shards
 from gmeta.errors import GMetaError, UserError
 from gmeta.learner import MetaLearner
@@ -53,7 +53,7 @@ CONFIG = TrainConfig(
 )
 
 
-def fresh(ranks: Ranks) -> tuple[MetaLearner, DistributedModelParallel, OuterOptimizer]:
+def fresh(ranks: Ranks) -> tuple[MetaLearner, DistributedLearner, OuterOptimizer]:
     torch.manual_seed(0)
     learner = build_learner(FEATURES, MODEL, AlgorithmConfig(inner_lr=0.1), "bce")
     sharded = shard_learner(learner, FEATURES, CONFIG, ranks)
@@ -206,7 +206,7 @@ def load_and_train(ranks: Ranks, folder: Path) -> list[float]:
 def train_steps(
     ranks: Ranks,
     learner: MetaLearner,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     optimizer: OuterOptimizer,
     steps: range,
 ) -> list[float]:

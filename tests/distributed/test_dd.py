@@ -13,10 +13,9 @@ from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.train_config import DataConfig, OuterConfig, RunConfig, TrainConfig
-from gmeta.distributed.collective_errors import batch_without_tasks
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharding import shard_learner
-from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.distributed.stopping import Stop
 from gmeta.feeds.leased import LeasedBatchSource
 from gmeta.feeds.step_agent import LeasedStepAgent

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import shard_learner
 from gmeta.runs.build import build_learner
 from gmeta.train import train
@@ -57,7 +56,7 @@ def twice_on_rank(ranks: Ranks) -> dict[str, list[Any]]:
     asked = learner.collate_to_predict(batch)
 
     def predicted() -> list[list[float]]:
-        found = local_learner(sharded).predict(asked)
+        found = sharded.local.predict(asked)
         return [found.before_N.tolist(), found.after_N.tolist()]
 
     scores = [predicted() for _ in range(2)]

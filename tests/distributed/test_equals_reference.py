@@ -13,7 +13,7 @@ from torch import Tensor
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
-from gmeta.data.accumulate import collate_in_parts
+from gmeta.data.collate import collate_in_parts
 from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharding import shard_learner, table_shards

@@ -15,7 +15,6 @@ from gmeta.config.sharding import ExchangeKind, ShardingConfig
 from gmeta.config.train_config import OuterConfig, TrainConfig
 from gmeta.data.episodes import Episodes
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import shard_learner
 from tests.distributed.harness import on_ranks, steps_of
 from tests.distributed.test_sharding_plans import (
@@ -100,7 +99,7 @@ def train_on_one_batch(ranks: Ranks) -> list[list[dict[str, Any]]]:
 
 def steps_on_one_batch(ranks: Ranks, algorithm: AlgorithmConfig, times: int) -> dict[str, Any]:
     run = Run(ranks, "row_wise", algorithm=algorithm)
-    exchange, batch = local_learner(run.sharded).exchange, batches_of_rank(ranks)[0]
+    exchange, batch = run.sharded.local.exchange, batches_of_rank(ranks)[0]
     announced = [exchange.enqueue(run.learner.collate(batch)) for _ in range(times)]
     for episodes in announced * (3 // times):
         take_step(run, episodes, 1 / episodes.num_terms)
@@ -126,7 +125,7 @@ def sums_of_gradients(ranks: Ranks) -> list[tuple[float, float]]:
     for exchange in get_args(ExchangeKind):
         config = replace(run.config, sharding=ShardingConfig(exchange=exchange))
         sharded = shard_learner(run.learner, FEATURES, config, ranks)
-        local = local_learner(sharded)
+        local = sharded.local
         _, rows_UD = local.fetch(run.learner.collate(batches_of_rank(ranks)[0]))
         grad_UD = torch.full_like(rows_UD, 0.5 + ranks.rank)
         rows_UD.backward(grad_UD)
@@ -160,7 +159,7 @@ def exchange_on_rank(ranks: Ranks) -> dict[str, Any]:
         start = local_parts(sharded)
         transport = ranks.transport
         with mock.patch.object(type(transport), "swap", wraps=transport.swap) as swap:
-            fetched, rows_UD = local_learner(sharded).fetch(episodes, GRADIENT_UNIT)
+            fetched, rows_UD = sharded.local.fetch(episodes, GRADIENT_UNIT)
             rows_PD = fetched.working_rows_PD(rows_UD)
             generator = torch.Generator().manual_seed(ranks.rank)
             grad_PD = torch.randn(rows_PD.shape, generator=generator) * GRADIENT_UNIT

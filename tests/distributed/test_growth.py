@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.inputs import ItemFeaturesConfig
@@ -23,6 +22,7 @@ from gmeta.config.sharding import ShardingConfig
 from gmeta.config.train_config import OuterConfig, RunConfig, TrainConfig
 from gmeta.distributed.optim.optimizers import OuterOptimizer, build_optimizer
 from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.distributed.sharding import INIT_BLOCK_ROWS, _fill, shard_learner
 from gmeta.learner import MetaLearner
 from gmeta.platform.internals import ShardedTensor
@@ -87,9 +87,7 @@ class Trained:
         self.learner: MetaLearner = build_learner(
             features, config.model, algorithm, "bce", item_features=config.item_features
         )
-        self.sharded: DistributedModelParallel = shard_learner(
-            self.learner, features, config, ranks
-        )
+        self.sharded: DistributedLearner = shard_learner(self.learner, features, config, ranks)
         self.optimizer: OuterOptimizer = build_optimizer(self.sharded, config.outer)
         self._ranks, self._config = ranks, config
 

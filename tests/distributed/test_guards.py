@@ -10,10 +10,9 @@ import torch
 
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.train_config import RunConfig, TrainConfig
-from gmeta.data.accumulate import collate_in_parts
+from gmeta.data.collate import collate_in_parts
 from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import shard_learner
 from gmeta.errors import GMetaError
 from gmeta.runs.build import build_learner
@@ -61,7 +60,7 @@ def train_on_rank(ranks: Ranks, folder: Path) -> dict[str, Any]:
             optimizer.begin_step(step, NUM_STEPS)
             loss = sharded(episodes, ranks.world_size / totals.num_terms)
             loss.backward()
-            rows_sum = local_learner(sharded).exchange.gradient_sum
+            rows_sum = sharded.local.exchange.gradient_sum
             guard.watch(RunProgress(step, 2, step), episodes, loss, rows_sum)
             optimizer.step()
             done += 1

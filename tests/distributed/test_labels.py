@@ -14,8 +14,8 @@ from gmeta.cli.commands.error_messages import format_error
 from gmeta.config.inputs import ItemFeaturesConfig
 from gmeta.config.train_config import TrainConfig, config_from_dict
 from gmeta.data.label_checks import check_first_labels, check_labels
-from gmeta.distributed.collective_errors import stop_on_error
 from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.steps import stop_on_error
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import ConfigError
 from gmeta.runs.build import build

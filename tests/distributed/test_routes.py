@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gmeta.distributed.exchange.routes import LookupRequest, Routes, Shard
+from gmeta.distributed.exchange.planning import LookupRequest, Routes, Shard
 
 WIDTH = 8
 TABLE_WISE, ROW_WISE, COLUMN_WISE = range(3)

@@ -14,7 +14,6 @@ from gmeta.distributed.exchange.torchrec import TorchRecExchange
 from gmeta.distributed.exchange.wire import WireExchange
 from gmeta.distributed.optim.optimizers import build_optimizer
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import check_sparse_optimizer, shard_learner
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
@@ -53,7 +52,7 @@ def state_after(
     torch.manual_seed(0)
     learner = MetaLearner(build_model(MODEL, InputSizes(*COLUMNS)), config.algorithm, "bce")
     sharded = shard_learner(learner, features, config, ranks)
-    assert type(local_learner(sharded).exchange) is EXCHANGES[exchange]
+    assert type(sharded.local.exchange) is EXCHANGES[exchange]
     optimizer = build_optimizer(sharded, outer)
     rng = random.Random(ranks.rank)
     for step in range(3):

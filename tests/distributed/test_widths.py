@@ -15,7 +15,6 @@ from gmeta.config.table_names import table_of_weight
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import local_learner
 from gmeta.distributed.sharding import shard_learner, table_shards
 from gmeta.errors import ConfigError
 from gmeta.runs.build import build_learner
@@ -128,7 +127,7 @@ def refusal_of_torchrecs_exchange(ranks: Ranks) -> str:
     config = TrainConfig(model=NARROW, sharding=ShardingConfig(exchange="torchrec"))
     learner = build_learner(FEATURES, NARROW, ALGORITHM, "bce")
     with pytest.raises(ConfigError) as caught:
-        local_learner(shard_learner(learner, FEATURES, config, ranks))
+        shard_learner(learner, FEATURES, config, ranks)
     return str(caught.value)
 
 

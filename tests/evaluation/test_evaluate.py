@@ -66,9 +66,9 @@ def test_fine_tuning_keeps_inputs_and_loss_of_the_run(
     batch = batch_of(dataset, config.data.train_split)
     tuned = AlgorithmConfig("maml", inner_lr=0.3, inner_steps=4)
     as_none = replace(tuned, name="none")
-    held = SimpleNamespace(module=SimpleNamespace(learner=plain))
+    held = SimpleNamespace(local=SimpleNamespace(learner=plain))
     adapt_with(as_none, cast("Any", held))
-    found = predicted(held.module.learner, batch)
+    found = predicted(held.local.learner, batch)
     # The same layers, built to adapt so from the start.
     _, expected = with_values(replace(config, algorithm=tuned))
     expected.load_state_dict(plain.state_dict())
@@ -76,9 +76,9 @@ def test_fine_tuning_keeps_inputs_and_loss_of_the_run(
     # Each of them matters here: with another value the same layers predict otherwise.
     _, changed = with_values(config_from_dict({**raw, section: other}))
     changed.model.load_state_dict(plain.model.state_dict())
-    held = SimpleNamespace(module=SimpleNamespace(learner=changed))
+    held = SimpleNamespace(local=SimpleNamespace(learner=changed))
     adapt_with(as_none, cast("Any", held))
-    assert float((predicted(held.module.learner, batch) - found).abs().max()) > 1e-4
+    assert float((predicted(held.local.learner, batch) - found).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["encoder_maml", "metaemb"])
@@ -89,9 +89,9 @@ def test_what_is_learned_beside_the_model_stays_on_its_device(click_logs: Path, 
         algorithm |= {"adapt_embeddings": ["item"], "content": ["genre"]}
     config = config_from_dict({"data": {"path": str(click_logs)}, "algorithm": algorithm})
     _, learner = build(config)
-    held = SimpleNamespace(module=SimpleNamespace(learner=learner.to("meta")))
+    held = SimpleNamespace(local=SimpleNamespace(learner=learner.to("meta")))
     adapt_with(replace(config.algorithm, inner_lr=0.3), cast("Any", held))
-    assert {each.device.type for each in held.module.learner.parameters()} == {"meta"}
+    assert {each.device.type for each in held.local.learner.parameters()} == {"meta"}
 
 
 def test_an_increment_that_a_run_was_trained_on_before_is_told(

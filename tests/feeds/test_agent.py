@@ -61,7 +61,7 @@ def test_steps_that_wait_for_threads_to_arrange_wait_for_data(
     ticks = itertools.count()
     monkeypatch.setattr("gmeta.data.map_ahead.perf_counter", lambda: next(ticks))
     exchange = SimpleNamespace(prepared=lambda episodes: f"{episodes} and packed")
-    sharded: Any = SimpleNamespace(module=SimpleNamespace(exchange=exchange))
+    sharded: Any = SimpleNamespace(local=SimpleNamespace(exchange=exchange))
     batches: list[Any] = [1, 2, 3]
     arrange: Any = "{} arranged".format
     agent = StaticStepAgent(sharded, micro_batches=1, threads=1)

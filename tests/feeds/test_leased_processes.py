@@ -21,13 +21,12 @@ import torch
 from gmeta.antdt.client.agent import BatchPlan
 from gmeta.antdt.service.shard_server import ServiceConfig, ShardServer
 from gmeta.config.train_config import TrainConfig
-from gmeta.data.accumulate import collate_in_parts
 from gmeta.data.augment import augment_batch
-from gmeta.distributed.collective_errors import batch_without_tasks
+from gmeta.data.collate import collate_in_parts
 from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.sharded_learner import ShardedLearner
 from gmeta.distributed.sharding import shard_learner
-from gmeta.distributed.steps import iterate_steps
+from gmeta.distributed.steps import batch_without_tasks, iterate_steps
 from gmeta.distributed.stopping import Stop
 from gmeta.errors import GMetaError
 from gmeta.feeds.batch_request import BatchRequest, BatchWork
@@ -80,7 +79,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     steps, by epoch."""
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    local = local_learner(sharded)
+    local = sharded.local
     read_item_statistics(learner.items, config, dataset, ranks)
     asked: list[Asking] = []
     trained: list[list[list[int]]] = []
@@ -288,7 +287,7 @@ def test_the_next_is_read_while_one_is_arranged(
 ) -> None:
     config = config_of(click_logs, tmp_path)
     dataset, learner = build(config)
-    local = local_learner(shard_learner(learner, dataset.features, config, ranks))
+    local = shard_learner(learner, dataset.features, config, ranks).local
     work = BatchWork(config, learner.collate_options(), local.exchange.planner, 0, 1, 1)
     compose, arranged = pipeline.compose, BatchWork.collate
     composed, are_read = [], Event()

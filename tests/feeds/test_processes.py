@@ -19,13 +19,14 @@ import pytest
 import torch
 
 from gmeta.config.train_config import TrainConfig, load_config
-from gmeta.data.accumulate import MicroBatches, collate_in_parts
+from gmeta.data.accumulate import MicroBatches
 from gmeta.data.augment import augment_batches
+from gmeta.data.collate import collate_in_parts
 from gmeta.data.reader import open_reader
 from gmeta.data.shared_batch import read_from_block, write_to_block
 from gmeta.data.transfer import unpack
 from gmeta.distributed.ranks import Ranks, start_ranks, stop_ranks
-from gmeta.distributed.sharded_learner import ShardedLearner, local_learner
+from gmeta.distributed.sharded_learner import ShardedLearner
 from gmeta.distributed.sharding import shard_learner
 from gmeta.distributed.stopping import StoppedError
 from gmeta.errors import GMetaError
@@ -102,7 +103,7 @@ def made_here(
 ) -> tuple[ShardedLearner, list[Any]]:
     """The learner, and the batches from there to the end of the run, made in this process."""
     dataset, learner = build(config)
-    local = local_learner(shard_learner(learner, dataset.features, config, ranks))
+    local = shard_learner(learner, dataset.features, config, ranks).local
     read_item_statistics(learner.items, config, dataset, ranks)
     found = []
     with open_reader(config, dataset, "train", rank, world_size) as reader:
@@ -289,7 +290,7 @@ def started(
     config = config_of(click_logs, folder, f"data.processes={number}")
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    return BatchWorkers(number, config, ranks), local_learner(sharded)
+    return BatchWorkers(number, config, ranks), sharded.local
 
 
 def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.labels import LabelsConfig
 from gmeta.data import transfer
-from gmeta.data.accumulate import accumulate_loss, collate_in_parts
+from gmeta.data.accumulate import accumulate_loss
+from gmeta.data.collate import collate_in_parts
 from gmeta.data.cuda_graphs import CudaCapture
 from gmeta.learner import MetaLearner
 from gmeta.platform.numerics import autocast

@@ -11,10 +11,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torchrec.distributed import DistributedModelParallel
 
 import gmeta.distributed.sharding as sharding
-from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.platform.internals import call_after_backward
 from tests.pretended.device import OnDevice, counts, held
 
@@ -76,9 +75,9 @@ class Averaged(sharding._NoAveraging):
     communicator would not forgive, come to their end here, and the order tells.
     """
 
-    def wrap(self, dmp: DistributedModelParallel, env: Any, device: torch.device) -> None:
+    def wrap(self, dmp: DistributedLearner, env: Any, device: torch.device) -> None:
         """Have the layers' gradients averaged over the ranks in every backward."""
-        self.layers = [p for p in local_learner(dmp).learner.parameters() if p.requires_grad]
+        self.layers = [p for p in dmp.local.learner.parameters() if p.requires_grad]
         self.missing = len(self.layers)
         if dist.get_world_size() > 1:
             self._group = dist.new_group()
@@ -116,10 +115,10 @@ def stand_in() -> None:
     group.forward = lambda self, *rest, **named: (
         of_cpu(self, *rest, **named) if self.use_cpu else _forward(self, *rest, **named)
     )
-    shard = sharding.DistributedModelParallel
+    shard = sharding.DistributedLearner
 
-    def sharded(module: nn.Module, **named: Any) -> DistributedModelParallel:
+    def sharded(module: nn.Module, **named: Any) -> DistributedLearner:
         on_gpu = named["device"].type == "cuda"
         return shard(module, **(named | {"data_parallel_wrapper": Averaged()} if on_gpu else named))
 
-    sharding.DistributedModelParallel = sharded  # type: ignore[misc,assignment]
+    sharding.DistributedLearner = sharded  # type: ignore[misc,assignment]

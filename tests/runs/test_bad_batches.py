@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.data.accumulate import collate_in_parts
+from gmeta.data.collate import collate_in_parts
 from gmeta.runs.build import build_learner
 from gmeta.runs.guards import load_batch, named_tensors, save_batch
 from gmeta_models import ModelConfig

@@ -25,10 +25,15 @@ Adapted = TypeVar("Adapted")
 
 
 class InnerLoop(Protocol[Tasks, Adapted]):
-    """The calls that an algorithm makes on an inner loop, the general or the fused one."""
+    """The calls that MAML makes on an inner loop, the general or the fused one."""
 
-    def adapt(self, rows: WorkingRows, tasks: Tasks, second_order: bool) -> Adapted:
-        """Return theta_t of every task, after k steps on its support rows."""
+    config: AlgorithmConfig
+
+    def start(self, rows: WorkingRows, tasks: Tasks, second_order: bool) -> Adapted:
+        """Return theta of every task before the first step."""
+
+    def step(self, adapted: Adapted, second_order: bool) -> Adapted:
+        """Return theta of every task after one more step on its support rows."""
 
     def query_loss_sum(self, adapted: Adapted, tasks: Tasks) -> Tensor:
         """Return the sum over the tasks of the mean query loss at theta_t: a scalar."""

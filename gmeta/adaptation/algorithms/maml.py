@@ -39,8 +39,10 @@ class QueryLoss:
         """Return the sum over the tasks of the mean query loss at theta_t: a scalar, whose gradient
         is the sum of the tasks' meta-gradients.
         """
-        adapted = inner_loop.adapt(rows, tasks, self.second_order)  # theta_t, all tasks at once
-        return inner_loop.query_loss_sum(adapted, tasks)
+        theta = inner_loop.start(rows, tasks, self.second_order)  # of all tasks at once
+        for _ in range(inner_loop.config.inner_steps):
+            theta = inner_loop.step(theta, self.second_order)  # theta - a grad L_support,t(theta)
+        return inner_loop.query_loss_sum(theta, tasks)
 
 
 MAML = Algorithm(QueryLoss(second_order=True))

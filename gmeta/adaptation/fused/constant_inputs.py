@@ -1,4 +1,5 @@
-"""A decision MLP whose inputs no inner step moves: what all steps need of them is computed once.
+"""The first layer of a decision MLP whose inputs no inner step moves: what all steps of the fused
+loop need of them is computed once.
 
     z_1 = g * (x W_1 + b_1) - (x A^T + c) (a G_1 + ... + a G_j)
 
@@ -12,23 +13,17 @@ Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I input
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gmeta.adaptation.rates import scale_grads
 from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
     from gmeta.adaptation.fused.fast_weight_update import Rectangles
-    from gmeta.adaptation.fused.mlp import AdaptedMlp
     from gmeta.adaptation.layout.padded_layout import PaddedTasks
-    from gmeta.adaptation.rates import LayerRate
-    from gmeta.losses.objectives import RowLoss
 
 
 class FirstLayer(NamedTuple):
@@ -69,44 +64,6 @@ class FirstOutputs(NamedTuple):
             for overlap, mine, grads in zip(self.overlaps_THS, rows, support, strict=True)
         ]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-
-@dataclass(frozen=True)
-class ConstantInputMlp:
-    """The MLP in the middle of the inner loop."""
-
-    support: FirstOutputs
-    query: FirstOutputs
-    upper: AdaptedMlp
-    first_adapts: bool
-    scaled_grads_SO: Tensor | None = None  # of the first layer's outputs, added up over the steps
-
-    def after_step(
-        self, loss: RowLoss, rates: Sequence[LayerRate], second_order: bool
-    ) -> ConstantInputMlp:
-        """Return the MLP after one inner step; `rates` are by layer, the first included."""
-        with torch.set_grad_enabled(second_order):
-            first_SO = self.support.after_steps_NO(self.scaled_grads_SO)
-            lowest = 0 if self.first_adapts else self.upper.lowest_moving
-            activations, grads = self.upper.step_gradients(first_SO.relu(), loss, lowest)
-            first_grads_SO = None
-            if self.first_adapts:
-                # Detached: ReLU has no second derivative, and zeros for one would be added up.
-                first_grads_SO = torch.ops.aten.threshold_backward(grads[0], first_SO.detach(), 0)
-        upper = self.upper.after_step(activations, grads, rates[1:])
-        if first_grads_SO is None:
-            return replace(self, upper=upper)
-        # No rate is one of each weight: FusedLoop.suits refused such.
-        scaled_SO = scale_grads(first_grads_SO, cast(float | Tensor, rates[0]))
-        if self.scaled_grads_SO is not None:
-            # A is the same in every step, so one product with the sum serves them all.
-            scaled_SO = self.scaled_grads_SO + scaled_SO
-        return replace(self, upper=upper, scaled_grads_SO=scaled_SO)
-
-    def query_loss(self, tasks: PaddedTasks, loss: RowLoss) -> Tensor:
-        """Return the loss of the query rows: a scalar."""
-        inputs_NO = self.query.after_steps_NO(self.scaled_grads_SO).relu()
-        return loss.sum(self.upper.forward(inputs_NO, tasks.query)[-1])
 
 
 def compute_first_outputs(

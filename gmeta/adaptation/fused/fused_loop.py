@@ -2,9 +2,9 @@
 fraction of the operations of general_loop.py, which does the same for any model.
 
 A pass goes through the layers over the dense columns, the model's features and the decision layers.
-An MLP kernel does the layers (mlp.py); what is between them is autograd's. Where no step moves what
-the decision layers see, their first layer's products are taken once (still_inputs.py); where
-embedding rows adapt, or layers over the dense columns, every step sees new inputs.
+mlp.py does the layers; what is between them is autograd's. Where no step moves what the decision
+layers see, their first layer's products are taken once (still_inputs.py); where embedding rows
+adapt, or layers over the dense columns, every step sees new inputs.
 
 Shape suffixes: T tasks, N rows, S support rows, K dense columns, L labels, D embedding width, P
 task-row pairs, I inputs, O outputs, X all inputs side by side.
@@ -12,53 +12,44 @@ task-row pairs, I inputs, O outputs, X all inputs side by side.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from gmeta.adaptation.adaptation_plan import TaskSize
-from gmeta.adaptation.fused.constant_inputs import (
-    ConstantInputMlp,
-    FirstLayer,
-    compute_first_outputs,
-)
-from gmeta.adaptation.fused.fast_mlp import FastMlp
+from gmeta.adaptation.adaptation_plan import TaskSize, linear_layers
+from gmeta.adaptation.fused.constant_inputs import FirstLayer, compute_first_outputs
+from gmeta.adaptation.fused.mlp import AdaptedMlp
 from gmeta.adaptation.layout.common_features import CommonInputs
 from gmeta.adaptation.layout.padded_layout import FusedLayout, kind_of_device
-from gmeta.adaptation.rates import LayerRate, WeightRates, scale_grads
+from gmeta.adaptation.rates import LayerRate, scale_grads
 from gmeta.losses.objectives import RowLoss, known_labels
 from gmeta.losses.row_losses import HALVES
-from gmeta_models.decision import DecisionModel
 from gmeta_models.gated import GatedModel
 
 if TYPE_CHECKING:
     from gmeta.adaptation.adaptation_plan import AdaptationPlan
-    from gmeta.adaptation.fused.mlp import AdaptedMlp
+    from gmeta.adaptation.fused.constant_inputs import FirstOutputs
     from gmeta.adaptation.layout.padded_layout import PaddedFeatures, PaddedRows, PaddedTasks
     from gmeta.adaptation.layout.sides import WorkingRows
     from gmeta.adaptation.rates import InnerRates
     from gmeta.losses.objectives import LabelLosses, Objectives
+    from gmeta_models.decision import DecisionModel
     from gmeta_models.inputs import RowFeatures
 
-# On any device: it launches a tenth fewer kernels than autograd would, and saves less memory.
-MLP_KERNEL: type[AdaptedMlp] = FastMlp
+Adapted = TypeVar("Adapted")
 
 
-@dataclass(frozen=True)
-class MovingInputModel:
-    """A model in the middle of an inner loop that moves what its decision layers see."""
+class FusedLoop(ABC, Generic[Adapted]):
+    """k SGD steps on every task's support set and the query loss after them; owns no parameters.
 
-    rows_PD: Tensor
-    support_features: RowFeatures | None  # None: they move, too
-    decision: AdaptedMlp
-    dense: AdaptedMlp | None  # None: no such layer adapts, and autograd does them with the rest
+    One of two kinds serves a plan, by `plan.moves_inputs`.
+    """
 
-
-class FusedLoop:
-    """k SGD steps on every task's support set and the query loss after them; owns no parameters."""
+    moves_inputs: ClassVar[bool]
 
     def __init__(
         self,
@@ -67,35 +58,34 @@ class FusedLoop:
         objectives: Objectives,
         rates: InnerRates,
     ) -> None:
+        self.config = plan.config
         self._model = model
         self._plan = plan
-        self._config = plan.config
         self._objectives = objectives
         self._rates = rates
         names: dict[nn.Module, str] = {layer: name for name, layer in plan.layers.items()}
         self._decision = _LinearStack.of(model.decision_layers, names)
         self._dense = _LinearStack.of(model.dense_layers, names)
-        self._moves_inputs = plan.adapts_rows or self._dense.adapt
 
-    @staticmethod
-    def suits(model: DecisionModel, plan: AdaptationPlan, rates: InnerRates) -> bool:
-        """Tell whether this loop supports the plan: only decision layers, layers over the dense
-        columns and embedding rows adapt, by steps that are taken and not solved, no weight has a
-        rate of its own, all those layers have a bias, and the model is nothing else.
+    @abstractmethod
+    def start(self, rows: WorkingRows, tasks: PaddedTasks, second_order: bool) -> Adapted:
+        """Return the model before the first step, at the meta-parameters.
+
+        With `second_order` it is differentiable through the inner gradients, else they are
+        constants.
         """
-        inside = (*_linear_layers(model.decision_layers), *_linear_layers(model.dense_layers))
-        return (
-            model.is_in_parts()
-            and not plan.solves
-            and len(_linear_layers(model.decision_layers)) > 1
-            and all(layer in inside for layer in plan.layers.values())
-            and all(layer.bias is not None for layer in inside)
-            and not any(isinstance(rates.of_layer(name), WeightRates) for name in plan.layers)
-        )
+
+    @abstractmethod
+    def step(self, adapted: Adapted, second_order: bool) -> Adapted:
+        """Return the model after one more step on every task's support rows."""
+
+    @abstractmethod
+    def query_loss_sum(self, adapted: Adapted, tasks: PaddedTasks) -> Tensor:
+        """Return the sum over the tasks of the mean query loss at the adapted parameters."""
 
     def layout(self, second_order: bool, in_buckets: bool = False) -> FusedLayout:
         """Return how a batch is to be arranged for this loop; `in_buckets`: in few shapes."""
-        has_constant_inputs, first_weight = not self._moves_inputs, self._decision.layers[0].weight
+        has_constant_inputs, first_weight = not self.moves_inputs, self._decision.layers[0].weight
         gated = isinstance(self._model, GatedModel)
         may_split = has_constant_inputs and self._model.features_from is not None
         return FusedLayout(
@@ -111,142 +101,10 @@ class FusedLoop:
             in_buckets=in_buckets,
         )
 
-    def adapt(
-        self, rows: WorkingRows, tasks: PaddedTasks, second_order: bool
-    ) -> MovingInputModel | ConstantInputMlp:
-        """Return the model after k steps on every task's support rows, from the meta-parameters.
-
-        With `second_order` it is differentiable through the inner gradients, else they are
-        constants.
-        """
-        dtype = _precision(rows.values_PD)
-        start = self._start_moving if self._moves_inputs else self._start_constant
-        adapted = start(rows.values_PD, tasks, second_order)
-        loss = _row_loss(tasks.support, self._objectives.inner, dtype, self._config.support_prior)
-        rates = self._decision.rates(self._rates)
-        if isinstance(adapted, ConstantInputMlp) and (rate := self._decision.one_rate(rates)):
-            # A step's gradients are linear in the loss, so its rate can scale the loss, once for
-            # all. It saves 2 to 7 % of a step on a CPU, and a launch for each layer and inner step
-            # on a GPU.
-            loss, rates = loss.times(rate), [1.0] * len(rates)
-        for _ in range(self._config.inner_steps):
-            if isinstance(adapted, ConstantInputMlp):
-                adapted = adapted.after_step(loss, rates, second_order)
-            else:
-                adapted = self._take_step(adapted, rows.rate, tasks, loss, second_order)
-        return adapted
-
-    def query_loss_sum(
-        self, adapted: MovingInputModel | ConstantInputMlp, tasks: PaddedTasks
-    ) -> Tensor:
-        """Return the sum over the tasks of the mean query loss at the adapted parameters."""
-        if isinstance(adapted, ConstantInputMlp):
-            dtype = adapted.query.outputs_NO.dtype
-            return adapted.query_loss(tasks, _row_loss(tasks.query, self._objectives.outer, dtype))
-        features, dense_NO = tasks.features[1].values(adapted.rows_PD), None
-        if adapted.dense is not None:
-            dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
-        inputs_NX = self._decision_inputs_NX(features, dense_NO)
-        outputs_NO = adapted.decision.forward(inputs_NX, tasks.query)[-1]
-        return _row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
-
-    def _start_moving(
-        self, rows_PD: Tensor, tasks: PaddedTasks, second_order: bool
-    ) -> MovingInputModel:
-        gates: Sequence[Tensor | None] = ()
-        if isinstance(self._model, GatedModel):
-            support_SX = self._inputs_NX(rows_PD, tasks.features[0])
-            gates = self._gates_TO(support_SX, tasks.support, None)
-        decision = self._decision.mlp(rows_PD, gates, tasks, self._plan)
-        dense = self._dense.mlp(rows_PD, (), tasks, self._plan) if self._dense.adapt else None
-        features: RowFeatures | None = None
-        if not self._plan.adapts_rows:
-            # Pooled once for all steps: none of them moves the rows.
-            features = tasks.features[0].values(rows_PD if second_order else rows_PD.detach())
-        return MovingInputModel(rows_PD, features, decision, dense)
-
-    def _start_constant(
-        self, rows_PD: Tensor, tasks: PaddedTasks, second_order: bool
-    ) -> ConstantInputMlp:
-        gated, constant_SX = isinstance(self._model, GatedModel), None
-        if second_order:
-            inputs = self._inputs_NX(rows_PD, tasks.features[0])
-            # One tensor holds both sides, the support first: see PaddedTasks.
-            support_SX = inputs[: tasks.support.num_rows]
-        else:
-            # First order: what enters the layers on the support rows is a constant, and a graph of
-            # it is kept for the gates alone, which learn by it.
-            with torch.set_grad_enabled(gated):
-                support_SX = self._inputs_NX(rows_PD, tasks.features[0])
-            inputs, constant_SX = self._inputs_NX(rows_PD, tasks.features[1]), support_SX.detach()
-        first, *upper = self._decision.layers
-        weight_OX, bias = first.weight.to(inputs.dtype), first.bias.to(inputs.dtype)
-        common, in_common_T = None, None
-        if tasks.common is not None and self._model.features_from is not None:
-            column, width = self._model.features_from, first.in_features
-            common = CommonInputs.of(tasks.common, rows_PD, column, width)
-            common = common._replace(values_TI=_in_autocast(common.values_TI))
-            in_common_T = common.shared_product_T(second_order)
-            # What all rows of a task share is multiplied by the weight once a task, and added to
-            # the bias.
-            weight_OX, bias = common.split_layer(weight_OX, bias)
-        gates: list[Tensor | None] = [None] * len(self._decision.layers)
-        if gated:
-            gates = self._gates_TO(support_SX, tasks.support, common)
-        adapts = self._decision.names[0] is not None
-        gate_TO = None if gates[0] is None else gates[0].to(inputs.dtype)
-        layer = FirstLayer(weight_OX, bias, in_common_T, gate_TO, adapts)
-        steps = self._config.inner_steps
-        support, query = compute_first_outputs(layer, inputs, constant_SX, tasks, steps > 1)
-        above = _LinearStack(tuple(upper), self._decision.names[1:])
-        mlp = above.mlp(rows_PD, gates[1:], tasks, self._plan)
-        return ConstantInputMlp(support, query, mlp, adapts)
-
-    def _take_step(
-        self,
-        adapted: MovingInputModel,
-        rate: float | Tensor,
-        tasks: PaddedTasks,
-        loss: RowLoss,
-        second_order: bool,
-    ) -> MovingInputModel:
-        """Return the model after one more inner step."""
-        before_PD, decision, dense = adapted.rows_PD, adapted.decision, adapted.dense
-        adapts_rows = self._plan.adapts_rows
-        # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
-        rows_PD = before_PD.view_as(before_PD) if second_order else before_PD.detach()
-        moving: list[Tensor] = []
-        if adapts_rows:
-            moving.append(rows_PD if rows_PD.requires_grad else rows_PD.requires_grad_())
-        features, dense_NO = adapted.support_features, None
-        if features is None:
-            features = tasks.features[0].values(rows_PD)
-        if dense is not None:
-            with torch.set_grad_enabled(second_order):
-                *dense_passed, dense_NO = dense.forward(
-                    _in_autocast(features.dense_NK), tasks.support
-                )
-            moving.append(dense_NO if dense_NO.requires_grad else dense_NO.requires_grad_())
-        inputs_SX = self._decision_inputs_NX(features, dense_NO)
-        with torch.set_grad_enabled(second_order):
-            activations, grads = decision.step_gradients(
-                inputs_SX if second_order else inputs_SX.detach(), loss, lowest=0
-            )
-        # Below the MLP is any model's own code: from d_0 on, autograd differentiates it, by the
-        # rows and by the outputs of the layers over the dense columns.
-        below = torch.autograd.grad(inputs_SX, moving, grads[0], create_graph=second_order)
-        after = replace(
-            adapted,
-            decision=decision.after_step(activations, grads, self._decision.rates(self._rates)),
-        )
-        if adapts_rows:
-            after = replace(after, rows_PD=before_PD - scale_grads(below[0], rate))
-        if dense is not None:
-            with torch.set_grad_enabled(second_order):
-                dense_grads = dense.gradients(below[-1], dense_passed[1:], dense.lowest_moving)
-            rates = self._dense.rates(self._rates)
-            after = replace(after, dense=dense.after_step(dense_passed, dense_grads, rates))
-        return after
+    def _support_loss(self, rows: WorkingRows, tasks: PaddedTasks) -> RowLoss:
+        """Return the loss whose gradient the steps take."""
+        dtype, prior = _precision(rows.values_PD), self.config.support_prior
+        return _row_loss(tasks.support, self._objectives.inner, dtype, prior)
 
     def _gates_TO(
         self, support_SX: Tensor, support: PaddedRows, common: CommonInputs | None
@@ -276,6 +134,188 @@ class FusedLoop:
 
 
 @dataclass(frozen=True)
+class MovingInputModel:
+    """A model in the middle of an inner loop that moves what its decision layers see."""
+
+    rows_PD: Tensor
+    rate: float | Tensor  # of the rows
+    tasks: PaddedTasks
+    support_features: RowFeatures | None  # None: they move, too
+    decision: AdaptedMlp
+    dense: AdaptedMlp | None  # None: no such layer adapts, and autograd does them with the rest
+    loss: RowLoss  # of the support rows
+
+
+@final
+class MovingLoop(FusedLoop[MovingInputModel]):
+    """Embedding rows adapt, or layers over the dense columns: every step sees new inputs."""
+
+    moves_inputs = True
+
+    def start(self, rows: WorkingRows, tasks: PaddedTasks, second_order: bool) -> MovingInputModel:
+        """Return the model before the first step."""
+        rows_PD, rate = rows.values_PD, rows.rate
+        gates: Sequence[Tensor | None] = ()
+        if isinstance(self._model, GatedModel):
+            support_SX = self._inputs_NX(rows_PD, tasks.features[0])
+            gates = self._gates_TO(support_SX, tasks.support, None)
+        features: RowFeatures | None = None
+        if not self._plan.adapts_rows:
+            # Pooled once for all steps: none of them moves the rows.
+            features = tasks.features[0].values(rows_PD if second_order else rows_PD.detach())
+        return MovingInputModel(
+            rows_PD,
+            rate.to(rows_PD.dtype) if isinstance(rate, Tensor) else rate,
+            tasks,
+            features,
+            self._decision.mlp(rows_PD, gates, tasks, self._plan),
+            self._dense.mlp(rows_PD, (), tasks, self._plan) if self._dense.adapt else None,
+            self._support_loss(rows, tasks),
+        )
+
+    def step(self, adapted: MovingInputModel, second_order: bool) -> MovingInputModel:
+        """Return w - a g, for the weights w of each task and the gradients g of its support loss:
+        of embedding rows as it stands, of layers as factors of a g (mlp.py).
+        """
+        w_PD, a, tasks = adapted.rows_PD, adapted.rate, adapted.tasks
+        decision, dense, adapts_rows = adapted.decision, adapted.dense, self._plan.adapts_rows
+        # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
+        rows_PD = w_PD.view_as(w_PD) if second_order else w_PD.detach()
+        moving: list[Tensor] = []
+        if adapts_rows:
+            moving.append(rows_PD if rows_PD.requires_grad else rows_PD.requires_grad_())
+        features, dense_NO = adapted.support_features, None
+        if features is None:
+            features = tasks.features[0].values(rows_PD)
+        if dense is not None:
+            with torch.set_grad_enabled(second_order):
+                *dense_passed, dense_NO = dense.forward(
+                    _in_autocast(features.dense_NK), tasks.support
+                )
+            moving.append(dense_NO if dense_NO.requires_grad else dense_NO.requires_grad_())
+        inputs_SX = self._decision_inputs_NX(features, dense_NO)
+        with torch.set_grad_enabled(second_order):
+            activations, grads = decision.step_gradients(
+                inputs_SX if second_order else inputs_SX.detach(), adapted.loss, lowest=0
+            )
+        # Below the MLP is any model's own code: from d_0 on, autograd differentiates it, by the
+        # rows and by the outputs of the layers over the dense columns.
+        below = torch.autograd.grad(inputs_SX, moving, grads[0], create_graph=second_order)
+        rates = self._decision.rates(self._rates)
+        after = replace(adapted, decision=decision.after_step(activations, grads, rates))
+        if adapts_rows:
+            g_PD = below[0]
+            after = replace(after, rows_PD=w_PD - a * g_PD)
+        if dense is not None:
+            with torch.set_grad_enabled(second_order):
+                dense_grads = dense.gradients(below[-1], dense_passed[1:], dense.lowest_moving)
+            rates = self._dense.rates(self._rates)
+            after = replace(after, dense=dense.after_step(dense_passed, dense_grads, rates))
+        return after
+
+    def query_loss_sum(self, adapted: MovingInputModel, tasks: PaddedTasks) -> Tensor:
+        """Return the sum over the tasks of the mean query loss at the adapted parameters."""
+        features, dense_NO = tasks.features[1].values(adapted.rows_PD), None
+        if adapted.dense is not None:
+            dense_NO = adapted.dense.forward(_in_autocast(features.dense_NK), tasks.query)[-1]
+        inputs_NX = self._decision_inputs_NX(features, dense_NO)
+        outputs_NO = adapted.decision.forward(inputs_NX, tasks.query)[-1]
+        return _row_loss(tasks.query, self._objectives.outer, outputs_NO.dtype).sum(outputs_NO)
+
+
+@dataclass(frozen=True)
+class ConstantInputMlp:
+    """The decision layers in the middle of an inner loop that does not move what they see."""
+
+    support: FirstOutputs
+    query: FirstOutputs
+    upper: AdaptedMlp
+    first_adapts: bool
+    loss: RowLoss  # of the support rows
+    rates: list[LayerRate]  # of each layer, the first included
+    scaled_grads_SO: Tensor | None = None  # of the first layer's outputs, added up over the steps
+
+
+@final
+class StillLoop(FusedLoop[ConstantInputMlp]):
+    """The products of the first decision layer are taken once, for all steps: still_inputs.py."""
+
+    moves_inputs = False
+
+    def start(self, rows: WorkingRows, tasks: PaddedTasks, second_order: bool) -> ConstantInputMlp:
+        """Return the decision layers before the first step."""
+        rows_PD = rows.values_PD
+        gated, constant_SX = isinstance(self._model, GatedModel), None
+        if second_order:
+            inputs = self._inputs_NX(rows_PD, tasks.features[0])
+            # One tensor holds both sides, the support first: see PaddedTasks.
+            support_SX = inputs[: tasks.support.num_rows]
+        else:
+            # First order: what enters the layers on the support rows is a constant, and a graph of
+            # it is kept for the gates alone, which learn by it.
+            with torch.set_grad_enabled(gated):
+                support_SX = self._inputs_NX(rows_PD, tasks.features[0])
+            inputs, constant_SX = self._inputs_NX(rows_PD, tasks.features[1]), support_SX.detach()
+        first, *upper = self._decision.layers
+        weight_OX, bias = first.weight.to(inputs.dtype), first.bias.to(inputs.dtype)
+        common, in_common_T = None, None
+        if tasks.common is not None and self._model.features_from is not None:
+            column, width = self._model.features_from, first.in_features
+            common = CommonInputs.of(tasks.common, rows_PD, column, width)
+            common = common._replace(values_TI=_in_autocast(common.values_TI))
+            in_common_T = common.shared_product_T(second_order)
+            # What all rows of a task share is multiplied by the weight once a task, and added to
+            # the bias.
+            weight_OX, bias = common.split_layer(weight_OX, bias)
+        gates: list[Tensor | None] = [None] * len(self._decision.layers)
+        if gated:
+            gates = self._gates_TO(support_SX, tasks.support, common)
+        adapts = self._decision.names[0] is not None
+        gate_TO = None if gates[0] is None else gates[0].to(inputs.dtype)
+        layer = FirstLayer(weight_OX, bias, in_common_T, gate_TO, adapts)
+        steps = self.config.inner_steps
+        support, query = compute_first_outputs(layer, inputs, constant_SX, tasks, steps > 1)
+        above = _LinearStack(tuple(upper), self._decision.names[1:])
+        mlp = above.mlp(rows_PD, gates[1:], tasks, self._plan)
+        loss, rates = self._support_loss(rows, tasks), self._decision.rates(self._rates)
+        if rate := self._decision.one_rate(rates):
+            # A step's gradients are linear in the loss, so its rate can scale the loss, once for
+            # all. It saves 2 to 7 % of a step on a CPU, and a launch for each layer and inner step
+            # on a GPU.
+            loss, rates = loss.times(rate), [1.0] * len(rates)
+        return ConstantInputMlp(support, query, mlp, adapts, loss, rates)
+
+    def step(self, adapted: ConstantInputMlp, second_order: bool) -> ConstantInputMlp:
+        """Return w - a g, for the layers' weights w of each task and the gradients g of its support
+        loss, as factors of a g (mlp.py); those of the first layer are added up.
+        """
+        upper, moved_SO = adapted.upper, adapted.scaled_grads_SO
+        with torch.set_grad_enabled(second_order):
+            first_SO = adapted.support.after_steps_NO(moved_SO)
+            lowest = 0 if adapted.first_adapts else upper.lowest_moving
+            activations, grads = upper.step_gradients(first_SO.relu(), adapted.loss, lowest)
+            first_grads_SO = None
+            if adapted.first_adapts:
+                # Detached: ReLU has no second derivative, and zeros for one would be added up.
+                first_grads_SO = torch.ops.aten.threshold_backward(grads[0], first_SO.detach(), 0)
+        after = replace(adapted, upper=upper.after_step(activations, grads, adapted.rates[1:]))
+        if first_grads_SO is None:
+            return after
+        # No rate is one of each weight: such a plan takes the general loop.
+        scaled_SO = scale_grads(first_grads_SO, cast(float | Tensor, adapted.rates[0]))
+        # A is the same in every step, so one product with the sum serves them all.
+        return replace(
+            after, scaled_grads_SO=scaled_SO if moved_SO is None else moved_SO + scaled_SO
+        )
+
+    def query_loss_sum(self, adapted: ConstantInputMlp, tasks: PaddedTasks) -> Tensor:
+        """Return the sum over the tasks of the mean query loss at the adapted parameters."""
+        inputs_NO = adapted.query.after_steps_NO(adapted.scaled_grads_SO).relu()
+        loss = _row_loss(tasks.query, self._objectives.outer, adapted.query.outputs_NO.dtype)
+        return loss.sum(adapted.upper.forward(inputs_NO, tasks.query)[-1])
+
+
+@dataclass(frozen=True)
 class _LinearStack:
     """Linear layers with ReLU between them, and which of them adapt."""
 
@@ -284,7 +324,7 @@ class _LinearStack:
 
     @classmethod
     def of(cls, layers: nn.Sequential | None, names: dict[nn.Module, str]) -> _LinearStack:
-        found = _linear_layers(layers)
+        found = linear_layers(layers)
         return cls(found, tuple(map(names.get, found)))
 
     @property
@@ -315,7 +355,7 @@ class _LinearStack:
         sides = tasks.support.rectangles, tasks.query.rectangles
         sizes = [TaskSize(mine.rows, other.rows) for mine, other in zip(*sides, strict=True)]
         gates_TO = gates_TO or [None] * len(self.layers)
-        return MLP_KERNEL(
+        return AdaptedMlp(
             tuple(layer.weight.to(dtype) for layer in self.layers),
             tuple(layer.bias.to(dtype) for layer in self.layers),
             tuple(None if gate_TO is None else gate_TO.to(dtype) for gate_TO in gates_TO),
@@ -342,11 +382,6 @@ def _row_loss(
     if rows.weight is not None:
         weight_NL = weight_NL * rows.weight.view(shape_NL)
     return RowLoss(losses, label_NL, losses.scale(weight_NL), rows)
-
-
-def _linear_layers(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
-    """Return the linear layers in their order; an empty tuple for None."""
-    return tuple(layer for layer in layers or () if isinstance(layer, nn.Linear))
 
 
 def _in_autocast(rows_NI: Tensor) -> Tensor:

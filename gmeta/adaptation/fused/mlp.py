@@ -1,4 +1,5 @@
-"""An MLP adapted to every task of a batch: its equations, and what its two kernels offer.
+"""An MLP adapted to every task of a batch, in few operations: the derivatives of its equations are
+written out.
 
 With h_0 the inputs and h_l = relu(z_l), layer l gives rows of a task
 
@@ -11,31 +12,44 @@ the activations, and back for the gradients d_l at the outputs,
 
     d_{l-1} = [h_{l-1} > 0] * ((g_l * d_l) W_l^T - sum_j (d_l (a G_jl)^T) A_jl),   d_0 without [...]
 
-fast_mlp.py has the derivatives written out; plain_mlp.py is these equations, differentiated by
-autograd: the definition, which tests hold it to. Both are tested against the general loop.
+autograd would find the same derivatives in five times as many operations, most of which allocate.
+A gradient that autograd hands to a `backward` here was made for it alone, except for those at z_L
+and d_0: whatever is added to the others is added in place. Tests hold all this to the equations as
+they stand, differentiated by autograd (tests/adaptation/fused/plain_mlp.py), and to the general
+loop.
 
 Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gmeta.adaptation.fused.fast_weight_update import FastWeightUpdate
+from gmeta.adaptation.rates import WeightRates, scale_grads
+from gmeta_models.ops.matmul import linear
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from gmeta.adaptation.adaptation_plan import Path
+    from gmeta.adaptation.fused.fast_weight_update import Grads, Saved, Sides
     from gmeta.adaptation.layout.padded_layout import PaddedRows
     from gmeta.adaptation.rates import LayerRate
     from gmeta.losses.objectives import RowLoss
 
+_relu_backward = torch.ops.aten.threshold_backward.grad_input
+
 
 @dataclass(frozen=True)
-class AdaptedMlp(ABC):
-    """Linear layers with ReLU between them, and how far the inner steps so far have moved each."""
+class AdaptedMlp:
+    """Linear layers with ReLU between them, and how far the inner steps so far have moved each: one
+    operation a pass. Takes one rate for a layer or for each of its outputs.
+    """
 
     weights_OI: tuple[Tensor, ...]
     biases_O: tuple[Tensor, ...]
@@ -43,12 +57,14 @@ class AdaptedMlp(ABC):
     paths: tuple[tuple[Path, ...], ...]  # of each layer in each rectangle; none if it stays
     support: PaddedRows
     bias_rates: tuple[float, ...]  # c of each layer
+    updates: tuple[FastWeightUpdate, ...] = ()  # by layer; none before the first step
 
-    @abstractmethod
     def forward(self, inputs_NI: Tensor, rows: PaddedRows) -> tuple[Tensor, ...]:
         """Return h_0, ..., h_{L-1} and z_L of rows of the tasks."""
+        layers = self._layers(rows)
+        passed: tuple[Tensor, ...] = _Forward.apply(layers, inputs_NI.contiguous(), *layers.tensors)
+        return passed
 
-    @abstractmethod
     def gradients(
         self, last_SO: Tensor, hidden: Sequence[Tensor], lowest: int
     ) -> tuple[Tensor, ...]:
@@ -56,12 +72,13 @@ class AdaptedMlp(ABC):
 
         d_0 is the gradient at the inputs.
         """
-
-    @abstractmethod
-    def _with_layer_step(
-        self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate
-    ) -> Self:
-        """Return the MLP with layer `at` after one more inner step."""
+        if lowest == len(self.weights_OI):
+            return (last_SO,)
+        layers = self._layers(self.support)
+        below: tuple[Tensor, ...] = _Gradients.apply(
+            layers, lowest, last_SO.contiguous(), *hidden, *layers.tensors
+        )
+        return (*below, last_SO)
 
     def step_gradients(
         self, inputs_SI: Tensor, loss: RowLoss, lowest: int
@@ -97,3 +114,202 @@ class AdaptedMlp(ABC):
             None if gate_TO is None else gate_TO.index_select(0, rows.task_N)
             for gate_TO in self.gates_TO
         ]
+
+    @property
+    def _updates(self) -> tuple[FastWeightUpdate, ...]:
+        return self.updates or tuple(
+            FastWeightUpdate(
+                tuple(at for at, path in enumerate(paths) if path == "low_rank"),
+                tuple(at for at, path in enumerate(paths) if path == "materialised"),
+                bias_rate=bias_rate,
+            )
+            for paths, bias_rate in zip(self.paths, self.bias_rates, strict=True)
+        )
+
+    def _layers(self, rows: PaddedRows) -> _PassLayers:
+        sides = rows.rectangles, self.support.rectangles
+        return _PassLayers(
+            self.weights_OI, self.biases_O, self.gates_of(rows), self._updates, sides
+        )
+
+    def _with_layer_step(
+        self, at: int, activations_SI: Tensor, grads_SO: Tensor, rate: LayerRate
+    ) -> Self:
+        if isinstance(rate, WeightRates):
+            raise TypeError(
+                "a rate for each weight leaves no low rank: the general loop takes such"
+            )
+        updates, scaled_SO = list(self._updates), scale_grads(grads_SO, rate)
+        updates[at] = updates[at].with_step(activations_SI, scaled_SO, self.support.rectangles)
+        return replace(self, updates=tuple(updates))
+
+
+class _PassLayers(NamedTuple):
+    """An MLP for one pass over rows."""
+
+    weights_OI: Sequence[Tensor]
+    biases_O: Sequence[Tensor]
+    gates_NO: Sequence[Tensor | None]  # of each row
+    updates: Sequence[FastWeightUpdate]
+    sides: Sides
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all that autograd has to know of; `LayerGrads.in_order` is in their order."""
+        gates = [gate for gate in self.gates_NO if gate is not None]
+        updates = [tensor for update in self.updates for tensor in update.flat]
+        return [*self.weights_OI, *self.biases_O, *gates, *updates]
+
+    @property
+    def num_shared(self) -> int:
+        """Count the tensors that stand before those of the inner steps' updates."""
+        return 2 * len(self.updates) + sum(gate is not None for gate in self.gates_NO)
+
+
+class _LayerGrads:
+    """The gradients of an MLP's tensors, as far as they are known."""
+
+    def __init__(self, layers: _PassLayers) -> None:
+        nothing: Grads = [None] * len(layers.updates)
+        self.weights, self.biases, self.gates = nothing.copy(), nothing.copy(), nothing.copy()
+        self.updates: list[Grads] = [[None] * len(update.flat) for update in layers.updates]
+        self._gated = [at for at, gate in enumerate(layers.gates_NO) if gate is not None]
+
+    @property
+    def in_order(self) -> Grads:
+        """Return the gradients in the order of the tensors."""
+        gates = [self.gates[at] for at in self._gated]
+        updates = [grad for grads in self.updates for grad in grads]
+        return [*self.weights, *self.biases, *gates, *updates]
+
+
+# Both save all tensors, so that torch notices when one is changed before backward, and so that a
+# result, which refers to its ctx, does not keep it alive. All else is freed by the first backward.
+
+
+class _Forward(torch.autograd.Function):
+    """h_0, ..., h_{L-1} and z_L; h_0 too, so that gradients of its other uses are added up here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layers: _PassLayers, inputs_NI: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        passed, ungated, saved, out_NO = [inputs_NI], {}, [], inputs_NI
+        for at, gate_NO in enumerate(layers.gates_NO):
+            if at:
+                # In place: its derivative asks only where z > 0, and there h > 0 too.
+                passed.append(out_NO.relu_())
+            out_NO = linear(passed[-1], layers.weights_OI[at], layers.biases_O[at])
+            if gate_NO is not None:
+                # Saved for the gradient of the gate.
+                ungated[at], out_NO = out_NO, out_NO * gate_NO
+            saved.append(layers.updates[at].subtract(out_NO, passed[-1], layers.sides))
+        ctx.set_materialize_grads(False)
+        ctx.layers, ctx.ungated, ctx.saved = layers, ungated, saved
+        ctx.save_for_backward(*passed, *tensors)
+        return (inputs_NI.view_as(inputs_NI), *passed[1:], out_NO)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        layers, ungated, saved = ctx.layers, ctx.ungated, ctx.saved
+        ctx.layers = ctx.ungated = ctx.saved = None
+        above, passed, found = _make_contiguous(above), ctx.saved_tensors, _LayerGrads(layers)
+        wants_inputs, *wants = ctx.needs_input_grad[1:]
+        wants_moved = any(wants[layers.num_shared :])
+        grad, below = above[-1], None
+        for at in reversed(range(len(layers.updates))):
+            below = above[at] if at or wants_inputs else None
+            if grad is not None:
+                # `shared` reaches the weights that all tasks have, behind their gates: the change
+                # of each task is not gated, and takes `grad`.
+                shared, gate_NO = grad, layers.gates_NO[at]
+                if gate_NO is not None:
+                    found.gates[at], shared = grad * ungated[at], grad * gate_NO
+                found.weights[at] = shared.mT @ passed[at]
+                found.biases[at] = shared.sum(dim=0)
+                if at or wants_inputs:
+                    below = _add_product(below, shared, layers.weights_OI[at])
+                found.updates[at] = layers.updates[at].subtract_backward(
+                    saved[at],
+                    grad,
+                    passed[at],
+                    below,
+                    layers.sides,
+                    wants_moved,
+                )
+            if at:
+                grad = (
+                    None
+                    if below is None
+                    else _relu_backward(below, passed[at], 0, grad_input=below)
+                )
+        return (None, below, *found.in_order)
+
+
+class _Gradients(torch.autograd.Function):
+    """d_lowest, ..., d_{L-1} from d_L; ReLU has no second derivative, so none goes on to h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layers: _PassLayers, lowest: int, last_SO: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        hidden, grads = tensors[: len(layers.updates) - 1], [last_SO]
+        saved: list[Saved] = []
+        for at in reversed(range(lowest, len(layers.updates))):
+            gate_SO = layers.gates_NO[at]
+            shared = grads[0] if gate_SO is None else grads[0] * gate_SO
+            below = linear(shared, layers.weights_OI[at].mT)
+            # Inner gradients are of support rows alone: sides[1] whatever rows `layers` are of.
+            saved.insert(
+                0, layers.updates[at].subtract_from_gradients(below, grads[0], layers.sides[1])
+            )
+            if at:
+                _relu_backward(below, hidden[at - 1], 0, grad_input=below)
+            grads.insert(0, below)
+        ctx.set_materialize_grads(False)
+        ctx.layers, ctx.lowest, ctx.saved = layers, lowest, saved
+        ctx.save_for_backward(*grads, *tensors)
+        return tuple(grads[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor | None) -> tuple[Tensor | None, ...]:
+        layers, lowest, saved, tensors = ctx.layers, ctx.lowest, ctx.saved, ctx.saved_tensors
+        ctx.layers = ctx.saved = None
+        count, found = len(layers.updates), _LayerGrads(layers)
+        grads, hidden = tensors[: count + 1 - lowest], tensors[count + 1 - lowest :]
+        # The pass went down from d_L, so its derivative goes up from d_lowest.
+        below, *following = (*_make_contiguous(above), None)
+        for at in range(lowest, count):
+            onto = following[at - lowest]
+            if below is None:
+                below = onto
+                continue
+            if at:
+                # [h > 0] x is linear in x: the derivative is the same mask.
+                _relu_backward(below, hidden[at - 1], 0, grad_input=below)
+            shared = grad = grads[at + 1 - lowest]
+            gate_SO, matrix_IO = layers.gates_NO[at], layers.weights_OI[at].mT
+            if gate_SO is None:
+                carried = _add_product(onto, below, matrix_IO)
+            else:
+                carried = linear(below, layers.weights_OI[at])
+                found.gates[at], shared = carried * grad, grad * gate_SO
+                carried = carried.mul_(gate_SO) if onto is None else onto.addcmul_(carried, gate_SO)
+            found.weights[at] = shared.mT @ below
+            found.updates[at] = layers.updates[at].subtract_back_backward(
+                saved[at - lowest], below, grad, carried, layers.sides[1]
+            )
+            below = carried
+        return (None, None, below, *[None] * (count - 1), *found.in_order)
+
+
+def _make_contiguous(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients contiguous, as views of rectangles need them."""
+    return tuple(grad if grad is None else grad.contiguous() for grad in grads)
+
+
+def _add_product(into: Tensor | None, rows_NI: Tensor, matrix_IO: Tensor) -> Tensor:
+    """Return `rows_NI @ matrix_IO`, added in place to `into` if there is one."""
+    return rows_NI @ matrix_IO if into is None else into.addmm_(rows_NI, matrix_IO)

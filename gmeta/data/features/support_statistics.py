@@ -39,13 +39,12 @@ from gmeta.data.sums import Floats, log_odds, sum_of_sharing
 from metaio.format.block import find_features_of_values
 from metaio.format.features import OOV_ROW
 from metaio.ragged import Int64, owners, places, sum_rows
-from metaio.read.task_rows import deduplicate_task_rows
+from metaio.read.batch import deduplicate_task_rows
 
 if TYPE_CHECKING:
     from gmeta.config.inputs import ItemFeaturesConfig, SupportFeaturesConfig
     from metaio.format.features import Features
-    from metaio.read.batch import TaskBatch
-    from metaio.read.task_rows import TaskRows
+    from metaio.read.batch import TaskBatch, TaskRows
 
 # Counts are shown as log(1 + n) / log(1 + 100), so that they stay near the other inputs' size.
 _MANY_ROWS = 100.0

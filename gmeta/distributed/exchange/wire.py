@@ -26,8 +26,7 @@ from gmeta.config.sharding import WireDtype
 from gmeta.data.episodes import RowFetch, RowPlan
 from gmeta.data.transfer import move_to_device, unpack
 from gmeta.distributed.exchange.exchange import Exchange
-from gmeta.distributed.exchange.planning import KnownCounts, SendPlan, WirePlanner
-from gmeta.distributed.exchange.routes import Routes, Shard
+from gmeta.distributed.exchange.planning import KnownCounts, Routes, SendPlan, Shard, WirePlanner
 from gmeta.distributed.exchange.row_swap import RowSwap
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.tables.updates import FastGroup

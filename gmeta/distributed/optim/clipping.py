@@ -19,11 +19,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.distributed.exchange.wire import WireExchange
 from gmeta.distributed.ranks import add_over_ranks
-from gmeta.distributed.sharded_learner import local_learner
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.distributed.tables.rows_to_send import RowsToSend
 from gmeta.distributed.tables.table_groups import table_groups
 from gmeta.distributed.tables.updates import FastGroup, row_numbers_N, sum_by_row
@@ -109,12 +108,12 @@ class GradientClipping:
     """Holds the tables' updates of a step back until `apply`; make it before the first step."""
 
     def __init__(
-        self, sharded: DistributedModelParallel, layers: Iterable[nn.Parameter], max_norm: float
+        self, sharded: DistributedLearner, layers: Iterable[nn.Parameter], max_norm: float
     ) -> None:
         self._layers = list(layers)
         self._max_norm = max_norm
         self._norms: tuple[Tensor, Tensor] | None = None  # of layers, and of all
-        exchange = local_learner(sharded).exchange
+        exchange = sharded.local.exchange
         self._groups: list[_HoldingFastGroup | _HoldingGroup] = []
         if isinstance(exchange, WireExchange):
             self._groups += map(_HoldingFastGroup, exchange.groups)

@@ -3,19 +3,21 @@ backward.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from gmeta.config.train_config import OuterConfig
 from gmeta.distributed.optim.clipping import GradientClipping
-from gmeta.distributed.tables.table_groups import adam_groups, set_adam_step
+from gmeta.distributed.sharded_learner import DistributedLearner
+from gmeta.distributed.tables.plain_tables import PlainTables
+from gmeta.distributed.tables.table_groups import Group, table_groups
 from gmeta.platform.internals import place_row_states
 
 # The share of the rate after a share of the decaying steps (0 at the first, never quite 1).
@@ -36,7 +38,7 @@ DENSE_OPTIMIZERS: dict[str, Callable[[OuterConfig], Callable[..., torch.optim.Op
 class OuterOptimizer(CombinedOptimizer):
     """Layers and tables: `begin_step`, forward and backward, `step`. One state dict for both."""
 
-    def __init__(self, sharded: DistributedModelParallel, outer: OuterConfig) -> None:
+    def __init__(self, sharded: DistributedLearner, outer: OuterConfig) -> None:
         # Frozen ones have no state that a checkpoint could hold.
         named = in_backward_optimizer_filter(sharded.named_parameters())
         layers = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -52,7 +54,7 @@ class OuterOptimizer(CombinedOptimizer):
         self._layers = list(layers.values())
         self._rates = {"dense_lr": outer.dense_lr, "sparse_lr": outer.sparse_lr}
         self._sharded = sharded
-        self._adam_groups = adam_groups(sharded)
+        self._adam_groups = _adam_groups(sharded)
         self._outer = outer
         self.steps_before = 0  # the run: those of the runs that it goes on from
         self._clipping = (
@@ -70,7 +72,7 @@ class OuterOptimizer(CombinedOptimizer):
             for group in part.param_groups:
                 group["lr"] = self._rates["dense_lr" if is_dense else "sparse_lr"]
         # Bias correction goes on with the run before: its moments come along.
-        set_adam_step(self._adam_groups, self.steps_before + step)
+        _set_adam_step(self._adam_groups, self.steps_before + step)
         # As zero_grad does, but for torch's three wrappers around it.
         for layer in self._layers:
             layer.grad = None
@@ -96,7 +98,7 @@ class OuterOptimizer(CombinedOptimizer):
         return {**self._rates, **finite}
 
 
-def build_optimizer(sharded: DistributedModelParallel, outer: OuterConfig) -> OuterOptimizer:
+def build_optimizer(sharded: DistributedLearner, outer: OuterConfig) -> OuterOptimizer:
     """Return the optimizer of a sharded learner; make it before the learner's first step."""
     return OuterOptimizer(sharded, outer)
 
@@ -119,3 +121,22 @@ def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) ->
     # The warm-up may be longer than the run; then the schedule stands at its beginning.
     step = max(min(step, total_steps - 1), warmup_steps)
     return DECAYS[schedule]((step - warmup_steps) / max(total_steps - warmup_steps, 1))
+
+
+def _adam_groups(sharded: nn.Module) -> list[Group]:
+    """Return this rank's groups of tables with Adam."""
+    adams = EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM
+    return [group for group in table_groups(sharded) if group.optimizer in adams]
+
+
+def _set_adam_step(groups: Iterable[Group], step: int) -> None:
+    """Tell tables with Adam that `step` steps were done: its bias correction depends on it.
+
+    By themselves fbgemm's count lookups, also those of a validation, and start at 0 after a resume.
+    """
+    for group in groups:
+        if isinstance(group, PlainTables):
+            group.set_optimizer_step(step)
+        else:
+            group.iter.fill_(step)
+            group.iter_cpu.fill_(step)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from torchrec.distributed import DistributedModelParallel
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.optim.optimizers import OuterOptimizer
 from gmeta.distributed.ranks import Ranks
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.runs.checkpoints.continuation import extend_lineage, find_continued_checkpoint
 from gmeta.runs.checkpoints.growth import load_into_grown_tables
 from gmeta.runs.checkpoints.lineage import Lineage, count_earlier_steps, read_lineage
@@ -35,7 +35,7 @@ class Beginning:
     how: Literal["fresh", "resumed", "weights", "continued"]
     checkpoint: Path | None
     lineage: Lineage
-    reset_rows: dict[str, Int64]
+    read_reset_rows: dict[str, Int64]
 
     @property
     def told(self) -> list[str]:
@@ -45,7 +45,7 @@ class Beginning:
         if self.how == "resumed":
             return [f"goes on from {self.checkpoint}"]
         if self.how == "continued":
-            num_reset = sum(rows.size for rows in self.reset_rows.values())
+            num_reset = sum(rows.size for rows in self.read_reset_rows.values())
             reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""
             before, own = (one.increment for one in self.lineage[-2:])
             numbers = ", ".join(map(str, range(before + 1, own)))
@@ -56,7 +56,7 @@ class Beginning:
     def load(
         self,
         config: TrainConfig,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         optimizer: OuterOptimizer,
         ranks: Ranks,
     ) -> RunProgress:
@@ -66,7 +66,7 @@ class Beginning:
             GMetaError: the checkpoint is damaged; on every rank alike.
             UserError: it is of another model.
         """
-        optimizer.steps_before = count_earlier_steps(self.lineage)
+        optimizer.count_earlier_steps = count_earlier_steps(self.lineage)
         if self.checkpoint is None:
             return RunProgress()
         if self.how == "resumed":
@@ -74,7 +74,7 @@ class Beginning:
         if self.how == "weights":
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:
-            rows = self.reset_rows
+            rows = self.read_reset_rows
             load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
         return RunProgress()
 

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.distributed.collective_errors import run_on_first
 from gmeta.distributed.ranks import Ranks, gather_values, lost_contact, new_control_group
+from gmeta.distributed.sharded_learner import DistributedLearner
 from gmeta.errors import GMetaError, NotWrittenError
 from gmeta.platform.files.checksums import FileChecksum, describe_file
 from gmeta.platform.internals import ShardedTensor, empty_like_sharded
@@ -63,7 +63,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: Path,
-        sharded: DistributedModelParallel,
+        sharded: DistributedLearner,
         optimizer: CombinedOptimizer,
         config: TrainConfig,
         ranks: Ranks,

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from gmeta.config.table_names import table_of_weight
 from gmeta.config.train_config import ADAGRADS, OuterConfig
 from gmeta.distributed.ranks import Ranks
-from gmeta.distributed.sharded_learner import TABLES_PREFIX, local_learner
+from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner
 from gmeta.platform.internals import ShardedTensor
 from gmeta.runs.checkpoints.loader import collect_state, load_checkpoint
 from metaio.ragged import Int64
@@ -26,7 +25,7 @@ _ROWS_AT_ONCE = 65_536
 
 def load_into_grown_tables(
     path: Path,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     optimizer: CombinedOptimizer,
     ranks: Ranks,
     outer: OuterConfig,
@@ -64,7 +63,7 @@ def decay_sums(sums: Tensor, decay: float, floor: float) -> None:
 
 
 def _iterate_table_parts(
-    sharded: DistributedModelParallel, optimizer: CombinedOptimizer
+    sharded: DistributedLearner, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (table, first row, values) of each part of a table, and of what its optimizer and the
     statistics of items keep of its rows, that this rank holds: the live tensors."""
@@ -77,12 +76,12 @@ def _iterate_table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _list_local_parts(value):
                 yield table, first_row, part
-    if (items := local_learner(sharded).learner.items) is not None:
+    if (items := sharded.local.learner.items) is not None:
         yield from ((table, 0, values) for table, values in items.table_buffers())
 
 
 def _iterate_adagrad_sums(
-    sharded: DistributedModelParallel, optimizer: CombinedOptimizer, outer: OuterConfig
+    sharded: DistributedLearner, optimizer: CombinedOptimizer, outer: OuterConfig
 ) -> Iterator[Tensor]:
     """Yield the sums of squares that this rank holds, of tables and layers."""
     for name, kept in (

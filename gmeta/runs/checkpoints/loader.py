@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from gmeta.distributed.collective_errors import run_on_all
 from gmeta.distributed.ranks import Ranks, broadcast_value, lost_contact
-from gmeta.distributed.sharded_learner import TABLES_PREFIX
+from gmeta.distributed.sharded_learner import TABLES_PREFIX, DistributedLearner
 from gmeta.errors import GMetaError, UserError
 from gmeta.runs.checkpoints.index import IndexedReader, fit_grown_index
 from gmeta.runs.checkpoints.integrity import DAMAGE, check_files, describe_failure, first_failure
@@ -36,7 +35,7 @@ _TABLE_KEYS = (
 
 def load_checkpoint(
     path: Path,
-    sharded: DistributedModelParallel,
+    sharded: DistributedLearner,
     optimizer: CombinedOptimizer | None,
     ranks: Ranks,
     may_lack: tuple[str, ...] = (),
@@ -99,7 +98,7 @@ def broadcast_checkpoint(path: Path, ranks: Ranks) -> Path:
 
 
 def collect_state(
-    sharded: DistributedModelParallel, optimizer: CombinedOptimizer | None
+    sharded: DistributedLearner, optimizer: CombinedOptimizer | None
 ) -> dict[str, Any]:
     """Return what a checkpoint saves: the live tensors, not copies."""
     state: dict[str, Any] = {"model": sharded.state_dict()}

@@ -15,10 +15,8 @@ from torch import Tensor
 from gmeta.adaptation.adaptation_plan import AdaptationPlan, Path, TaskSize
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import ALGORITHMS
-from gmeta.adaptation.fused.fast_mlp import FastMlp
-from gmeta.adaptation.fused.fused_loop import FusedLoop
+from gmeta.adaptation.fused.fused_loop import MovingLoop, StillLoop
 from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.layout.padded_layout import PaddedTasks
 from gmeta.adaptation.layout.sides import Sides, TaskGroups
 from gmeta.config.algorithm import AlgorithmConfig, InnerPath
@@ -28,6 +26,7 @@ from gmeta.learner import MetaLearner
 from gmeta.runs.build import build_learner
 from gmeta_models import ModelConfig
 from metaio.recipes.synthetic import SyntheticConfig, features
+from tests.adaptation.fused.plain_mlp import PlainMlp
 from tests.support import reference
 
 MELU = ModelConfig(name="melu", embedding_dim=4, hidden=(6, 5), bottom=(3,))
@@ -60,7 +59,7 @@ def learner_of(
 @pytest.fixture(autouse=True, scope="module")
 def _even_a_single_common_feature_stands_apart() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.data.fused_batches.LEAST_COMMON_WORK", {"cpu": 1})
+        patch.setattr("gmeta.data.collate.LEAST_COMMON_WORK", {"cpu": 1})
         yield
 
 
@@ -113,7 +112,7 @@ def assert_same_step(
     loss=st.sampled_from(["bce", "mse", "huber", "mae"]),
     bias_rate=st.sampled_from([1.0, 0.0, 4.0]),
     num_common=st.integers(0, 2),
-    kernel=st.sampled_from([FastMlp, PlainMlp]),
+    kernel=st.sampled_from([AdaptedMlp, PlainMlp]),
     sizes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=9).filter(
         lambda sizes: any(support and query for support, query in sizes)
     ),
@@ -158,7 +157,7 @@ def test_the_fused_step_equals_the_general_one(
     assert fused.num_terms == general.num_terms
     rows_UD = torch.randn(batch.unique_ids_U.numel(), 4, dtype=torch.float64, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gmeta.adaptation.fused.fused_loop.MLP_KERNEL", kernel)
+        patch.setattr("gmeta.adaptation.fused.fused_loop.AdaptedMlp", kernel)
         assert_same_step(learner, rows_UD, fused, general)
 
 
@@ -200,9 +199,9 @@ def test_a_step_may_have_no_history_at_all(name: str) -> None:
     assert_same_step(learner, rows_UD, fused, general)
 
 
-@pytest.mark.parametrize("example", ["demo", "movielens-1m"])
+@pytest.mark.parametrize(("example", "loop"), [("demo", MovingLoop), ("movielens-1m", StillLoop)])
 def test_the_examples_train_in_the_fused_loop_by_mamls_own_function(
-    example: str, monkeypatch: pytest.MonkeyPatch
+    example: str, loop: type[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[object] = []
     query_loss = QueryLoss.__call__
@@ -224,7 +223,7 @@ def test_the_examples_train_in_the_fused_loop_by_mamls_own_function(
     batch = reference.batch_of(tasks, features(recipe))
     rows_UD = torch.randn(batch.unique_ids_U.numel(), config.model.embedding_dim)
     learner(rows_UD, learner.collate(batch), 1.0)
-    assert taken == [FusedLoop]
+    assert taken == [loop]
 
 
 @pytest.mark.parametrize("name", ["maml", "fomaml"])

@@ -1,4 +1,4 @@
-"""The two kernels of an adapted MLP against each other, in value and in gradient."""
+"""The kernel of an adapted MLP against its definition, in value and in gradient."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gmeta.adaptation.adaptation_plan import Path
-from gmeta.adaptation.fused.fast_mlp import FastMlp
 from gmeta.adaptation.fused.mlp import AdaptedMlp
-from gmeta.adaptation.fused.plain_mlp import PlainMlp
 from gmeta.adaptation.layout.padded_layout import PaddedRows, Rectangle
 from gmeta.adaptation.rates import WeightRates
+from tests.adaptation.fused.plain_mlp import PlainMlp
 
 WIDTHS = (4, 5, 3, 1)
 Sizes = Sequence[tuple[int, int]]  # tasks and rows of each rectangle
@@ -48,7 +47,7 @@ def leaf(*shape: int) -> Tensor:
     lowest=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_both_kernels_give_the_same_passes_and_derivatives(
+def test_the_kernel_gives_the_passes_and_derivatives_of_the_definition(
     sizes: list[tuple[int, int, int]],
     paths: list[list[Path]],
     adapts: list[bool],
@@ -73,10 +72,8 @@ def test_both_kernels_give_the_same_passes_and_derivatives(
     )
     leaves = [*weights, *biases, *filter(torch.is_tensor, [*gates, *rates]), *inputs, *lasts, asked]
 
-    def result(kernel: type[FastMlp] | type[PlainMlp]) -> list[Tensor]:
-        mlp: AdaptedMlp = kernel(
-            tuple(weights), tuple(biases), tuple(gates), held, support, (1.0, 0.5, 3.0)
-        )
+    def result(kernel: type[AdaptedMlp]) -> list[Tensor]:
+        mlp = kernel(tuple(weights), tuple(biases), tuple(gates), held, support, (1.0, 0.5, 3.0))
         seen: list[Tensor] = []
         for rows, last in zip(inputs, lasts, strict=True):
             *activations, _ = mlp.forward(rows, support)
@@ -90,19 +87,19 @@ def test_both_kernels_give_the_same_passes_and_derivatives(
             *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True),
         ]
 
-    torch.testing.assert_close(result(FastMlp), result(PlainMlp), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(result(AdaptedMlp), result(PlainMlp), rtol=1e-9, atol=1e-9)
 
 
-def test_the_fast_kernel_refuses_a_rate_for_each_weight() -> None:
+def test_the_kernel_refuses_a_rate_for_each_weight() -> None:
     rows, ones = padded_rows([(1, 2)]), torch.ones(2, 1)
-    mlp = FastMlp((torch.ones(1, 1),), (torch.ones(1),), (None,), (("low_rank",),), rows, (1.0,))
+    mlp = AdaptedMlp((torch.ones(1, 1),), (torch.ones(1),), (None,), (("low_rank",),), rows, (1.0,))
     with pytest.raises(TypeError):
         mlp.after_step([ones], [ones], [WeightRates(torch.ones(1, 1), None)])
 
 
 def test_a_tensor_that_changes_before_backward_is_noticed() -> None:
     rows, weight = padded_rows([(1, 2)]), torch.ones(1, 1, requires_grad=True)
-    mlp = FastMlp((weight,), (torch.ones(1),), (None,), ((),), rows, (1.0,))
+    mlp = AdaptedMlp((weight,), (torch.ones(1),), (None,), ((),), rows, (1.0,))
     output = mlp.forward(torch.ones(2, 1), rows)[-1].sum()
     with torch.no_grad():
         weight.add_(1.0)

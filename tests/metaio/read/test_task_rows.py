@@ -3,7 +3,7 @@
 import numpy as np
 
 from metaio import BatchReader, TaskBatch, open_dataset
-from metaio.read.task_rows import deduplicate_task_rows
+from metaio.read.batch import deduplicate_task_rows
 from tests.metaio.conftest import WriteFn, make_rows
 
 

@@ -1,4 +1,4 @@
-"""The equations of mlp.py as they stand, differentiated by autograd: what fast_mlp.py is held to.
+"""The equations of mlp.py as they stand, differentiated by autograd: its definition.
 
 Shape suffixes: T tasks, N rows, S support rows, H longest list or task, L labels, I inputs, O
 outputs.
@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, final
+from typing import Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gmeta.adaptation.fused.mlp import AdaptedMlp
+from gmeta.adaptation.layout.padded_layout import PaddedRows
 from gmeta.adaptation.plain_update import PlainUpdate, add_step, step_update
-
-if TYPE_CHECKING:
-    from gmeta.adaptation.layout.padded_layout import PaddedRows
-    from gmeta.adaptation.rates import LayerRate
+from gmeta.adaptation.rates import LayerRate
 
 
 @final
