@@ -272,7 +272,7 @@ class MetaLearner(nn.Module):
         """
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
-                "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
+                "episodes arranged for training have no sides of all tasks: use collate_to_predict"
             )
         inner, (support, query) = self.general_loop, episodes.rows
         started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)

@@ -256,13 +256,13 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
         held.append((type(change).__name__, grads_TSO.shape[-1]))
         return change
 
-    monkeypatch.setattr("gmeta.adaptation.adapted_layers.one_step", noted)
+    monkeypatch.setattr("gmeta.adaptation.adapted_layers.step_update", noted)
     monkeypatch.setattr(AdaptationPlan, "route", lambda *_: "general")
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")
     algorithm = AlgorithmConfig(name="maml", layer_paths=paths)
     assert_equals_loop([(3, 2), (2, 4)], (2, 0, 0), config, algorithm, "bce", seed=0)
-    assert set(held) == {("LowRankChange", 5), ("MaterialisedChange", 3), ("LowRankChange", 1)}
+    assert set(held) == {("LowRankUpdate", 5), ("MaterialisedUpdate", 3), ("LowRankUpdate", 1)}
 
 
 def test_the_later_entry_that_matches_a_layer_says_its_path() -> None:

@@ -312,7 +312,7 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
     monkeypatch.setattr(
-        "gmeta.distributed.collective_errors.value_of_first", lambda value, ranks: value
+        "gmeta.distributed.collective_errors.broadcast_value", lambda value, ranks: value
     )
     ranks: Any = SimpleNamespace(rank=0, world_size=2)
     config = leased(click_logs, service="")

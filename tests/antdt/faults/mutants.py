@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "END when TODO is empty",
         "ledger/ledger.py",
-        "nothing = offers.nothing_left(table, command.seq)",
+        "nothing = offers.wait_for_others(table, command.seq)",
         "nothing = cmd.End(command.seq)",
     ),
     Mutant(
@@ -121,8 +121,8 @@ MUTANTS = (
     Mutant(
         "END before the disk has it",
         "storage/request.py",
-        "isinstance(answer, cmd.Granted | cmd.Beat)",
-        "isinstance(answer, cmd.Granted | cmd.Beat | cmd.End)",
+        "isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply)",
+        "isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply | cmd.End)",
     ),
     Mutant(
         "heartbeat renews what it does not name",
