@@ -44,7 +44,9 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = start_ranks("cpu", 300)
     features = single_id_features(NUM_FEATURES, rows_per_table)
-    model = ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), interaction="cat")
+    model = ModelConfig(
+        name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), options={"interaction": "cat"}
+    )
     config = TrainConfig(model=model, algorithm=AlgorithmConfig(name="fomaml"), outer=OuterConfig())
     learner = build_learner(features, model, config.algorithm, "bce")
     sharded = shard_learner(learner, features, config, ranks)

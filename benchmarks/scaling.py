@@ -55,7 +55,6 @@ from gmeta.tables.sharding import ShardingConfig
 from gmeta_models import InputSizes, ModelConfig, build_model
 
 STEPS = 4  # of a turn
-# sharding.shared_memory = false, true
 TCP, SHARED = "tcp", "shared memory"
 BFLOAT16 = "tcp, bfloat16"
 ALONE = ("core 0", "core 1", "half on 0", "half on 1")
@@ -116,8 +115,7 @@ class Rank:
                 name="dlrm",
                 embedding_dim=work.width,
                 hidden=work.hidden,
-                bottom=work.bottom,
-                interaction="cat",
+                options={"bottom": work.bottom, "interaction": "cat"},
             ),
             algorithm=AlgorithmConfig(name=work.algorithm, adapt_embeddings=work.adapt_embeddings),
             sharding=ShardingConfig(wire_dtype=wire_dtype),

@@ -66,7 +66,7 @@ class Workload:
 def write_demo(folder: Path, lr: float) -> None:
     """The demo's model with random values."""
     config = ExportedConfig(
-        model=ModelConfig(embedding_dim=16, hidden=(128, 64), bottom=(64,)),
+        model=ModelConfig(embedding_dim=16, hidden=(128, 64), options={"bottom": (64,)}),
         algorithm=AlgorithmConfig(inner_steps=1, inner_lr=lr, adapt_embeddings=True),
         loss="bce",
         features=features(SyntheticConfig()),

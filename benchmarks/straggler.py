@@ -68,7 +68,7 @@ TASK_S = 0.020
 NAP_S = 0.001  # short, so that a stopped process loses no more than one
 STOP_S, RUN_S = 0.030, 0.010
 SLOW_FROM = 2  # steps or batches are as fast as the others' before
-MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(8,), bottom=(8,))
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(8,), options={"bottom": (8,)})
 # Two generations of hardware, by rank, and the split whose slowest rank ends first.
 HARDWARE, BEST_SHARES, MICRO_BATCH = (1.0, 1.0, 3.0, 3.0), (24, 24, 8, 8), 8
 

@@ -151,11 +151,13 @@ def count_on_rank(rank: int, world_size: int, folder: str, wire_dtype: str, algo
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     ranks = start_ranks("cpu", 300, store, shared_memory=False)  # as between hosts
     features = single_id_features(len(ROWS_OF_TABLES), ROWS_OF_TABLES)
-    model = ModelConfig(name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), interaction="cat")
+    model = ModelConfig(
+        name="dlrm", embedding_dim=WIDTH, hidden=(256, 128), options={"interaction": "cat"}
+    )
     config = TrainConfig(
         model=model,
         algorithm=AlgorithmConfig(name=algorithm),
-        sharding=ShardingConfig(wire_dtype=wire_dtype, dense_wire_dtype=wire_dtype),
+        sharding=ShardingConfig(wire_dtype=wire_dtype),
     )
     learner = MetaLearner(
         build_model(model, InputSizes(len(ROWS_OF_TABLES), 0, 0)), config.algorithm, "bce"

@@ -92,7 +92,8 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
         )
     if not (config.algorithm.train_base or config.run.start_from or config.run.continue_from):
         raise ConfigError(
-            "algorithm.train_base = false and run.start_from is empty: model and tables would stay "
+            "algorithm.options.train_base = false and run.start_from is empty: model and tables "
+            "would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
         )
     _check_plain_epochs(config)
@@ -129,7 +130,8 @@ def _check_plain_epochs(config: TrainConfig) -> None:
         )
     if not algorithm.train_base:
         raise ConfigError(
-            f"algorithm.plain_epochs = {algorithm.plain_epochs} with algorithm.train_base = false: "
+            f"algorithm.plain_epochs = {algorithm.plain_epochs} with "
+            "algorithm.options.train_base = false: "
             "plain training teaches model and tables, which are to stay. Set one of them back"
         )
 
@@ -219,12 +221,11 @@ def _named(model: ModelConfig, algorithm: AlgorithmConfig) -> tuple[tuple[Regist
 def check_source(data: DataConfig) -> None:
     """Raise ConfigError for a key that has no meaning for the data source."""
     if data.source == "static":
-        for key in ("service", "tasks_per_shard"):
-            if getattr(data, key):
-                raise ConfigError(
-                    f'data.{key} = {getattr(data, key)!r}, but data.source = "static" leases no '
-                    'shards. Set data.source = "service", or remove the key'
-                )
+        if data.service:
+            raise ConfigError(
+                f'data.service = {data.service!r}, but data.source = "static" leases no shards. '
+                'Set data.source = "service", or remove the key'
+            )
         return
     host, _, port = data.service.rpartition(":")
     if data.service and not (host and port.isdecimal()):
@@ -232,13 +233,11 @@ def check_source(data: DataConfig) -> None:
             f"data.service = {data.service!r} is no address: HOST:PORT of a running `gmeta "
             "shard-service` is allowed. Correct it, or remove the key: the job starts its own"
         )
-    defaults = {"lanes": 1, "window_blocks": 0, "blocks_per_step": 0, "drop_last": False}
-    for key, default in defaults.items():
-        if getattr(data, key) != default:
-            raise ConfigError(
-                f'data.{key} = {getattr(data, key)}, but data.source = "service" hands out whole '
-                "shards, every episode once. Remove the key"
-            )
+    if data.blocks_per_step:
+        raise ConfigError(
+            f'data.blocks_per_step = {data.blocks_per_step}, but data.source = "service" hands out '
+            "whole shards, every episode once. Remove the key"
+        )
 
 
 def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:

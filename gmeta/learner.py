@@ -20,7 +20,7 @@ from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.maml import QueryLoss
 from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.closed_form import check_solvable
-from gmeta.adaptation.config import PLAIN, AlgorithmConfig
+from gmeta.adaptation.config import ALGORITHM_OPTIONS, PLAIN, AlgorithmConfig
 from gmeta.adaptation.fused.loop import FusedLoop
 from gmeta.adaptation.general_loop import GeneralLoop
 from gmeta.adaptation.learned import NOTHING_LEARNED
@@ -88,6 +88,8 @@ class MetaLearner(nn.Module):
         objectives = Objectives.of(loss) if isinstance(loss, str) else loss
         self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
+        if config.name not in ALGORITHM_OPTIONS:
+            config = config.with_options_of(self._algorithm.options)
         self._config = self._algorithm.preset(model, config)
         algorithm = self._algorithm
         if algorithm.solves:
@@ -100,7 +102,8 @@ class MetaLearner(nn.Module):
         if not self._config.train_base:
             if self._parts == NOTHING_LEARNED:
                 raise ValueError(
-                    f'algorithm.train_base = false with algorithm.name = "{config.name}": nothing '
+                    "algorithm.options.train_base = false with algorithm.name = "
+                    f'"{config.name}": nothing '
                     "would learn. Set it to true, or choose encoder or metaemb, which learn a part "
                     "of their own"
                 )

@@ -128,7 +128,8 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build(config_from_dict(raw))
     assert str(caught.value) == (
-        "algorithm.train_base = false and run.start_from is empty: model and tables would stay as "
+        "algorithm.options.train_base = false and run.start_from is empty: model and tables "
+        "would stay as "
         "they are drawn. Name the run to begin with in run.start_from, or set it to true"
     )
     build(config_from_dict({**raw, "run": {"start_from": "runs/plain"}}))
@@ -146,7 +147,8 @@ def test_a_frozen_base_needs_a_run_to_begin_with(click_logs: Path) -> None:
         (
             {"name": "encoder", "plain_epochs": 1, "train_base": False},
             4,
-            "algorithm.plain_epochs = 1 with algorithm.train_base = false: plain training teaches "
+            "algorithm.plain_epochs = 1 with algorithm.options.train_base = false: plain "
+            "training teaches "
             "model and tables, which are to stay. Set one of them back",
         ),
         ({"name": "none", "plain_epochs": 4}, 4, ""),

@@ -149,8 +149,7 @@ def test_a_killed_rank_ends_the_job_in_one_line_and_resume_finishes_it(config: P
 @pytest.mark.distributed
 def test_a_killed_rank_is_restarted_when_restarts_are_allowed(config: Path) -> None:
     long = ["run.epochs=1000", "run.max_steps=200", "run.checkpoint_every_steps=20"]
-    shared = "sharding.shared_memory=true"
-    with training(config, *long, shared, "--max-restarts=1") as job:
+    with training(config, *long, "--max-restarts=1") as job:
         wait_for_checkpoint(config, lambda: job.poll() is not None)
         killed = job.pid_of(0)
         os.kill(killed, signal.SIGKILL)

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +27,6 @@ from gmeta.commands.telling import told, write_error
 from gmeta.config import config_from_dict, load_config
 from gmeta.errors import UserError
 from gmeta.evaluate import splits_to_score
-from gmeta.feeds.static import StaticFeed
-from gmeta.parallel.ranks import Ranks
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import create_run_folder
 from gmeta.runs.lock import held_alone
@@ -293,19 +291,6 @@ def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
     assert refused(2, "evaluate", tmp_path / "run", "--split", "support") == (
         f"error: split 'support' of {data} has 0 query rows: there is nothing to score. "
         "Name other splits with --split"
-    )
-
-
-def test_an_epoch_without_a_step_is_refused(config: Path, click_logs: Path) -> None:
-    options = ["data.tasks_per_step=100000", "data.drop_last=true"]
-    alone = Ranks(0, 1, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None))
-    with pytest.raises(UserError) as caught:
-        StaticFeed(
-            load_config(config, options), open_dataset(str(click_logs)), alone, is_fresh=False
-        )
-    assert str(caught.value) == (
-        "an epoch of split 'train' has 0 steps: its 200 episodes in 1 blocks do not fill one. "
-        "Lower data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.checkpoints.about import read_about, read_progress
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config import TrainConfig, config_from_dict, flat
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.local import check_local
 from gmeta.runs.folder import (
@@ -86,20 +86,20 @@ def check_config(path: Path, config: TrainConfig) -> None:
         return
     try:
         # Through the settings: a later release may have keys beyond, with defaults.
-        before = tied_config(config_from_dict(told))
+        before = tied_config(config_from_dict(told, is_saved=True))
     except ConfigError as error:
         raise GMetaError(
             f"checkpoint {path} was trained with what this release does not have ({error}). "
             "Use the release that wrote it"
         ) from error
-    for section, now in tied_config(config).items():
-        for key, value in now.items():
-            if value != before[section][key]:
-                raise UserError(
-                    f"{section}.{key} = {value!r}, but checkpoint {path} was trained with "
-                    f"{before[section][key]!r}, and its weights mean nothing with another. Set it "
-                    "as it was, or train a new run, which may begin with run.start_from"
-                )
+    was, now = flat(before), flat(tied_config(config))
+    for key in {**now, **was}:
+        if now.get(key) != was.get(key):
+            raise UserError(
+                f"{key} = {now.get(key)!r}, but checkpoint {path} was trained with "
+                f"{was.get(key)!r}, and its weights mean nothing with another. Set it as it was, "
+                "or train a new run, which may begin with run.start_from"
+            )
 
 
 def tied_config(config: TrainConfig) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from gmeta.parallel.sharded_learner import TABLES_PREFIX, local_learner
 from gmeta.tables.names import table_of_weight
 from metaio.ragged import Int64
 
-_ROWS_AT_ONCE = 65_536
-
 
 def load_grown(
     path: Path,
@@ -48,24 +46,20 @@ def load_grown(
     load_checkpoint(path, sharded, optimizer, ranks, tables_may_grow=True)
     with torch.no_grad():
         for values in _adagrad_sums(sharded, optimizer, outer):
-            discount(values, outer.adagrad_decay, outer.adagrad_floor)
+            discount(values, outer.adagrad_decay)
         # Loading wrote the old values there: back to what the fresh model and its optimizer had.
         for part, rows, values in fresh:
             part[rows] = values
 
 
-def discount(sums: Tensor, decay: float, floor: float) -> None:
-    """Multiply Adagrad's sums of squares by `decay`, in place; none falls below `floor` that was
-    not below it already: max(decay s, min(s, floor)).
+def discount(sums: Tensor, decay: float) -> None:
+    """Multiply Adagrad's sums of squares by `decay`, in place.
 
     Without it the rates of rows that are seen every day fall for ever (DeepRec's AdagradDecay does
     the same by steps, from a first value above 0).
     """
-    if decay == 1.0:
-        return
-    # Some rows at a time: a second table's worth of memory may not be there.
-    for part in sums.split(_ROWS_AT_ONCE) if sums.dim() else [sums]:
-        torch.maximum(part * decay, part.clamp(max=floor), out=part)
+    if decay != 1.0:
+        sums.mul_(decay)
 
 
 def _table_parts(

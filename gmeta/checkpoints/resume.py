@@ -20,10 +20,7 @@ ORDER_KEYS = (
     "data.train_split",
     "data.tasks_per_step",
     "data.shuffle",
-    "data.lanes",
-    "data.window_blocks",
     "data.blocks_per_step",
-    "data.drop_last",
     "run.seed",
 )
 
@@ -49,6 +46,12 @@ def check_goes_on(
     _check_training(folder, before.outer, config.outer)
     _check_scores(folder, before, config, progress)
     if config.data.source == "static" and progress.epoch_step:
+        if gone := folder.gone_keys("data"):
+            raise UserError(
+                f"run {folder.root} stands {counted(progress.epoch_step, 'step')} into an epoch in "
+                f"an order that is no more: {gone[0]}. Begin a new run with the weights: add "
+                f"run.start_from={folder.root} and choose another run.dir"
+            )
         _check_order(folder, before, config, progress.epoch_step)
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from gmeta.config import TrainConfig
+from gmeta.config import types_of_keys
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ def _flags(command: Any) -> list[str]:
 
 def key_choices() -> dict[str, tuple[str, ...]]:
     """Return every key of a training config, with its values where it takes one of a few."""
-    return {
-        f"{section}.{name}": _choices(hint)
-        for section, kind in get_type_hints(TrainConfig).items()
-        for name, hint in get_type_hints(kind).items()
-    }
+    return {key: _choices(hint) for key, hint in types_of_keys().items()}
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

@@ -54,16 +54,14 @@ _Maker = Callable[[Iterator[list[UnitRange]], int], Generator[Made]]
 
 
 def tasks_per_shard(config: TrainConfig, dataset: Dataset) -> int:
-    """Return `data.tasks_per_shard`, or a size that depends on the data alone: any run may go on
-    with it.
+    """Return how many tasks a shard has, which depends on the data alone: any run may go on with
+    it.
 
     Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
     would decode the same block again and again, a larger one mixes tasks less. For a split in
     bundles it is a number of whole bundles.
     """
     split = dataset.split(config.data.train_split)
-    if config.data.tasks_per_shard:
-        return config.data.tasks_per_shard
     if int(dataset.block_bytes(split.name).sum()) <= DEFAULT_CACHE_BYTES:
         size = max(1, min(SMALL_SHARD_TASKS, split.num_episodes // MIN_SHARDS))
     else:
@@ -174,8 +172,8 @@ class ServiceFeed(Feed):
                 raise
             raise UserError(
                 f"run {config.run.dir} was begun with other data or other shards: {error} "
-                "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
-                "run.seed as they were"
+                "To go on, set data.path, data.train_split, data.shuffle and run.seed as "
+                "they were"
             ) from error
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:

@@ -31,9 +31,6 @@ def open_reader(
             world_size=world_size,
             seed=config.run.seed,
             shuffle=training and data.shuffle,
-            lanes=data.lanes,
-            window_blocks=data.window_blocks or None,
-            drop_last=training and data.drop_last,
             blocks_per_step=data.blocks_per_step if training else 0,
             threads=data.threads,
         )

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, final
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes
 from gmeta.config import TrainConfig
-from gmeta.errors import UserError
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.processes import processes_of
 from gmeta.feeds.reader import open_reader
@@ -30,13 +29,6 @@ class StaticFeed(Feed):
         )
         self._num_epochs = config.run.epochs
         self.num_steps = self._reader.num_steps()
-        if not self.num_steps:
-            split = dataset.split(config.data.train_split)
-            raise UserError(
-                f"an epoch of split {split.name!r} has 0 steps: its {split.num_episodes:,} "
-                f"episodes in {split.num_blocks:,} blocks do not fill one. Lower "
-                "data.tasks_per_step or data.blocks_per_step, or set data.drop_last = false"
-            )
         # Both while the model and the run folder are made ready.
         self.processes = processes_of(config, dataset, ranks)
         if is_fresh and self.processes is None:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -95,9 +93,7 @@ def shard_learner(
     # DistributedDataParallel lays out its messages anew after a process's first step, and with the
     # place of a gradient changes the order in which gloo adds those of three ranks or more: the
     # first step after a resume would not be that of an unbroken run.
-    is_average_ours = (
-        is_ours and ranks.device.type == "cpu" and config.sharding.dense_wire_dtype == "float32"
-    )
+    is_average_ours = is_ours and ranks.device.type == "cpu"
     _choose_shapes(learner, config, ranks.device, ranks.rank)
     with tables_kept_by(PlainTables) if is_ours else nullcontext():
         sharded = DistributedModelParallel(
@@ -111,8 +107,6 @@ def shard_learner(
         )
     if is_average_ours and ranks.world_size > 1:
         LayerAverage(learner.parameters(), ranks)
-    elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
-        _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
     inner = local_learner(sharded)
     if is_ours:
         inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
@@ -137,23 +131,6 @@ def _choose_shapes(
         asked = config.run.cuda_graphs == "on"
         level = logging.WARNING if asked else logging.DEBUG
         _log.log(level, "run.cuda_graphs: steps are taken eagerly, as %s", why_not)
-
-
-def _data_parallel(sharded: DistributedModelParallel) -> DistributedDataParallel:
-    """Return the wrapper that averages the layers' gradients."""
-    (wrapper,) = (m for m in sharded.modules() if isinstance(m, DistributedDataParallel))
-    return wrapper
-
-
-def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average gradients in bfloat16. torch's own hook for it is refused without NCCL."""
-    gradient = bucket.buffer()
-    half = gradient.div(dist.get_world_size()).bfloat16()
-    work = dist.all_reduce(half, async_op=True)
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(
-        lambda done: gradient.copy_(done.value()[0])
-    )
-    return averaged
 
 
 def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:

@@ -26,9 +26,9 @@ def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
     for rank, other in enumerate(everyone):
         if other != everyone[0] and not problem:
             differing = ", ".join(
-                f"{key} = {other.get(key)!r} (rank 0: {value!r})"
-                for key, value in everyone[0].items()
-                if other.get(key) != value
+                f"{key} = {other.get(key)!r} (rank 0: {everyone[0].get(key)!r})"
+                for key in {**everyone[0], **other}
+                if other.get(key) != everyone[0].get(key)
             )
             problem = (
                 f"rank {rank} has {differing}: all ranks of a run need the same. Start every rank "

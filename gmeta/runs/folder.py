@@ -14,6 +14,7 @@ from gmeta.config import TrainConfig, config_from_dict, digest_of
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.checked_json import json_object, read_json
 from gmeta.files.whole import write_whole
+from gmeta.former_keys import gone_lines
 
 CONFIG_FILE = "config.json"
 ENVIRONMENT_FILE = "environment.json"
@@ -77,9 +78,15 @@ class RunFolder:
         """
         saved = self._saved_config()
         try:
-            return config_from_dict(saved), digest_of(saved)
+            return config_from_dict(saved, is_saved=True), digest_of(saved)
         except ConfigError as error:
             raise ConfigError(f"{self.root / CONFIG_FILE}: {error}") from error
+
+    def gone_keys(self, section: str) -> list[str]:
+        """Return a line for each key of a section that the run was trained with and that is gone,
+        where it would change something."""
+        saved = self._saved_config()
+        return gone_lines({section: saved[section]} if section in saved else {})
 
     def _saved_config(self) -> dict[str, Any]:
         try:

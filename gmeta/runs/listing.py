@@ -106,7 +106,8 @@ def _judged_by(config: TrainConfig) -> tuple[str, bool]:
 def differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
     """Return the keys whose values are not the same in all configs, each with its values."""
     resolved = [config.by_key() for config in configs]
-    by_key = {key: [config[key] for config in resolved] for key in resolved[0]}
+    keys = dict.fromkeys(key for config in resolved for key in config)
+    by_key = {key: [config.get(key) for config in resolved] for key in keys}
     return [
         (key, values)
         for key, values in by_key.items()

@@ -48,14 +48,6 @@ class ShardingConfig:
     wire_dtype: WireDtype = key(
         "float32", "precision of embedding rows and their gradients between ranks"
     )
-    dense_wire_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "precision of the layers' gradients between ranks"
-    )
-    shared_memory: bool = key(
-        False,
-        "ranks of one host exchange through memory in place of TCP, on the CPU: "
-        "faster where every rank has a core to itself, slower beside other work",
-    )
 
 
 def kinds_of_tables(config: ShardingConfig, tables: list[str]) -> dict[str, Kind | None]:

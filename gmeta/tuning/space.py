@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final, get_type_hints
+from typing import Any, final
 
 from gmeta.adaptation.config import PLAIN
-from gmeta.config import TrainConfig, config_from_dict
+from gmeta.config import TrainConfig, config_from_dict, types_of_keys
 from gmeta.errors import ConfigError, UserError
+from gmeta.former_keys import MOVED
 from gmeta.losses.config import LOSSES
 from gmeta.metrics.catalogue import predicted_by
 from gmeta.outer.early_stop import early_stop_of
@@ -122,8 +123,11 @@ def config_with(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """
     raw = config.to_json()
     for key, value in values.items():
-        section, _, name = key.partition(".")
-        raw[section][name] = value
+        *sections, name = key.split(".")
+        keys = raw
+        for section in sections:
+            keys = keys[section]
+        keys[name] = value
     return config_from_dict(raw)
 
 
@@ -139,7 +143,7 @@ def read_space(path: Path, config: TrainConfig) -> Space:
             f"--space {str(path)!r} names 0 keys: at least one is needed. Write e.g. "
             '["algorithm.inner_lr"] with low = 0.01, high = 1.0, log = true'
         )
-    space = tuple(_dimension(key, entry) for key, entry in raw.items())
+    space = tuple(_dimension(MOVED.get(key, key), entry) for key, entry in raw.items())
     _check_used(space, config)
     check_space(space, config)
     return space
@@ -260,12 +264,16 @@ def _type_of(key: str, entry: Any) -> Any:
             f"--space {key} = {entry!r} is no table of one key. Write the key in quotes: "
             f'["{key}.KEY"] with low and high, or choices'
         )
-    sections = get_type_hints(TrainConfig)
-    if section not in sections or name not in get_type_hints(sections[section]):
-        # The config's own words for it, which name the nearest key.
-        config_from_dict({section: {name: None}} if dot else {section: None})
-        raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
-    return get_type_hints(sections[section])[name]
+    types = types_of_keys()
+    if key in types:
+        return types[key]
+    table, _, option = name.partition(".")
+    if table == "options" and option:  # of somebody's own model or algorithm: they check it
+        ends = entry.get("low"), entry.get("high")
+        return int if all(isinstance(end, int) for end in ends) else float
+    # The config's own words for it, which name the nearest key.
+    config_from_dict({section: {name: None}} if dot else {section: None})
+    raise ConfigError(f"{key} is unknown. `gmeta config` lists every key")
 
 
 def default_space(config: TrainConfig, labels: tuple[str, ...] = ()) -> Space:

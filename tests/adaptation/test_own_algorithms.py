@@ -27,6 +27,7 @@ from gmeta_models.melu import MeLU
 from tests import reference
 
 FEATURES = reference.some_features(2, 0, 1)
+HIDDEN = {"encoder_hidden": (4,)}
 TASKS = [(3, 2), (1, 4), (0, 2)]
 
 
@@ -36,7 +37,7 @@ def learner_of(
     """A learner of an algorithm and a small model, drawn the same each time."""
     monkeypatch.setitem(ALGORITHMS, "own", own)
     torch.manual_seed(3)
-    config = AlgorithmConfig(name="own", encoder_hidden=(4,), **keys)  # type: ignore[arg-type]
+    config = AlgorithmConfig(**{"name": "own", "options": HIDDEN, **keys})  # type: ignore[arg-type]
     sizes = ModelConfig(name=model, embedding_dim=4, hidden=(5, 3))
     return build_learner(FEATURES, sizes, config, "mse").double()
 
@@ -62,8 +63,10 @@ def test_what_an_algorithm_learns_beside_the_model_learns_with_mamls_loss_too(
     learner = learner_of(own, monkeypatch)
     assert not learner.has_fused_loop
     loss, grads = step(learner)
+    options = {**HIDDEN, "cold_weight": 0.0}
     # Without a share of the cold loss encoder_maml has the same equations.
-    wanted, wanted_grads = step(learner_of(ALGORITHMS["encoder_maml"], monkeypatch, cold_weight=0))
+    same = learner_of(ALGORITHMS["encoder_maml"], monkeypatch, options=options)
+    wanted, wanted_grads = step(same)
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(grads, wanted_grads)
     assert grads["encoder.rows.0.weight"].abs().sum() > 0

@@ -128,7 +128,7 @@ def test_every_layer_learns_from_there() -> None:
             "false. Set it so",
         ),
         (
-            {"model": ModelConfig("dlrm", embedding_dim=4, hidden=(8,), bottom=(4,))},
+            {"model": ModelConfig("dlrm", embedding_dim=4, hidden=(8,), options={"bottom": (4,)})},
             NOT_AS_THEY_ARE,
         ),
         ({"model": ModelConfig("dcnv2", embedding_dim=4, hidden=(8,))}, NOT_AS_THEY_ARE),

@@ -24,7 +24,7 @@ from gmeta_models import ModelConfig
 from metaio import open_dataset
 from tests.distributed.harness import on_ranks
 
-MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), options={"bottom": (5,)})
 STEPS_AFTER = 3
 MAX_EPOCHS = 200
 

@@ -62,7 +62,7 @@ def by_hand(folder: Path, *commands: list[str]) -> list[tuple[int, str]]:
         ("data.source", ("static", "service")),
         ("model.embedding_dim", ("4", "8")),
         ("run.dir", ("here", "there")),
-        ("sharding.shared_memory", ("true", "false")),
+        ("model.options.interaction", ("dot", "cat")),
     ],
 )
 def test_ranks_with_other_configs_end_before_anything_is_made(

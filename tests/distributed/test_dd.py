@@ -27,7 +27,7 @@ from tests.distributed.harness import on_ranks
 from tests.distributed.test_equals_reference import local_rows, whole_tables
 from tests.waiting import PATIENCE_S
 
-MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), bottom=(5,))
+MODEL = ModelConfig(name="dlrm", embedding_dim=4, hidden=(6,), options={"bottom": (5,)})
 TASKS_PER_STEP, MAX_MICRO_BATCH = 40, 8
 # By rank: hardware of two generations. So long that what this machine really takes is nothing.
 TASK_S = (0.3, 0.9)

@@ -27,7 +27,7 @@ from gmeta.build import check_source
 from gmeta.commands.telling import told
 from gmeta.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
-from gmeta.feeds.leased import ServiceFeed, tasks_per_shard
+from gmeta.feeds.leased import MIN_SHARDS, ServiceFeed, tasks_per_shard
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.service import SERVICE_VARIABLE
 from gmeta.feeds.source import open_feed
@@ -202,17 +202,14 @@ def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[st
         (with_manifest / "shards.json").write_text(feed.checkpoint_files(1)["shards.json"])
     without = folder / "step-00000002"
     without.mkdir()
-    changed = TrainConfig(
-        data=DataConfig(path=path, source="service", service=service, tasks_per_shard=7),
-        run=own.run,
-    )
-    for config, checkpoint in (
-        (static, with_manifest),
-        (own, without),
-        (changed, with_manifest),
+    for config, checkpoint, num_shards in (
+        (static, with_manifest, MIN_SHARDS),
+        (own, without, MIN_SHARDS),
+        (own, with_manifest, 28),
     ):
         try:
-            open_feed(config, dataset, ranks, checkpoint)
+            with mock.patch("gmeta.feeds.leased.MIN_SHARDS", num_shards):
+                open_feed(config, dataset, ranks, checkpoint)
         except UserError as error:
             messages.append(str(error))
     return [*messages, waited]
@@ -241,8 +238,7 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
         "{'units_per_shard': 1}, the call says {'units_per_shard': 7}; "
     )
     assert messages[2].endswith(
-        "To go on, set data.path, data.train_split, data.tasks_per_shard, data.shuffle and "
-        "run.seed as they were"
+        "To go on, set data.path, data.train_split, data.shuffle and run.seed as they were"
     )
     assert messages[3] == ("rank 0 has no shard: shards of dataset 'train' in workers' hands: 200")
 
@@ -256,24 +252,9 @@ def test_a_rank_says_why_it_cannot_go_on_from_a_checkpoint_or_has_no_shard(
             'Set data.source = "service", or remove the key',
         ),
         (
-            DataConfig(tasks_per_shard=4),
-            'data.tasks_per_shard = 4, but data.source = "static" leases no shards. '
-            'Set data.source = "service", or remove the key',
-        ),
-        (
-            DataConfig(source="service", drop_last=True),
-            'data.drop_last = True, but data.source = "service" hands out whole shards, every '
-            "episode once. Remove the key",
-        ),
-        (
             DataConfig(source="service", service="here"),
             "data.service = 'here' is no address: HOST:PORT of a running `gmeta shard-service` is "
             "allowed. Correct it, or remove the key: the job starts its own",
-        ),
-        (
-            DataConfig(source="service", lanes=2),
-            'data.lanes = 2, but data.source = "service" hands out whole shards, every episode '
-            "once. Remove the key",
         ),
         (
             DataConfig(source="service", blocks_per_step=2),
@@ -308,8 +289,6 @@ def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
     assert tasks_per_shard(config, dataset) == 16
     monkeypatch.setattr("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1)
     assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
-    asked = TrainConfig(data=DataConfig(source="service", tasks_per_shard=7))
-    assert tasks_per_shard(asked, dataset) == 7
 
 
 def test_shards_of_bundles_hold_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ def compared(inside: Inside = PretendedDevice) -> dict[str, list[float]]:
     cases.append(("dlrm with statistics", {"name": "dlrm"}, SAID))
     for case, model, more in cases:
         with tempfile.TemporaryDirectory() as folder:
-            sizes = {"embedding_dim": 4, "hidden": (8,), "bottom": (6,), "history": "seen"}
+            options = {"bottom": (6,), "history": "seen"}
+            sizes = {"embedding_dim": 4, "hidden": (8,), "options": options}
             write_random_model(Path(folder), model=ModelConfig(**{**sizes, **model}), **more)
             found[case] = differences(Path(folder), inside)
     return found

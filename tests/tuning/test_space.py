@@ -18,7 +18,7 @@ from gmeta.tuning.space import (
     read_space,
 )
 
-CONFIG = TrainConfig()
+CONFIG = config_from_dict({})
 EXAMPLES = Path(__file__).parents[2] / "examples"
 INNER = ["algorithm.inner_lr", "algorithm.inner_steps"]
 
@@ -245,3 +245,13 @@ def test_a_config_whose_rates_are_all_0_has_no_default_space() -> None:
 def test_a_value_at_the_end_of_its_range_is_told() -> None:
     rate = Range("algorithm.inner_lr", 0.001, 1.0, True, False)
     assert [rate.edge(value) for value in (0.0012, 0.03, 0.9)] == ["lowest", "", "highest"]
+
+
+def test_options_of_models_are_tuned_too(tmp_path: Path) -> None:
+    changed = config_with(CONFIG, {"model.options.bottom": [8]})
+    assert changed.model.options == {"bottom": (8,), "interaction": "dot"}
+    assert config_with(changed, {"model.name": "ple"}).model.options["levels"] == 2
+    path = tmp_path / "space.toml"
+    path.write_text('["model.experts"]\nlow = 2\nhigh = 4\n')  # of an older release
+    (dimension,) = read_space(path, CONFIG)
+    assert dimension == Range("model.options.experts", 2, 4, log=False, whole=True)

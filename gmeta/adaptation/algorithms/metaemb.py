@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gmeta.adaptation.algorithms.algorithm import Algorithm
-from gmeta.adaptation.config import AlgorithmConfig
+from gmeta.adaptation.config import AlgorithmConfig, MetaEmbOptions
 from gmeta.adaptation.learned import LearnedParts
 from gmeta_models.config import pooling_of
 from gmeta_models.id_generator import IdGenerator, content_columns
@@ -42,7 +42,7 @@ def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Si
     """Return the sum over the tasks of the cold loss on the support and the warm one on the query:
     a scalar.
     """
-    share = inner_loop.config.cold_weight
+    share = inner_loop.config.options_of(MetaEmbOptions).cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     warm = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
     # The loss before the first step is the one of the generated embedding.
@@ -75,7 +75,8 @@ def id_generator(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) 
     places = tables.adapting(config)
     assert places is not None  # embedding_alone has seen to it
     (place,) = places
-    columns = content_columns(tables.names[place], config.content, tables.inputs, pooling_of(model))
+    content = config.options_of(MetaEmbOptions).content
+    columns = content_columns(tables.names[place], content, tables.inputs, pooling_of(model))
     return LearnedParts(generator=IdGenerator(columns, tables.width), generated_table=place)
 
 

@@ -34,13 +34,7 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         if ranks.rank == 0:
             _tell(folder)
 
-    be_rank(
-        config.run.device,
-        config.run.collective_timeout_s,
-        settings_of_all(config),
-        work,
-        shared_memory=config.sharding.shared_memory,
-    )
+    be_rank(config.run.device, config.run.collective_timeout_s, settings_of_all(config), work)
 
 
 def _tell(folder: RunFolder) -> None:
