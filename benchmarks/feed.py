@@ -39,9 +39,10 @@ import gmeta.train
 from gmeta.batches import episodes, transfer
 from gmeta.batches.ahead import mapped_ahead
 from gmeta.batches.augment import augmented
-from gmeta.batches.labels import kinds_of, labels_checked
+from gmeta.batches.labels import labels_checked
 from gmeta.config import TrainConfig, load_config
 from gmeta.feeds.agent import Agent, Arrange
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.processes import Processes
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
@@ -172,11 +173,12 @@ class Turns(Agent):
     def _stored(self, threads: int) -> Iterator[TaskBatch]:
         """Yield batches as a run has them in front of arranging, epoch after epoch."""
         config = replace(self._config, data=replace(self._config.data, threads=threads))
-        with open_reader(config, self._dataset, "train", 0, 1) as reader:
+        settings = BatchSettings.of(config, self._dataset)
+        with open_reader(config.data, config.run.seed, self._dataset, "train", 0, 1) as reader:
             self._readers.append(reader)
             for epoch in itertools.count():
                 checked = labels_checked(
-                    reader.batches(epoch), kinds_of(config, self._dataset), self._dataset, "train"
+                    reader.batches(epoch), settings.kinds, self._dataset, "train"
                 )
                 yield from augmented(
                     checked, config.augment, self._dataset.features, config.run.seed, epoch, 0
@@ -185,9 +187,10 @@ class Turns(Agent):
     def _from_processes(self, number: int) -> Batches:
         """Yield batches that so many processes make, epoch after epoch."""
         config = replace(self._config, run=replace(self._config.run, epochs=MANY_EPOCHS))
-        with open_reader(config, self._dataset, "train", 0, 1) as reader:
+        settings = BatchSettings.of(config, self._dataset)
+        with open_reader(config.data, config.run.seed, self._dataset, "train", 0, 1) as reader:
             num_steps = reader.num_steps()
-        processes = Processes(number, config, self._ranks)
+        processes = Processes(number, settings, self._ranks)
         self._readers.append(processes)
         try:
             for epoch in range(MANY_EPOCHS):

@@ -51,6 +51,7 @@ from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.outer.optimizers import build_optimizer
 from gmeta.parallel.ranks import start_ranks, stop_ranks
@@ -143,10 +144,10 @@ def train_on_rank(rank: int, folder: str, config: TrainConfig, job: Job) -> None
     optimizer = build_optimizer(sharded, config.outer)
     steps: list[tuple[float, int, float]] = []  # (time, tasks of the rank, its part of the loss)
     agent_s, ended = 0.0, threading.Event()
-    with ServiceFeed(config, dataset, ranks, None) as feed:
+    with ServiceFeed(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
         if job.read_task_s and rank == SLOW_RANK:
             slow_down_reading(feed, job.read_task_s, ended)
-        agent = ServiceAgent(config, feed, sharded, ranks, Stop())
+        agent = ServiceAgent(config.outer.accumulate_steps, feed, sharded, ranks, Stop())
         for episodes, totals in in_step(
             agent.arranged(feed.batches(0, 0), learner.arrange),
             learner.arrange(no_tasks(dataset.features)),

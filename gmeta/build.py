@@ -30,10 +30,11 @@ from gmeta.errors import ConfigError, GMetaError
 from gmeta.feeds.increment import open_data
 from gmeta.hooks.registry import NAMED_CALLBACKS, NAMED_LOGGERS, find_hooks
 from gmeta.learner import MetaLearner
-from gmeta.losses.config import LabelsConfig
+from gmeta.losses.config import LabelsConfig, Loss
 from gmeta.losses.objectives import objectives_of
 from gmeta.losses.row_losses import labels_taken_N
 from gmeta.metrics.catalogue import label_of, not_ours, predicted_by
+from gmeta.metrics.config import EvaluationConfig
 from gmeta.metrics.own import NAMED_METRICS, try_out
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.tables.names import module_name
@@ -79,7 +80,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
                 "split once"
             )
     check_source(config.data)
-    _check_label_of_stop(config, dataset)
+    _check_label_of_stop(config.run.early_stop_metric, config.labels, config.data, dataset)
     if config.augment.resplit_support and dataset.manifest.support_is_past:
         raise ConfigError(
             f"augment.resplit_support is true, but the support rows of {config.data.path} are the "
@@ -96,7 +97,7 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             "would stay "
             "as they are drawn. Name the run to begin with in run.start_from, or set it to true"
         )
-    _check_plain_epochs(config)
+    _check_plain_epochs(config.algorithm, config.run.epochs)
     tables = [table.name for table in dataset.features.tables]
     check_sharding(config.sharding, tables, config.outer.sparse_optimizer)
     # Right before the model is built: all ranks must begin with equal layers.
@@ -109,7 +110,13 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
             config.algorithm,
             config.outer.loss,
             config.outer.huber_delta,
-            _statistics(config, dataset),
+            _statistics(
+                config.support_features,
+                config.item_features,
+                config.data.train_split,
+                config.outer.loss,
+                dataset,
+            ),
             config.item_features,
             config.labels,
         )
@@ -118,9 +125,8 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
     return dataset, learner
 
 
-def _check_plain_epochs(config: TrainConfig) -> None:
+def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
     """Raise ConfigError where plain epochs leave the algorithm none, or would teach nothing."""
-    algorithm, epochs = config.algorithm, config.run.epochs
     if algorithm.name == PLAIN or not algorithm.plain_epochs:
         return
     if algorithm.plain_epochs >= epochs:
@@ -136,12 +142,14 @@ def _check_plain_epochs(config: TrainConfig) -> None:
         )
 
 
-def _check_label_of_stop(config: TrainConfig, dataset: Dataset) -> None:
+def _check_label_of_stop(
+    metric: str, labels: LabelsConfig, data: DataConfig, dataset: Dataset
+) -> None:
     """Raise ConfigError where the metric that decides is of a label that the dataset lacks."""
-    _, label = label_of(config.run.early_stop_metric)
-    if label and label not in [one.name for one in scored_labels(config, dataset)]:
+    _, label = label_of(metric)
+    if label and label not in [one.name for one in scored_labels(labels, dataset)]:
         raise ConfigError(
-            f"run.early_stop_metric is of {label!r}, which is no label of {config.data.path}: it "
+            f"run.early_stop_metric is of {label!r}, which is no label of {data.path}: it "
             f"has {', '.join(dataset.features.labels) or 'one without a name'}. Name one of them"
         )
 
@@ -156,7 +164,8 @@ def check_on_data(config: TrainConfig) -> None:
     """
     check_hooks(config)
     dataset, _ = build(config)
-    check_first_labels(config, dataset)
+    kinds = config.labels.kinds(config.outer.loss, dataset.features.labels)
+    check_first_labels(config.data.train_split, kinds, dataset)
 
 
 def check_hooks(config: TrainConfig) -> None:
@@ -167,14 +176,13 @@ def check_hooks(config: TrainConfig) -> None:
         GMetaError: a metric fails, which would otherwise show at the first validation.
     """
     early_stop_of(config)
-    for name in _own_metrics(config):
+    for name in _own_metrics(config.evaluation, config.run.early_stop_metric):
         try_out(name)
     find_hooks(config.run)
 
 
-def _own_metrics(config: TrainConfig) -> list[str]:
-    metrics = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
-    return not_ours(metrics)
+def _own_metrics(evaluation: EvaluationConfig, early_stop_metric: str) -> list[str]:
+    return not_ours([*evaluation.metrics, label_of(early_stop_metric)[0]])
 
 
 def check_registered(
@@ -205,7 +213,7 @@ def all_plugins_of(config: TrainConfig) -> dict[str, dict[str, str]]:
     """Return these of all that a run needs, its metrics, loggers and callbacks included."""
     run = config.run
     named: list[tuple[Registry[Any], str]] = [
-        *((NAMED_METRICS, name) for name in _own_metrics(config)),
+        *((NAMED_METRICS, name) for name in _own_metrics(config.evaluation, run.early_stop_metric)),
         *((NAMED_LOGGERS, name) for name in run.loggers),
         *((NAMED_CALLBACKS, name) for name in run.callbacks),
     ]
@@ -240,20 +248,26 @@ def check_source(data: DataConfig) -> None:
         )
 
 
-def _statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
-    """Return the statistics that the config asks for, with the prior of its training labels."""
-    asked = config.support_features
+def _statistics(
+    asked: SupportFeaturesConfig,
+    items: ItemFeaturesConfig,
+    split: str,
+    loss: Loss,
+    dataset: Dataset,
+) -> SupportStatistics:
+    """Return the statistics that are asked for, with the prior of the labels of a training
+    split."""
     if asked.is_used and LabelPrior.configured(asked) is None:
-        asked = replace(asked, label_prior=prior_of(config, dataset))
-    return statistics_of(asked, dataset.features, config.item_features)
+        asked = replace(asked, label_prior=prior_of(split, loss, dataset))
+    return statistics_of(asked, dataset.features, items)
 
 
-def prior_of(config: TrainConfig, dataset: Dataset) -> LabelPrior:
-    """Return mean and deviation of the labels of the training split's first block."""
-    label_N = dataset.read_block(config.data.train_split, 0).label_N
+def prior_of(split: str, loss: Loss, dataset: Dataset) -> LabelPrior:
+    """Return mean and deviation of the labels of a split's first block."""
+    label_N = dataset.read_block(split, 0).label_N
     label_N = label_N.reshape(len(label_N), -1)[:, 0]
     # What the loss does not take is refused elsewhere, with its row.
-    return LabelPrior.of(label_N[labels_taken_N(config.outer.loss, label_N)])
+    return LabelPrior.of(label_N[labels_taken_N(loss, label_N)])
 
 
 def statistics_of(

@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gmeta.batches.support_statistics import NO_STATISTICS
 from gmeta.build import build, build_learner
-from gmeta.checkpoints.settled import settled
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
 from gmeta.feeds.reader import open_reader
 from gmeta.learner import MetaLearner
@@ -27,7 +26,8 @@ from gmeta.parallel.plan import check_clipping, describe_plan, plan_of_tables, p
 from gmeta.parallel.planner import NoPlaceError
 from gmeta.parallel.stated import Asked, Cluster, Speeds
 from gmeta.parallel.unplaced import tables_to_place
-from gmeta.tables.sharding import check_sharding
+from gmeta.resolve import resolve
+from gmeta.tables.sharding import ShardingConfig, check_sharding
 from gmeta.tables.widths import WIDTH_MULTIPLE, widths_of_tables
 from gmeta_models.internals import ONEDNN_LINEAR
 from metaio.format.dataset import Dataset
@@ -56,25 +56,26 @@ def capacity(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speeds
         UserError: there is no dataset, and not all is stated that it would say.
     """
     features, learner, dataset = _model(config, asked)
-    step = _step(config, asked, features, learner, dataset, cluster.world_size)
+    width, seed = config.model.embedding_dim, config.run.seed
+    step = _step(config.data, seed, width, asked, features, learner, dataset, cluster.world_size)
     widths = widths_of_tables(features, config.model)
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
 
-    def estimated(chosen: TrainConfig) -> Estimate:
-        tables = tables_to_place(features, chosen)
-        placed = plan_on(tables, chosen.sharding, chosen.data.tasks_per_step, cluster)
+    def estimated(chosen: ShardingConfig) -> Estimate:
+        tables = tables_to_place(features, config.model, config.outer)
+        placed = plan_on(tables, chosen, config.data.tasks_per_step, cluster)
         plan = plan_of_tables(placed)
-        check_clipping(plan, chosen.outer.clip_norm)
+        check_clipping(plan, config.outer.clip_norm)
         described = describe_plan(plan, cluster.world_size)
-        return estimate(described, sizes, chosen.sharding, chosen.outer, step, cluster, speeds)
+        return estimate(described, sizes, chosen, config.outer, step, cluster, speeds)
 
     told = ""
     try:
-        found = estimated(config)
+        found = estimated(config.sharding)
     except NoPlaceError:
         told = "TorchRec's planner finds no place for the tables"
         by_rows = replace(config.sharding, default="row_wise", tables=(), placement="device")
-        found = estimated(replace(config, sharding=replace(by_rows, placements=())))
+        found = estimated(replace(by_rows, placements=()))
     device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
     usable = cluster.device_bytes * (1 - RESERVED)
     if not told and device > usable:
@@ -101,7 +102,7 @@ def _model(config: TrainConfig, asked: Asked) -> tuple[Features, MetaLearner, Da
     """Return the columns with the stated numbers of rows, and a model of them."""
     dataset, statistics = None, NO_STATISTICS
     if Path(config.data.path).exists() or "://" in config.data.path:
-        dataset, built = build(settled(config))
+        dataset, built = build(resolve(config))
         features, statistics = _with_rows(dataset.features, asked.rows), built.statistics
     elif asked.rows and asked.rows_per_task:
         features = Features(
@@ -146,7 +147,9 @@ def _with_rows(features: Features, rows: Mapping[str, int]) -> Features:
 
 
 def _step(
-    config: TrainConfig,
+    data: DataConfig,
+    seed: int,
+    width: int,
     asked: Asked,
     features: Features,
     learner: MetaLearner,
@@ -154,12 +157,12 @@ def _step(
     world_size: int,
 ) -> Step:
     """Return what one rank has to do in a step."""
-    tasks: float = -(-config.data.tasks_per_step // world_size)
+    tasks: float = -(-data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
     measured: dict[str, float] = {}
     support = query = asked.rows_per_task / 2
     if dataset is not None:
-        tasks, support, query, measured = _measured(config, dataset, world_size)
+        tasks, support, query, measured = _measured(data, seed, dataset, world_size)
         ids = measured
         if asked.rows_per_task:
             scale = asked.rows_per_task / (support + query)
@@ -176,20 +179,20 @@ def _step(
     most = {t.name: max(float(t.num_rows), measured.get(t.name, 0.0)) for t in features.tables}
     ids = {name: min(ids[name], most[name]) for name in most}
     sides = max(round(support), 1), max(round(query), 1)
-    flops = counted_flops(learner, features, config.model.embedding_dim, *sides)
+    flops = counted_flops(learner, features, width, *sides)
     num_weights = sum(weight.numel() for weight in learner.parameters())
     return Step(tasks, rows, ids, flops * rows / sum(sides), num_weights)
 
 
 def _measured(
-    config: TrainConfig, dataset: Dataset, world_size: int
+    data: DataConfig, seed: int, dataset: Dataset, world_size: int
 ) -> tuple[float, float, float, dict[str, float]]:
     """Return a rank's tasks in a step, their support and query rows each, and the ids of each table
     that it asks for, as the first batches have them: an id of several bundles or blocks counts in
     each of them, as it travels.
     """
     names = [table.name for table in dataset.features.tables]
-    split, data = config.data.train_split, config.data
+    split = data.train_split
     tasks = -(-data.tasks_per_step // world_size)
     if not data.blocks_per_step:
         # Of a split that is smaller than a step: as many ranks as it has tasks for.
@@ -197,8 +200,7 @@ def _measured(
         data = replace(data, tasks_per_step=tasks * world_size)
     support = rows = num_tasks = 0
     counted: list[list[int]] = []
-    config, last = replace(config, data=data), world_size - 1
-    with open_reader(config, dataset, split, last, world_size) as reader:
+    with open_reader(data, seed, dataset, split, world_size - 1, world_size) as reader:
         # Not an epoch's last step, which is smaller.
         for batch in itertools.islice(
             reader.batches(0), min(MEASURED_BATCHES, max(1, reader.num_steps() - 1))

@@ -19,7 +19,7 @@ from gmeta.checkpoints.about import read_about
 from gmeta.checkpoints.choice import check_config, checkpoint_to_use
 from gmeta.checkpoints.lineage import lineage_of
 from gmeta.checkpoints.loader import load_checkpoint, of_first
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig
 from gmeta.errors import UserError
 from gmeta.feeds.increment import data_of, open_named
 from gmeta.fine_tuning import (
@@ -30,6 +30,7 @@ from gmeta.fine_tuning import (
     predict_tuned,
     told_adapting,
 )
+from gmeta.losses.config import LabelsConfig
 from gmeta.metrics.config import EvaluationConfig
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
@@ -87,7 +88,7 @@ def evaluate_run(
     kept = read_adapting(folder, own, step) if on and adapting is None else None
     is_as_trained, adapting = adapting is None, adapting or kept or own
     dataset, learner = build(replace(config, algorithm=adapting))
-    config = judged_by(label, config, dataset)
+    config = replace(config, labels=judged_by(label, config.labels, dataset))
     folder.check_dataset(dataset.url, dataset.fingerprint)
     # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
     # ranks that trained, which may have had GPUs.
@@ -100,9 +101,9 @@ def evaluate_run(
         dataset = translated(open_named(on), trained_on)
         config = replace(config, data=data_of(config.data, dataset))
     shown, _ = drawn_once(shown, dataset)
-    chosen = splits_to_score(config, dataset, splits)
-    judges = judges_of(config, dataset, chosen) if is_as_trained else []
-    is_few = is_as_trained and has_rates(config) and are_too_few(config, dataset)
+    chosen = splits_to_score(config.data, dataset, splits)
+    judges = judges_of(config.algorithm, config.data, dataset, chosen) if is_as_trained else []
+    is_few = is_as_trained and has_rates(config.algorithm) and are_too_few(config.data, dataset)
     # A meta-learned run adapts the same way whichever label is asked about.
     by = Scored(config if own.name == PLAIN else own_config, dataset, sharded, ranks)
     tunings = [choose_fine_tuning(by, each) for each in judges]
@@ -111,7 +112,7 @@ def evaluate_run(
     drawn, limited = predict_views(scored, chosen, tunings, shown, candidates, advance)
     if ranks.rank != 0:
         return None
-    labels = scored_labels(config, dataset)
+    labels = scored_labels(config.labels, dataset)
     return EvaluatedRun(
         name=name,
         algorithm=config.algorithm.name,
@@ -181,8 +182,8 @@ def predict_views(
     return drawn, limited
 
 
-def judged_by(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config with `label` as the judged one, if that is not "" and the dataset's labels
+def judged_by(label: str, labels: LabelsConfig, dataset: Dataset) -> LabelsConfig:
+    """Return the section with `label` as the judged one, if that is not "" and the dataset's labels
     have names.
 
     Raises:
@@ -190,13 +191,13 @@ def judged_by(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
     """
     names = dataset.features.labels
     if not label or not names:
-        return config
+        return labels
     if label not in names:
         raise UserError(
             f"label {label!r} is not in {dataset.url}: it has {', '.join(names)}. Name one of them "
             "with --label"
         )
-    return replace(config, labels=replace(config.labels, judged=label))
+    return replace(labels, judged=label)
 
 
 def checkpoint_of(run: RunFolder) -> Path:
@@ -205,7 +206,7 @@ def checkpoint_of(run: RunFolder) -> Path:
     Raises:
         UserError: it has none yet.
     """
-    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
+    checkpoint = checkpoint_to_use(run.checkpoints, run.read_config().run)
     if checkpoint is None:
         raise UserError(
             f"run {run.root} has 0 checkpoints: there is nothing to evaluate yet. "
@@ -226,28 +227,28 @@ def drawn_once(shown: Shown, dataset: Dataset) -> tuple[Shown, str]:
     )
 
 
-def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
+def splits_to_score(data: DataConfig, dataset: Dataset, asked: Sequence[str]) -> list[str]:
     """Return the splits asked for, else those of the config, else all but those that training and
     validation used, what these were carved out of, and what else was carved out of that.
 
     Raises:
         UserError: a split is unknown or has no episodes, or none is left.
     """
-    chosen = list(asked or config.data.eval_splits)
+    chosen = list(asked or data.eval_splits)
     for split in chosen:
         if split not in dataset.splits:
             raise UserError(
-                f"split {split!r} is not in {config.data.path}: "
+                f"split {split!r} is not in {data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
     # A split that decided when to stop is no measure of what came out.
-    used = {config.data.train_split, *config.data.valid_splits}
+    used = {data.train_split, *data.valid_splits}
     for _ in range(2):  # of `fit`: `train`, then all that was carved out of it
         used = {shared for split in used for shared in sharing_rows(split, dataset)}
     chosen = chosen or [split for split in dataset.splits if split not in used]
     if not chosen:
         raise UserError(
-            f"{config.data.path} has no split but {' and '.join(dataset.splits)}, which the run "
+            f"{data.path} has no split but {' and '.join(dataset.splits)}, which the run "
             "was trained or chosen by: there is nothing to score. Name one with --split, or train "
             "on data with one split more"
         )
@@ -255,7 +256,7 @@ def splits_to_score(config: TrainConfig, dataset: Dataset, asked: Sequence[str])
     for split in chosen:
         if not dataset.splits[split].num_episodes:
             raise UserError(
-                f"split {split!r} of {config.data.path} has 0 episodes: there is nothing to score. "
+                f"split {split!r} of {data.path} has 0 episodes: there is nothing to score. "
                 "Name other splits with --split"
             )
     return chosen

@@ -13,9 +13,9 @@ from torchrec.distributed import DistributedModelParallel
 from gmeta.adaptation.algorithms.algorithm import fixed_rates
 from gmeta.adaptation.algorithms.registry import find_algorithm
 from gmeta.adaptation.config import PLAIN, AlgorithmConfig
-from gmeta.batches.labels import kinds_of, labels_checked
+from gmeta.batches.labels import labels_checked
 from gmeta.batches.views import View
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig
 from gmeta.learner import MetaLearner
 from gmeta.metrics.catalogue import loss_metric
 from gmeta.metrics.scores import evaluate_split
@@ -37,31 +37,31 @@ from metaio.read.reader import EpisodeRange, RangeReader
 FEWEST_TASKS = 20
 
 
-def has_rates(config: TrainConfig) -> bool:
+def has_rates(config: AlgorithmConfig) -> bool:
     """Tell whether there are a rate and steps to choose."""
-    algorithm = find_algorithm(config.algorithm.name)
+    algorithm = find_algorithm(config.name)
     return algorithm.takes_steps and algorithm.rates is fixed_rates
 
 
-def are_too_few(config: TrainConfig, dataset: Dataset) -> bool:
+def are_too_few(data: DataConfig, dataset: Dataset) -> bool:
     """Tell whether the validation splits have too few tasks to choose by, or there are none."""
-    splits = config.data.valid_splits
+    splits = data.valid_splits
     return sum(dataset.splits[split].num_episodes for split in splits) < FEWEST_TASKS
 
 
 def judges_of(
-    config: TrainConfig, dataset: Dataset, scored: Sequence[str]
+    algorithm: AlgorithmConfig, data: DataConfig, dataset: Dataset, scored: Sequence[str]
 ) -> list[tuple[str, ...]]:
     """Return the splits that choose rate and steps together: the validation splits, for all splits
     that are scored. Where these are too few, each half of the tasks of a scored split judges for
     the other, but only for a plain run, which never saw an inner step; training tasks cannot, whose
     labels the model has seen (docs/evaluation.md). None where there is nothing to choose.
     """
-    if not has_rates(config):
+    if not has_rates(algorithm):
         return []
-    if not are_too_few(config, dataset):
-        return [config.data.valid_splits]
-    return [(split,) for split in scored] if config.algorithm.name == PLAIN else []
+    if not are_too_few(data, dataset):
+        return [data.valid_splits]
+    return [(split,) for split in scored] if algorithm.name == PLAIN else []
 
 
 def adapt_with(algorithm: AlgorithmConfig, sharded: DistributedModelParallel) -> None:
@@ -91,7 +91,7 @@ def choose_fine_tuning(scored: Scored, splits: Sequence[str]) -> FineTuning:
     config, ranks = scored.config, scored.ranks
     # Not AUC: it does not notice outputs that run away, as they do where the rate is too high.
     metric = loss_metric(config.loss_of())
-    is_halved = are_too_few(config, scored.dataset)
+    is_halved = are_too_few(config.data, scored.dataset)
     most = config.evaluation.tuning_tasks * (1 + is_halved)
     read = [tuning_batches(scored, split, most) for split in splits]
     errors: dict[tuple[float, int], list[float]] = {}  # of all tasks, then of each half
@@ -149,9 +149,7 @@ def tuning_batches(scored: Scored, split: str, most: int) -> tuple[int, list[Tas
 
     def read() -> None:
         with RangeReader(dataset, threads=config.data.threads) as reader:
-            stored = labels_checked(
-                reader.batches(groups), kinds_of(config, dataset), dataset, split
-            )
+            stored = labels_checked(reader.batches(groups), scored.kinds, dataset, split)
             batches.extend(stored)
 
     by_all(read, ranks)

@@ -11,7 +11,7 @@ import torch
 from torchrec.distributed import DistributedModelParallel
 
 from gmeta.batches.episodes import Episodes, with_query_items, with_sampled
-from gmeta.batches.labels import kinds_of, labels_checked, scored_labels
+from gmeta.batches.labels import labels_checked, scored_labels
 from gmeta.batches.views import STORED, View
 from gmeta.config import TrainConfig
 from gmeta.errors import UserError
@@ -47,6 +47,11 @@ class Scored:
     sharded: DistributedModelParallel
     ranks: Ranks
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the loss of each label."""
+        return self.config.labels.kinds(self.config.outer.loss, self.dataset.features.labels)
+
 
 def predict_split(
     scored: Scored,
@@ -65,9 +70,10 @@ def predict_split(
     batch that is read.
     """
     config, dataset, ranks = scored.config, scored.dataset, scored.ranks
-    with open_reader(config, dataset, split, ranks.rank, ranks.world_size) as reader:
+    reads = config.data, config.run.seed, dataset, split
+    with open_reader(*reads, ranks.rank, ranks.world_size) as reader:
         stop = Stop()
-        stored = labels_checked(reader.batches(0), kinds_of(config, dataset), dataset, split)
+        stored = labels_checked(reader.batches(0), scored.kinds, dataset, split)
         batches = map(view.of, _told(stopping_if_wrong(stored, dataset.features, stop), advance))
         if candidates is None:
             none = np.zeros(0, np.bool_)
@@ -99,7 +105,10 @@ def predict_along(
 ) -> list[list[Columns]]:
     """Return, for each of these ascending numbers of inner steps, the columns of each of this
     rank's batches. Collective."""
-    learner, labels = local_learner(scored.sharded), scored_labels(scored.config, scored.dataset)
+    learner, labels = (
+        local_learner(scored.sharded),
+        scored_labels(scored.config.labels, scored.dataset),
+    )
     arrange = learner.learner.arrange_to_predict
     idle = arrange(no_tasks(scored.dataset.features))
     taken = in_step(map(arrange, batches), idle, scored.ranks, Stop(), scored.sharded)
@@ -125,7 +134,7 @@ def _predict_listed(batches: Iterator[Listed], scored: Scored, stop: Stop) -> li
 
     idle = arrange((no_tasks(dataset.features), np.zeros(0, np.bool_)))
     steps = in_step(map(arrange, batches), idle, scored.ranks, stop, scored.sharded)
-    labels = scored_labels(scored.config, dataset)
+    labels = scored_labels(scored.config.labels, dataset)
     return [_columns(learner.predict(episodes), scored, episodes, labels) for episodes, _ in steps]
 
 

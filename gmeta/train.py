@@ -18,11 +18,10 @@ from gmeta.batches.labels import check_first_labels
 from gmeta.build import all_plugins_of, build
 from gmeta.checkpoints.about import restore_replaced
 from gmeta.checkpoints.beginning import beginning_of
-from gmeta.checkpoints.mirror import fetch_run
-from gmeta.checkpoints.settled import passed_over, settled_by_first
 from gmeta.checkpoints.writer import CheckpointWriter
 from gmeta.config import TrainConfig
 from gmeta.feeds.agent import arranged_batches, open_agent
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.source import open_feed
 from gmeta.feeds.training_sums import take_item_statistics
 from gmeta.guards import StepGuard
@@ -38,6 +37,7 @@ from gmeta.parallel.steps import StepTotals, in_step
 from gmeta.parallel.stopping import Stop, StoppedError, stop_on_sigterm
 from gmeta.parallel.together import by_first, no_tasks, why_stopped
 from gmeta.predictions import Scored
+from gmeta.resolve import passed_over, resolve_on_first
 from gmeta.runs.alike import check_alike
 from gmeta.runs.environment import describe_environment
 from gmeta.runs.folder import (
@@ -60,14 +60,13 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     Raises:
         StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done.
     """
-    by_first(lambda: fetch_run(config.run.mirror, Path(config.run.dir)), ranks)
-    asked, config = config, settled_by_first(config, ranks)
+    asked, config = config, resolve_on_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
     choose_products(config.run.precision, ranks.device)
     with ExitStack() as held:
         held.callback(torch.set_num_threads, torch.get_num_threads())  # steps choose their own
-        run = TrainingRun(config, ranks, held, passed_over(asked, config))
+        run = TrainingRun(config, ranks, held, passed_over(asked.data, config.data))
         # Closed from right to left: the feed hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
@@ -87,7 +86,9 @@ class TrainingRun:
         self._dataset, self._learner = build(config)
         check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
         # By one rank for all: what it reads is not its own part of the data.
-        by_first(lambda: check_first_labels(config, self._dataset), ranks)
+        self._batches = batches = BatchSettings.of(config, self._dataset)
+        split, kinds = config.data.train_split, batches.kinds
+        by_first(lambda: check_first_labels(split, kinds, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         self._scored = Scored(config, self._dataset, self._sharded, ranks)
         plan = described_plan(self._sharded, ranks)
@@ -98,8 +99,8 @@ class TrainingRun:
         by_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         newest = next(reversed(list_checkpoints(self.folder.checkpoints)), None)
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
-        self.feed = open_feed(config, self._dataset, ranks, newest)
-        self._progress = self._beginning.load(config, self._sharded, self._optimizer, ranks)
+        self.feed = open_feed(batches, self._dataset, ranks, newest)
+        self._progress = self._beginning.load(config.outer, self._sharded, self._optimizer, ranks)
         self._told_at_start += self._beginning.told
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
@@ -127,7 +128,7 @@ class TrainingRun:
         self.profiler = StepProfiler(self.folder.profile, config.run.profile_steps, ranks)
 
     def _take_item_statistics(self) -> list[str]:
-        return take_item_statistics(self._learner.items, self._config, self._dataset, self._ranks)
+        return take_item_statistics(self._learner.items, self._batches, self._dataset, self._ranks)
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
         """Make the run folder, or bring it to where the checkpoint stands."""
@@ -149,7 +150,7 @@ class TrainingRun:
         if self._forecasts:
             self._forecast()
             self.hooks.tell(self._take_item_statistics())
-        self._agent = open_agent(self._config, self.feed, self._sharded, self._ranks, stop)
+        self._agent = open_agent(self._batches, self.feed, self._sharded, self._ranks, stop)
         while self._progress.epoch < self._config.run.epochs and not self._steps_are_over():
             self._take_steps(stop)
             if stop.agreed:
@@ -173,7 +174,7 @@ class TrainingRun:
         """
         for episodes, totals in in_step(
             arranged_batches(
-                self._config,
+                self._batches,
                 self._dataset,
                 self.feed,
                 self._agent,

@@ -46,7 +46,7 @@ def scores_of(table: pa.Table, split: str, config: TrainConfig, dataset: Dataset
     """Return the metrics after adaptation of a split's predicted rows."""
     found = SplitScores({}, len(table["task"].unique()), [])
     stops_by, label_of_stop = label_of(early_stop_of(config).metric)
-    for label in scored_labels(config, dataset):
+    for label in scored_labels(config.labels, dataset):
         rows, name_of_label = known_rows(table, label.suffix), label.suffix[1:]
         scoring = scoring_of(config, name_of_label)
         # What decides when to stop need not be what is reported.

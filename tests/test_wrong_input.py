@@ -282,7 +282,7 @@ def test_a_split_that_holds_nothing_to_score_is_named(tmp_path: Path) -> None:
     config = write_config(tmp_path / "train.toml", Path(data), tmp_path / "run")
     for asked in ([], ["support", "none"]):
         with pytest.raises(UserError) as caught:
-            splits_to_score(load_config(config, []), open_dataset(data), asked)
+            splits_to_score(load_config(config, []).data, open_dataset(data), asked)
         assert str(caught.value) == (
             f"split 'none' of {data} has 0 episodes: there is nothing to score. "
             "Name other splits with --split"

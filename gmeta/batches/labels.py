@@ -11,46 +11,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.config import TrainConfig
 from gmeta.errors import ConfigError
+from gmeta.losses.config import LabelsConfig
 from gmeta.losses.row_losses import labels_taken_N
 from gmeta.metrics.labels import ScoredLabel
 from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 
-def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
+def scored_labels(config: LabelsConfig, dataset: Dataset) -> list[ScoredLabel]:
     """Return what predictions are scored by: all labels in the dataset's order, then those of the
     entire space, each given the label that it takes place among.
     """
     names = dataset.features.labels
-    judged = config.labels.judged_of(names)
+    judged = config.judged_of(names)
     labels = [ScoredLabel(name, at == judged, at) for at, name in enumerate(names or ("",))]
     given = [
         ScoredLabel(f"{name}|{among}", False, names.index(name), names.index(among))
-        for name, among in config.labels.entire_space.items()
+        for name, among in config.entire_space.items()
     ]
     return labels + given
 
 
-def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:
-    """Return the loss of each label."""
-    return config.labels.kinds(config.outer.loss, dataset.features.labels)
-
-
-def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
-    """Check the first block of the training split: what is wrong with all labels is told before
-    any rank starts or any folder is made. A launcher looks before it starts the job's own service,
-    whose store lies in the run folder; rank 0 again, as nothing looked for torchrun's ranks, nor
+def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> None:
+    """Check the first block of a training split, whose labels have the losses `kinds`: what is
+    wrong with all labels is told before any rank starts or any folder is made. A launcher looks
+    before it starts the job's own service, whose store lies in the run folder; rank 0 again, as
+    nothing looked for torchrun's ranks, nor
     for a caller of train(). What only a later block shows is for `labels_checked`.
 
     Raises:
         ConfigError: a label is none that the loss takes.
         FormatError: the block is damaged.
     """
-    split = config.data.train_split
     label_N = dataset.read_block(split, 0).label_N
-    kinds = kinds_of(config, dataset)
     taken_NL = _taken_NL(kinds, label_N, dataset)
     for at, loss in enumerate(kinds):
         wrong_N = label_N.reshape(taken_NL.shape)[~taken_NL[:, at], at]

@@ -16,7 +16,7 @@ from gmeta.checkpoints.growth import load_grown
 from gmeta.checkpoints.lineage import Lineage, lineage_of, steps_before
 from gmeta.checkpoints.loader import PARTS_OF_ALGORITHMS, load_checkpoint
 from gmeta.checkpoints.resume import check_goes_on, checkpoint_to_start_from
-from gmeta.config import TrainConfig
+from gmeta.config import OuterConfig, TrainConfig
 from gmeta.outer.optimizers import OuterOptimizer
 from gmeta.parallel.ranks import Ranks
 from gmeta.runs.folder import RunFolder
@@ -55,7 +55,7 @@ class Beginning:
 
     def load(
         self,
-        config: TrainConfig,
+        outer: OuterConfig,
         sharded: DistributedModelParallel,
         optimizer: OuterOptimizer,
         ranks: Ranks,
@@ -75,7 +75,7 @@ class Beginning:
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:
             rows = self.reset_rows
-            load_grown(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
+            load_grown(self.checkpoint, sharded, optimizer, ranks, outer, rows)
         return Progress()
 
 
@@ -91,7 +91,7 @@ def beginning_of(
     if newest is not None:
         check_goes_on(folder, newest, config, dataset)
         return Beginning("resumed", newest, lineage_of(read_about(newest)), {})
-    if start := checkpoint_to_start_from(config, dataset):
+    if start := checkpoint_to_start_from(config.run, dataset):
         # The same data, so its increment is the last one of theirs; its steps were taken by
         # optimizers that begin anew.
         seen = tuple(replace(one, steps=0) for one in lineage_of(read_about(start)))

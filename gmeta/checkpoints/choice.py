@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gmeta.checkpoints.about import read_about, read_progress
-from gmeta.config import TrainConfig, config_from_dict, flat
+from gmeta.config import RunConfig, TrainConfig, config_from_dict, flat
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.local import check_local
 from gmeta.runs.folder import (
@@ -19,14 +19,14 @@ from gmeta.runs.folder import (
 )
 
 
-def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
+def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
     """Return the checkpoint that stands for a run: of its best validation if it stops early, else
     the newest; None if there is none.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
-    if config.run.early_stop_patience:
+    if run.early_stop_patience:
         best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
         if best in checkpoints:
             return best
@@ -47,7 +47,7 @@ def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
         folder, found = RunFolder(path.parent.parent), path if path.is_dir() else None
     else:
         folder = RunFolder(path)
-        found = checkpoint_to_use(folder.checkpoints, folder.read_config())
+        found = checkpoint_to_use(folder.checkpoints, folder.read_config().run)
     if found is None:
         raise UserError(
             f"{key} = {named!r} has no checkpoint: a run folder that has one, or one of "

@@ -8,14 +8,15 @@ trained twice, and ids mean what they meant.
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from gmeta.checkpoints.about import read_about, read_progress
 from gmeta.checkpoints.choice import check_config, named_checkpoint
 from gmeta.checkpoints.lineage import Lineage, TrainedIncrement, lineage_of, told_increments
 from gmeta.checkpoints.resume import changed_optimizers
-from gmeta.config import ADAGRADS, OuterConfig, TrainConfig
+from gmeta.config import ADAGRADS, OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
-from gmeta.outer.early_stop import early_stop_of
+from gmeta.outer.early_stop import EarlyStop, early_stop_of
 from gmeta.runs.folder import RunFolder, list_checkpoints
 from metaio.format.dataset import Dataset
 from metaio.stream.chain import increment_before
@@ -50,8 +51,10 @@ def checkpoint_to_continue_from(
     check_config(checkpoint, config)
     before = folder.read_config()
     if folder.root == Path(named):
-        _check_over(folder, before)
-    _check_as_before(folder, before, config)
+        _check_over(folder, before.run, early_stop_of(before))
+    _check_as_before(folder, before.outer, config.outer)
+    if before.run.seed != config.run.seed:
+        raise _differs(folder, "run.seed", before.run.seed, config.run.seed)
     return checkpoint, lineage, skipped
 
 
@@ -146,15 +149,14 @@ def _check_discount(outer: OuterConfig) -> None:
         )
 
 
-def _check_over(folder: RunFolder, config: TrainConfig) -> None:
+def _check_over(folder: RunFolder, run: RunConfig, early_stop: EarlyStop) -> None:
     """Refuse a run that has not seen all of its increment: the next one would leave out the rest.
     Whoever names one of its checkpoints instead has chosen so."""
     progress = read_progress(list_checkpoints(folder.checkpoints)[-1])
-    run = config.run
     if not (
         progress.epoch >= run.epochs
         or 0 < run.max_steps <= progress.step
-        or early_stop_of(config).is_over(progress)
+        or early_stop.is_over(progress)
     ):
         raise UserError(
             f"run.continue_from = {str(folder.root)!r} is not over: it stands at step "
@@ -163,20 +165,18 @@ def _check_over(folder: RunFolder, config: TrainConfig) -> None:
         )
 
 
-def _check_as_before(folder: RunFolder, before: TrainConfig, now: TrainConfig) -> None:
+def _check_as_before(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
     """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
     new rows other values than the old ones began with."""
-    was, asked = before.by_key(), now.by_key()
-    optimizers = changed_optimizers(before.outer, now.outer)
-    for key in (
-        "outer.loss",
-        *(f"outer.{name}" for name in optimizers),
-        "outer.embedding_init_std",
-        "run.seed",
-    ):
-        if was[key] != asked[key]:
-            raise UserError(
-                f"{key} = {asked[key]!r}, but run {folder.root}, which run.continue_from "
-                f"goes on from, was trained with {was[key]!r}: weights, optimizer state "
-                "and new rows would not belong together. Set it as it was"
-            )
+    for key in ("loss", *changed_optimizers(before, now), "embedding_init_std"):
+        was, asked = getattr(before, key), getattr(now, key)
+        if was != asked:
+            raise _differs(folder, f"outer.{key}", was, asked)
+
+
+def _differs(folder: RunFolder, key: str, was: Any, asked: Any) -> UserError:
+    return UserError(
+        f"{key} = {asked!r}, but run {folder.root}, which run.continue_from goes on from, was "
+        f"trained with {was!r}: weights, optimizer state and new rows would not belong together. "
+        "Set it as it was"
+    )

@@ -2,11 +2,13 @@
 what a new run begins with.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gmeta.checkpoints.about import read_progress
 from gmeta.checkpoints.choice import check_config, named_checkpoint
-from gmeta.config import OuterConfig, TrainConfig
+from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.errors import UserError
 from gmeta.metrics.catalogue import label_of
 from gmeta.outer.early_stop import early_stop_of, scoring_of
@@ -15,14 +17,9 @@ from gmeta.runs.progress import Progress
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 
-# What decides which episodes a static step of an epoch holds. The service keeps its own account.
-ORDER_KEYS = (
-    "data.train_split",
-    "data.tasks_per_step",
-    "data.shuffle",
-    "data.blocks_per_step",
-    "run.seed",
-)
+# What decides, with run.seed, which episodes a static step of an epoch holds. The service keeps its
+# own account.
+ORDER_KEYS = ("train_split", "tasks_per_step", "shuffle", "blocks_per_step")
 
 
 def check_goes_on(
@@ -44,7 +41,8 @@ def check_goes_on(
         return
     before, progress = folder.read_config(), read_progress(checkpoint)
     _check_training(folder, before.outer, config.outer)
-    _check_scores(folder, before, config, progress)
+    if config.data.valid_splits:
+        _check_scores(folder, what_decides(before), what_decides(config), progress)
     if config.data.source == "static" and progress.epoch_step:
         if gone := folder.gone_keys("data"):
             raise UserError(
@@ -52,7 +50,8 @@ def check_goes_on(
                 f"an order that is no more: {gone[0]}. Begin a new run with the weights: add "
                 f"run.start_from={folder.root} and choose another run.dir"
             )
-        _check_order(folder, before, config, progress.epoch_step)
+        was, now = (_order_of(one.data, one.run.seed) for one in (before, config))
+        _check_order(folder, was, now, progress.epoch_step)
 
 
 def _check_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
@@ -85,38 +84,43 @@ def changed_optimizers(before: OuterConfig, now: OuterConfig) -> list[str]:
 
 
 def _check_scores(
-    folder: RunFolder, before: TrainConfig, now: TrainConfig, progress: Progress
+    folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress
 ) -> None:
     """Refuse another metric or validation split: the best score so far compares with neither."""
-    if progress.best_score is None or not now.data.valid_splits:
+    if progress.best_score is None:
         return  # there is nothing to compare
-    for key, was, asked in (
-        ("run.early_stop_metric", early_stop_of(before).metric, early_stop_of(now).metric),
-        ("data.valid_split", before.data.valid_split, now.data.valid_split),
-        ("evaluation.positive_rating", _judged_from(before), _judged_from(now)),
-    ):
-        if was != asked:
+    for key, was in before.items():
+        if was != now[key]:
             raise UserError(
-                f"{key} = {asked!r}, but run {folder.root} holds its best {was!r} so far "
+                f"{key} = {now[key]!r}, but run {folder.root} holds its best {was!r} so far "
                 f"({progress.best_score:.4g}), with which no other can be compared. Set it as it "
                 f"was, or begin a new run with the weights: add run.start_from={folder.root} and "
                 "choose another run.dir"
             )
 
 
-def _judged_from(config: TrainConfig) -> float | None:
-    """Return from which label on the metric that decides counts rows as positive; None: it asks
-    for no such label.
+def what_decides(config: TrainConfig) -> dict[str, Any]:
+    """Return which metric of which splits decides, and from which label on it counts rows as
+    positive, by key; None: it asks for no such label.
     """
-    name, label = label_of(early_stop_of(config).metric)
-    return scoring_of(config, label).threshold_of(name)
+    metric = early_stop_of(config).metric
+    name, label = label_of(metric)
+    return {
+        "run.early_stop_metric": metric,
+        "data.valid_split": config.data.valid_split,
+        "evaluation.positive_rating": scoring_of(config, label).threshold_of(name),
+    }
+
+
+def _order_of(data: DataConfig, seed: int) -> dict[str, Any]:
+    """Return what decides the order of a run's episodes, by key."""
+    return {**{f"data.{key}": getattr(data, key) for key in ORDER_KEYS}, "run.seed": seed}
 
 
 def _check_order(
-    folder: RunFolder, config_before: TrainConfig, config: TrainConfig, epoch_step: int
+    folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], epoch_step: int
 ) -> None:
-    before, now = config_before.by_key(), config.by_key()
-    for name in ORDER_KEYS:
+    for name in before:
         if before[name] != now[name]:
             raise UserError(
                 f"{name} = {now[name]!r}, but run {folder.root} stands "
@@ -126,15 +130,15 @@ def _check_order(
             )
 
 
-def checkpoint_to_start_from(config: TrainConfig, dataset: Dataset) -> Path | None:
+def checkpoint_to_start_from(run: RunConfig, dataset: Dataset) -> Path | None:
     """Return the checkpoint whose weights a new run begins with; None if `run.start_from` is empty.
 
     Raises:
         UserError: there is no checkpoint.
         GMetaError: it was trained on another dataset, in which an id may mean another value.
     """
-    if not config.run.start_from:
+    if not run.start_from:
         return None
-    folder, found = named_checkpoint("run.start_from", config.run.start_from)
+    folder, found = named_checkpoint("run.start_from", run.start_from)
     folder.check_dataset(dataset.url, dataset.fingerprint)
     return found

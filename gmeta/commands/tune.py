@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from gmeta.checkpoints.named import with_names
 from gmeta.commands.on_ranks import importing
 from gmeta.commands.screen import print_result, screen, show_table, table_of
-from gmeta.config import TrainConfig, load_config
+from gmeta.config import DataConfig, RunConfig, load_config
 from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.files.local import check_local
 from gmeta.files.whole import write_whole
 from gmeta.outer.early_stop import EarlyStop, early_stop_of
+from gmeta.resolve_names import with_names
 from gmeta.runs.folder import LOCK_FILE
 from gmeta.runs.lock import held_alone
 from gmeta.tuning.outcome import (
@@ -37,6 +37,7 @@ from gmeta.tuning.outcome import (
 from gmeta.tuning.space import (
     Space,
     check_metric,
+    check_space,
     default_space,
     plain_config,
     plain_space,
@@ -54,8 +55,8 @@ from gmeta.tuning.trials import (
     TrialRunner,
     said_by,
     started,
-    trial_config,
     trial_processes,
+    trial_run,
 )
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
@@ -113,16 +114,17 @@ def tune(
     folder = study or Path(f"{base.run.dir}-tune")
     check_local("--study", folder)
     base, dataset = with_names(base)
-    _check_tunable(base, dataset)
+    _check_tunable(base.data, dataset)
     decides = early_stop_of(base)
-    base = _with_validations(base, dataset)
+    base = replace(base, run=_with_validations(base.run, base.data, dataset))
     labels = dataset.features.labels
     chosen = read_space(space, base) if space else default_space(base, labels)
     ends_early = _pruner_of(pruner, with_plain)
     sides = {"": (folder, Plan(base, chosen, ends_early, seed, dataset.fingerprint))}
     if with_plain:
         plain = plain_config(base)
-        of_plain = plain_space(chosen, plain) if space else default_space(plain, labels)
+        of_plain = plain_space(chosen) if space else default_space(plain, labels)
+        check_space(of_plain, plain)
         beside = folder.with_name(f"{folder.name}-plain")
         sides["plain"] = (beside, Plan(plain, of_plain, ends_early, seed, dataset.fingerprint))
     for place, plan in sides.values():
@@ -133,7 +135,8 @@ def tune(
     with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
             with held_alone(place):
-                _check_on_data(plan.base, place, context)
+                checked = replace(plan.base, run=trial_run(plan.base.run, place / "check"))
+                _check_on_data(checked.to_json(), place, context)
                 opened = Study(place, plan, decides)
                 runner = TrialRunner(opened, place, decides.metric, partial(_trial, False), context)
                 _try(opened, runner, plan.space, decides, trials, at_a_time)
@@ -161,10 +164,9 @@ def _pruner_of(asked: PrunerName | None, with_plain: bool) -> PrunerName:
     return "none" if with_plain else asked or "median"
 
 
-def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
+def _check_tunable(data: DataConfig, dataset: Dataset) -> None:
     """Raise ConfigError where scores would say nothing: there is no split to score trials on, or it
     is one that the config trains on or reports on."""
-    data = config.data
     if not data.valid_splits:
         raise ConfigError(
             'data.valid_split = "": trials are scored on a validation split, and on no other. '
@@ -212,23 +214,22 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config with VALIDATIONS validations a run unless it says how many: a run that
+def _with_validations(run: RunConfig, data: DataConfig, dataset: Dataset) -> RunConfig:
+    """Return the section with VALIDATIONS validations a run unless it says how many: a run that
     validates only at its end cannot be pruned.
     """
-    run, data = config.run, config.data
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
-        return config
+        return run
     steps = dataset.splits[data.train_split].num_episodes // data.tasks_per_step * run.epochs
     total = min(steps, run.max_steps or steps)
-    return replace(config, run=replace(run, valid_every_steps=max(1, total // VALIDATIONS)))
+    return replace(run, valid_every_steps=max(1, total // VALIDATIONS))
 
 
-def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext) -> None:
+def _check_on_data(config: dict[str, Any], folder: Path, context: ForkServerContext) -> None:
     """Check the config itself, before trials of it fail one by one. Raise GMetaError with the line
     of `gmeta train` where it does not fit its dataset."""
-    log, checked = folder / CHECK_LOG, trial_config(config, folder / "check")
-    process, said = started(context, partial(_trial, True), checked, log)
+    log = folder / CHECK_LOG
+    process, said = started(context, partial(_trial, True), config, log)
     if line := said_by(process, said).failure:
         raise UserError(line)
     if process.exitcode:

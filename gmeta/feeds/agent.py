@@ -23,8 +23,8 @@ from gmeta.batches.accumulate import MicroBatches, in_parts
 from gmeta.batches.ahead import mapped_ahead
 from gmeta.batches.augment import augmented
 from gmeta.batches.episodes import Episodes
-from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.config import TrainConfig
+from gmeta.batches.labels import labels_checked
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.feeds.own_time import Hiding, LocalClock, ReadTime
@@ -120,7 +120,7 @@ class StaticAgent(Agent):
 
 
 def open_agent(
-    config: TrainConfig,
+    settings: BatchSettings,
     feed: Feed,
     sharded: DistributedModelParallel,
     ranks: Ranks,
@@ -131,13 +131,13 @@ def open_agent(
     """
     if not isinstance(feed, ServiceFeed):
         # Cores that compute have no time to arrange beside it.
-        threads = config.data.threads if ranks.device.type == "cuda" else 0
-        return StaticAgent(sharded, config.outer.accumulate_steps, threads, ranks.enter_thread)
-    return ServiceAgent(config, feed, sharded, ranks, stop)
+        threads = settings.data.threads if ranks.device.type == "cuda" else 0
+        return StaticAgent(sharded, settings.num_parts, threads, ranks.enter_thread)
+    return ServiceAgent(settings.num_parts, feed, sharded, ranks, stop)
 
 
 def arranged_batches(
-    config: TrainConfig,
+    settings: BatchSettings,
     dataset: Dataset,
     feed: Feed,
     agent: Agent,
@@ -153,9 +153,9 @@ def arranged_batches(
     made = feed.episodes(local, epoch, step)
     if made is not None:
         return idle_if_wrong(made, arrange(no_tasks(features)), stop)
-    split = config.data.train_split
-    checked = labels_checked(feed.batches(epoch, step), kinds_of(config, dataset), dataset, split)
-    batches = augmented(checked, config.augment, features, config.run.seed, epoch, step)
+    split, seed = settings.data.train_split, settings.run.seed
+    checked = labels_checked(feed.batches(epoch, step), settings.kinds, dataset, split)
+    batches = augmented(checked, settings.augment, features, seed, epoch, step)
     return agent.arranged(stopping_if_wrong(batches, features, stop), arrange)
 
 
@@ -165,7 +165,7 @@ class ServiceAgent(Agent):
 
     def __init__(
         self,
-        config: TrainConfig,
+        num_parts: int,
         feed: ServiceFeed,
         sharded: DistributedModelParallel,
         ranks: Ranks,
@@ -176,9 +176,7 @@ class ServiceAgent(Agent):
         self._stop = stop
         # A rank whose service refuses every lease would answer SIGTERM only when its patience ends.
         feed.client.stop_when(lambda: stop.asked)
-        self._worker = WorkerAgent(
-            feed.client, feed.share, self._end_for_restart, config.outer.accumulate_steps
-        )
+        self._worker = WorkerAgent(feed.client, feed.share, self._end_for_restart, num_parts)
         self._clock = LocalClock()
         local_learner(sharded).clock = self._clock
         self._probe = LinkProbe(ranks)

@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gmeta.batches.accumulate import MicroBatches, in_parts
+from gmeta.batches.config import AugmentConfig
 from gmeta.batches.episodes import Episodes
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig, RunConfig, TrainConfig
 from gmeta.parallel.exchange.planning import Planner
+from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 if TYPE_CHECKING:
@@ -48,10 +50,27 @@ def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
 
 
 @dataclass(frozen=True)
+class BatchSettings:
+    """What a run's batches are made from, and in which order."""
+
+    data: DataConfig
+    augment: AugmentConfig
+    run: RunConfig
+    kinds: tuple[str, ...]  # the loss of each label
+    num_parts: int  # that a step is worked through in
+
+    @classmethod
+    def of(cls, config: TrainConfig, dataset: Dataset) -> BatchSettings:
+        """Return those of a config."""
+        kinds = config.labels.kinds(config.outer.loss, dataset.features.labels)
+        return cls(config.data, config.augment, config.run, kinds, config.outer.accumulate_steps)
+
+
+@dataclass(frozen=True)
 class Work:
     """How a process makes batches."""
 
-    config: TrainConfig
+    settings: BatchSettings
     arranging: Arranging
     planner: Planner
     rank: int

@@ -30,9 +30,8 @@ import torch
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes
 from gmeta.batches.shared import Told, out_of_block
-from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
-from gmeta.feeds.asked import Answer, Asked, Work, places_from
+from gmeta.feeds.asked import Answer, Asked, BatchSettings, Work, places_from
 from gmeta.feeds.shared_block import SharedBlock
 from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
@@ -116,9 +115,9 @@ class _Worker:
 class Processes:
     """Processes that make the batches of a rank in turns."""
 
-    def __init__(self, number: int, config: TrainConfig, ranks: Ranks) -> None:
+    def __init__(self, number: int, settings: BatchSettings, ranks: Ranks) -> None:
         """Start `number` processes; `made` tells them what to do."""
-        self._config, self._ranks = config, ranks
+        self._settings, self._ranks = settings, ranks
         self._workers = [_Worker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
         self.number = number
@@ -146,8 +145,8 @@ class Processes:
             GMetaError, MetaIOError, OSError: as reading raises; or a process has ended.
         """
         if self._shares is None:
-            places = places_from((epoch, first_step), num_steps, self._config.run.epochs)
-            num_parts = self._config.outer.accumulate_steps
+            places = places_from((epoch, first_step), num_steps, self._settings.run.epochs)
+            num_parts = self._settings.num_parts
             asks = (Asked(place, None, num_parts) for place in places)
             self._shares = self.made(local, asks, BLOCKS * self.number)
         return islice(self._shares, num_steps - first_step)
@@ -195,7 +194,7 @@ class Processes:
     def _tell(self, local: "ShardedLearner") -> None:
         """Tell the processes how batches are made."""
         self._is_told = True
-        how = self._config, local.learner.arranging(), local.exchange.planner
+        how = self._settings, local.learner.arranging(), local.exchange.planner
         work = Work(*how, self._ranks.rank, self._ranks.world_size, self.number)
         for worker in self._workers:
             self._send(worker, work)
@@ -258,10 +257,10 @@ class Processes:
         self._close()
 
 
-def processes_of(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> Processes | None:
+def processes_of(settings: BatchSettings, dataset: Dataset, ranks: Ranks) -> Processes | None:
     """Return the processes that make a rank's batches; None: its threads do."""
-    number = number_of_processes(config.data.processes, ranks.device, dataset.is_local)
-    return Processes(number, config, ranks) if number else None
+    number = number_of_processes(settings.data.processes, ranks.device, dataset.is_local)
+    return Processes(number, settings, ranks) if number else None
 
 
 def _end(workers: list[_Worker], receiver: ThreadPoolExecutor) -> None:

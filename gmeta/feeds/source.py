@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from gmeta.antdt.manifests.manifest import MANIFEST_FILE_NAME
-from gmeta.config import TrainConfig
 from gmeta.errors import UserError
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.feeds.static import StaticFeed
@@ -12,19 +12,21 @@ from gmeta.parallel.ranks import Ranks
 from metaio.format.dataset import Dataset
 
 
-def open_feed(config: TrainConfig, dataset: Dataset, ranks: Ranks, checkpoint: Path | None) -> Feed:
+def open_feed(
+    settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
+) -> Feed:
     """Return the feed that `data.source` names, at the place in the data where `checkpoint` stands.
 
     Raises:
         UserError: the checkpoint was trained with the other source, or from other data.
     """
-    leased = config.data.source == "service"
+    leased = settings.data.source == "service"
     if checkpoint is not None and (checkpoint / MANIFEST_FILE_NAME).exists() != leased:
         raise UserError(
-            f'data.source = "{config.data.source}", but checkpoint {checkpoint} was trained with '
+            f'data.source = "{settings.data.source}", but checkpoint {checkpoint} was trained with '
             f'data.source = "{"static" if leased else "service"}": what it has seen of its epoch '
             "means nothing to the other. Set data.source as it was, or choose another run.dir"
         )
     if leased:
-        return ServiceFeed(config, dataset, ranks, checkpoint)
-    return StaticFeed(config, dataset, ranks, is_fresh=checkpoint is None)
+        return ServiceFeed(settings, dataset, ranks, checkpoint)
+    return StaticFeed(settings, dataset, ranks, is_fresh=checkpoint is None)

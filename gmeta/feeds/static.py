@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, final
 
 from gmeta.batches.accumulate import MicroBatches
 from gmeta.batches.episodes import Episodes
-from gmeta.config import TrainConfig
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.feed import Feed
 from gmeta.feeds.processes import processes_of
 from gmeta.feeds.reader import open_reader
@@ -22,15 +22,16 @@ class StaticFeed(Feed):
     """Every rank its share of every step, worked out from the seed alone."""
 
     def __init__(
-        self, config: TrainConfig, dataset: Dataset, ranks: Ranks, *, is_fresh: bool
+        self, settings: BatchSettings, dataset: Dataset, ranks: Ranks, *, is_fresh: bool
     ) -> None:
+        data, run = settings.data, settings.run
         self._reader = open_reader(
-            config, dataset, config.data.train_split, ranks.rank, ranks.world_size
+            data, run.seed, dataset, data.train_split, ranks.rank, ranks.world_size
         )
-        self._num_epochs = config.run.epochs
+        self._num_epochs = run.epochs
         self.num_steps = self._reader.num_steps()
         # Both while the model and the run folder are made ready.
-        self.processes = processes_of(config, dataset, ranks)
+        self.processes = processes_of(settings, dataset, ranks)
         if is_fresh and self.processes is None:
             self._reader.prefetch(epoch=0)
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from gmeta.batches.item_statistics import ItemStatistics
-from gmeta.batches.labels import kinds_of, labels_checked
-from gmeta.config import TrainConfig
+from gmeta.batches.labels import labels_checked
+from gmeta.feeds.asked import BatchSettings
 from gmeta.parallel.ranks import Ranks, add_arrays_over_ranks
 from gmeta.parallel.together import by_all
 from metaio.format.dataset import Dataset
@@ -12,7 +12,7 @@ from metaio.read.compose import compose
 
 
 def take_item_statistics(
-    items: ItemStatistics | None, config: TrainConfig, dataset: Dataset, ranks: Ranks
+    items: ItemStatistics | None, settings: BatchSettings, dataset: Dataset, ranks: Ranks
 ) -> list[str]:
     """Read the training split once, each rank its share of the blocks, fill `items` with what it
     says, and return what to tell of it: nothing where there are none. Collective.
@@ -23,13 +23,13 @@ def take_item_statistics(
     """
     if items is None:
         return []
-    sums, split = items.no_sums(), dataset.split(config.data.train_split)
+    sums, split = items.no_sums(), dataset.split(settings.data.train_split)
 
     def read() -> None:
         for block in range(ranks.rank, split.num_blocks, ranks.world_size):
             stored = dataset.read_block(split.name, block)
             batch = compose(dataset.features, [(stored, np.arange(stored.num_episodes))])
-            for checked in labels_checked([batch], kinds_of(config, dataset), dataset, split.name):
+            for checked in labels_checked([batch], settings.kinds, dataset, split.name):
                 items.add(sums, checked)
 
     by_all(read, ranks)

@@ -19,7 +19,7 @@ from typing import final
 import torch
 
 from gmeta.batches.augment import augmented
-from gmeta.batches.labels import kinds_of, labels_checked
+from gmeta.batches.labels import labels_checked
 from gmeta.batches.shared import Told, into_block
 from gmeta.errors import GMetaError
 from gmeta.feeds.asked import Answer, Asked, Place, Work, places_from
@@ -46,17 +46,18 @@ class TrainingSplit:
 
     @cached_property
     def _dataset(self) -> Dataset:
-        return open_data(self._work.config.data)
+        return open_data(self._work.settings.data)
 
     @cached_property
     def _share_reader(self) -> BatchReader:
-        work, split = self._work, self._work.config.data.train_split
-        reader = open_reader(work.config, self._dataset, split, work.rank, work.world_size)
+        work, data = self._work, self._work.settings.data
+        seed, split = work.settings.run.seed, data.train_split
+        reader = open_reader(data, seed, self._dataset, split, work.rank, work.world_size)
         return self._held.enter_context(reader)
 
     @cached_property
     def _range_reader(self) -> RangeReader:
-        threads = self._work.config.data.threads
+        threads = self._work.settings.data.threads
         return self._held.enter_context(RangeReader(self._dataset, threads=threads))
 
     def begin(self, asked: Asked) -> Iterator[TaskBatch]:
@@ -66,15 +67,15 @@ class TrainingSplit:
         Raises:
             GMetaError, MetaIOError, OSError: as reading raises; also the iterator.
         """
-        config, dataset = self._work.config, self._dataset
-        split, seed = config.data.train_split, config.run.seed
+        settings, dataset = self._work.settings, self._dataset
+        split, seed = settings.data.train_split, settings.run.seed
         if asked.ranges is None:
             stored: Iterator[TaskBatch] = map(self._share_of, [asked.place])
         else:
             group = [EpisodeRange(split, *part) for part in asked.ranges.tolist()]
             stored = self._range_reader.begin(group)
-        checked = labels_checked(stored, kinds_of(config, dataset), dataset, split)
-        return augmented(checked, config.augment, dataset.features, seed, *asked.place)
+        checked = labels_checked(stored, settings.kinds, dataset, split)
+        return augmented(checked, settings.augment, dataset.features, seed, *asked.place)
 
     def _share_of(self, place: Place) -> TaskBatch:
         """Return the rank's share of a step. Those that this process will be asked for are read
@@ -83,7 +84,7 @@ class TrainingSplit:
         found = next(self._share, None)
         if found is None:  # the first, or behind one that could not be read
             work, reader = self._work, self._share_reader
-            to_come = places_from(place, reader.num_steps(), work.config.run.epochs)
+            to_come = places_from(place, reader.num_steps(), work.settings.run.epochs)
             places, planned = tee(islice(to_come, 0, None, work.of))
             self._share = zip(places, reader.batches_of_steps(planned), strict=False)
             found = next(self._share)

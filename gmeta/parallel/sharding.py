@@ -20,7 +20,7 @@ from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from gmeta.batches.graphs import CudaCapture
-from gmeta.config import TrainConfig
+from gmeta.config import RunConfig, TrainConfig
 from gmeta.errors import ConfigError
 from gmeta.internals import ShardedTensor, tables_kept_by
 from gmeta.parallel.averaging import LayerAverage
@@ -82,7 +82,7 @@ def shard_learner(
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
         check_sparse_optimizer(outer.sparse_optimizer, ranks.device)
-    tables = tables_to_place(features, config)
+    tables = tables_to_place(features, config.model, outer)
     # In the order of the features: the exchange knows a table by its number.
     modules = [module_name(table.name) for table in features.tables]
     plans = make_plan(tables, config.sharding, config.data.tasks_per_step, ranks)
@@ -94,7 +94,7 @@ def shard_learner(
     # place of a gradient changes the order in which gloo adds those of three ranks or more: the
     # first step after a resume would not be that of an unbroken run.
     is_average_ours = is_ours and ranks.device.type == "cpu"
-    _choose_shapes(learner, config, ranks.device, ranks.rank)
+    _choose_shapes(learner, config.run, ranks)
     with tables_kept_by(PlainTables) if is_ours else nullcontext():
         sharded = DistributedModelParallel(
             ShardedLearner(tables, learner.to(ranks.device), config.run.precision),
@@ -116,19 +116,17 @@ def shard_learner(
     return sharded
 
 
-def _choose_shapes(
-    learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
-) -> None:
+def _choose_shapes(learner: "MetaLearner", run: RunConfig, ranks: Ranks) -> None:
     """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
     if graphs were asked for, tell why there are none.
     """
-    buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
+    buckets, on_cuda = run.shape_buckets, ranks.device.type == "cuda"
     learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
-    if config.run.cuda_graphs == "off":
+    if run.cuda_graphs == "off":
         return
     why_not = learner.use_graphs(CudaCapture()) if on_cuda else "this run computes on the CPU"
-    if why_not and rank == 0:
-        asked = config.run.cuda_graphs == "on"
+    if why_not and ranks.rank == 0:
+        asked = run.cuda_graphs == "on"
         level = logging.WARNING if asked else logging.DEBUG
         _log.log(level, "run.cuda_graphs: steps are taken eagerly, as %s", why_not)
 

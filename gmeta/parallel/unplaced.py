@@ -5,7 +5,7 @@ import torchrec.optim
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
-from gmeta.config import TrainConfig
+from gmeta.config import OuterConfig
 from gmeta.internals import update_in_backward
 from gmeta.tables.names import module_name
 from gmeta.tables.widths import collections_of_tables, widths_of_tables
@@ -23,14 +23,13 @@ SPARSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 ADAGRAD_EPSILON = 1e-8
 
 
-def tables_to_place(features: Features, config: TrainConfig) -> nn.Module:
+def tables_to_place(features: Features, model: ModelConfig, outer: OuterConfig) -> nn.Module:
     """Return the tables in a collection of TorchRec's, or in one for each width that they have,
     with `outer.sparse_optimizer` fused into their backward.
 
     They have no values yet: each rank makes those of its own shards, see initialise_tables.
     """
-    outer = config.outer
-    tables = _collections(features, config.model)
+    tables = _collections(features, model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     settings = {"lr": outer.sparse_lr, **epsilon}
     update_in_backward(tables, SPARSE_OPTIMIZERS[outer.sparse_optimizer], settings)

@@ -5,7 +5,6 @@ model that nobody asked for, or wait for each other for ever.
 from collections.abc import Mapping
 from typing import Any
 
-from gmeta.config import TrainConfig
 from gmeta.errors import UserError
 from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 
@@ -13,9 +12,9 @@ from gmeta.parallel.ranks import Ranks, gather_to_first, value_of_first
 OF_ONE_MACHINE = ("data.path", "data.service", "data.threads", "data.processes")
 
 
-def settings_of_all(config: TrainConfig) -> dict[str, Any]:
-    """Return the config's values by section.key, without those that are a machine's own."""
-    return {key: value for key, value in config.by_key().items() if key not in OF_ONE_MACHINE}
+def settings_of_all(by_key: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values by section.key without those that are a machine's own."""
+    return {key: value for key, value in by_key.items() if key not in OF_ONE_MACHINE}
 
 
 def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:

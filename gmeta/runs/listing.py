@@ -70,7 +70,8 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     # The first, or that of early stopping, decides; to know what is better its code is loaded.
     asked = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
     check_trusted(folder.root, not_ours(asked), folder.read_environment())
-    metric, is_better = _judged_by(config)
+    scoring = Scoring(config.loss_of(label_of(config.run.early_stop_metric)[1]), config.evaluation)
+    metric, is_better = _judged_by(config.run.early_stop_metric, config.labels.judged, scoring)
     scored = [
         (line["valid"][metric], line["step"])
         for line in history
@@ -94,12 +95,11 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     )
 
 
-def _judged_by(config: TrainConfig) -> tuple[str, bool]:
+def _judged_by(early_stop_metric: str, judged: str, scoring: Scoring) -> tuple[str, bool]:
     """Return the metric that validation goes by, and whether more of it is better."""
-    named, label = label_of(config.run.early_stop_metric)
-    scoring = Scoring(config.loss_of(label), config.evaluation)
+    named, label = label_of(early_stop_metric)
     name = named or scoring.names[0]
-    is_other = label not in ("", config.labels.judged)
+    is_other = label not in ("", judged)
     return f"{name}:{label}" if is_other else name, scoring.info(name).higher_is_better
 
 

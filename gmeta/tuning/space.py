@@ -144,17 +144,17 @@ def read_space(path: Path, config: TrainConfig) -> Space:
             '["algorithm.inner_lr"] with low = 0.01, high = 1.0, log = true'
         )
     space = tuple(_dimension(MOVED.get(key, key), entry) for key, entry in raw.items())
-    _check_used(space, config)
+    _check_used(space, config.algorithm.name)
     check_space(space, config)
     return space
 
 
-def _check_used(space: Space, config: TrainConfig) -> None:
+def _check_used(space: Space, algorithm: str) -> None:
     """Raise UserError for a key that no trial is trained by, such as the inner rate of plain runs:
     trials would be spent on the same training.
     """
     choices = {one.key: one.values for one in space if isinstance(one, Choices)}
-    names = choices.get("algorithm.name", (config.algorithm.name,))
+    names = choices.get("algorithm.name", (algorithm,))
     for dimension in space:
         if all(dimension.key in NOT_USED.get(name, ()) for name in names):
             raise UserError(
@@ -186,8 +186,8 @@ def plain_config(config: TrainConfig) -> TrainConfig:
     return config_with(config, values)
 
 
-def plain_space(space: Space, plain: TrainConfig) -> Space:
-    """Return the space for a plain config: all of it but the choices of the algorithm, its plain
+def plain_space(space: Space) -> Space:
+    """Return a space for a plain config: all of it but the choices of the algorithm, its plain
     epochs, and inner rate and steps.
 
     Raises:
@@ -200,7 +200,6 @@ def plain_space(space: Space, plain: TrainConfig) -> Space:
             f"--space names {', '.join(one.key for one in space)} alone: nothing is left to tune "
             'plain training by. Add e.g. ["outer.dense_lr"], or leave --with-plain out'
         )
-    check_space(kept, plain)
     return kept
 
 

@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, final
 
-from gmeta.config import TrainConfig
+from gmeta.config import RunConfig
 from gmeta.errors import GMetaError
 from gmeta.forking import forking_context, start
 from gmeta.runs.folder import RunFolder
@@ -99,11 +99,12 @@ class TrialRunner:
         folder = self.folder_of(number)
         folder.root.parent.mkdir(exist_ok=True)
         shutil.rmtree(folder.root, ignore_errors=True)  # of a journal that is lost
-        config = trial_config(self._study.config(values), folder.root)
+        config = self._study.config(values)
+        config = replace(config, run=trial_run(config.run, folder.root))
         log = folder.root.with_suffix(".log")
         taken = {each.place for each in self._running.values()}
         place = next(place for place in count() if place not in taken)
-        process, said = started(self._context, self._work, config, log, place)
+        process, said = started(self._context, self._work, config.to_json(), log, place)
         self._running[number] = _Running(process, said, folder, place)
 
     def _hear(self, number: int, running: _Running) -> None:
@@ -152,11 +153,12 @@ class TrialRunner:
 
 
 def started(
-    context: ForkServerContext, work: Work, config: TrainConfig, log: Path, place: int = 0
+    context: ForkServerContext, work: Work, config: dict[str, Any], log: Path, place: int = 0
 ) -> tuple[Any, Connection]:
-    """Start a process that does `work` with a config; return it and the pipe that it reports to."""
+    """Start a process that does `work` with a config as JSON; return it and the pipe that it
+    reports to."""
     said, says = context.Pipe(duplex=False)
-    arguments = config.to_json(), str(log), place, says
+    arguments = config, str(log), place, says
     process = context.Process(target=work, args=arguments, daemon=True)
     start(process)
     says.close()
@@ -174,11 +176,11 @@ def said_by(process: Any, said: Connection) -> Said:
     return last
 
 
-def trial_config(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the config of a trial's run: that of its study in a folder of its own, which keeps
+def trial_run(run: RunConfig, folder: Path) -> RunConfig:
+    """Return the [run] section of a trial: that of its study in a folder of its own, which keeps
     only the last checkpoint.
     """
-    return replace(config, run=replace(config.run, dir=str(folder), keep_last=1))
+    return replace(run, dir=str(folder), keep_last=1)
 
 
 @contextmanager

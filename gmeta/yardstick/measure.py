@@ -14,8 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gmeta.batches.views import Shown, View
-from gmeta.config import TrainConfig
+from gmeta.config import DataConfig
 from gmeta.errors import UserError
+from gmeta.losses.config import Loss
 from gmeta.metrics.labels import ONE_LABEL, ScoredLabel
 from gmeta.report.runs import PLACES, EvaluatedYardstick
 from gmeta.yardstick import trees
@@ -62,7 +63,9 @@ def item_index(dataset: Dataset, name: str) -> int | None:
 
 
 def measure(
-    config: TrainConfig,
+    data: DataConfig,
+    loss: Loss,
+    huber_delta: float,
     dataset: Dataset,
     splits: Sequence[str],
     item_column: str = "",
@@ -81,8 +84,7 @@ def measure(
         FormatError: a file is missing or damaged.
     """
     item = item_index(dataset, item_column)
-    loss, train_split = config.loss_of(label.name), config.data.train_split
-    valid_splits = config.data.valid_splits
+    train_split, valid_splits = data.train_split, data.valid_splits
     is_own = on is None or on.fingerprint == dataset.fingerprint
     trained = sharing_rows(train_split, dataset) if is_own else ()
     scored = [split for split in splits if split not in trained]
@@ -111,8 +113,8 @@ def measure(
         return Yardsticks(found, (trees.MISSING,))
     describing = describing_columns(train, dataset.features, bias.item)
     known = Known(sums, dataset.features, bias, describing)
-    is_past, delta = dataset.manifest.support_is_past, config.outer.huber_delta
-    grown = trees.grow(loss, known, train, valid, is_past, SEED, delta)
+    is_past = dataset.manifest.support_is_past
+    grown = trees.grow(loss, known, train, valid, is_past, SEED, huber_delta)
     if grown is None:
         few = f"boosted trees{of_label}: none, there are too few training tasks"
         return Yardsticks(found, (few,))

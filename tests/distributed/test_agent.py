@@ -14,6 +14,7 @@ from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
@@ -36,9 +37,9 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> tuple[list[list[int]], l
     learner = build_learner(dataset.features, MODEL, AlgorithmConfig(name="maml"), "bce")
     sharded = shard_learner(learner, dataset.features, config, ranks)
     epochs: list[list[int]] = []
-    with ServiceFeed(config, dataset, ranks, None) as feed:
+    with ServiceFeed(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
         stop = Stop()
-        agent = ServiceAgent(config, feed, sharded, ranks, stop)
+        agent = ServiceAgent(config.outer.accumulate_steps, feed, sharded, ranks, stop)
         # What the rank hears its calls to the service hear too, wherever they wait.
         is_stopping, heard = feed.client._session.connection.is_stopping, []
         for stop.asked in (True, False):

@@ -15,6 +15,7 @@ from gmeta.antdt.stragglers.settings import StragglerConfig
 from gmeta.build import build_learner
 from gmeta.config import DataConfig, OuterConfig, RunConfig, TrainConfig
 from gmeta.feeds.agent import ServiceAgent
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.parallel.ranks import Ranks
 from gmeta.parallel.sharding import shard_learner
@@ -61,8 +62,8 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
     start = local_rows(sharded)
     shares, last = [], {}
     give_up_s = time.monotonic() + PATIENCE_S
-    with ServiceFeed(config, dataset, ranks, None) as feed:
-        agent = ServiceAgent(config, feed, sharded, ranks, Stop())
+    with ServiceFeed(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
+        agent = ServiceAgent(config.outer.accumulate_steps, feed, sharded, ranks, Stop())
         clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
         for epoch in range(1000):
             for episodes, totals in in_step(

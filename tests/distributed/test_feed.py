@@ -27,6 +27,7 @@ from gmeta.build import check_source
 from gmeta.commands.telling import told
 from gmeta.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from gmeta.errors import ConfigError, UserError
+from gmeta.feeds.asked import BatchSettings
 from gmeta.feeds.leased import MIN_SHARDS, ServiceFeed, tasks_per_shard
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.service import SERVICE_VARIABLE
@@ -56,7 +57,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, even: bool) -> list[list[lis
     """The tasks of each step of two epochs."""
     dataset = open_dataset(config.data.path)
     epochs = []
-    with ServiceFeed(config, dataset, ranks, None) as feed:
+    with ServiceFeed(BatchSettings.of(config, dataset), dataset, ranks, None) as feed:
         steps: list[list[int]] = []
 
         def take_replanned() -> bool:
@@ -178,7 +179,7 @@ def wait_on_rank(ranks: Ranks, config: TrainConfig) -> str:
     logging.getLogger("gmeta.feed").addHandler(watch)
     with (
         mock.patch("gmeta.feeds.leased.WARN_AFTER_S", 0.1),
-        ServiceFeed(config, dataset, ranks, None) as feed,
+        ServiceFeed(BatchSettings.of(config, dataset), dataset, ranks, None) as feed,
         ShardClient(config.data.service, "greedy") as other,
     ):
         assert len(list(other.lease("train", 0, 256))) == NUM_TASKS
@@ -198,7 +199,7 @@ def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[st
     with_manifest = folder / "step-00000001"
     with_manifest.mkdir()
     messages = []
-    with ServiceFeed(own, dataset, ranks, None) as feed:
+    with ServiceFeed(BatchSettings.of(own, dataset), dataset, ranks, None) as feed:
         (with_manifest / "shards.json").write_text(feed.checkpoint_files(1)["shards.json"])
     without = folder / "step-00000002"
     without.mkdir()
@@ -209,7 +210,7 @@ def tell_on_rank(ranks: Ranks, path: str, service: str, folder: Path) -> list[st
     ):
         try:
             with mock.patch("gmeta.feeds.leased.MIN_SHARDS", num_shards):
-                open_feed(config, dataset, ranks, checkpoint)
+                open_feed(BatchSettings.of(config, dataset), dataset, ranks, checkpoint)
         except UserError as error:
             messages.append(str(error))
     return [*messages, waited]
@@ -273,7 +274,7 @@ def test_an_order_that_does_not_suit_the_ranks_is_refused(click_logs: Path) -> N
     dataset = open_dataset(str(click_logs))
     data = DataConfig(path=str(click_logs), blocks_per_step=3)
     with pytest.raises(ConfigError) as refused:
-        open_reader(TrainConfig(data=data), dataset, "train", rank=0, world_size=4)
+        open_reader(data, 0, dataset, "train", rank=0, world_size=4)
     assert str(refused.value) == (
         "blocks_per_step is 3 with 4 ranks: each needs a block of its own. Set it to 4 or more"
     )
@@ -283,24 +284,23 @@ def test_shards_are_small_where_the_split_fits_in_memory_else_a_block(
     click_logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = open_dataset(str(click_logs))
-    config = leased(click_logs, "")
-    assert tasks_per_shard(config, dataset) == 1
+    assert tasks_per_shard("train", dataset) == 1
     monkeypatch.setattr("gmeta.feeds.leased.MIN_SHARDS", 10)
-    assert tasks_per_shard(config, dataset) == 16
+    assert tasks_per_shard("train", dataset) == 16
     monkeypatch.setattr("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1)
-    assert tasks_per_shard(config, dataset) == NUM_TASKS // dataset.split("train").num_blocks
+    assert tasks_per_shard("train", dataset) == NUM_TASKS // dataset.split("train").num_blocks
 
 
 def test_shards_of_bundles_hold_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metaio.recipes.synthetic.usual_bundle_tasks", lambda rows: 8)
     prepare_synthetic(str(tmp_path), SyntheticConfig(num_tasks=100, num_items=60, block_rows=900))
-    dataset, config = open_dataset(str(tmp_path)), leased(tmp_path, "")
+    dataset = open_dataset(str(tmp_path))
     split = dataset.split("train")
     assert split.blocks.bundle_tasks == 8
-    assert tasks_per_shard(config, dataset) == 8
+    assert tasks_per_shard("train", dataset) == 8
     monkeypatch.setattr("gmeta.feeds.leased.DEFAULT_CACHE_BYTES", 1)
     about = split.num_episodes // split.num_blocks
-    assert tasks_per_shard(config, dataset) == about - about % 8 > 8
+    assert tasks_per_shard("train", dataset) == about - about % 8 > 8
     # No shard cuts a bundle.
     assert not (split.episode_offsets[1:-1] % 8).any()
 
@@ -312,9 +312,10 @@ def test_ranks_of_several_machines_need_a_service_that_was_named(
     monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
     monkeypatch.setattr("gmeta.parallel.together.value_of_first", lambda value, ranks: value)
     ranks: Any = SimpleNamespace(rank=0, world_size=2)
-    config = leased(click_logs, service="")
+    dataset = open_dataset(str(click_logs))
+    settings = BatchSettings.of(leased(click_logs, service=""), dataset)
     with pytest.raises(UserError) as caught:
-        ServiceFeed(config, open_dataset(str(click_logs)), ranks, None)
+        ServiceFeed(settings, dataset, ranks, None)
     assert str(caught.value) == (
         "the 2 ranks are on several machines, and none of them was named to run the data-shard "
         "service. Start `gmeta shard-service` where all reach it and set data.service = HOST:PORT"
@@ -325,13 +326,11 @@ def test_fewer_tasks_a_step_than_ranks_are_refused_before_any_shard_is_leased(
     click_logs: Path,
 ) -> None:
     ranks: Any = SimpleNamespace(rank=1, world_size=3)
+    dataset = open_dataset(str(click_logs))
+    config = leased(click_logs, "nowhere:1", tasks_per_step=2)
+    settings = BatchSettings.of(config, dataset)
     with pytest.raises(UserError) as caught:
-        ServiceFeed(
-            leased(click_logs, "nowhere:1", tasks_per_step=2),
-            open_dataset(str(click_logs)),
-            ranks,
-            None,
-        )
+        ServiceFeed(settings, dataset, ranks, None)
     assert str(caught.value) == (
         "data.tasks_per_step = 2 is less than the 3 ranks: each needs a task a step to lease "
         "shards. Raise it, or start fewer ranks"

@@ -26,7 +26,7 @@ from gmeta.build import build
 from gmeta.config import TrainConfig
 from gmeta.errors import GMetaError
 from gmeta.feeds.agent import ServiceAgent, arranged_batches
-from gmeta.feeds.asked import Asked, Work
+from gmeta.feeds.asked import Asked, BatchSettings, Work
 from gmeta.feeds.leased import ServiceFeed
 from gmeta.feeds.processes import BLOCKS, Processes
 from gmeta.feeds.shared_block import SharedBlock
@@ -82,7 +82,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
     local = local_learner(sharded)
-    take_item_statistics(learner.items, config, dataset, ranks)
+    take_item_statistics(learner.items, BatchSettings.of(config, dataset), dataset, ranks)
     asked: list[Asking] = []
     trained: list[list[list[int]]] = []
     stop = Stop()
@@ -97,13 +97,14 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
             asked.append(Asking(epoch, number, parts, tasks, tensors(planned)))
             yield made
 
-    with ServiceFeed(config, dataset, ranks, None) as feed:
-        agent = ServiceAgent(config, feed, sharded, ranks, stop)
+    settings = BatchSettings.of(config, dataset)
+    with ServiceFeed(settings, dataset, ranks, None) as feed:
+        agent = ServiceAgent(config.outer.accumulate_steps, feed, sharded, ranks, stop)
         feed.client.ack_action = mock.Mock()  # type: ignore[method-assign]  # nobody sent plans
         for epoch in range(EPOCHS):
             trained.append([])
             batches = arranged_batches(
-                config, dataset, feed, agent, local, Progress(epoch=epoch), stop
+                settings, dataset, feed, agent, local, Progress(epoch=epoch), stop
             )
             for episodes, totals in in_step(
                 noted(batches, agent, epoch),
@@ -290,7 +291,9 @@ def test_the_next_is_read_while_one_is_arranged(
     config = config_of(click_logs, tmp_path)
     dataset, learner = build(config)
     local = local_learner(shard_learner(learner, dataset.features, config, ranks))
-    work = Work(config, learner.arranging(), local.exchange.planner, 0, 1, 1)
+    work = Work(
+        BatchSettings.of(config, dataset), learner.arranging(), local.exchange.planner, 0, 1, 1
+    )
     compose, arranged = pipeline.compose, Work.arranged
     composed, are_read = [], Event()
 

@@ -25,7 +25,7 @@ from gmeta.batches.transfer import unpacked
 from gmeta.build import build
 from gmeta.config import TrainConfig, load_config
 from gmeta.errors import GMetaError
-from gmeta.feeds.asked import Asked, Work, places_from
+from gmeta.feeds.asked import Asked, BatchSettings, Work, places_from
 from gmeta.feeds.processes import BLOCKS, Processes, number_of_processes
 from gmeta.feeds.reader import open_reader
 from gmeta.feeds.shared_block import SharedBlock
@@ -38,6 +38,7 @@ from gmeta.parallel.sharded_learner import ShardedLearner, local_learner
 from gmeta.parallel.sharding import shard_learner
 from gmeta.parallel.stopping import StoppedError
 from gmeta.train import train
+from metaio import open_dataset
 from metaio.errors import NoDatasetError
 from metaio.read import pipeline
 from tests.distributed.harness import on_ranks
@@ -97,15 +98,19 @@ def config_of(data: Path, folder: Path, *keys: str) -> TrainConfig:
     return load_config(path, keys)
 
 
+def settings_of(config: TrainConfig) -> BatchSettings:
+    return BatchSettings.of(config, open_dataset(config.data.path))
+
+
 def made_here(
     config: TrainConfig, ranks: Ranks, rank: int, world_size: int, epoch: int, step: int
 ) -> tuple[ShardedLearner, list[Any]]:
     """The learner, and the batches from there to the end of the run, made in this process."""
     dataset, learner = build(config)
     local = local_learner(shard_learner(learner, dataset.features, config, ranks))
-    take_item_statistics(learner.items, config, dataset, ranks)
+    take_item_statistics(learner.items, BatchSettings.of(config, dataset), dataset, ranks)
     found = []
-    with open_reader(config, dataset, "train", rank, world_size) as reader:
+    with open_reader(config.data, config.run.seed, dataset, "train", rank, world_size) as reader:
         for at in range(epoch, config.run.epochs):
             first = step if at == epoch else 0
             in_epoch = partial(learner.arrange, epoch=at)
@@ -135,7 +140,7 @@ def test_they_make_the_batches_of_the_rank_itself_from_any_step_on(
     local, expected = made_here(config, ranks, 1, 2, *place)
     assert len(expected) == 3 * STEPS - place[0] * STEPS - place[1]
     how = local.learner.arranging(), local.exchange.planner
-    work = pickle.loads(pickle.dumps(Work(config, *how, 1, 2, of)))
+    work = pickle.loads(pickle.dumps(Work(settings_of(config), *how, 1, 2, of)))
     places = list(places_from(place, STEPS, config.run.epochs))
     with ExitStack() as held:
         splits = [TrainingSplit(work, held) for _ in range(of)]
@@ -156,7 +161,14 @@ def test_behind_one_that_cannot_be_read_the_next_is_read_anew(
 ) -> None:
     config = config_of(click_logs, tmp_path)
     local, (_, wanted, *_) = made_here(config, ranks, 0, 1, 0, 0)
-    work = Work(config, local.learner.arranging(), local.exchange.planner, 0, 1, 1)
+    work = Work(
+        settings_of(config),
+        local.learner.arranging(),
+        local.exchange.planner,
+        0,
+        1,
+        1,
+    )
     compose, failures = pipeline.compose, [OSError("gone")]
 
     def composed(*given: Any) -> Any:
@@ -289,7 +301,7 @@ def started(
     config = config_of(click_logs, folder, f"data.processes={number}")
     dataset, learner = build(config)
     sharded = shard_learner(learner, dataset.features, config, ranks)
-    return Processes(number, config, ranks), local_learner(sharded)
+    return Processes(number, BatchSettings.of(config, dataset), ranks), local_learner(sharded)
 
 
 def test_one_that_is_killed_is_named_and_ends_the_run_behind_a_step(
@@ -326,7 +338,7 @@ def test_what_one_cannot_read_is_told_as_the_rank_would(
 ) -> None:
     processes, local = started(click_logs, tmp_path, ranks, 2)
     gone = config_of(tmp_path / "gone", tmp_path)
-    processes._config = gone
+    processes._settings = replace(processes._settings, data=gone.data)
     with pytest.raises(NoDatasetError) as expected:
         build(gone)
     with pytest.raises(NoDatasetError) as error:

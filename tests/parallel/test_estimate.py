@@ -37,7 +37,7 @@ def estimated(
 ) -> tuple[Estimate, dict[str, object], Cluster]:
     config = TrainConfig(model=ModelConfig(embedding_dim=width), outer=outer, sharding=sharding)
     cluster = Cluster(gpus, min(gpus, 8), "cuda", 80 * GB, 125 * GB)
-    tables = tables_to_place(features_of(rows), config)
+    tables = tables_to_place(features_of(rows), config.model, config.outer)
     plan = plan_of_tables(plan_on(tables, sharding, 4096, cluster))
     described = describe_plan(plan, gpus)
     step = Step(64, 2560, dict.fromkeys(rows, ids), 6e9, 100_000)

@@ -11,6 +11,7 @@ from gmeta.tuning.space import (
     Choices,
     Range,
     check_metric,
+    check_space,
     config_with,
     default_space,
     plain_config,
@@ -59,8 +60,9 @@ def test_a_file_names_ranges_and_choices(tmp_path: Path) -> None:
 def test_the_space_of_the_examples_suits_both_sides(name: str) -> None:
     adapted = load_config(EXAMPLES / f"{name}.toml", [])
     space = read_space(EXAMPLES / "tune" / "by-time.toml", adapted)
-    plain = plain_config(adapted)
-    assert [each.key for each in space if each not in plain_space(space, plain)] == INNER
+    of_plain = plain_space(space)
+    check_space(of_plain, plain_config(adapted))
+    assert [each.key for each in space if each not in of_plain] == INNER
     # What the other side's example was found to be lies in it, too.
     found = load_config(EXAMPLES / "plain" / f"{name}.toml", [])
     for config in (adapted, found):
@@ -228,7 +230,7 @@ def test_the_default_has_what_labels_losses_and_a_number_of_epochs_allow() -> No
 
 def test_plain_training_is_tuned_by_all_but_the_algorithm_and_its_inner_loop() -> None:
     config = config_from_dict({"run": {"epochs": 4}})
-    kept = plain_space(default_space(config), plain_config(config))
+    kept = plain_space(default_space(config))
     assert {each.key for each in default_space(config)} - {each.key for each in kept} == {
         "algorithm.name",
         "algorithm.plain_epochs",

@@ -1,6 +1,7 @@
 """`gmeta evaluate` as a rank; rank 0 writes the report and says where."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gmeta.evaluate import (
 )
 from gmeta.feeds.increment import data_of, newest_named, open_data, open_named
 from gmeta.metrics.catalogue import Scoring
+from gmeta.metrics.labels import ScoredLabel
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
 from gmeta.report.console import console_table
@@ -65,8 +67,9 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         configs = {root: RunFolder(root).read_config() for root in roots}
         own_data = {root: open_data(own.data) for root, own in configs.items()}
         for root, own in configs.items():
-            judged_by(label, own, own_data[root])
-        chosen = judged_by(label, overridden(config, asked.overrides), dataset)
+            judged_by(label, own.labels, own_data[root])
+        chosen = overridden(config, asked.overrides)
+        chosen = replace(chosen, labels=judged_by(label, chosen.labels, dataset))
         if chosen.evaluation.candidates:
             _check_same_items(own_data, chosen.evaluation.candidates)
         if asked.item_column:  # an error is reported before minutes are spent
@@ -76,15 +79,17 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
         on = translated(open_named(named), dataset) if named else None
         shown, note = drawn_once(wanted, on or dataset)
         notes = [one for one in (lacking(on or dataset), note) if one]
-        scored = chosen if on is None else replace(chosen, data=data_of(chosen.data, on))
-        splits = splits_to_score(scored, on or dataset, asked.splits)
+        data = chosen.data if on is None else data_of(chosen.data, on)
+        splits = splits_to_score(data, on or dataset, asked.splits)
         names = {root: root.name if short else str(root) for root in roots}
         for root, name in names.items():
             notes += told_seen(name, RunFolder(root), own_data[root], on or own_data[root], splits)
         if ranks.rank == 0:
             for one in notes:
                 screen(stderr=True).print(one)
-        candidates = _candidates(scored, on or dataset, splits, asked.item_column, ranks)
+        scoring = Scoring(chosen.loss_of(), chosen.evaluation)
+        scored = scored_labels(chosen.labels, on or dataset)
+        candidates = _candidates(scoring, scored, on or dataset, splits, asked.item_column, ranks)
         overrides_adapting = any(each.startswith("algorithm.") for each in asked.overrides)
         runs = []
         for root, name in names.items():
@@ -110,7 +115,9 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
             screen(stderr=True).print("the runs are scored; now the baselines, from training rows")
             yardsticks = [
                 measure(
-                    chosen,
+                    chosen.data,
+                    chosen.loss_of(one.name),
+                    chosen.outer.huber_delta,
                     dataset,
                     splits,
                     asked.item_column,
@@ -120,7 +127,7 @@ def evaluate_on_rank(roots: list[Path], asked: Asked, out: Path, config: TrainCo
                     candidates if one.is_judged else None,
                     one,
                 )
-                for one in scored_labels(chosen, dataset)
+                for one in scored_labels(chosen.labels, dataset)
             ]
             models = [model for found in yardsticks for model in found.models]
             told = dict.fromkeys(note for found in yardsticks for note in found.notes)
@@ -187,26 +194,22 @@ def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
 
 
 def _candidates(
-    config: TrainConfig, dataset: Dataset, splits: list[str], item_column: str, ranks: Ranks
+    scoring: Scoring,
+    labels: Sequence[ScoredLabel],
+    dataset: Dataset,
+    splits: list[str],
+    item_column: str,
+    ranks: Ranks,
 ) -> Candidates | None:
     """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
     Collective."""
-    if not config.evaluation.candidates:
+    if not (number := scoring.config.candidates):
         return None
     found: list[Candidates] = []
 
     def sample() -> None:
-        scoring = Scoring(config.loss_of(), config.evaluation)
-        (judged,) = (one for one in scored_labels(config, dataset) if one.is_judged)
-        made = candidates_of(
-            dataset,
-            splits,
-            config.evaluation.candidates,
-            scoring.threshold,
-            item_column,
-            judged,
-        )
-        found.append(made)
+        (judged,) = (one for one in labels if one.is_judged)
+        found.append(candidates_of(dataset, splits, number, scoring.threshold, item_column, judged))
 
     by_first(sample, ranks)
     return value_of_first(found[0] if found else None, ranks)

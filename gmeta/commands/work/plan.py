@@ -15,7 +15,7 @@ def show_plan(config: TrainConfig, asked: Asked, cluster: Cluster, speeds: Speed
     _result(found, cluster)
     _tables(found)
     _memory(found, cluster, config.run.checkpoint_in_background)
-    _step(found, config, cluster)
+    _step(found, config.data.tasks_per_step, cluster)
 
 
 def _result(found: Capacity, cluster: Cluster) -> None:
@@ -96,11 +96,11 @@ def _memory(found: Capacity, cluster: Cluster, in_background: bool) -> None:
     screen().print("\n".join(lines))
 
 
-def _step(found: Capacity, config: TrainConfig, cluster: Cluster) -> None:
+def _step(found: Capacity, tasks_per_step: int, cluster: Cluster) -> None:
     estimate, step = found.estimate, found.step
     how = "counted in the dataset" if found.measured else "as stated"
     screen().print(
-        f"\nstep: {config.data.tasks_per_step:,} tasks, {step.tasks:,.0f} on a GPU with "
+        f"\nstep: {tasks_per_step:,} tasks, {step.tasks:,.0f} on a GPU with "
         f"{step.rows:,.0f} rows; ids {how}"
     )
     table = table_of("Time of a step", "part", "bytes", "ms", text=("part",))

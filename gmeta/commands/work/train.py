@@ -10,7 +10,6 @@ from gmeta.commands.work.rank import be_rank
 from gmeta.config import TrainConfig
 from gmeta.parallel.launch import restarts
 from gmeta.parallel.ranks import Ranks
-from gmeta.runs.alike import settings_of_all
 from gmeta.runs.folder import CONFIG_FILE, RunFolder
 from gmeta.train import train
 
@@ -34,7 +33,8 @@ def train_on_rank(config: TrainConfig, is_new: bool) -> None:
         if ranks.rank == 0:
             _tell(folder)
 
-    be_rank(config.run.device, config.run.collective_timeout_s, settings_of_all(config), work)
+    # Whether all ranks were started alike is asked as the config is resolved.
+    be_rank(config.run.device, config.run.collective_timeout_s, {}, work)
 
 
 def _tell(folder: RunFolder) -> None:

@@ -22,7 +22,6 @@ from gmeta.feeds.increment import open_data
 from gmeta.numerics import choose_products
 from gmeta.outer.early_stop import early_stop_of
 from gmeta.parallel.ranks import Ranks
-from gmeta.runs.alike import settings_of_all
 from gmeta.train import train
 from gmeta.tuning.trials import Said
 from gmeta.validation import mean_scores, scores_of
@@ -85,7 +84,7 @@ def _train(config: TrainConfig, says: Connection) -> None:
         says.send(Said(mean_scores(scores)[early_stop_of(config).metric], run.adapts_with))
 
     run = config.run
-    be_rank(run.device, run.collective_timeout_s, settings_of_all(config), work)
+    be_rank(run.device, run.collective_timeout_s, {}, work)
 
 
 def _leave_with_tune() -> None:
