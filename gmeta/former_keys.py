@@ -5,17 +5,23 @@ that are gone.
 from collections.abc import Mapping
 from typing import Any
 
-from gmeta.adaptation.config import ALGORITHM_OPTIONS
 from gmeta.errors import ConfigError
-from gmeta_keys.options import names_of
-from gmeta_models.options import MODEL_OPTIONS
 
-# Each was a key of its section, whatever model or algorithm that named.
+# Each was a key of its section, whatever model or algorithm that named. No later option is here.
+_NOW_OPTIONS = {
+    "model": (
+        *("bottom", "interaction", "clusters", "history", "attention", "cross_layers"),
+        *("cross_rank", "structure", "experts", "own_experts", "expert", "levels"),
+    ),
+    "algorithm": (
+        *("learned_rates", "encoder_hidden", "encoder_pooling", "encoder_modulation"),
+        *("cold_weight", "content", "train_base"),
+    ),
+}
 MOVED = {
     f"{section}.{name}": f"{section}.options.{name}"
-    for section, known in (("model", MODEL_OPTIONS), ("algorithm", ALGORITHM_OPTIONS))
-    for kind in known.values()
-    for name in sorted(names_of(kind))
+    for section, names in _NOW_OPTIONS.items()
+    for name in names
 }
 _INNER_PATH = "algorithm.inner_path"  # now an entry of algorithm.layer_paths for all layers
 # Of what is gone: the value that changes nothing, and what became of another one.

@@ -87,8 +87,7 @@ class TrainingRun:
         check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
         # By one rank for all: what it reads is not its own part of the data.
         self._batches = batches = BatchSettings.of(config, self._dataset)
-        split, kinds = config.data.train_split, batches.kinds
-        by_first(lambda: check_first_labels(split, kinds, self._dataset), ranks)
+        by_first(lambda: check_first_labels(batches.split, batches.kinds, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
         self._scored = Scored(config, self._dataset, self._sharded, ranks)
         plan = described_plan(self._sharded, ranks)

@@ -13,7 +13,6 @@ from gmeta.errors import UserError
 from gmeta.metrics.catalogue import label_of
 from gmeta.outer.early_stop import early_stop_of, scoring_of
 from gmeta.runs.folder import CONFIG_FILE, RunFolder
-from gmeta.runs.progress import Progress
 from metaio.counted import counted
 from metaio.format.dataset import Dataset
 
@@ -41,8 +40,9 @@ def check_goes_on(
         return
     before, progress = folder.read_config(), read_progress(checkpoint)
     _check_training(folder, before.outer, config.outer)
-    if config.data.valid_splits:
-        _check_scores(folder, what_decides(before), what_decides(config), progress)
+    if config.data.valid_splits and progress.best_score is not None:
+        was, now = what_decides(before), what_decides(config)
+        _check_scores(folder, was, now, progress.best_score)
     if config.data.source == "static" and progress.epoch_step:
         if gone := folder.gone_keys("data"):
             raise UserError(
@@ -84,16 +84,14 @@ def changed_optimizers(before: OuterConfig, now: OuterConfig) -> list[str]:
 
 
 def _check_scores(
-    folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], progress: Progress
+    folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], best: float
 ) -> None:
     """Refuse another metric or validation split: the best score so far compares with neither."""
-    if progress.best_score is None:
-        return  # there is nothing to compare
     for key, was in before.items():
         if was != now[key]:
             raise UserError(
                 f"{key} = {now[key]!r}, but run {folder.root} holds its best {was!r} so far "
-                f"({progress.best_score:.4g}), with which no other can be compared. Set it as it "
+                f"({best:.4g}), with which no other can be compared. Set it as it "
                 f"was, or begin a new run with the weights: add run.start_from={folder.root} and "
                 "choose another run.dir"
             )

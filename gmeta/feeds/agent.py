@@ -153,7 +153,7 @@ def arranged_batches(
     made = feed.episodes(local, epoch, step)
     if made is not None:
         return idle_if_wrong(made, arrange(no_tasks(features)), stop)
-    split, seed = settings.data.train_split, settings.run.seed
+    split, seed = settings.split, settings.run.seed
     checked = labels_checked(feed.batches(epoch, step), settings.kinds, dataset, split)
     batches = augmented(checked, settings.augment, features, seed, epoch, step)
     return agent.arranged(stopping_if_wrong(batches, features, stop), arrange)

@@ -65,6 +65,11 @@ class BatchSettings:
         kinds = config.labels.kinds(config.outer.loss, dataset.features.labels)
         return cls(config.data, config.augment, config.run, kinds, config.outer.accumulate_steps)
 
+    @property
+    def split(self) -> str:
+        """Return the split to train on."""
+        return self.data.train_split
+
 
 @dataclass(frozen=True)
 class Work:

@@ -23,7 +23,7 @@ def take_item_statistics(
     """
     if items is None:
         return []
-    sums, split = items.no_sums(), dataset.split(settings.data.train_split)
+    sums, split = items.no_sums(), dataset.split(settings.split)
 
     def read() -> None:
         for block in range(ranks.rank, split.num_blocks, ranks.world_size):

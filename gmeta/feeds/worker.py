@@ -68,7 +68,7 @@ class TrainingSplit:
             GMetaError, MetaIOError, OSError: as reading raises; also the iterator.
         """
         settings, dataset = self._work.settings, self._dataset
-        split, seed = settings.data.train_split, settings.run.seed
+        split, seed = settings.split, settings.run.seed
         if asked.ranges is None:
             stored: Iterator[TaskBatch] = map(self._share_of, [asked.place])
         else:
