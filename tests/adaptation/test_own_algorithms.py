@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from gmeta.build import build_learner
 from gmeta.errors import ConfigError
 from gmeta.learner import MetaLearner
 from gmeta.rows.sides import Sides, WorkingRows
+from gmeta_keys import key
 from gmeta_models import MODELS, InputSizes, ModelConfig
 from gmeta_models.decision import DecisionModel
 from gmeta_models.inputs import RowFeatures, RowInputs
@@ -242,3 +244,34 @@ def test_every_rank_has_a_gradient_of_all_parameters_to_average(
     assert loss.isfinite()
     assert not grads["model.spare"].any()
     assert grads["model.layers.2.weight"].any()
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """Keys of an algorithm of one's own."""
+
+    sharpness: float = key(1.0, "how sharp", min=0.0)
+
+
+def test_an_algorithm_of_ones_own_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def noted(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
+        seen.append(config.options_of(Sharpness).sharpness)
+        return config
+
+    own = Algorithm(QueryLoss(second_order=True), preset=noted, options=Sharpness)
+    learner_of(own, monkeypatch)
+    learner_of(own, monkeypatch, options={**HIDDEN, "sharpness": 2.0})
+    assert seen == [1.0, 2.0]
+    with pytest.raises(ConfigError) as caught:
+        learner_of(own, monkeypatch, options={"sharpnes": 2.0})
+    assert str(caught.value) == (
+        "algorithm.options.sharpnes is unknown; did you mean algorithm.options.sharpness?"
+    )
+    plain = Algorithm(QueryLoss(second_order=True))
+    with pytest.raises(ConfigError) as caught:
+        learner_of(plain, monkeypatch, options={"sharpness": 2.0})
+    assert str(caught.value) == (
+        "algorithm.options.sharpness is given, but algorithm.name = 'own' has no options. Remove it"
+    )
