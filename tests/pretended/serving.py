@@ -21,7 +21,11 @@ ROWS = {
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in ("maml", "anil", "metasgd", "encoder", "encoder_maml")},
     "ridge": {"name": "ridge"},
-    "metaemb": {"name": "metaemb", "adapt_embeddings": ("city",), "content": ("tags",)},
+    "metaemb": {
+        "name": "metaemb",
+        "adapt_embeddings": ("city",),
+        "options": {"content": ("tags",)},
+    },
     **{name: {"name": "maml", **more} for name, more in ROWS.items()},
     "metasgd of rows": {"name": "metasgd", "adapt_embeddings": True},
 }
