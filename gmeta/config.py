@@ -335,7 +335,16 @@ def config_from_dict(raw: Mapping[str, Any], is_saved: bool = False) -> TrainCon
     Raises:
         ConfigError: an unknown key, a wrong type, or a value outside its bounds.
     """
-    config = settings_from_dict(TrainConfig, with_current_keys(raw, is_saved))
+    return with_every_option(settings_from_dict(TrainConfig, with_current_keys(raw, is_saved)))
+
+
+def with_every_option(config: TrainConfig) -> TrainConfig:
+    """Return the config with every option of its model and its algorithm, and those of no other;
+    where one is somebody's own, with those that are there.
+
+    Raises:
+        ConfigError: an option is unknown, of a wrong type, or outside its bounds.
+    """
     return replace(
         config,
         model=with_all_options(config.model, WORDING),

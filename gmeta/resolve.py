@@ -8,7 +8,7 @@ from pathlib import Path
 from gmeta.build import prior_of
 from gmeta.checkpoints.choice import named_checkpoint
 from gmeta.checkpoints.mirror import fetch_run
-from gmeta.config import DataConfig, RunConfig, TrainConfig
+from gmeta.config import DataConfig, RunConfig, TrainConfig, with_every_option
 from gmeta.parallel.ranks import Ranks, value_of_first
 from gmeta.parallel.together import by_first
 from gmeta.resolve_names import config_of_begun_run, with_names
@@ -25,7 +25,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
     Raises:
         ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
     """
-    config, dataset = with_names(config)
+    # A caller of train() may leave some options out.
+    config, dataset = with_names(with_every_option(config))
     data, run = _validated(config.data, config.run, dataset)
     config, inputs = replace(config, data=data, run=run), config.support_features
     if not inputs.is_used or inputs.label_prior or dataset.manifest.stream is None:
