@@ -345,11 +345,10 @@ def with_every_option(config: TrainConfig) -> TrainConfig:
     Raises:
         ConfigError: an option is unknown, of a wrong type, or outside its bounds.
     """
-    return replace(
-        config,
-        model=with_all_options(config.model, WORDING),
-        algorithm=config.algorithm.with_all_options(),
-    )
+    algorithm = config.algorithm
+    if algorithm.name in ALGORITHM_OPTIONS:
+        algorithm = algorithm.with_options_of(ALGORITHM_OPTIONS[algorithm.name])
+    return replace(config, model=with_all_options(config.model, WORDING), algorithm=algorithm)
 
 
 def describe_config() -> list[tuple[str, str, str]]:

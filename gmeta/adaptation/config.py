@@ -76,24 +76,11 @@ class AlgorithmConfig:
         """Return whether model and tables learn too; False: only a part of the algorithm's own."""
         return bool(self.options.get("train_base", True))
 
-    def with_all_options(self) -> "AlgorithmConfig":
-        """Return the config with every option of its algorithm; of one of somebody's own unchanged:
-        its options are checked once its code is loaded.
+    def with_options_of(self, kind: type | None) -> "AlgorithmConfig":
+        """Return the config with every option of `kind`, a dataclass, or with none.
 
         Raises:
             ConfigError: an option is unknown, of a wrong type, or outside its bounds.
-        """
-        return (
-            self
-            if self.name not in ALGORITHM_OPTIONS
-            else self.with_options_of(ALGORITHM_OPTIONS[self.name])
-        )
-
-    def with_options_of(self, kind: type | None) -> "AlgorithmConfig":
-        """Return the config with every option of `kind`, a dataclass of somebody's own or None.
-
-        Raises:
-            ConfigError: see with_all_options.
         """
         owner = f"algorithm.name = {self.name!r}"
         options = parse_options(
