@@ -242,7 +242,7 @@ import gmeta.cli.main, gmeta.cli.commands.inspect, gmeta.cli.commands.prepare
 for line in sys.stdin.read().splitlines():
     if not (child := os.fork()):
         sys.argv = ["gmeta", *line.split()]
-        gmeta.cli.main()
+        gmeta.cli.main.main()
     if status := os.waitpid(child, 0)[1]:
         sys.exit(f"{line} ended with status {status}")
 """
