@@ -2,8 +2,8 @@
 weights, so that another process can do it. For the fused inner loop both sides of the tasks stand
 in rectangles of padded rows, with the bags of ids behind each row.
 
-Shape suffixes: T episodes, N rows, R rows of one side with its padding, F single-id features, M
-multi-id features, C features of both kinds, H history values of a row, V ids of all bags.
+Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
+features, C jagged lists, V values, K dense columns, U unique ids, P task-row pairs.
 """
 
 from collections.abc import Callable, Sequence
@@ -184,16 +184,16 @@ def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedL
     middles_T = starts_T + batch.support_lengths_T.numpy()
     tasks = [group.tasks for group in groups]
     sides = [group.support_rows for group in groups], [group.query_rows for group in groups]
-    support, support_R = _pad_rows(batch, starts_T, middles_T, tasks, sides[0], layout.dtype)
-    query, query_R = _pad_rows(batch, middles_T, ends_T, tasks, sides[1], layout.dtype)
+    support, support_N = _pad_rows(batch, starts_T, middles_T, tasks, sides[0], layout.dtype)
+    query, query_N = _pad_rows(batch, middles_T, ends_T, tasks, sides[1], layout.dtype)
     features: tuple[PaddedFeatures, ...]
     if layout.stacked:
-        both_R = np.concatenate([support_R, query_R])
-        features = (_pad_features(batch, both_R, layout, num_rows),)
+        both_N = np.concatenate([support_N, query_N])
+        features = (_pad_features(batch, both_N, layout, num_rows),)
     else:
         features = (
-            _pad_features(batch, support_R, layout, num_rows, layout.constant_support),
-            _pad_features(batch, query_R, layout, num_rows),
+            _pad_features(batch, support_N, layout, num_rows, layout.constant_support),
+            _pad_features(batch, query_N, layout, num_rows),
         )
     common = None
     if common_F is not None:
@@ -260,52 +260,52 @@ def _pad_rows(
     dtype: torch.dtype,
 ) -> tuple[PaddedRows, Int64]:
     """Return rows start to end of each task, group by group, and which rows of the batch they are:
-    [R], -1 for one that pads.
+    [N], -1 for one that pads.
     """
-    rectangles, row_R, share_R, first = [], [], [], 0
+    rectangles, row_N, share_N, first = [], [], [], 0
     for tasks, longest in zip(groups, rows_of_groups, strict=True):
         lengths = np.where(tasks >= 0, (end_T - start_T)[tasks], 0)
         within = np.arange(longest)
         there = within < lengths[:, None]
-        row_R.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
+        row_N.append(np.where(there, start_T[tasks, None] + within, -1).ravel())
         # A padding row has no share in any mean, so its output, its loss and its gradient count
         # nothing.
-        share_R.append((there / np.maximum(lengths, 1)[:, None]).ravel())
+        share_N.append((there / np.maximum(lengths, 1)[:, None]).ravel())
         rectangles.append(Rectangle(first, len(tasks), longest))
         first += len(tasks) * longest
-    rows_R = np.concatenate(row_R)
+    rows_N = np.concatenate(row_N)
     per_task = np.repeat([mine.rows for mine in rectangles], [mine.tasks for mine in rectangles])
     # Padding rows read the batch's first: any numbers but NaN do where the weight is 0.
-    stored_R = torch.from_numpy(np.maximum(rows_R, 0))
-    label_N = batch.label_N.index_select(0, stored_R)
-    weight_N = batch.weight_N[stored_R] if batch.weight_N.numel() else batch.weight_N
+    stored_N = torch.from_numpy(np.maximum(rows_N, 0))
+    label_N = batch.label_N.index_select(0, stored_N)
+    weight_N = batch.weight_N[stored_N] if batch.weight_N.numel() else batch.weight_N
     rows = PaddedRows(
         rectangles=tuple(rectangles),
         label_N=label_N,
         weight=label_weights(label_N, weight_N),
-        share_N=torch.from_numpy(np.concatenate(share_R)).to(dtype),
+        share_N=torch.from_numpy(np.concatenate(share_N)).to(dtype),
         task_N=torch.from_numpy(owners(per_task)),
     )
-    return rows, rows_R
+    return rows, rows_N
 
 
 def _pad_features(
-    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
+    batch: TaskBatch, rows_N: Int64, layout: FusedLayout, num_rows: int, constant: bool = False
 ) -> PaddedFeatures:
     """Return the features of these rows; nobody asks for the gradient of `constant` ones."""
-    there_R1 = torch.from_numpy(rows_R >= 0).unsqueeze(1)
-    dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_R, 0)))
+    there_N1 = torch.from_numpy(rows_N >= 0).unsqueeze(1)
+    dense_NK = batch.dense_NK.index_select(0, torch.from_numpy(np.maximum(rows_N, 0)))
     has_history = layout.history is not None
     return PaddedFeatures(
-        bags=_make_bags(batch, rows_R, layout, num_rows, constant),
+        bags=_make_bags(batch, rows_N, layout, num_rows, constant),
         num_features=batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1],
-        history=_make_history(batch, rows_R, layout, num_rows, constant) if has_history else None,
-        dense_NK=dense_NK * there_R1,
+        history=_make_history(batch, rows_N, layout, num_rows, constant) if has_history else None,
+        dense_NK=dense_NK * there_N1,
     )
 
 
 def _make_bags(
-    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
+    batch: TaskBatch, rows_N: Int64, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
     """Return bags of each row's features, single then multi-id; empty ones for the history, and on
     a CPU for a row of -1.
@@ -314,24 +314,24 @@ def _make_bags(
     if layout.device != "cpu" and not num_multi and batch.num_rows:
         # A padding row reads another row's features, as it weighs nothing: each reads a different
         # row's, since additions to the same row of a table wait for each other.
-        read_R = np.where(rows_R >= 0, rows_R, np.arange(len(rows_R)) % batch.num_rows)
-        index_V = batch.positions_NF[torch.from_numpy(read_R)].flatten()
+        read_N = np.where(rows_N >= 0, rows_N, np.arange(len(rows_N)) % batch.num_rows)
+        index_V = batch.positions_NF[torch.from_numpy(read_N)].flatten()
         return Bags.single(index_V, num_rows, constant, layout.device)
-    there_N = np.flatnonzero(rows_R >= 0)
-    rows_N = rows_R[there_N]
+    real = np.flatnonzero(rows_N >= 0)
+    real_rows = rows_N[real]
     history = -1 if layout.history is None else layout.history
     pooled_M = np.flatnonzero(np.arange(num_multi) != history)
-    values_V, lengths_NM = _values(batch, rows_N, pooled_M)
+    values_V, lengths_NM = _values(batch, real_rows, pooled_M)
     # 32 bits: summing as many numbers of 64 bits takes twice as long.
-    lengths_RC = np.zeros((len(rows_R), num_single + num_multi), np.int32)
-    lengths_RC[there_N, :num_single] = 1
-    lengths_RC[there_N[:, None], num_single + pooled_M] = lengths_NM
-    lengths = torch.from_numpy(lengths_RC.ravel())
-    single_NF = batch.positions_NF.numpy()[rows_N]
+    lengths_NC = np.zeros((len(rows_N), num_single + num_multi), np.int32)
+    lengths_NC[real, :num_single] = 1
+    lengths_NC[real[:, None], num_single + pooled_M] = lengths_NM
+    lengths = torch.from_numpy(lengths_NC.ravel())
+    single_NF = batch.positions_NF.numpy()[real_rows]
     num_entries = 0
     if layout.in_buckets:
         num_values = VALUES.round_up(max(values_V.size, 1)) if pooled_M.size else 0
-        num_entries = len(rows_R) * num_single + num_values
+        num_entries = len(rows_N) * num_single + num_values
     # Entries in the order of rows: each row's single ids, then its multi-id values.
     values_N = lengths_NM.sum(axis=1)
     # In the order of rows, as gradients are added up: a row's embeddings lie side by side.
@@ -354,22 +354,22 @@ def _make_bags(
 
 
 def _make_history(
-    batch: TaskBatch, rows_R: Int64, layout: FusedLayout, num_rows: int, constant: bool
+    batch: TaskBatch, rows_N: Int64, layout: FusedLayout, num_rows: int, constant: bool
 ) -> PaddedHistory:
     """Return the values of the layout's history, one by one; none for a row of -1."""
-    there_R = rows_R >= 0
-    values_V, lengths_N1 = _values(batch, rows_R[there_R], np.array([layout.history]))
-    lengths_R = np.zeros(len(rows_R), np.int64)
-    lengths_R[there_R] = lengths_N1[:, 0]
-    longest, num_entries = int(lengths_R.max(initial=0)), 0
+    there_N = rows_N >= 0
+    values_V, lengths_N1 = _values(batch, rows_N[there_N], np.array([layout.history]))
+    lengths_N = np.zeros(len(rows_N), np.int64)
+    lengths_N[there_N] = lengths_N1[:, 0]
+    longest, num_entries = int(lengths_N.max(initial=0)), 0
     if layout.in_buckets:
         longest = ROWS_OF_LONG.round_up(max(longest, 1))
         num_entries = VALUES.round_up(max(values_V.size, 1))
-    there_RH = torch.from_numpy(np.arange(longest) < lengths_R[:, None])
-    lengths = there_RH.flatten().to(torch.int64)
+    there_NH = torch.from_numpy(np.arange(longest) < lengths_N[:, None])
+    lengths = there_NH.flatten().to(torch.int64)
     index_V = torch.from_numpy(values_V)
     bags = Bags.of(index_V, lengths, None, num_rows, constant, num_entries, layout.device)
-    return PaddedHistory(bags, there_RH)
+    return PaddedHistory(bags, there_NH)
 
 
 def _values(batch: TaskBatch, rows_N: Int64, features_M: Int64) -> tuple[Int64, Int64]:
