@@ -5,8 +5,7 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
 
 Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embedding width, P
-task-row pairs.
-"""
+task-row pairs."""
 
 import sys
 from collections.abc import Sequence
@@ -48,8 +47,7 @@ from metaio.read.batch import TaskBatch
 @dataclass(frozen=True)
 class QueryPrediction:
     """Outputs on the query rows of a batch, task by task, before and after adaptation (logits for
-    BCE).
-    """
+    BCE)."""
 
     before_N: Tensor  # of several labels [N, labels], as the next two
     after_N: Tensor
@@ -66,10 +64,8 @@ class MetaLearner(nn.Module):
     without. Behind the dense columns the model takes what training rows say of a row's values, if
     `items` are given, and last the `statistics` of the task's support rows; `arrange` adds both.
     Rows of narrow tables come to it through `projections`, and adapt as what these make of them.
-
-    Raises:
-        ValueError: the algorithm is unknown, or does not fit the model or the rest of its config.
-    """
+    Raises ValueError: the algorithm is unknown, or does not fit the model or the rest of its
+    config."""
 
     def __init__(
         self,
@@ -153,8 +149,7 @@ class MetaLearner(nn.Module):
 
     def collate(self, batch: TaskBatch, epoch: int = sys.maxsize) -> Episodes:
         """Return what `forward` takes in this epoch of a run, from a batch on the host: see
-        Arranging. Without an epoch no batch is of the plain ones.
-        """
+        Arranging. Without an epoch no batch is of the plain ones."""
         return self.collate_options().collate(batch, epoch)
 
     def collate_options(self) -> CollateOptions:
@@ -191,8 +186,7 @@ class MetaLearner(nn.Module):
         """Return `weight` times the sum of the loss terms, whose gradient is the meta-gradient.
 
         With weight = world_size / terms of all ranks, data-parallel averaging turns the sum of
-        local terms into the mean over all ranks' terms, however unevenly the ranks are filled.
-        """
+        local terms into the mean over all ranks' terms, however unevenly the ranks are filled."""
         if episodes.num_terms == 0:
             return self._zero(rows_UD)
         # Warming up a plain run (Meta-Embedding): the tables stand still, and only what is learnt
@@ -260,16 +254,14 @@ class MetaLearner(nn.Module):
 
     def predict(self, rows_UD: Tensor, episodes: Episodes) -> QueryPrediction:
         """Return the outputs on the query rows with the meta-parameters, and after adapting on the
-        support rows.
-        """
+        support rows."""
         return self.predict_along(rows_UD, episodes, (self.inner_steps,))[0]
 
     def predict_along(
         self, rows_UD: Tensor, episodes: Episodes, steps: Sequence[int]
     ) -> list[QueryPrediction]:
         """Return what `predict` does after each of these ascending numbers of inner steps, for the
-        price of the last: all lie on one path.
-        """
+        price of the last: all lie on one path."""
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
                 "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
@@ -296,8 +288,7 @@ class MetaLearner(nn.Module):
     def starting_rows_UD(self, rows_UD: Tensor, rows_of_tables: Sequence[int]) -> Tensor:
         """Return the fetched rows, `rows_of_tables` of each table, as the inner loop takes them:
         all of the model's width. Where a generator makes a table's embeddings, its rows hold what
-        steps have moved these by, 0 at the start.
-        """
+        steps have moved these by, 0 at the start."""
         if self.projections.narrow:
             rows_UD = self.projections(rows_UD, rows_of_tables)
         if self.generator is None:
@@ -325,7 +316,7 @@ class MetaLearner(nn.Module):
 
     def _zero(self, rows_UD: Tensor) -> Tensor:
         """Return a loss of 0 that reaches every parameter that trains: a rank without work still
-        joins every collective. Others may be masks of -inf, of which 0 times the sum is no number.
-        """
+        joins every collective. Others may be masks of -inf, of which 0 times the sum is no
+        number."""
         trained = (parameter for parameter in self.parameters() if parameter.requires_grad)
         return sum((parameter.sum() * 0.0 for parameter in trained), rows_UD.sum() * 0.0)

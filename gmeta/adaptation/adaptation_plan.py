@@ -1,6 +1,5 @@
 """What of a model adapts to a task, in which loop, and how each layer's update is held: decided
-once, when a learner is made.
-"""
+once, when a learner is made."""
 
 from __future__ import annotations
 
@@ -49,12 +48,9 @@ class AdaptationPlan:
         takes_steps: bool = True,
         solves: bool = False,
     ) -> AdaptationPlan:
-        """Make the plan of a model; without `takes_steps` nothing adapts.
-
-        Raises:
-            ValueError: the config names a layer that the model does not have, or a path that does
-                not exist, or nothing would adapt.
-        """
+        """Make the plan of a model; without `takes_steps` nothing adapts. Raises ValueError: the
+        config names a layer that the model does not have, or a path that does not exist, or nothing
+        would adapt."""
         layers = adaptable_layers(model, config.adapt_layers) if takes_steps else {}
         if takes_steps and not layers and not config.adapt_embeddings:
             raise ValueError(
@@ -78,8 +74,8 @@ class AdaptationPlan:
         not solved, no weight has a rate of its own, all those layers have a bias, and the model is
         nothing else.
 
-        `asks_inner_loop_alone`: the outer loss is a QueryLoss, and no encoder or generator learns.
-        """
+        `asks_inner_loop_alone`: the outer loss is a QueryLoss, and no encoder or generator
+        learns."""
         if self.config.name == PLAIN:
             return "plain"
         if not asks_inner_loop_alone or self.solves or not isinstance(model, DecisionModel):
@@ -122,8 +118,7 @@ class AdaptationPlan:
 
     def path(self, name: str, width_in: int, width_out: int, size: TaskSize, uses: int = 1) -> Path:
         """Return how the update of a layer is held: as the config says, or whichever needs fewer
-        multiply-adds for a layer that works `uses` times on each row of tasks of this size.
-        """
+        multiply-adds for a layer that works `uses` times on each row of tasks of this size."""
         path = self.paths[name]
         if path != "auto":
             return path
@@ -144,8 +139,7 @@ class PathCosts(NamedTuple):
     @property
     def low_rank(self) -> int:
         """Count them with factors: pass j on the support rows applies those of j - 1 steps, the
-        query pass those of all.
-        """
+        query pass those of all."""
         support, query = self.size.support_rows * self.uses, self.size.query_rows * self.uses
         support_passes = support * self.steps * (self.steps - 1) // 2
         return (self.width_in + self.width_out) * support * (support_passes + query * self.steps)
@@ -163,11 +157,8 @@ def linear_layers(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
 
 
 def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the row layers of `model` whose names match any of the glob patterns, by name.
-
-    Raises:
-        ValueError: a pattern matches no such layer.
-    """
+    """Return the row layers of `model` whose names match any of the glob patterns, by name. Raises
+    ValueError: a pattern matches no such layer."""
     linears = row_layers(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
@@ -184,11 +175,8 @@ def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.
 
 
 def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, InnerPath]:
-    """Return what the config says of each adapted layer, by name.
-
-    Raises:
-        ValueError: an entry of `layer_paths` matches none of them, or names no path.
-    """
+    """Return what the config says of each adapted layer, by name. Raises ValueError: an entry of
+    `layer_paths` matches none of them, or names no path."""
     paths = dict.fromkeys(layers, config.inner_path)
     for entry in config.layer_paths:
         pattern, _, path = entry.partition("=")

@@ -5,8 +5,7 @@ A task's gate multiplies x W + b, not the change inside the task; it may also sh
 like a bias of the task's own.
 
 Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs, J parts of a
-gate.
-"""
+gate."""
 
 from __future__ import annotations
 
@@ -44,11 +43,8 @@ class Tape:
     outputs: list[Tensor] = field(default_factory=list)
 
     def record_rows(self, name: str, args: tuple[Tensor, ...]) -> Tensor:
-        """Return the rows that a layer was called on, and take note of the call.
-
-        Raises:
-            ConfigError: it is called in a way in which no layer can adapt.
-        """
+        """Return the rows that a layer was called on, and take note of the call. Raises
+        ConfigError: it is called in a way in which no layer can adapt."""
         if len(args) != 1:
             raise _uncalled_layer_error(name)
         (record_rows,) = args
@@ -65,8 +61,7 @@ class Tape:
 class AdaptedLayers:
     """How far some linear layers of a model have adapted to T tasks; not at all at the start.
 
-    A layer may have a gate and not adapt.
-    """
+    A layer may have a gate and not adapt."""
 
     def __init__(
         self, plan: AdaptationPlan, rates: InnerRates, size: TaskSize, gates: Gates
@@ -98,10 +93,7 @@ class AdaptedLayers:
         """Have the model's layers act, inside, on each row with the weights of its task.
 
         Yields the tape that `step` takes; it fills while the model runs on rows of this layout.
-
-        Raises:
-            ConfigError: one of these layers is not called, or is called on other rows.
-        """
+        Raises ConfigError: one of these layers is not called, or is called on other rows."""
         tape = Tape(layout)
         # Hooks run in the order of registration: the gate is part of the output that adapts.
         handles = [
@@ -123,8 +115,7 @@ class AdaptedLayers:
 
     def step(self, tape: Tape, output_grads: Sequence[Tensor], second_order: bool) -> None:
         """Take one inner SGD step, from the gradients of the summed support losses at
-        `tape.outputs`.
-        """
+        `tape.outputs`."""
         for name, rows, grad in zip(tape.names, tape.inputs, output_grads, strict=True):
             if not second_order:  # the A of a step are constants, as its G are
                 rows = rows.detach()
@@ -141,8 +132,7 @@ class AdaptedLayers:
 
     def gradients_of(self, tape: Tape, jacobians: Sequence[Tensor]) -> list[LayerGradients]:
         """Return the gradients of the support rows' outputs by each layer, as factors, task by
-        task; `jacobians` are the outputs' gradients at `tape.outputs`.
-        """
+        task; `jacobians` are the outputs' gradients at `tape.outputs`."""
         gradients = []
         for name, rows, jacobian in zip(tape.names, tape.inputs, jacobians, strict=True):
             has_bias = self._plan.layers[name].bias is not None

@@ -10,8 +10,7 @@ outputs lack, in the space of their gradients, and has as many unknowns as suppo
 
 So a row's gradient counts s_n in place of g_n; for a small, s is g and w a gradient step.
 
-Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def grad_and_hessian_N(
     """Return slope and curvature of each row's loss by its output.
 
     Huber's loss is taken to bend everywhere as it does around 0, so that the step never is too
-    long; mae, which bends nowhere, is taken for half the squared error.
-    """
+    long; mae, which bends nowhere, is taken for half the squared error."""
     output_N = in_float32(output_N)
     label_N = label_N.to(output_N.dtype)
     if loss.kind == "bce":
@@ -68,8 +66,7 @@ def grad_and_hessian_N(
 
 class LayerGradients(NamedTuple):
     """The gradients of the outputs of a task's support rows by the weights of one layer, as
-    factors; a row that uses the layer several times has as many rows here.
-    """
+    factors; a row that uses the layer several times has as many rows here."""
 
     activations_TSI: Tensor
     jacobians_TSO: Tensor
@@ -102,8 +99,7 @@ def solve_TS(
     """Return s of every task; it is 0 for padding rows, whose slope is 0.
 
     Tasks are solved in chunks of at most MOST_ENTRIES numbers, or a single task, so that one long
-    task among short ones does not multiply its memory by theirs.
-    """
+    task among short ones does not multiply its memory by theirs."""
     tasks, rows = grad_TS.shape
     if tasks <= 1:
         return _solve_block_TS(layers, grad_TS, hessian_TS, rate)

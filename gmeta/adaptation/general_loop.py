@@ -6,8 +6,7 @@ for the task's copy of the embedding rows it uses. All tasks at once: they share
 so the gradient of the summed loss is every task's own gradient.
 
 Shape suffixes: T tasks, N rows, S support rows, D embedding width, P task-row pairs, O outputs, X
-all inputs side by side, J parts of a gate.
-"""
+all inputs side by side, J parts of a gate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -66,8 +65,7 @@ class GeneralLoop:
         """Return theta_t of every task, after k inner steps from the meta-parameters.
 
         With `second_order` it is differentiable through the inner gradients, else they are
-        constants.
-        """
+        constants."""
         return self.take_steps(rows, tasks.support, tasks.query.layout.longest, second_order)
 
     def start(self, rows: WorkingRows, tasks: Sides, second_order: bool) -> AdaptedModel:
@@ -77,8 +75,7 @@ class GeneralLoop:
     def query_loss_sum(self, adapted: AdaptedModel, tasks: Sides) -> Tensor:
         """Return the sum over the tasks of the mean loss of their query rows: a scalar.
 
-        A task without query rows counts 0.
-        """
+        A task without query rows counts 0."""
         losses_N = self.losses_N(adapted, tasks.query)
         return weighted_sum(losses_N, tasks.query.layout.mean_weights_N(losses_N.dtype))
 
@@ -93,8 +90,7 @@ class GeneralLoop:
         """Return the parameters after k inner steps on the support rows.
 
         `keep_path` keeps the support losses differentiable in first order too, at the price of
-        their graphs. `query_rows` (of the longest task) only helps to choose the cheaper path.
-        """
+        their graphs. `query_rows` (of the longest task) only helps to choose the cheaper path."""
         adapted = self._started(rows, support, query_rows)
         for _ in range(self.config.inner_steps):
             adapted = self.step(adapted, second_order, keep_path)
@@ -128,8 +124,7 @@ class GeneralLoop:
 
     def output_N(self, adapted: AdaptedModel, side: Side) -> Tensor:
         """Return the model's outputs on the rows of a side, at the adapted parameters: logits of
-        labels that are 0 or 1; [N, labels] of several.
-        """
+        labels that are 0 or 1; [N, labels] of several."""
         with adapted.layers.apply(side.layout):
             output: Tensor = self._model(self._inputs(side, adapted.rows_PD))
         return self._objectives.outer.logits(output)
@@ -179,8 +174,7 @@ class GeneralLoop:
         self, adapted: AdaptedModel, second_order: bool, keep_path: bool = False
     ) -> AdaptedModel:
         """Return the parameters after one more inner step, w - a g; those of layers as LayerChange.
-        What is handed in changes too, and is not to be used again.
-        """
+        What is handed in changes too, and is not to be used again."""
         support, rate = adapted.support, adapted.rate
         if support is None or not (self.plan.adapts and support.layout.num_rows):
             return adapted

@@ -7,13 +7,12 @@ back through it, as
 
     x W + b - sum_j (x A_j^T + c) (a G_j)          g W^T - sum_j (g (a G_j)^T) A_j
 
-where c a is the rate of the bias: c is 1, or algorithm.bias_rate in the last layer. This
-is exact in any order of differentiation: the second order flows through A and G. The sums are
-kept as factors, one step's support rows below another's (low rank), or added up to one matrix a
-task (materialised).
+where c a is the rate of the bias: c is 1, or algorithm.bias_rate in the last layer. This is exact
+in any order of differentiation: the second order flows through A and G. The sums are kept as
+factors, one step's support rows below another's (low rank), or added up to one matrix a task
+(materialised).
 
-Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class LowRankUpdate:
 @dataclass(frozen=True)
 class MaterialisedUpdate:
     """sum_j a A_j^T G_j as a matrix: I O numbers a task, however many rows and steps; and of the
-    bias, with its own rate.
-    """
+    bias, with its own rate."""
 
     weight_TIO: Tensor
     bias_T1O: Tensor
@@ -94,8 +92,7 @@ def step_update(
 ) -> PlainUpdate:
     """Return the change of one inner step: W_t -= a A_t^T G_t and b_t -= c a sum_s G_ts.
 
-    A rate for each weight leaves no low rank: the change is then a matrix, whatever the path.
-    """
+    A rate for each weight leaves no low rank: the change is then a matrix, whatever the path."""
     if not isinstance(rate, WeightRates):
         scaled_TSO = scale_grads(grads_TSO, rate)
         if path == "low_rank":

@@ -1,7 +1,6 @@
 """Inner rates: what multiplies the inner gradients of a layer, and of an embedding row.
 
-Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs.
-"""
+Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -39,8 +38,7 @@ class InnerRates(Protocol):
         """Return the rate of the tasks' embedding rows, which broadcasts against [P, D].
 
         `unique_lengths_B` counts the fetched rows of each table, `fetched_row_P` tells which of
-        them a task's row is a copy of.
-        """
+        them a task's row is a copy of."""
 
 
 @dataclass(frozen=True)

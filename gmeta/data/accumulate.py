@@ -7,8 +7,7 @@ of the parts' gradients go on into the step's one backward: one AllReduce of lay
 rows, one update of the tables. The outer gradient is a sum over tasks, so this is the step itself,
 to rounding. Only one part's activations are alive at a time.
 
-Shape suffixes: T tasks, B tables, U unique ids, D embedding width.
-"""
+Shape suffixes: T tasks, B tables, U unique ids, D embedding width."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,8 +93,7 @@ def accumulate_loss(
     """Return `learner(rows_UD, episodes, weight)` for all parts together, in value and gradient.
 
     The gradient is worked out now and only scaled in backward, so it cannot be differentiated
-    again.
-    """
+    again."""
     layers = [parameter for parameter in learner.parameters() if parameter.requires_grad]
     total: Tensor = _AccumulatedLoss.apply(
         lambda rows, part: learner(rows, part, weight), micro_batches.parts, rows_UD, *layers

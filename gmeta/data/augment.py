@@ -4,8 +4,8 @@ Every choice is a pure function of the seed and of what it is about (epoch, task
 id), so it is the same at any number of ranks and after a resume. Evaluation sees the data as
 stored.
 
-Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids.
-"""
+Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique
+ids."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -80,8 +80,7 @@ def resplit(batch: TaskBatch, min_share: float, max_share: float, key: int) -> T
 
     The share is uniform in [min_share, max_share]. An episode of two rows or more keeps at least
     one on each side; one of a single row stays as it is. `key` and the task's id decide, so an
-    episode is split the same way whatever it shares the batch with.
-    """
+    episode is split the same way whatever it shares the batch with."""
     rows_T = np.diff(batch.row_offsets_T1.numpy())
     task_T = splitmix64(batch.task_T.numpy().astype(np.uint64))
     share_T = min_share + (max_share - min_share) * draw_uniform(task_T, key, SHARE_STREAM)
@@ -100,8 +99,7 @@ def drop_ids(
     """Make each id of the chosen tables the unknown id with chance `rate`, in the whole batch.
 
     `key`, the table and the id decide. All dropped ids of a table share one position with the
-    unknown id, if the batch holds it, because an episode must not see an id at two positions.
-    """
+    unknown id, if the batch holds it, because an episode must not see an id at two positions."""
     table_U = owners(batch.unique_lengths_B.numpy())
     ids_U = batch.unique_ids_U.numpy()
     # Mixed before the table is added: id 7 of table 1 must not share the fate of id 8 of table 0.

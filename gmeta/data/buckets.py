@@ -3,8 +3,7 @@ captured once for each (graphs.py), and torch's allocator gives the same blocks 
 
 Padding rows, tasks and entries are in no sum: they cost time, and change no loss beyond its
 rounding. A size goes up to the next of a geometric series, never below its least: what is small
-costs nothing.
-"""
+costs nothing."""
 
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ def choose_cuts(num_tasks: int) -> list[int]:
     places, the last of which is the end.
 
     >>> cut(128), cut(1024), cut(8)
-    ([96, 120, 128], [512, 768, 960, 1016, 1024], [6, 8])
-    """
+    ([96, 120, 128], [512, 768, 960, 1016, 1024], [6, 8])"""
     shares = CUTS if num_tasks < MANY_TASKS else CUTS_OF_MANY
     places = [int(num_tasks * share) for share in shares]
     return sorted({*places, max(num_tasks - LONGEST, places[-1]), num_tasks})

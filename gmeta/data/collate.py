@@ -3,8 +3,7 @@ weights, so that another process can do it. For the fused inner loop both sides 
 in rectangles of padded rows, with the bags of ids behind each row.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, C jagged lists, V values, K dense columns, U unique ids, P task-row pairs.
-"""
+features, C jagged lists, V values, K dense columns, U unique ids, P task-row pairs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -102,8 +101,7 @@ def collate_in_parts(
 def split_tasks(batch: TaskBatch, num_parts: int) -> list[TaskBatch]:
     """Cut the batch between tasks into at most `num_parts` of about as many rows each.
 
-    Every part keeps the whole batch's unique ids. A batch without tasks is one part.
-    """
+    Every part keeps the whole batch's unique ids. A batch without tasks is one part."""
     offsets_T1 = batch.row_offsets_T1
     num_parts = max(1, min(num_parts, batch.num_rows))  # no cut lies between two rows twice
     targets = torch.arange(1, num_parts) * batch.num_rows / num_parts
@@ -135,8 +133,7 @@ def _groups_in_buckets(
     support_T: Int64, query_T: Int64, with_query: Int64, layout: FusedLayout
 ) -> list[TaskGroup]:
     """Return these tasks, the shortest first, in groups of few sizes: buckets.py. Neighbours are
-    one group where one more rectangle would cost more than it saves.
-    """
+    one group where one more rectangle would cost more than it saves."""
     tasks = with_query[np.argsort((support_T + query_T)[with_query], kind="stable")]
     number = TASKS.round_up(len(tasks))
     tasks = np.pad(tasks, (number - len(tasks), 0), constant_values=-1)
@@ -168,8 +165,7 @@ def _groups_in_buckets(
 def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedLayout) -> Episodes:
     """Return both sides of these groups of tasks, as the fused loop takes them.
 
-    Features that all rows of a task share stand apart where that pays.
-    """
+    Features that all rows of a task share stand apart where that pays."""
     batch, fetched_row_P, num_rows = with_row_copies(batch, layout.rows_per_task)
     num_fetched = batch.unique_ids_U.numel()
     if not num_fetched:
@@ -218,8 +214,7 @@ def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedL
 
 def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | None:
     """Return which single-id features are the same on all rows of every task, if that saves enough
-    of the first layer's products: bool [F].
-    """
+    of the first layer's products: bool [F]."""
     weights, least_work = layout.first_layer_weights, LEAST_COMMON_WORK[layout.device]
     num_features = batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1]
     if batch.num_rows * weights < least_work:
@@ -260,8 +255,7 @@ def _pad_rows(
     dtype: torch.dtype,
 ) -> tuple[PaddedRows, Int64]:
     """Return rows start to end of each task, group by group, and which rows of the batch they are:
-    [N], -1 for one that pads.
-    """
+    [N], -1 for one that pads."""
     rectangles, row_N, share_N, first = [], [], [], 0
     for tasks, longest in zip(groups, rows_of_groups, strict=True):
         lengths = np.where(tasks >= 0, (end_T - start_T)[tasks], 0)
@@ -308,8 +302,7 @@ def _make_bags(
     batch: TaskBatch, rows_N: Int64, layout: FusedLayout, num_rows: int, constant: bool
 ) -> Bags:
     """Return bags of each row's features, single then multi-id; empty ones for the history, and on
-    a CPU for a row of -1.
-    """
+    a CPU for a row of -1."""
     num_single, num_multi = batch.positions_NF.shape[1], batch.multi_lengths_NM.shape[1]
     if layout.device != "cpu" and not num_multi and batch.num_rows:
         # A padding row reads another row's features, as it weighs nothing: each reads a different
@@ -374,8 +367,7 @@ def _make_history(
 
 def _values(batch: TaskBatch, rows_N: Int64, features_M: Int64) -> tuple[Int64, Int64]:
     """Return the positions that these multi-id features of these rows hold, row by row, feature by
-    feature in a row, and how many each has: [V], [N, M].
-    """
+    feature in a row, and how many each has: [V], [N, M]."""
     lengths_NM = batch.multi_lengths_NM.numpy().astype(np.int64)
     starts_NM = offsets(lengths_NM.ravel())[:-1].reshape(lengths_NM.shape)
     chosen = np.ix_(rows_N, features_M)

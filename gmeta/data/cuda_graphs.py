@@ -9,8 +9,7 @@ stay outside.
 A shape's first batch is taken eagerly, which also sets up what a capture must not; its second is
 captured. Batches must be arranged in buckets (buckets.py), or hardly a shape would come twice.
 
-Shape suffixes: U unique ids, D embedding width.
-"""
+Shape suffixes: U unique ids, D embedding width."""
 
 import gc
 import logging

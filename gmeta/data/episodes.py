@@ -4,8 +4,7 @@ sides.
 All of it is integer bookkeeping, done on the host before anything goes to a device.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, D embedding width, P task-row pairs.
-"""
+dense columns, B tables, U unique ids, D embedding width, P task-row pairs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -46,8 +45,7 @@ class RowFetch(ABC):
     def rows_UD(self, gradient_unit: float) -> Tensor:
         """Return the rows, differentiable.
 
-        `gradient_unit` is about the size of their gradients, the same on every rank.
-        """
+        `gradient_unit` is about the size of their gradients, the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,7 @@ class LearnerInputs(NamedTuple):
     """All that a learner reads of a rank's share of a step, except for the rows that are fetched.
 
     Its rows are one side for plain training, where every row is a query row; both sides to predict;
-    for the general inner loop both sides of groups of tasks; for the fused one both, padded.
-    """
+    for the general inner loop both sides of groups of tasks; for the fused one both, padded."""
 
     unique_lengths_B: Tensor
     # The fetched row behind each row that the sides index, and the gather of these; None when they
@@ -211,8 +208,7 @@ def collate_support_query(
 ) -> Episodes:
     """Return both sides of every task; with `rows_per_task` each task has its own copy of its rows.
 
-    `to_predict`: nobody can ask for a gradient but that of the copies that adapt.
-    """
+    `to_predict`: nobody can ask for a gradient but that of the copies that adapt."""
     batch, fetched_row_P, num_rows = with_row_copies(batch, rows_per_task)
     constant_sides = to_predict and not rows_per_task, to_predict
     (sides,) = _make_sides(batch, [np.arange(batch.num_tasks)], num_rows, constant_sides)

@@ -2,8 +2,7 @@
 its rows in an order that they decide.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns.
-"""
+dense columns."""
 
 from dataclasses import replace
 

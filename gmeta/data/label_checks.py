@@ -2,8 +2,7 @@
 those for which a loss is not defined. Ratings that are taken for clicks would train to the end, and
 mean nothing.
 
-Shape suffixes: T tasks, N rows, L labels.
-"""
+Shape suffixes: T tasks, N rows, L labels."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

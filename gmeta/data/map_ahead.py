@@ -1,6 +1,5 @@
 """Batches arranged by threads ahead of their step: beside a GPU, the host would spend more time on
-arranging than on launching.
-"""
+arranging than on launching."""
 
 from collections import deque
 from collections.abc import Callable, Iterator

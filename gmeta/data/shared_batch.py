@@ -1,6 +1,5 @@
 """An arranged batch on its way from one process to another: all its tensors in one block of memory
-that both see, and beside it where each of them stands.
-"""
+that both see, and beside it where each of them stands."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

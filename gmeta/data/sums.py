@@ -1,8 +1,7 @@
 """Sums that the learner's statistics and the trees' are both made of: over training rows fold by
 fold, and over the support rows of a task that share a value with a row.
 
-Shape suffixes: N rows, V values.
-"""
+Shape suffixes: N rows, V values."""
 
 import numpy as np
 import numpy.typing as npt

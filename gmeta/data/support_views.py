@@ -1,8 +1,7 @@
 """Views of the stored episodes for an evaluation: their support and query rows drawn anew, or fewer
 support rows.
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows."""
 
 from dataclasses import dataclass
 
@@ -22,8 +21,8 @@ _DRAW_STREAM, _SUPPORT_STREAM = 1, 2
 class SupportView:
     """Draw 0 is the episodes as stored; in the others each task's rows are shuffled, and as many of
     them as before are its support. At most `max_support` support rows are shown, the first ones of
-    an order that depends on the task alone, so that a smaller number is a subset of a larger one.
-    """
+    an order that depends on the task alone, so that a smaller number is a subset of a larger
+    one."""
 
     draw: int = 0
     max_support: int | None = None
@@ -62,8 +61,8 @@ STORED = SupportView()
 @dataclass(frozen=True)
 class EvalProtocol:
     """The views that an evaluation takes of each task: draws of its support and query rows, the
-    stored one first, and for each of `support_sizes` at most that many of the stored support rows.
-    """
+    stored one first, and for each of `support_sizes` at most that many of the stored support
+    rows."""
 
     draws: int = 1
     support_sizes: tuple[int, ...] = ()

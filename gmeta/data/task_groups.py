@@ -44,8 +44,7 @@ def group_tasks(support_T: Int64, query_T: Int64, least_gain: float = 1) -> list
 
     >>> groups = group_tasks(np.array([9, 2, 9, 2]), np.array([5, 5, 5, 5]))
     >>> [group.tolist() for group in groups]
-    [[1, 3], [0, 2]]
-    """
+    [[1, 3], [0, 2]]"""
     if not len(support_T):
         return []
     groups = [_SizeGroup.of(np.arange(len(support_T)), support_T, query_T)]

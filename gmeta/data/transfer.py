@@ -5,8 +5,7 @@ travel as one block of pinned memory, on a stream of its own: the host waits for
 copy runs beside the step before. The thread that arranges a batch fills the block (`packed`), and
 works out once how it is laid out; whoever takes the step passes the block on, and makes tensors of
 it only where it needs them. torch's allocator of pinned memory gives a block out again when its
-copy is done, which it learns from an event: as many blocks are in turn as batches are under way.
-"""
+copy is done, which it learns from an event: as many blocks are in turn as batches are under way."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +42,7 @@ class TensorPlace(NamedTuple):
 class TreeLayout(Generic[T]):
     """How the tensors of a tree stand in a block: the tree itself, with a Place for each.
 
-    Equal for trees that are alike in everything but the values of their tensors.
-    """
+    Equal for trees that are alike in everything but the values of their tensors."""
 
     def __init__(self, tree: Any, num_bytes: int) -> None:
         self.tree, self.num_bytes = tree, num_bytes

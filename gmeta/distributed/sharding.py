@@ -1,6 +1,5 @@
 """Spreads a learner over the ranks: its tables by a plan (AlltoAll of ids and rows), its layers as
-copies (AllReduce): arXiv 2401.04338, section 3.
-"""
+copies (AllReduce): arXiv 2401.04338, section 3."""
 
 import logging
 from contextlib import nullcontext
@@ -72,8 +71,7 @@ def shard_learner(
 
     The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm. A row's
     initial values depend on `run.seed`, its table and its number alone: not on the plan, the number
-    of ranks, or how many rows the table has.
-    """
+    of ranks, or how many rows the table has."""
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
     if not is_ours:

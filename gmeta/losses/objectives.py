@@ -14,8 +14,7 @@ the logit of the product is
 
     z' = b - softplus(softplus(b) - z)
 
-Shape suffixes: N rows, L labels, O outputs.
-"""
+Shape suffixes: N rows, L labels, O outputs."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
 class LabelLosses(NamedTuple):
     """The losses of a row's labels, and how much each counts.
 
-    The outputs, labels and weights of one label are [N] or [N, 1], those of several [N, L].
-    """
+    The outputs, labels and weights of one label are [N] or [N, 1], those of several [N, L]."""
 
     losses: tuple[LossFunction, ...]
     weights: tuple[float, ...]
@@ -211,8 +209,8 @@ class RowLoss(NamedTuple):
 
 
 def label_weights(label: Tensor, weight_N: Tensor) -> Tensor | None:
-    """Return what each label counts in its row's loss, in the shape of the labels: the row's
-    weight (all 1 if there are none), 0 where the label is NaN; None where all count 1."""
+    """Return what each label counts in its row's loss, in the shape of the labels: the row's weight
+    (all 1 if there are none), 0 where the label is NaN; None where all count 1."""
     if weight_N.numel():
         return known_weights(label, weight_N)
     known = known_weights(label, None)

@@ -10,11 +10,10 @@ so that the mean of l_n over the list is ListNet's cross-entropy (Cao et al., "L
 From Pairwise Approach to Listwise Approach", ICML 2007), or the mean loss of a pair: RankNet's
 (Burges et al., ICML 2005), BPR's where labels are 0 and 1 (Rendle et al., arXiv 1205.2618). A list
 of equal labels, or of one row, has the loss 0. Written as a loss of each row, row weights, masks
-and means over tasks are those of any other loss; a row that weighs 0 is not in the list.
-Each label has lists of its own, which count as tasks.
+and means over tasks are those of any other loss; a row that weighs 0 is not in the list. Each label
+has lists of its own, which count as tasks.
 
-Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side.
-"""
+Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def list_losses(
 ) -> Tensor:
     """Return l_n of each row, in the shape and the precision of the outputs: [N] or [N, L].
 
-    The weights only say, by 0, which labels are not known; None: all are.
-    """
+    The weights only say, by 0, which labels are not known; None: all are."""
     of_block = _softmax_losses if kind == "softmax" else _pair_losses
     return _by_list(of_block, lists, output, label, weight)
 

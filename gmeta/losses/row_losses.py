@@ -1,8 +1,7 @@
 """The losses of single rows by one output, and their first derivatives by it. Several labels are
 objectives.py's.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class LossFunction(NamedTuple):
     `bce` on logits; with the error e, `mse`: e^2, without a factor 1/2; `mae`: |e|; `huber`,
     Huber's loss (1964): e^2 / 2 up to an error of d = `huber_delta`, then d (|e| - d / 2). The
     minimiser of `mae` is the median, that of `huber` lies between it and the mean. `softmax` and
-    `pairwise` are of a task's rows together: ranking.py.
-    """
+    `pairwise` are of a task's rows together: ranking.py."""
 
     kind: str
     huber_delta: float = 1.0

@@ -47,8 +47,8 @@ def loss_metric(loss: str) -> str:
 
 def label_of(metric: str) -> tuple[str, str]:
     """Return a metric's own name and the label that it is of, which may stand behind it:
-    `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are of.
-    """
+    `auc:conversion`, `package.module:Name:conversion`; "" for the one that headline metrics are
+    of."""
     name, _, label = metric.partition(":")
     if not (name and label):
         return name, label
@@ -195,8 +195,8 @@ _OF_CANDIDATES = ("mrr", "ndcg", "hr", "p", "recall")
 
 
 def is_metric(name: str) -> bool:
-    """Return whether a metric of this release, or of a package of somebody's own, has that name;
-    no name with a label behind it is one."""
+    """Return whether a metric of this release, or of a package of somebody's own, has that name; no
+    name with a label behind it is one."""
     return bool(parse_name(name)[0]) or (not label_of(name)[1] and is_custom(name))
 
 

@@ -1,8 +1,7 @@
 """The losses that order the rows of a task, from their scores: a model trained with one of them is
 judged by it, as it also notices outputs that run away.
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows."""
 
 from collections.abc import Callable
 
@@ -17,9 +16,9 @@ def list_loss_terms(
     name: str, label_N: Floats, score_N: Floats, code_N: Ints, num_tasks: int
 ) -> Terms:
     """Return the mean over the tasks whose labels differ of `softmax`, the cross-entropy of the
-    softmax of its scores against its labels over their sum, or of `pairwise`, the mean of
-    log(1 + e^(z_j - z_i)) over its rows with y_i > y_j; see losses/ranking.py. code_N are dense
-    task codes in [0, num_tasks)."""
+    softmax of its scores against its labels over their sum, or of `pairwise`, the mean of log(1 +
+    e^(z_j - z_i)) over its rows with y_i > y_j; see losses/ranking.py. code_N are dense task codes
+    in [0, num_tasks)."""
     num_negative = int(np.count_nonzero(label_N < 0))
     if name == "softmax" and num_negative:
         reason = f"{num_negative:,} of {label_N.size:,} labels are below 0, and cannot share 1"

@@ -83,8 +83,7 @@ def custom_terms(
     their influences. Each has I_g / sqrt(n_g), so that resampled tasks vary as much as the I_g do
     (Kott, The delete-a-group jackknife, Journal of Official Statistics 17, 2001). Without a group
     that has all rows there is nothing to measure: it changes nothing, and too few tasks have no
-    interval anyway. Raises GMetaError: the function failed.
-    """
+    interval anyway. Raises GMetaError: the function failed."""
     function = NAMED_METRICS.find(name).function
 
     def value_of(kept_N: Any) -> float:

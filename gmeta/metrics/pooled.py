@@ -27,8 +27,7 @@ def auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: int) 
     With the placement V of a row (the share of the other class that it is rightly ordered against),
     the derivative of the AUC by the weight of task t is, over the rows of t,
         sum_pos (V - AUC) / n_pos + sum_neg (V - AUC) / n_neg
-    (Obuchowski 1997, Nonparametric analysis of clustered ROC curve data).
-    """
+    (Obuchowski 1997, Nonparametric analysis of clustered ROC curve data)."""
     num_positive = int(np.count_nonzero(positive_N))
     num_negative = positive_N.size - num_positive
     reason = why_unusable(score_N) or why_one_class(num_positive, num_negative)
@@ -56,8 +55,7 @@ def pr_auc_terms(positive_N: Bools, score_N: Floats, code_N: Ints, num_tasks: in
     (scikit-learn's average_precision_score; Davis & Goadrich 2006 on why not by straight lines).
     The derivative by the weight of row j, with n(s) rows and p(s) positives scored s or more, is
         ([j positive] (P(s_j) - AP) + sum_(i positive, s_i <= s_j) ([j positive] / n(s_i)
-         - p(s_i) / n(s_i)^2)) / n_pos
-    """
+         - p(s_i) / n(s_i)^2)) / n_pos"""
     num_positive = int(np.count_nonzero(positive_N))
     reason = why_unusable(score_N) or why_one_class(num_positive, positive_N.size - num_positive)
     if reason:
@@ -86,8 +84,8 @@ def ece_terms(label_N: Floats, probability_N: Floats, code_N: Ints, num_tasks: i
     Bins are open below and closed above (Naeini et al. 2015; Guo et al. 2017, On Calibration of
     Modern Neural Networks, equation 3). Its terms keep the sign of each bin's difference, so the
     interval of two models' difference holds to first order. One of the value would not: what noise
-    does in a bin always adds to it, and of 60 tasks, 400 rows, it held the truth 37 times of 100.
-    """
+    does in a bin always adds to it, and of 60 tasks, 400 rows, it held the truth 37 times of
+    100."""
     reason = why_unusable(probability_N)
     if reason:
         return undefined_terms(num_tasks, reason)

@@ -2,8 +2,7 @@
 
 Rows with equal scores stand in every order with equal chance, and each metric is its expectation
 over these orders (McSherry & Najork 2008, Computing information retrieval performance measures
-efficiently in the presence of tied scores): a constant model earns no luck.
-"""
+efficiently in the presence of tied scores): a constant model earns no luck."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,8 +93,7 @@ def gauc_terms(ranked: RankedRows, threshold: float) -> Terms:
         GAUC = sum_t n_t AUC_t / sum_t n_t     over the tasks that hold both classes
 
     Zhou et al., Deep Interest Network (KDD 2018), section 6.3. The paper is silent on tasks of one
-    class, which have no AUC: they count neither above nor below. NaN when no task holds both.
-    """
+    class, which have no AUC: they count neither above nor below. NaN when no task holds both."""
     positive_N = ranked.label_N >= threshold
     negatives_before = np.concatenate(([0], np.cumsum(~positive_N)))
     # Twice the negatives below each row, of its own task alone; ties count once.
@@ -121,8 +119,7 @@ def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int) -> Terms:
 
     (Jarvelin & Kekalainen 2002.) With a gain of 2^label - 1 (Burges et al. 2005), in use for
     cold-start work too, it is another number: compare only like with like. Tasks without any gain
-    are left out; NaN when none is left or a label is negative.
-    """
+    are left out; NaN when none is left or a label is negative."""
     if ranked.label_N.size and ranked.label_N.min() < 0:
         return undefined_terms(ranked.num_tasks, "labels below 0 have no gain")
     ideal_T = _dcg_T(ideal, k)
@@ -134,8 +131,8 @@ def ndcg_terms(ranked: RankedRows, ideal: RankedRows, k: int) -> Terms:
 def precision_terms(ties: Ties, k: int) -> Terms:
     """Return the share of positive rows among a task's k best, mean over the tasks with one.
 
-    Always over k, also where a task has fewer rows, as trec_eval's P_k: such a task cannot reach 1.
-    """
+    Always over k, also where a task has fewer rows, as trec_eval's P_k: such a task cannot reach
+    1."""
     return ties.none or mean_over_tasks(_positives_found_T(ties, k) / k, ties.positives_T > 0)
 
 
@@ -151,8 +148,7 @@ def hit_terms(ties: Ties, k: int) -> Terms:
     """Return the share of tasks whose k best rows hold a positive one, of the tasks with one.
 
     HR@k, or hit@k: Deshpande & Karypis 2004, Item-based top-N recommendation algorithms, section 5;
-    He et al. 2017, Neural Collaborative Filtering, section 4.1.
-    """
+    He et al. 2017, Neural Collaborative Filtering, section 4.1."""
     if ties.none is not None:
         return ties.none
     size_R, positives_R = ties.size_R, ties.positives_R
@@ -171,8 +167,7 @@ def hit_terms(ties: Ties, k: int) -> Terms:
 def mrr_terms(ties: Ties) -> Terms:
     """Return the mean over tasks of 1 / the rank of the best positive row, over the tasks with one.
 
-    Voorhees 1999, The TREC-8 Question Answering Track Report, section 3.
-    """
+    Voorhees 1999, The TREC-8 Question Answering Track Report, section 3."""
     if ties.none is not None:
         return ties.none
     # A task's last tie with a positive row is its best one; the first of them is the best row.
@@ -199,8 +194,7 @@ def candidate_terms(
     """Return a metric of positive rows, each among sampled candidates, mean over these rows.
 
     `places_N2` counts the candidates above a row and those that tie with it: its rank is each of
-    above + 1 to above + tied + 1 with equal chance. -1: no positive row.
-    """
+    above + 1 to above + tied + 1 with equal chance. -1: no positive row."""
     above_P, tied_P = places_N2[places_N2[:, 0] >= 0].astype(np.int64).T
     if not above_P.size:
         return undefined_terms(num_tasks, "no positive row among candidates")

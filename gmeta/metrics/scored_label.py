@@ -1,7 +1,6 @@
 """The labels that predictions are scored by.
 
-Shape suffixes: N rows, L labels.
-"""
+Shape suffixes: N rows, L labels."""
 
 from typing import Any, NamedTuple
 
@@ -11,8 +10,8 @@ import numpy.typing as npt
 
 class ScoredLabel(NamedTuple):
     """A label that predictions are scored by: one of the dataset's, or one that takes place among
-    another given that one, such as `buy|click`: a conversion rate over the rows that were clicked.
-    """
+    another given that one, such as `buy|click`: a conversion rate over the rows that were
+    clicked."""
 
     name: str  # "" where a dataset's one label has none
     is_judged: bool

@@ -48,8 +48,7 @@ def evaluate_split(
     >>> labels, tasks = np.array([0, 1, 0, 1, 1]), np.array([7, 7, 8, 8, 8])
     >>> scores = np.array([0.1, 0.9, 0.8, 0.3, 0.4])
     >>> evaluate_split(labels, scores, tasks, Scoring("bce"), ["gauc"])["gauc"].value
-    0.4
-    """
+    0.4"""
     terms = split_terms(label, prediction, task, scoring, names, resampled=False)
     return {name: Value(one.value, one.num_tasks, one.reason) for name, one in terms.items()}
 
@@ -69,8 +68,8 @@ def split_terms(
 
     `places_N2` has for each positive row how many sampled candidates score above it and how many
     the same, -1 for other rows: what metrics over candidates are made of. Without `resampled`
-    metrics of somebody's own have their value alone, for a fiftieth of the time: see custom_terms.
-    """
+    metrics of somebody's own have their value alone, for a fiftieth of the time: see
+    custom_terms."""
     label_N, score_N, task_N = _check_arrays(label, prediction, task)
     ids_T = np.unique(task_N) if tasks is None else tasks
     code_N = np.searchsorted(ids_T, task_N)

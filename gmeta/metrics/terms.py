@@ -1,8 +1,7 @@
 """A metric as sums over tasks, which makes resampling tasks cheap
 (gmeta.evaluation.report.intervals).
 
-An undefined value is NaN with its reason, never a number that looks like one.
-"""
+An undefined value is NaN with its reason, never a number that looks like one."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -38,8 +37,7 @@ class Terms:
 
     A task with den_T = 0 does not count (for GAUC, one that holds a single class). For a metric of
     two classes over all rows, `rarer_tasks` tasks hold the rarer class: no more than these tell
-    anything of it. `no_interval` says why the value has none; differences of two have one.
-    """
+    anything of it. `no_interval` says why the value has none; differences of two have one."""
 
     value: float
     num_T: Floats
@@ -80,8 +78,7 @@ def with_influence(value: float, influence_T: Floats, rarer_tasks: int | None = 
     """Return the terms of a metric that is no ratio of sums over tasks, to first order: the value
     and the derivative of it by each task's weight.
 
-    Where all tasks weigh the same it is exact, since the derivatives then add up to 0.
-    """
+    Where all tasks weigh the same it is exact, since the derivatives then add up to 0."""
     num_tasks = influence_T.size
     terms_T = value + num_tasks * influence_T
     return Terms(value, terms_T, np.ones(num_tasks), rarer_tasks=rarer_tasks)

@@ -1,8 +1,7 @@
 """Which validation score is the best so far, and when the scores have stopped getting better.
 
 The judgement is part of a run's progress and lies in every checkpoint, so a resumed run stops where
-it would have stopped.
-"""
+it would have stopped."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,8 +16,8 @@ from gmeta.runs.run_progress import RunProgress
 @final
 @dataclass(frozen=True)
 class EarlyStop:
-    """`metric` decides; `patience` validations in a row without a score that is better by more
-    than `min_delta` end the run (0: never)."""
+    """`metric` decides; `patience` validations in a row without a score that is better by more than
+    `min_delta` end the run (0: never)."""
 
     metric: str
     higher_is_better: bool

@@ -3,8 +3,7 @@
 A batch's loss and the gradient of the rows it fetched are checked on its own rank, before the
 ranks' gradients are averaged; averaged gradients only say that some rank is to blame. The ranks'
 answers travel while the next step computes: the guard waits for nothing and reports one step late,
-but always before a checkpoint.
-"""
+but always before a checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -80,8 +79,7 @@ class StepGuard:
         """Check a step after its backward, and report what was found in the step before.
 
         `rows_sum` is the sum of the gradient of this rank's rows. Raises GMetaError: the step
-        before had a loss or gradient that is no number, on some rank.
-        """
+        before had a loss or gradient that is no number, on some rank."""
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []
         # One check for all: a sum is as finite as its terms.

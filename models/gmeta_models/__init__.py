@@ -1,7 +1,7 @@
 """Recommendation models as plain torch modules: no process groups, no files, no adaptation.
 
-Importing the package alone loads no torch: a config is read, and refused, without waiting for it.
-"""
+Importing the package alone loads no torch: a config is read, and refused, without waiting for
+it."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

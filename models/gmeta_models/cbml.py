@@ -4,8 +4,7 @@ Song et al., "CBML: A Cluster-based Meta-learning Model for Session-based Recomm
 (doi 10.1145/3459637.3482239); its clusters and gate have the form of Yao et al., "Hierarchically
 Structured Meta-learning", arXiv 1905.05301, with one level of clusters.
 
-Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side."""
 
 from collections.abc import Mapping
 
@@ -24,8 +23,7 @@ class ClusterGate(nn.Module):
     r_t = tanh(V m_t)                                    what the task is like
     p_tc = softmax_c(-|r_t - mu_c|^2 / 2)                how much it is of cluster c
     q_t = sum_c p_tc tanh(U_c r_t)                       what its clusters know
-    g_t = 2 sigmoid(W [r_t, q_t])                        near 1 at the start
-    """
+    g_t = 2 sigmoid(W [r_t, q_t])                        near 1 at the start"""
 
     def __init__(
         self, width: int, task_width: int, clusters: int, outputs: Mapping[str, int]
@@ -57,8 +55,7 @@ class CBML(GatedModel):
     its support rows' inputs (features side by side) in place of self-attention over clicked items;
     the gate is a value for each output of a layer (its weights and bias) in place of one for each
     parameter, so that a task's change keeps its low rank, and is scaled to 1 at the start. A task
-    without support rows has the gates of the mean 0.
-    """
+    without support rows has the gates of the mean 0."""
 
     features_from = 0
 

@@ -3,8 +3,7 @@
 Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to
 Rank Systems", WWW 2021 (arXiv 2008.13535), section 3.
 
-Shape suffixes: N rows, L labels, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, L labels, O outputs, X all inputs side by side."""
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from gmeta_models.model_config import InputSizes, ModelConfig
 class CrossLayers(nn.Module):
     """x_(l+1) = x_0 * (W_l x_l + b_l) + x_l, so that layer l adds products of l + 1 features.
 
-    With a `rank` r > 0, W_l = U_l V_l of the shapes [X, r] and [r, X].
-    """
+    With a `rank` r > 0, W_l = U_l V_l of the shapes [X, r] and [r, X]."""
 
     def __init__(self, width: int, layers: int, rank: int) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """The contract of models that end in an MLP over pooled features: what the fused inner loop reads.
 
-Shape suffixes: N rows, K dense columns, X all inputs side by side.
-"""
+Shape suffixes: N rows, K dense columns, X all inputs side by side."""
 
 from __future__ import annotations
 
@@ -22,9 +21,8 @@ class DecisionModel(nn.Module, ABC):
     """A model whose output is its decision layers on something made of pooled features.
 
     It sees the ids of a multi-id feature only as their pooled vector, those of `history` aside, and
-    applies its decision layers, an `mlp`, to a row once; so too an `mlp` over its
-    dense columns, if it has one.
-    """
+    applies its decision layers, an `mlp`, to a row once; so too an `mlp` over its dense columns, if
+    it has one."""
 
     pooling: Pooling
     history: int | None = None  # the multi-id feature that it sees unpooled
@@ -49,8 +47,7 @@ class DecisionModel(nn.Module, ABC):
         """Return what the decision layers see of each row, which depends on that row alone.
 
         In place of its dense columns the row has what the dense layers make of them. The pooled
-        vector of the history is not to be read: it may be anything.
-        """
+        vector of the history is not to be read: it may be anything."""
 
     def through_dense(self, rows: RowFeatures) -> RowFeatures:
         """Return the rows as `decision_inputs_NX` takes them."""

@@ -4,8 +4,7 @@ Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Predic
 (arXiv 1703.04247), section 2.
 
 Shape suffixes: N rows, F single-id or pooled features, K dense columns, D embedding width, O
-outputs.
-"""
+outputs."""
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ class DeepFM(nn.Module):
     factors v, so that both come in one fetch; a field of several ids has their pooled row; a dense
     column has a weight and factors of its own, times its value. The MLP sees the factors of the
     ids, and the dense columns as they are: with their factors it could compute nothing more. With
-    several outputs each has its own last layer of the MLP, and they share the rest.
-    """
+    several outputs each has its own last layer of the MLP, and they share the rest."""
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()
@@ -50,8 +48,7 @@ class DeepFM(nn.Module):
     def pairs_N1(self, factors_NFD: Tensor, dense_NK: Tensor) -> Tensor:
         """Return the sum over all pairs of fields of their factors' dot products: [N, 1].
 
-        That is half of |sum_i v_i x_i|^2 - sum_i |v_i x_i|^2 (Rendle, ICDM 2010, lemma 3.1).
-        """
+        That is half of |sum_i v_i x_i|^2 - sum_i |v_i x_i|^2 (Rendle, ICDM 2010, lemma 3.1)."""
         sum_ND, own_N = factors_NFD.sum(dim=1), factors_NFD.square().sum(dim=(1, 2))
         if self.dense_factors_KJ is not None:
             sum_ND = sum_ND + dense_NK @ self.dense_factors_KJ

@@ -4,8 +4,7 @@ Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018
 section 4.3.
 
 Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
-K dense columns, D embedding width, X all inputs side by side.
-"""
+K dense columns, D embedding width, X all inputs side by side."""
 
 from typing import cast
 
@@ -28,8 +27,7 @@ class DIN(DecisionModel):
     element-wise product (as in the authors' code) in place of the outer product.
 
     `model.history` names the multi-id column; the target is the single-id column that shares its
-    table.
-    """
+    table."""
 
     sees_dense_last = True
 

@@ -1,7 +1,6 @@
 """The contract of models whose initial parameters depend on the task: gates on decision layers.
 
-Shape suffixes: T tasks, O outputs, X all inputs side by side.
-"""
+Shape suffixes: T tasks, O outputs, X all inputs side by side."""
 
 from abc import abstractmethod
 
@@ -15,8 +14,7 @@ class GatedModel(DecisionModel):
     """A model that starts each task from gated parameters: W_t = diag(g_t) W and b_t = g_t b.
 
     The inner loop asks for the gates once a task, applies them, and adapts from there. `forward`
-    alone works on rows whose tasks it does not know, with the ungated parameters.
-    """
+    alone works on rows whose tasks it does not know, with the ungated parameters."""
 
     gate: nn.Module  # what makes the gates: its layers work on tasks, not rows, and never adapt
 
@@ -24,8 +22,7 @@ class GatedModel(DecisionModel):
     def gates_TO(self, mean_TX: Tensor) -> dict[str, Tensor]:
         """Return the gates of each gated decision layer, by its name in this module: [T, O].
 
-        A task is known by the mean of its support rows' decision inputs; 0 if it has none.
-        """
+        A task is known by the mean of its support rows' decision inputs; 0 if it has none."""
 
 
 def row_layers(model: nn.Module) -> dict[str, nn.Linear]:

@@ -3,8 +3,7 @@
 Pan et al., "Warm Up Cold-start Advertisements: Improving CTR Predictions via Learning to Learn ID
 Embeddings", SIGIR 2019 (arXiv 1904.11547), section 3.
 
-Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width.
-"""
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class IdGenerator(nn.Module):
     """phi = s tanh(W u): u are the content's embeddings side by side, those of the model's tables.
 
     As in the paper the last layer has no bias, and tanh bounds what it gives; s, a constant there,
-    is learned here, because tables of any scale must be met.
-    """
+    is learned here, because tables of any scale must be met."""
 
     def __init__(self, columns: ContentColumns, width: int) -> None:
         super().__init__()
@@ -84,8 +82,7 @@ class IdGenerator(nn.Module):
     def forward(self, inputs: RowInputs) -> RowInputs:
         """Return the rows with the generated embedding added to that of the id column.
 
-        The rows of its table hold what inner steps have moved it by: 0 before the first.
-        """
+        The rows of its table hold what inner steps have moved it by: 0 before the first."""
         columns = self.columns
         single_NFD = inputs.single_NFD
         # Column by column: with a list as an index CUDA makes the host wait.

@@ -1,9 +1,8 @@
 """Fresh decision layers whose output is known before they learn anything: a weighted sum of some of
 their inputs, which training then adds to.
 
-Two units of each hidden layer carry the sum and its negative through the ReLUs; the other units
-are as drawn, but count nothing in the output until it learns their weights.
-"""
+Two units of each hidden layer carry the sum and its negative through the ReLUs; the other units are
+as drawn, but count nothing in the output until it learns their weights."""
 
 from collections.abc import Mapping
 

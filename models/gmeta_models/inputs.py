@@ -2,8 +2,7 @@
 them.
 
 Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
-C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side.
-"""
+C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side."""
 
 from __future__ import annotations
 

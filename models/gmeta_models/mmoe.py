@@ -3,8 +3,7 @@
 Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
 KDD 2018 (doi 10.1145/3219819.3220007), section 4.2. What the paper calls a task is an output here.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, O outputs, X all inputs side by side."""
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ class MMoE(TowerModel):
     """Logit (or rating) of every row for each output o: tower_o(sum_e g_oe expert_e(x)).
 
     g_o = softmax(W_o x), without a bias, as in the paper. `model.expert` are the widths of an
-    expert, `model.hidden` those inside a tower. With one output it is a mixture of experts.
-    """
+    expert, `model.hidden` those inside a tower. With one output it is a mixture of experts."""
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()

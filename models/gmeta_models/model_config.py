@@ -86,8 +86,7 @@ class InputSizes:
     outputs a row is to have.
 
     What the sparse ones are called is for models that treat one of them in a way of its own. A
-    model returns [N] if there is one output, else [N, outputs].
-    """
+    model returns [N] if there is one output, else [N, outputs]."""
 
     num_single: int
     num_multi: int

@@ -4,8 +4,7 @@ Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning 
 Personalized Recommendations", RecSys 2020 (doi 10.1145/3383313.3412236), section 4. What the paper
 calls a task is an output here.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, O outputs, X all inputs side by side."""
 
 from typing import cast
 
@@ -22,8 +21,7 @@ class ExtractionLevel(nn.Module):
     """One level: what each output goes on with, and behind them what they share.
 
     An output's gate mixes its own experts and the shared ones, the shared gate the experts of all.
-    A gate reads what its own experts read. The last level has no shared gate: nothing reads it.
-    """
+    A gate reads what its own experts read. The last level has no shared gate: nothing reads it."""
 
     def __init__(self, config: ModelConfig, outputs: int, width: int, is_last: bool) -> None:
         super().__init__()
@@ -60,8 +58,7 @@ class PLE(TowerModel):
 
     `model.levels` levels, each with `model.experts` shared experts and `model.own_experts` of each
     output; `model.expert` are the widths of an expert, `model.hidden` those inside a tower. One
-    level is the paper's CGC.
-    """
+    level is the paper's CGC."""
 
     def __init__(self, config: ModelConfig, sizes: InputSizes) -> None:
         super().__init__()

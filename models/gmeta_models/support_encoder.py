@@ -6,8 +6,7 @@ Row codes, pooled, are a Conditional Neural Process (Garnelo et al., arXiv 1807.
 et al., arXiv 1709.07871), the scale alone is the gate of POSO (Dai et al., arXiv 2108.04690) and
 PEPNet (Chang et al., arXiv 2302.01115).
 
-Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side, J parts of a gate.
-"""
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side, J parts of a gate."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class SupportEncoder(nn.Module):
     e_n x_n is what the gradient of a linear layer would be: a taste for a feature shows in it at
     once. a and b start at 0, A and B small: a new model is nearly the unmodulated one. A task
     without rows has m_t = 0, and so modulations of its own. Shifting the first layer is the same as
-    giving it the task vector as one more input.
-    """
+    giving it the task vector as one more input."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
 Systems", ISIT 2021 (arXiv 1909.11810), section 3: e = P r for a row r, without a bias.
 
-Shape suffixes: U unique ids, D embedding width.
-"""
+Shape suffixes: U unique ids, D embedding width."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -19,8 +18,7 @@ class TableProjections(nn.Module):
     as they are.
 
     `width_of` are the widths of all tables in their order, by names that modules may have. Weights
-    start with the variance 1 / W: projected rows then vary as those of a wide table do.
-    """
+    start with the variance 1 / W: projected rows then vary as those of a wide table do."""
 
     def __init__(self, width_of: Mapping[str, int], dim: int) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
 """What a meta-learning algorithm is: a value of `Algorithm`. Each has a file here and a line in
-registry.py.
-"""
+registry.py."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class InnerLoop(Protocol[Tasks, Adapted]):
 @dataclass(frozen=True)
 class TableSizes:
     """The embedding tables in front of a model: how many, how wide each row is, what they are
-    called, and which columns read them.
-    """
+    called, and which columns read them."""
 
     num_tables: int
     width: int
@@ -52,11 +50,7 @@ class TableSizes:
 
     def adapting_tables(self, config: AlgorithmConfig) -> tuple[int, ...] | None:
         """Return the places of the tables whose rows adapt, ascending; None: of all tables, or of
-        none.
-
-        Raises:
-            ValueError: the config names a table that does not exist.
-        """
+        none. Raises ValueError: the config names a table that does not exist."""
         if isinstance(config.adapt_embeddings, bool):
             return None
         for name in config.adapt_embeddings:

@@ -16,8 +16,7 @@ the embedding; a task without support rows has no first term, and support_prior 
 it shrinks steps.
 
 Every row is given the embedding of its own content: the rows of a task agree, as they describe one
-id, and rows of several ids may be predicted at once.
-"""
+id, and rows of several ids may be predicted at once."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 
 def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
     """Return the sum over the tasks of the cold loss on the support and the warm one on the query:
-    a scalar.
-    """
+    a scalar."""
     share = inner_loop.config.cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     warm = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
@@ -50,11 +48,8 @@ def cold_and_warm_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Si
 
 
 def embedding_alone(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with no layer to adapt, unless it names some.
-
-    Raises:
-        ValueError: it does not name the one table whose embeddings are generated.
-    """
+    """Return the config with no layer to adapt, unless it names some. Raises ValueError: it does
+    not name the one table whose embeddings are generated."""
     tables = config.adapt_embeddings
     if isinstance(tables, bool) or len(tables) != 1:
         config_value = str(tables).lower() if isinstance(tables, bool) else list(tables)
@@ -67,11 +62,8 @@ def embedding_alone(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfi
 
 
 def id_generator(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
-    """Return a generator for the table that the config names.
-
-    Raises:
-        ValueError: the table, or the content, is not of columns that the dataset has.
-    """
+    """Return a generator for the table that the config names. Raises ValueError: the table, or the
+    content, is not of columns that the dataset has."""
     places = tables.adapting_tables(config)
     assert places is not None  # embedding_alone has seen to it
     (place,) = places

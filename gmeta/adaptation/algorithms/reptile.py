@@ -10,8 +10,7 @@ theta, it is the gradient of a sum_j L_support,t(theta_j): that is what is compu
 embedding rows alike. Departures: the data sets keep their split, so theta_t is of the support rows
 alone, and the query rows serve the loss that is shown, to which tasks without them add 0
 (Episodes.num_shown). What does not adapt (adapt_layers, adapt_embeddings, gates) would stand still;
-it takes the gradient of the same sum, the way it would have gone.
-"""
+it takes the gradient of the same sum, the way it would have gone."""
 
 from __future__ import annotations
 
@@ -34,11 +33,8 @@ if TYPE_CHECKING:
 
 def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
     """Return a scalar over the tasks with support rows: its value is the sum of the mean query loss
-    at theta_t, its gradient the sum of theta - theta_t.
-
-    Raises:
-        ConfigError: an algorithm of somebody's own has more than one rate.
-    """
+    at theta_t, its gradient the sum of theta - theta_t. Raises ConfigError: an algorithm of
+    somebody's own has more than one rate."""
     rates = inner_loop.rates
     if not isinstance(rates, FixedRates):
         raise ConfigError(
@@ -62,10 +58,7 @@ def reptile_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -
 
 def one_rate(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
     """Return the config as it stands: theta - theta_t is a gradient only at one rate for all.
-
-    Raises:
-        ValueError: the last bias has a rate of its own.
-    """
+    Raises ValueError: the last bias has a rate of its own."""
     if config.bias_rate != 1.0:
         raise ValueError(
             f'algorithm.bias_rate = {config.bias_rate} with algorithm.name = "reptile": Reptile '

@@ -8,8 +8,7 @@ c is 1, for the bias, and more where x is not all of a row's inputs (rows/common
 above are mlp.py's. So a step of the MovieLens example, with three inner steps, takes five eighths
 of the time.
 
-Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def compute_first_outputs(
     """Return what the layer makes of support and of query rows.
 
     `inputs` are those of both sides, the support's first; in first order those of the query rows,
-    and the support's are `constant_SI`. Only `several_steps` ask for the support's own overlaps.
-    """
+    and the support's are `constant_SI`. Only `several_steps` ask for the support's own overlaps."""
     support, query = tasks.support, tasks.query
     alone = layer.in_common_T is None  # the rows of a task share no inputs
     tensors = layer.weight_OI, layer.bias if alone else None, support.rectangles
@@ -118,9 +116,8 @@ def _apply_task_terms(layer: FirstLayer, outputs_NO: Tensor, task_N: Tensor) -> 
 
 class _FirstProducts(torch.autograd.Function):
     """x W + b, and x A^T (+ 1 with a bias) of the query rows, then (`own`) of the support rows,
-    rectangle by rectangle: one operation, as autograd would add up the inputs' gradients in as
-    many passes over them as there are products.
-    """
+    rectangle by rectangle: one operation, as autograd would add up the inputs' gradients in as many
+    passes over them as there are products."""
 
     @staticmethod
     def forward(

@@ -4,8 +4,7 @@ derivative of each other product is the method below it. Products are added up i
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
-Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Matrix(NamedTuple):
 class FastWeightUpdate(NamedTuple):
     """The change of a layer by the inner steps so far, each rectangle of tasks in its own form.
 
-    `flat`, factors first, is the order of the tensors for autograd, and of their gradients.
-    """
+    `flat`, factors first, is the order of the tensors for autograd, and of their gradients."""
 
     low_rank: tuple[int, ...]  # rectangles that keep the factors of every step
     materialised: tuple[int, ...]  # rectangles that keep a matrix

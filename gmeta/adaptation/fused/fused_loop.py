@@ -7,8 +7,7 @@ layers see, their first layer's products are taken once (still_inputs.py); where
 adapt, or layers over the dense columns, every step sees new inputs.
 
 Shape suffixes: T tasks, N rows, S support rows, K dense columns, L labels, D embedding width, P
-task-row pairs, I inputs, O outputs, X all inputs side by side.
-"""
+task-row pairs, I inputs, O outputs, X all inputs side by side."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ Adapted = TypeVar("Adapted")
 class FusedLoop(ABC, Generic[Adapted]):
     """k SGD steps on every task's support set and the query loss after them; owns no parameters.
 
-    One of two kinds serves a plan, by `plan.moves_inputs`.
-    """
+    One of two kinds serves a plan, by `plan.moves_inputs`."""
 
     moves_inputs: ClassVar[bool]
 
@@ -72,8 +70,7 @@ class FusedLoop(ABC, Generic[Adapted]):
         """Return the model before the first step, at the meta-parameters.
 
         With `second_order` it is differentiable through the inner gradients, else they are
-        constants.
-        """
+        constants."""
 
     @abstractmethod
     def step(self, adapted: Adapted, second_order: bool) -> Adapted:
@@ -175,8 +172,7 @@ class MovingLoop(FusedLoop[MovingInputModel]):
 
     def step(self, adapted: MovingInputModel, second_order: bool) -> MovingInputModel:
         """Return w - a g, for the weights w of each task and the gradients g of its support loss:
-        of embedding rows as it stands, of layers as factors of a g (mlp.py).
-        """
+        of embedding rows as it stands, of layers as factors of a g (mlp.py)."""
         w_PD, a, tasks = adapted.rows_PD, adapted.rate, adapted.tasks
         decision, dense, adapts_rows = adapted.decision, adapted.dense, self._plan.adapts_rows
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
@@ -287,8 +283,7 @@ class StillLoop(FusedLoop[ConstantInputMlp]):
 
     def step(self, adapted: ConstantInputMlp, second_order: bool) -> ConstantInputMlp:
         """Return w - a g, for the layers' weights w of each task and the gradients g of its support
-        loss, as factors of a g (mlp.py); those of the first layer are added up.
-        """
+        loss, as factors of a g (mlp.py); those of the first layer are added up."""
         upper, moved_SO = adapted.upper, adapted.scaled_grads_SO
         with torch.set_grad_enabled(second_order):
             first_SO = adapted.support.after_steps_NO(moved_SO)
@@ -386,8 +381,7 @@ def _row_loss(
 
 def _in_autocast(rows_NI: Tensor) -> Tensor:
     """Return the rows in autocast's precision where that is on: operations with written-out
-    derivatives are closed to autocast.
-    """
+    derivatives are closed to autocast."""
     return rows_NI.to(_precision(rows_NI))
 
 

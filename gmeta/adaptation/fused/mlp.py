@@ -12,14 +12,12 @@ the activations, and back for the gradients d_l at the outputs,
 
     d_{l-1} = [h_{l-1} > 0] * ((g_l * d_l) W_l^T - sum_j (d_l (a G_jl)^T) A_jl),   d_0 without [...]
 
-autograd would find the same derivatives in five times as many operations, most of which allocate.
-A gradient that autograd hands to a `backward` here was made for it alone, except for those at z_L
-and d_0: whatever is added to the others is added in place. Tests hold all this to the equations as
-they stand, differentiated by autograd (tests/adaptation/fused/plain_mlp.py), and to the general
-loop.
+autograd would find the same derivatives in five times as many operations, most of which allocate. A
+gradient that autograd hands to a `backward` here was made for it alone, except for those at z_L and
+d_0: whatever is added to the others is added in place. Tests hold all this to the equations as they
+stand, differentiated by autograd (tests/adaptation/fused/plain_mlp.py), and to the general loop.
 
-Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs.
-"""
+Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ _relu_backward = torch.ops.aten.threshold_backward.grad_input
 @dataclass(frozen=True)
 class AdaptedMlp:
     """Linear layers with ReLU between them, and how far the inner steps so far have moved each: one
-    operation a pass. Takes one rate for a layer or for each of its outputs.
-    """
+    operation a pass. Takes one rate for a layer or for each of its outputs."""
 
     weights_OI: tuple[Tensor, ...]
     biases_O: tuple[Tensor, ...]
@@ -70,8 +67,7 @@ class AdaptedMlp:
     ) -> tuple[Tensor, ...]:
         """Return d_lowest, ..., d_L of the support rows, from d_L and h_1, ..., h_{L-1}.
 
-        d_0 is the gradient at the inputs.
-        """
+        d_0 is the gradient at the inputs."""
         if lowest == len(self.weights_OI):
             return (last_SO,)
         layers = self._layers(self.support)
@@ -84,8 +80,7 @@ class AdaptedMlp:
         self, inputs_SI: Tensor, loss: RowLoss, lowest: int
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the activations h_0, ..., h_{L-1} of the support rows and the gradients d_lowest,
-        ..., d_L of their loss.
-        """
+        ..., d_L of their loss."""
         *activations, last_SO = self.forward(inputs_SI, self.support)
         grads = self.gradients(loss.grad_NO(last_SO), activations[1:], lowest)
         return tuple(activations), grads
@@ -95,8 +90,8 @@ class AdaptedMlp:
     ) -> Self:
         """Return the MLP after one inner step, from what `step_gradients` returned.
 
-        `grads` may begin at any layer below the lowest that adapts; `rates` has one for each layer.
-        """
+        `grads` may begin at any layer below the lowest that adapts; `rates` has one for each
+        layer."""
         mlp, count = self, len(self.weights_OI)
         for at, paths in enumerate(self.paths):
             if paths:

@@ -13,8 +13,7 @@ in any order of differentiation. This way recommendation models save most of the
 requests share a user (RecD, Zhao et al., arXiv 2211.05239); episodes always do.
 
 Shape suffixes: T tasks, D embedding width, P task-row pairs, I inputs, O outputs, X all inputs side
-by side.
-"""
+by side."""
 
 from dataclasses import dataclass
 from functools import cache

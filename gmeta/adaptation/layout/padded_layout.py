@@ -3,8 +3,7 @@
 Padding is built in when the batch is arranged, so that products inside each task need no copies.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, K dense
-columns, D embedding width, P task-row pairs, X all inputs side by side.
-"""
+columns, D embedding width, P task-row pairs, X all inputs side by side."""
 
 from __future__ import annotations
 

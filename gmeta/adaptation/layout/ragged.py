@@ -1,8 +1,7 @@
 """Ragged rows of many tasks as padded [T, rows, ...] blocks and back, for products inside each
 task.
 
-Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side.
-"""
+Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +75,5 @@ class RowLayout:
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:
         """Return 1 / (rows of the task): a weighted sum is then the sum of the tasks' means.
 
-        With a `prior` the mean is shrunken, as if `prior` more rows had the value 0.
-        """
+        With a `prior` the mean is shrunken, as if `prior` more rows had the value 0."""
         return self.spread(1.0 / (self.lengths_T.to(dtype) + prior))

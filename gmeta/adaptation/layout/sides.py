@@ -1,8 +1,7 @@
 """The support rows, or the query rows, of all tasks of a batch: which rows of one block they read.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, D embedding width, P task-row pairs.
-"""
+columns, D embedding width, P task-row pairs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,8 +17,7 @@ from gmeta_models.inputs import RowInputs
 class WorkingRows:
     """The embedding rows that the sides index, and the rate at which they adapt.
 
-    Where embeddings adapt, every (task, id) has a row of its own.
-    """
+    Where embeddings adapt, every (task, id) has a row of its own."""
 
     values_PD: Tensor
     rate: float | Tensor  # broadcasts against values_PD

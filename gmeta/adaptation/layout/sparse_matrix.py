@@ -7,8 +7,7 @@ batch is arranged, unless nobody differentiates: in first order that is the supp
 models. The rows chosen from are task-row pairs, or any others. A GPU adds in parallel what the rows
 of popular ids would sum one after the other, so there nothing is sorted.
 
-Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs.
-"""
+Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

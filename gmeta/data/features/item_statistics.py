@@ -6,18 +6,17 @@ With S the sum of n labels, a the shrinkage, mu and sigma mean and deviation of 
     mean    (S - n mu) / sigma / (n + a)          number    log(1 + n) / log(1 + 100)
 
 or, with item_features.log_odds, logit((S + a mu) / (n + a)) - logit(mu) for the mean: so all are 0
-of a value that training rows never had, and of ids outside the vocabulary. A row of a
-multi-id column gets the means over its known ids.
+of a value that training rows never had, and of ids outside the vocabulary. A row of a multi-id
+column gets the means over its known ids.
 
 A row that the model trains on is told what the tasks of the other folds say, mu and sigma included;
 so is every other row of its task, as if nobody had seen the task. To leave out the row alone would
 give its label away: among the rows of one item, those with a label of 1 would all have a smaller
-mean than those with a label of 0. Rows that are predicted are told what all training rows say.
-The 2 of a suffix: mean and number.
+mean than those with a label of 0. Rows that are predicted are told what all training rows say. The
+2 of a suffix: mean and number.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, V values, K dense columns, U unique ids, R rows of tables.
-"""
+features, V values, K dense columns, U unique ids, R rows of tables."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class ItemStatistics(nn.Module):
 
     What all training rows say lies in buffers: checkpoints and exports keep it with the model. What
     the folds say is needed to train alone, and made anew from the dataset. Raises ValueError: a
-    pattern of `columns` matches no sparse column, or a table is too large.
-    """
+    pattern of `columns` matches no sparse column, or a table is too large."""
 
     def __init__(self, config: ItemFeaturesConfig, features: Features) -> None:
         super().__init__()

@@ -22,8 +22,7 @@ A multi-id column counts a support row once for each id that it shares with the 
 vocabulary are no values: nobody shares them.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, U unique ids, P task-row pairs.
-"""
+dense columns, U unique ids, P task-row pairs."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class SupportStatistics:
 
     All are differences in units of the prior's deviation: the task's mean from the prior's, its
     spread from the prior's, the mean of a shared value from the task's. So each is 0 where nothing
-    is known.
-    """
+    is known."""
 
     of_task: bool
     single_columns: tuple[int, ...]  # places among the single-id features

@@ -1,7 +1,6 @@
 """How a checkpoint of a sharded run is loaded, and what one holds.
 
-Any world size reads what any other wrote.
-"""
+Any world size reads what any other wrote."""
 
 from pathlib import Path
 from typing import Any
@@ -114,8 +113,7 @@ def _initialise_optimizer_state(optimizer: CombinedOptimizer) -> None:
     """Make the layers' optimizer hold all the state it will have, so that a checkpoint can fill it.
 
     torch's optimizers create state at their first step: this takes one with zero gradients. It may
-    move the layers (weight decay), so load them afterwards.
-    """
+    move the layers (weight decay), so load them afterwards."""
     for _, part in optimizer.optimizers:
         if isinstance(part, KeyedOptimizerWrapper):
             part.init_state()

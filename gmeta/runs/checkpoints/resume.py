@@ -1,6 +1,5 @@
 """Whether a run can go on from a checkpoint with the config and the data that it is given now, and
-what a new run begins with.
-"""
+what a new run begins with."""
 
 from pathlib import Path
 
@@ -104,8 +103,8 @@ def _check_scores(
 
 
 def _find_positive_threshold(config: TrainConfig) -> float | None:
-    """Return from which label on the metric that decides counts rows as positive; None: it asks
-    for no such label."""
+    """Return from which label on the metric that decides counts rows as positive; None: it asks for
+    no such label."""
     name, label = label_of(make_early_stop(config).metric)
     return make_scoring(config, label).threshold_of(name)
 

@@ -1,6 +1,5 @@
 """What the data decides of a config, settled before a run begins: the increment of a stream, what
-its model's inputs are measured by, and which of several labels headline metrics are of.
-"""
+its model's inputs are measured by, and which of several labels headline metrics are of."""
 
 from dataclasses import replace
 
@@ -20,8 +19,7 @@ def settled(config: TrainConfig) -> TrainConfig:
     judged, if none is named. An increment is not validated on splits in which it has no task.
 
     Raises:
-        ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
-    """
+        ConfigError, UserError, FormatError: the stream has no such increment, or is damaged."""
     config, dataset = with_names(config)
     config, inputs = _validated(config, dataset), config.support_features
     if not inputs.is_used or inputs.label_prior:
@@ -38,8 +36,7 @@ def settled(config: TrainConfig) -> TrainConfig:
 
 def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """Return the config as rank 0 settles it, for an increment may land in between: see settled.
-    Where the data is stays each machine's own. Collective.
-    """
+    Where the data is stays each machine's own. Collective."""
     found = [config]
     run_on_first(lambda: found.append(settled(config)), ranks)
     first = found[-1]

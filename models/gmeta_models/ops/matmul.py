@@ -6,8 +6,7 @@ generates code for every number of rows that it has not seen, 0.8 ms each, and r
 new ones with every step. So most rows go through oneDNN in a piece of one of few sizes, the rest
 through MKL.
 
-Shape suffixes: N rows, I inputs, O outputs.
-"""
+Shape suffixes: N rows, I inputs, O outputs."""
 
 import torch
 import torch.nn.functional as F

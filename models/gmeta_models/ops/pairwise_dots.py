@@ -7,8 +7,7 @@ of the vectors V is G V: a gather and one product. A gradient U of G V gives G U
 its transpose at the pairs to g, which again have such derivatives. So a MAML step of DLRM takes
 four fifths of the time with 26 features, nine tenths with the demo's.
 
-Shape suffixes: N rows, F single-id or pooled features, D embedding width.
-"""
+Shape suffixes: N rows, F single-id or pooled features, D embedding width."""
 
 from typing import Any
 
