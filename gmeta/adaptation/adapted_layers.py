@@ -47,15 +47,15 @@ class Tape:
         ConfigError: it is called in a way in which no layer can adapt."""
         if len(args) != 1:
             raise _uncalled_layer_error(name)
-        (record_rows,) = args
-        if record_rows.shape[0] != self.layout.num_rows:
+        (rows,) = args
+        if rows.shape[0] != self.layout.num_rows:
             raise ConfigError(
-                f"layer {name!r} works on {record_rows.shape[0]} rows, the tasks have "
+                f"layer {name!r} works on {rows.shape[0]} rows, the tasks have "
                 f"{self.layout.num_rows}: only layers applied row by row can adapt. Leave it out "
                 "of algorithm.adapt_layers"
             )
         self.called.add(name)
-        return record_rows
+        return rows
 
 
 class AdaptedLayers:

@@ -33,7 +33,7 @@ class Beginning:
     how: Literal["fresh", "resumed", "weights", "continued"]
     checkpoint: Path | None
     lineage: Lineage
-    read_reset_rows: dict[str, Int64]
+    reset_rows: dict[str, Int64]
 
     @property
     def told(self) -> list[str]:
@@ -43,7 +43,7 @@ class Beginning:
         if self.how == "resumed":
             return [f"goes on from {self.checkpoint}"]
         if self.how == "continued":
-            num_reset = sum(rows.size for rows in self.read_reset_rows.values())
+            num_reset = sum(rows.size for rows in self.reset_rows.values())
             reset = f"; {num_reset:,} reused rows begin anew" if num_reset else ""
             before, own = (one.increment for one in self.lineage[-2:])
             numbers = ", ".join(map(str, range(before + 1, own)))
@@ -63,7 +63,7 @@ class Beginning:
         Raises:
             GMetaError: the checkpoint is damaged; on every rank alike.
             UserError: it is of another model."""
-        optimizer.count_earlier_steps = count_earlier_steps(self.lineage)
+        optimizer.steps_before = count_earlier_steps(self.lineage)
         if self.checkpoint is None:
             return RunProgress()
         if self.how == "resumed":
@@ -71,7 +71,7 @@ class Beginning:
         if self.how == "weights":
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:
-            rows = self.read_reset_rows
+            rows = self.reset_rows
             load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
         return RunProgress()
 
