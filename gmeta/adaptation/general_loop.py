@@ -111,10 +111,7 @@ class GeneralLoop:
         )
 
     def restore_adapted(
-        self,
-        changes: Mapping[str, PlainUpdate],
-        gates_TJO: Mapping[str, Tensor],
-        rows_PD: Tensor,
+        self, changes: Mapping[str, PlainUpdate], gates_TJO: Mapping[str, Tensor], rows_PD: Tensor
     ) -> AdaptedModel:
         """Return tasks that adapted earlier, from the changes and gates of their layers."""
         layers = row_layers(self._model)

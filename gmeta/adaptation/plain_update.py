@@ -84,11 +84,7 @@ PlainUpdate = LowRankUpdate | MaterialisedUpdate
 
 
 def step_update(
-    path: Path,
-    activations_TSI: Tensor,
-    grads_TSO: Tensor,
-    rate: LayerRate,
-    bias_rate: float = 1.0,
+    path: Path, activations_TSI: Tensor, grads_TSO: Tensor, rate: LayerRate, bias_rate: float = 1.0
 ) -> PlainUpdate:
     """Return the change of one inner step: W_t -= a A_t^T G_t and b_t -= c a sum_s G_ts.
 

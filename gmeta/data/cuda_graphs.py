@@ -49,10 +49,7 @@ class CudaCapture:
         """Return the graph's replay and its results, which hold nothing before the first."""
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls: others pin memory, or ask NCCL's events, meanwhile.
-        with (
-            _gc_off(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
+        with _gc_off(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = work()
         self._pool = graph.pool()
         return graph.replay, results
@@ -89,10 +86,7 @@ class LossGraphs:
     """The graphs of a learner, whose `loss_sum` takes rows and padded episodes on its device."""
 
     def __init__(
-        self,
-        learner: nn.Module,
-        loss_sum: Callable[[Tensor, Episodes], Tensor],
-        capture: Capture,
+        self, learner: nn.Module, loss_sum: Callable[[Tensor, Episodes], Tensor], capture: Capture
     ) -> None:
         self._module = _LossSum(learner, loss_sum)
         self._capture = capture
@@ -151,12 +145,7 @@ class _LossGraph:
     """Loss and gradients of the batches of one shape."""
 
     def __init__(
-        self,
-        module: _LossSum,
-        rows_UD: Tensor,
-        block: Tensor,
-        episodes: Episodes,
-        capture: Capture,
+        self, module: _LossSum, rows_UD: Tensor, block: Tensor, episodes: Episodes, capture: Capture
     ) -> None:
         """Capture the loss of episodes whose inputs stand in `block`."""
         self.layers = [layer for layer in module.parameters() if layer.requires_grad]

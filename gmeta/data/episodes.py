@@ -298,12 +298,7 @@ def _support_rows_N(batch: TaskBatch) -> Tensor:
 
 
 def _make_side(
-    batch: TaskBatch,
-    mask_N: Tensor,
-    lengths_T: Tensor,
-    num_rows: int,
-    constant: bool,
-    device: str,
+    batch: TaskBatch, mask_N: Tensor, lengths_T: Tensor, num_rows: int, constant: bool, device: str
 ) -> Side:
     index = mask_N.nonzero().squeeze(1)
     lengths_NM = batch.multi_lengths_NM.index_select(0, index)

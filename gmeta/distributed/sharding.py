@@ -61,10 +61,7 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
 
 
 def shard_learner(
-    learner: "MetaLearner",
-    features: Features,
-    config: TrainConfig,
-    ranks: Ranks,
+    learner: "MetaLearner", features: Features, config: TrainConfig, ranks: Ranks
 ) -> DistributedLearner:
     """Spread the tables over the ranks by the config's plan, with their optimizer fused into
     backward, and replicate the layers.
@@ -151,11 +148,8 @@ def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Ten
 
 def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:
     """Return a sharder with TorchRec's codecs, which its own exchange uses."""
-    precision = {
-        "float32": CommType.FP32,
-        "bfloat16": CommType.BF16,
-        "float16": CommType.FP16,
-    }[wire_dtype]
+    types = {"float32": CommType.FP32, "bfloat16": CommType.BF16, "float16": CommType.FP16}
+    precision = types[wire_dtype]
     codecs = QCommsConfig(forward_precision=precision, backward_precision=precision)
     registry = get_qcomm_codecs_registry(codecs, device=device)
     return EmbeddingCollectionSharder(qcomm_codecs_registry=registry)

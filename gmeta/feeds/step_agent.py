@@ -111,11 +111,7 @@ class StaticStepAgent(StepAgent):
 
 
 def open_agent(
-    config: TrainConfig,
-    feed: BatchSource,
-    sharded: DistributedLearner,
-    ranks: Ranks,
-    stop: Stop,
+    config: TrainConfig, feed: BatchSource, sharded: DistributedLearner, ranks: Ranks, stop: Stop
 ) -> StepAgent:
     """Return an agent that watches where ranks lease shards, and may therefore take unequal shares
     of a step."""

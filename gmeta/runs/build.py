@@ -14,12 +14,7 @@ from torch import nn
 from gmeta.adaptation.algorithms.algorithm import TableSizes
 from gmeta.adaptation.algorithms.registry import NAMED_ALGORITHMS
 from gmeta.config.algorithm import PLAIN, AlgorithmConfig
-from gmeta.config.inputs import (
-    NO_PRIOR,
-    ItemFeaturesConfig,
-    LabelPrior,
-    SupportFeaturesConfig,
-)
+from gmeta.config.inputs import NO_PRIOR, ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
 from gmeta.config.labels import LabelsConfig
 from gmeta.config.sharding import check_sharding
 from gmeta.config.table_names import module_name
@@ -315,10 +310,7 @@ def build_learner(
 
 
 def _start_as_bias_model(
-    model: nn.Module,
-    num_dense: int,
-    loss: str,
-    statistics: SupportStatistics,
+    model: nn.Module, num_dense: int, loss: str, statistics: SupportStatistics
 ) -> None:
     """Let a fresh model's output be mean + item + task: support_features.bias_start. Raise
     ValueError where the inputs that say so are not there, or the model does not take them."""

@@ -56,11 +56,7 @@ class StepGuard:
     the run is saved to `folder`."""
 
     def __init__(
-        self,
-        folder: Path,
-        layers: Iterable[nn.Parameter],
-        ranks: Ranks,
-        ending: Callable[[], None],
+        self, folder: Path, layers: Iterable[nn.Parameter], ranks: Ranks, ending: Callable[[], None]
     ) -> None:
         """Watch the gradients of `layers`; `ending` is called on every rank before the run ends."""
         self._folder = folder
@@ -70,11 +66,7 @@ class StepGuard:
         self._watched: _PendingStep | None = None
 
     def watch(
-        self,
-        before: RunProgress,
-        episodes: Episodes | MicroBatches,
-        loss: Tensor,
-        rows_sum: Tensor,
+        self, before: RunProgress, episodes: Episodes | MicroBatches, loss: Tensor, rows_sum: Tensor
     ) -> None:
         """Check a step after its backward, and report what was found in the step before.
 
@@ -86,11 +78,7 @@ class StepGuard:
         total = torch.stack([loss.detach(), rows_sum, *norms]).sum()
         bad = ~total.isfinite()
         now = _PendingStep(
-            before,
-            episodes,
-            loss.detach(),
-            rows_sum,
-            start_any_rank(bad, self._ranks),
+            before, episodes, loss.detach(), rows_sum, start_any_rank(bad, self._ranks)
         )
         self.check()
         self._watched = now

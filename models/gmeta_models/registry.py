@@ -44,11 +44,7 @@ _WORDING = Wording(
 
 
 NAMED_MODELS = Registry(
-    "model.name",
-    "gmeta.models",
-    MODELS,
-    "a subclass of torch.nn.Module",
-    is_subclass_of(nn.Module),
+    "model.name", "gmeta.models", MODELS, "a subclass of torch.nn.Module", is_subclass_of(nn.Module)
 )
 
 

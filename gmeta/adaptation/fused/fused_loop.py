@@ -50,11 +50,7 @@ class FusedLoop(ABC, Generic[Adapted]):
     moves_inputs: ClassVar[bool]
 
     def __init__(
-        self,
-        model: DecisionModel,
-        plan: AdaptationPlan,
-        objectives: Objectives,
-        rates: InnerRates,
+        self, model: DecisionModel, plan: AdaptationPlan, objectives: Objectives, rates: InnerRates
     ) -> None:
         self.config = plan.config
         self._model = model

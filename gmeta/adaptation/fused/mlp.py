@@ -226,12 +226,7 @@ class _Forward(torch.autograd.Function):
                 if at or wants_inputs:
                     below = _add_product(below, shared, layers.weights_OI[at])
                 found.updates[at] = layers.updates[at].subtract_backward(
-                    saved[at],
-                    grad,
-                    passed[at],
-                    below,
-                    layers.sides,
-                    wants_moved,
+                    saved[at], grad, passed[at], below, layers.sides, wants_moved
                 )
             if at:
                 grad = (

@@ -121,9 +121,7 @@ class _WireFetch(RowFetch):
         for counts_Y, received in zip(self._counts_WY[:-1], self._swap.parts(), strict=True):
             counts_Y[:] = received.numpy()
         self._swap = self._exchange.ranks.transport.swap(
-            self._remote_ids,
-            self._known.ids_W[:-1],
-            self._counts_WY[:-1].sum(axis=1).tolist(),
+            self._remote_ids, self._known.ids_W[:-1], self._counts_WY[:-1].sum(axis=1).tolist()
         )
 
     def look_up(self) -> None:
