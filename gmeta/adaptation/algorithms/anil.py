@@ -18,8 +18,7 @@ from gmeta_models.gated import head_layers
 
 
 def head_only(model: nn.Module, config: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the config with the head as all that adapts, whatever it says of embeddings. Raises
-    ValueError: the config names layers to adapt itself."""
+    """Return the config with the head alone to adapt. Raises ValueError: it names other layers."""
     heads = tuple(head_layers(model))
     if config.adapt_layers not in (heads, AlgorithmConfig.adapt_layers):
         raise ValueError(

@@ -3,11 +3,9 @@
     theta_t = k steps of  theta <- theta - a grad L_support,t(theta)   from theta,
     min over theta of  mean_t L_query,t(theta_t)
 
-with k = inner_steps and a = inner_lr.
-
-Finn et al., "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks", arXiv 1703.03400.
-Departs from the paper in nothing; adapt_layers and adapt_embeddings can leave parameters out of the
-inner steps, which are then meta-parameters only."""
+with k = inner_steps and a = inner_lr. Finn et al., "Model-Agnostic Meta-Learning for Fast
+Adaptation of Deep Networks", arXiv 1703.03400. No departures; parameters that adapt_layers and
+adapt_embeddings leave out are meta-parameters only."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QueryLoss:
-    """The outer loss of MAML and its family: the query loss at what the inner steps make of theta.
-
-    Without `second_order` the inner gradients are constants (fomaml.py)."""
+    """The outer loss of MAML and its family: the query loss after the inner steps. Without
+    `second_order` the inner gradients are constants (fomaml.py)."""
 
     second_order: bool
 

@@ -51,8 +51,7 @@ class LayerRates(nn.Module):
 
 
 class LearnedRates(nn.Module):
-    """Inner rates that are parameters; a module, so that the dense optimizer and checkpoints take
-    them."""
+    """Inner rates that are parameters: a module, for the dense optimizer and checkpoints."""
 
     _place_B: Tensor
 
