@@ -1,5 +1,4 @@
-"""Sums that the learner's statistics and the trees' are both made of: over training rows fold by
-fold, and over the support rows of a task that share a value with a row.
+"""Sums that both the learner's statistics and the boosted trees are made of.
 
 Shape suffixes: N rows, V values."""
 
@@ -14,7 +13,7 @@ NUM_FOLDS = 5
 
 
 def add_to_folds(sums_by_fold: Floats, fold_V: Int64, id_V: Int64, label_V: Floats) -> None:
-    """Add labels, each in its fold, to the sums of the ids that they stand beside."""
+    """Add labels, each in its fold, to the number and sum of labels of each id."""
     # Only the values that occur: a table may have far more rows than a batch.
     distinct, index_V = np.unique(fold_V * sums_by_fold.shape[1] + id_V, return_inverse=True)
     flat = sums_by_fold.reshape(-1, 2)
@@ -23,8 +22,8 @@ def add_to_folds(sums_by_fold: Floats, fold_V: Int64, id_V: Int64, label_V: Floa
 
 
 def sum_of_sharing(value_N: Floats, row_V: Int64, pair_V: Int64, num_pairs: int) -> Floats:
-    """Return the sum over the other rows that share a row's (task, id) pairs, a row once for each
-    id; rows that count for nobody, as query rows, hold 0."""
+    """Return the sum over the other rows that share a row's (task, id) pairs, once for each id."""
+    # Rows that must not count, such as query rows, hold 0.
     value_V = value_N[row_V]
     others_V = np.bincount(pair_V, value_V, num_pairs)[pair_V] - value_V
     return np.bincount(row_V, others_V, len(value_N)).astype(np.float64)
