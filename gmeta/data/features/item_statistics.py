@@ -142,6 +142,7 @@ class ItemStatistics(nn.Module):
     def features_of_ids(self, ids_NF: Tensor, ids_NMH: Tensor, lengths_NM: Tensor) -> Tensor:
         """Return the statistics of rows to predict [N, width]; their lists are padded alike."""
         found = []
+        # In tensors alone, as an exported program needs it.
         for index, column in enumerate(self._columns):
             values_R2 = self.get_buffer(_buffer(index))
             if not column.is_multi:
