@@ -256,7 +256,7 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
         held.append((type(change).__name__, grads_TSO.shape[-1]))
         return change
 
-    monkeypatch.setattr("gmeta.adaptation.adapted_layers.one_step", noted)
+    monkeypatch.setattr("gmeta.adaptation.adapted_layers.step_update", noted)
     monkeypatch.setattr(AdaptationPlan, "route", lambda *_: "general")
     config = ModelConfig(name="dlrm", embedding_dim=4, hidden=(5, 3))
     paths = ("*=low_rank", "top.2=materialised")

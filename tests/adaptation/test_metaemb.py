@@ -165,7 +165,7 @@ def test_loss_and_gradients_are_those_of_the_paper(
     expected = torch.stack(terms).mean()
     theirs = torch.autograd.grad(expected, wanted, allow_unused=True)
     batch = reference.batch_of(tasks, FEATURES)
-    actual = learner(fetched(batch, tables), learner.arrange(batch), weight=1 / len(tasks))
+    actual = learner(fetched(batch, tables), learner.collate(batch), weight=1 / len(tasks))
     ours = torch.autograd.grad(actual, wanted, allow_unused=True)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
     for parameter, mine, other in zip(wanted, ours, theirs, strict=True):
@@ -188,7 +188,7 @@ def test_a_frozen_base_learns_nothing_and_the_generator_the_same() -> None:
     grads = []
     for train_base in (True, False):
         learner, tables = drawn(replace(PAPER, train_base=train_base))
-        learner(fetched(batch, tables), learner.arrange(batch), weight=0.5).backward()
+        learner(fetched(batch, tables), learner.collate(batch), weight=0.5).backward()
         generator = learner.generator
         grads.append([parameter.grad for parameter in generator.parameters()])
         reached = [p for p in learner.model.parameters() if p.grad is not None and p.grad.any()]
@@ -205,7 +205,7 @@ def test_predictions_are_those_of_the_generated_and_of_the_warmed_up_embedding()
     learner, tables = drawn(config)
     tasks = item_tasks([(3, 2), (0, 2), (4, 2)])
     batch = reference.batch_of(tasks, FEATURES)
-    shown = learner.predict(fetched(batch, tables), learner.arrange_to_predict(batch))
+    shown = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
     for index, task in enumerate(tasks):
         before, after, _, _ = slow(learner, tables, task, config, "bce")
         torch.testing.assert_close(shown.before_N.split(2)[index], before.detach())
@@ -221,7 +221,7 @@ def test_the_row_in_the_table_says_nothing_and_the_content_does() -> None:
     shown = []
     for each in (task, other, older):
         batch = reference.batch_of([each], FEATURES)
-        prediction = learner.predict(fetched(batch, tables), learner.arrange_to_predict(batch))
+        prediction = learner.predict(fetched(batch, tables), learner.collate_to_predict(batch))
         shown.append(prediction.before_N)
     assert torch.equal(shown[0], shown[1])
     assert not torch.allclose(shown[0], shown[2])

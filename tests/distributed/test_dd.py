@@ -65,8 +65,8 @@ def train_on_rank(ranks: Ranks, config: TrainConfig) -> dict[str, Any]:
         clock = agent._clock = ScriptedClock(TASK_S[ranks.rank])  # type: ignore[assignment]
         for epoch in range(1000):
             for episodes, totals in iterate_steps(
-                agent.collate_batches(feed.batches(epoch, 0), learner.arrange),
-                learner.arrange(batch_without_tasks(dataset.features)),
+                agent.collate_batches(feed.batches(epoch, 0), learner.collate),
+                learner.collate(batch_without_tasks(dataset.features)),
                 ranks,
                 sharded=sharded,
                 adopt_new_plan=agent.adopt_new_plan,
@@ -106,7 +106,7 @@ def gradient_of_one_rank(data: Path, tasks: set[int], tables: dict[str, Any]) ->
     ids = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
     names = [table.name for table in dataset.features.tables]
     rows = torch.cat([tables[name][of_table] for name, of_table in zip(names, ids, strict=True)])
-    learner(rows.requires_grad_(), learner.arrange(batch), 1 / len(tasks)).backward()
+    learner(rows.requires_grad_(), learner.collate(batch), 1 / len(tasks)).backward()
     return {name: parameter.grad for name, parameter in learner.named_parameters()}
 
 

@@ -138,7 +138,7 @@ def made_again(
         for one in asked:
             group = [EpisodeRange("train", at, 1) for at in sorted(place[t] for t in one.tasks)]
             (stored,) = reader.batches([group])
-            arrange = partial(learner.arrange, epoch=one.epoch)
+            arrange = partial(learner.collate, epoch=one.epoch)
             batch = augment_batch(
                 stored, config.augment, dataset.features, config.run.seed, one.epoch, one.number
             )
