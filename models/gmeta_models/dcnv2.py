@@ -49,7 +49,7 @@ class StackedDCN(DecisionModel):
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.deep
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
@@ -78,6 +78,6 @@ class ParallelDCN(nn.Module):
 
 
 def dcnv2(config: ModelConfig, sizes: InputSizes) -> nn.Module:
-    """Return the DCN-V2 of this structure, its cross layers freshly initialised."""
+    """Return the DCN-V2 of the config's structure."""
     kind = StackedDCN if config.structure == "stacked" else ParallelDCN
     return kind(config, sizes)

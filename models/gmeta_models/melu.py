@@ -13,7 +13,7 @@ from gmeta_models.model_config import InputSizes, ModelConfig
 
 
 class MeLU(DecisionModel):
-    """Rating (or logit) for every row from the features' embeddings side by side.
+    """Rating (or logit) of every row from the features' embeddings side by side.
 
     x = concat(e_1, ..., e_F, pooled bags, dense); y = out(ReLU(fc2(ReLU(fc1(x))))). Departs from
     the paper only in taking dense columns when the data has some."""
@@ -29,7 +29,7 @@ class MeLU(DecisionModel):
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.decision
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:

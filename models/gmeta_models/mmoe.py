@@ -31,15 +31,14 @@ class MMoE(TowerModel):
         self.towers = make_towers(config, sizes.outputs)
 
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
-        """Return the experts' outputs as the gate of each tower mixes them: [N, O]."""
+        """Return the experts' outputs, mixed by the gate of each tower: [N, O]."""
         rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
         outputs = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
         return [mix_experts_NO(gate(rows_NX), outputs) for gate in self.gates]
 
 
 def make_towers(config: ModelConfig, outputs: int) -> nn.ModuleList:
-    """Return a tower for each output, on what its gate makes of the experts. Raises ValueError:
-    model.expert has no layer."""
+    """Return a tower for each output. Raises ValueError: model.expert has no layer."""
     if not config.expert:
         raise ValueError(
             "model.expert = []: an expert needs at least one layer. Write its width, e.g. [64]"

@@ -18,10 +18,7 @@ from gmeta_models.towers import TowerModel
 
 
 class ExtractionLevel(nn.Module):
-    """One level: what each output goes on with, and behind them what they share.
-
-    An output's gate mixes its own experts and the shared ones, the shared gate the experts of all.
-    A gate reads what its own experts read. The last level has no shared gate: nothing reads it."""
+    """One level: a mixture for each output, and behind them a shared one for the level above."""
 
     def __init__(self, config: ModelConfig, outputs: int, width: int, is_last: bool) -> None:
         super().__init__()
@@ -32,11 +29,13 @@ class ExtractionLevel(nn.Module):
         both = config.own_experts + config.experts
         self.gates = nn.ModuleList(nn.Linear(width, both, bias=False) for _ in range(outputs))
         every = outputs * config.own_experts + config.experts
+        # An output's gate mixes its own experts and the shared ones, the shared gate the experts of
+        # all. The last level has no shared gate: nothing reads it.
         self.shared_gate = None if is_last else nn.Linear(width, every, bias=False)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the mixtures of the outputs, then the shared one if there is a level above: each
-        [N, O]; the inputs are in the same order: each [N, X]."""
+        """Return the mixtures of the outputs, then the shared one if there is a level above, each
+        [N, O], from inputs in the same order, each [N, X]."""
         *own_inputs, shared_NX = inputs
         shared = [expert(shared_NX) for expert in self.shared]
         own = [

@@ -1,4 +1,4 @@
-"""The models by name; a package of your own adds one by an entry point or its import path."""
+"""The models by name; other packages add theirs by an entry point or an import path."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -50,8 +50,7 @@ NAMED_MODELS = Registry(
 
 def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
     """Return the model `config.name`, freshly initialised from torch's global generator. Raises
-    ValueError: the name stands for no model, or the data has no column at all that the model could
-    read."""
+    ValueError: there is no such model, or the data has no column that it could read."""
     make = NAMED_MODELS.find(config.name)
     if sizes.num_single + sizes.num_multi == 0:
         raise ValueError(
@@ -80,7 +79,7 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
 
 
 def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractContextManager[None]:
-    """Return a context that raises ValueError for an error of a model of somebody's own."""
+    # Only errors of other packages become one line: a traceback of ours is a bug of ours.
     if config.name in MODELS:
         return nullcontext()
     problem = f"model.name = {config.name!r} cannot {what}"
@@ -91,14 +90,13 @@ def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractCon
 
 
 def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:
-    """Try a model of somebody's own on a few rows."""
+    """Try a model of another package on a few rows. Raises ValueError: its outputs are unusable."""
     if config.name in MODELS:
         return
     _check_parameters(model, config)
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
 
     def outputs_of(last: float) -> torch.Tensor:
-        """Return the outputs of rows of 0, the last one of this number."""
         value_N = torch.tensor([0.0] * (rows - 1) + [last]).requires_grad_()
         value_N11 = value_N.view(rows, 1, 1)
         inputs = RowInputs(
@@ -135,7 +133,6 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     ]
 
     def others_of(last: float) -> torch.Tensor:
-        """Return the outputs of the other rows; random state and buffers stay as they were."""
         output = outputs_of(last)
         torch.set_rng_state(drawn)
         for module, name, buffer, value in kept:
@@ -154,7 +151,6 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
 
 
 def _check_parameters(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ValueError for what the optimizer cannot train, or a checkpoint cannot hold."""
     for name, weight in model.named_parameters():
         if weight.is_complex():
             raise ValueError(
@@ -172,7 +168,6 @@ def _check_parameters(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _options(config: ModelConfig, make: Any) -> tuple[Any, ...]:
-    """Return the settings of the model's own as its dataclass `Options`; none if it has none."""
     wanted = getattr(make, "Options", None)
     if wanted is not None:
         return (parse(wanted, config.options, _WORDING, "model.options."),)
