@@ -262,7 +262,7 @@ def test_layers_are_held_as_their_paths_say(monkeypatch: pytest.MonkeyPatch) -> 
     paths = ("*=low_rank", "top.2=materialised")
     algorithm = AlgorithmConfig(name="maml", layer_paths=paths)
     assert_equals_loop([(3, 2), (2, 4)], (2, 0, 0), config, algorithm, "bce", seed=0)
-    assert set(held) == {("LowRankChange", 5), ("MaterialisedChange", 3), ("LowRankChange", 1)}
+    assert set(held) == {("LowRankUpdate", 5), ("MaterialisedUpdate", 3), ("LowRankUpdate", 1)}
 
 
 def test_the_later_entry_that_matches_a_layer_says_its_path() -> None:
