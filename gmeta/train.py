@@ -1,7 +1,6 @@
 """Training, top to bottom: data -> sharded learner -> steps -> metrics -> checkpoints.
 
-Every rank runs this; what differs between them is inside `parallel` and the feed.
-"""
+Every rank runs this; what differs between them is inside `parallel` and the feed."""
 
 import sys
 from contextlib import ExitStack
@@ -164,8 +163,7 @@ class TrainingRun:
     def _take_steps(self, stop: Stop) -> None:
         """Take the steps of an epoch, until it ends, or the run does.
 
-        stored batches -> augmented -> arranged episodes -> announced to all ranks -> a step.
-        """
+        stored batches -> augmented -> arranged episodes -> announced to all ranks -> a step."""
         for episodes, totals in iterate_steps(
             iterate_batches(
                 self._batches,

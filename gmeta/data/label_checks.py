@@ -1,9 +1,7 @@
 """The labels of a dataset's rows: which of them predictions are scored by, and a check that refuses
-those for which a loss is not defined. Ratings that are taken for clicks would train to the end, and
-mean nothing.
+those for which a loss is not defined.
 
-Shape suffixes: T tasks, N rows, L labels.
-"""
+Shape suffixes: T tasks, N rows, L labels."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,7 +18,7 @@ from metaio.read.batch import TaskBatch
 
 
 def scored_labels(config: LabelsConfig, dataset: Dataset) -> list[ScoredLabel]:
-    """Return what predictions are scored by: all labels in the dataset's order, then those of the
+    """Return the labels that predictions are scored by, in the dataset's order, then those of the
     entire space, each given the label that it takes place among."""
     names = dataset.features.labels
     headline = config.judged_index(names)
@@ -33,13 +31,11 @@ def scored_labels(config: LabelsConfig, dataset: Dataset) -> list[ScoredLabel]:
 
 
 def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> None:
-    """Check the first block of a training split, whose labels have the losses `kinds`: what is
-    wrong with all labels is told before any
-    rank starts or any folder is made. A launcher looks
-    before it starts the job's own service, whose store lies in the run folder; rank 0 again, as
-    nothing looked for torchrun's ranks, nor
-    for a caller of train(). What only a later block shows is for `check_labels`. Raises
-    ConfigError: a label is none that the loss takes."""
+    """Check the training split's first block. Raises ConfigError: a loss of `kinds` does not take a
+    label."""
+    # Ratings taken for clicks would train to the end, and mean nothing. A launcher calls this
+    # before the job's service makes its store in the run folder, rank 0 again for torchrun and
+    # callers of train(); `check_labels` sees the later blocks.
     label_N = dataset.read_block(split, 0).label_N
     defined_NL = _defined_NL(kinds, label_N, dataset)
     for at, loss in enumerate(kinds):
@@ -54,8 +50,8 @@ def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> No
 def check_labels(
     batches: Iterable[TaskBatch], kinds: Sequence[str], dataset: Dataset, split: str
 ) -> Iterator[TaskBatch]:
-    """Yield the same batches, each checked before it is given out; `kinds` are the labels' losses.
-    Raises ConfigError: a label is none that the loss takes; its row and task are named."""
+    """Yield the same batches, checked. Raises ConfigError: a loss does not take the label of a
+    row."""
     for batch in batches:
         defined_NL = _defined_NL(kinds, batch.label_N.numpy(), dataset)
         if not defined_NL.all():
@@ -74,11 +70,10 @@ def check_labels(
 def _defined_NL(
     kinds: Sequence[str], label_N: npt.NDArray[np.float32], dataset: Dataset
 ) -> npt.NDArray[np.bool_]:
-    """Return where the labels' losses are defined: [N, labels]; a label with a name may be NaN,
-    which says that it is not known."""
     label_NL = label_N.reshape(len(label_N), len(kinds))
     columns = [defined_labels_N(kind, label_NL[:, at]) for at, kind in enumerate(kinds)]
     defined_NL = np.stack(columns, axis=1)
+    # A label with a name may be NaN: it is not known for that row.
     return defined_NL | np.isnan(label_NL) if dataset.features.labels else defined_NL
 
 

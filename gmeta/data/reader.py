@@ -1,4 +1,4 @@
-"""From a config to what reads a split for a rank. Knows nothing of models."""
+"""From a config to the reader of a rank's share of a split."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 def open_reader(
     data: DataConfig, seed: int, dataset: Dataset, split: str, rank: int, world_size: int
 ) -> BatchReader:
-    """Return the reader of a rank's share of a split: the training split in the config's order,
-    others as stored. Raises ConfigError: the order contradicts itself, or does not suit the number
-    of ranks."""
+    """Return the reader of a rank's share of a split. Raises ConfigError: the config's order of the
+    training split contradicts itself, or does not suit the number of ranks."""
     training = split == data.train_split
     try:
         return BatchReader(

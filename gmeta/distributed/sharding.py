@@ -1,6 +1,5 @@
 """Spreads a learner over the ranks: its tables by a plan (AlltoAll of ids and rows), its layers as
-copies (AllReduce): arXiv 2401.04338, section 3.
-"""
+copies (AllReduce): arXiv 2401.04338, section 3."""
 
 import logging
 from contextlib import nullcontext
@@ -60,18 +59,14 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
 
 
 def shard_learner(
-    learner: "MetaLearner",
-    features: Features,
-    config: TrainConfig,
-    ranks: Ranks,
+    learner: "MetaLearner", features: Features, config: TrainConfig, ranks: Ranks
 ) -> DistributedLearner:
     """Spread the tables over the ranks by the config's plan, with their optimizer fused into
     backward, and replicate the layers.
 
     The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm. A row's
     initial values depend on `run.seed`, its table and its number alone: not on the plan, the number
-    of ranks, or how many rows the table has.
-    """
+    of ranks, or how many rows the table has."""
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
@@ -128,11 +123,8 @@ def _choose_shapes(learner: "MetaLearner", run: RunConfig, ranks: Ranks) -> None
 
 def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:
     """Return a sharder with TorchRec's codecs, which its own exchange uses."""
-    precision = {
-        "float32": CommType.FP32,
-        "bfloat16": CommType.BF16,
-        "float16": CommType.FP16,
-    }[wire_dtype]
+    types = {"float32": CommType.FP32, "bfloat16": CommType.BF16, "float16": CommType.FP16}
+    precision = types[wire_dtype]
     codecs = QCommsConfig(forward_precision=precision, backward_precision=precision)
     registry = get_qcomm_codecs_registry(codecs, device=device)
     return EmbeddingCollectionSharder(qcomm_codecs_registry=registry)

@@ -27,8 +27,7 @@ def make_unsharded_tables(features: Features, model: ModelConfig, outer: OuterCo
     """Return the tables in a collection of TorchRec's, or in one for each width that they have,
     with `outer.sparse_optimizer` fused into their backward.
 
-    They have no values yet: each rank makes those of its own shards, see initialise_tables.
-    """
+    They have no values yet: each rank makes those of its own shards, see initialise_tables."""
     tables = _collections(features, model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     settings = {"lr": outer.sparse_lr, **epsilon}

@@ -5,8 +5,7 @@ runs the Python of one thread at a time. For a batch from a process the rank cop
 shared memory into the memory that goes to the device, and no thread waits for that. It asks each
 process for several, so that one is made while others wait to be taken, and may drop what it asked
 for. The processes end with their connections: the system closes these when a rank ends, however it
-does, and nothing is left behind.
-"""
+does, and nothing is left behind."""
 
 import os
 import signal

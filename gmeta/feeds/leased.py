@@ -1,7 +1,6 @@
 """Shards that a rank leases from the data-shard service, and who starts it (docs/antdt.md).
 
-An error of the service that one rank alone meets waits until all can hear of it.
-"""
+An error of the service that one rank alone meets waits until all can hear of it."""
 
 import logging
 import os
@@ -58,8 +57,7 @@ def tasks_per_shard(split_name: str, dataset: Dataset) -> int:
 
     Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
     would decode the same block again and again, a larger one mixes tasks less. For a split in
-    bundles it is a number of whole bundles.
-    """
+    bundles it is a number of whole bundles."""
     split = dataset.split(split_name)
     if int(dataset.block_bytes(split.name).sum()) <= DEFAULT_CACHE_BYTES:
         size = max(1, min(SMALL_SHARD_TASKS, split.num_episodes // MIN_SHARDS))
@@ -87,8 +85,7 @@ class LivePageLogger(Logger):
 class LeasedBatchSource(BatchSource):
     """Shards leased from the data-shard service: each rank takes the next ones when it needs them.
 
-    `share` is how many tasks this rank takes for each batch.
-    """
+    `share` is how many tasks this rank takes for each batch."""
 
     def __init__(
         self, settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None

@@ -5,8 +5,7 @@ in the same step (docs/stragglers.md).
 Ranks ask each other behind a step what is new and take the answer once the rows of the next one
 travel, so that they wait for both at once.
 
-A change of batches is no change of the gradient: terms are weighted by their global number.
-"""
+A change of batches is no change of the gradient: terms are weighted by their global number."""
 
 import abc
 import time

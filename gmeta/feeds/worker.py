@@ -3,8 +3,7 @@
 It hears how, once, and is then asked for one batch after the other. Each goes into the next of its
 blocks of shared memory; the rank hears where the tensors stand in it. While one is arranged the
 next is read: with a fixed share, also those that nobody has asked for yet. A batch is a function of
-the config, the dataset and what was asked for: the one that the rank itself would make.
-"""
+the config, the dataset and what was asked for: the one that the rank itself would make."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
-"""Ranks that people start by hand may have been told different things: they would train a
-model that nobody asked for, or wait for each other for ever.
-"""
+"""Ranks that people start by hand may have been told different things: they would train a model
+that nobody asked for, or wait for each other for ever."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,6 @@
 """From a config to its dataset and model.
 
-Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything.
-"""
+Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -48,11 +47,8 @@ from metaio.quantities import format_count
 
 
 def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
-    """Open the dataset and build the part of the model that every rank replicates.
-
-    Raises:
-        ConfigError: the config does not fit the dataset, or the model does not fit the algorithm.
-    """
+    """Open the dataset and build the part of the model that every rank replicates. Raises
+    ConfigError: the config does not fit the dataset, or the model does not fit the algorithm."""
     dataset = open_data(config.data)
     for key, split in (
         ("train_split", config.data.train_split),
@@ -156,8 +152,7 @@ def check_on_data(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: see build and check_first_labels.
-        FormatError: the first block is damaged.
-    """
+        FormatError: the first block is damaged."""
     check_hooks(config)
     dataset, _ = build(config)
     kinds = config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
@@ -169,8 +164,7 @@ def check_hooks(config: TrainConfig) -> None:
 
     Raises:
         ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
-        GMetaError: a metric fails, which would otherwise show at the first validation.
-    """
+        GMetaError: a metric fails, which would otherwise show at the first validation."""
     make_early_stop(config)
     for name in _list_custom_metrics(config.evaluation, config.run.early_stop_metric):
         try_out(name)
@@ -185,12 +179,8 @@ def check_registered(
     path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
 ) -> None:
     """Check that the model and the algorithm of a run or an export at `path` are available here;
-    `made_on` is what it says of where it was made: see find_plugins.
-
-    Raises:
-        GMetaError: it was made with another release, or with a package that is not here, or not
-            trusted.
-    """
+    `made_on` is what it says of where it was made: see find_plugins. Raises GMetaError: it was made
+    with another release, or with a package that is not here, or not trusted."""
     for registry, name in _list_registered_names(model, algorithm):
         try:
             registry.check_trusted(name)
@@ -278,11 +268,7 @@ def build_statistics(
     config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
 ) -> SupportStatistics:
     """Return the statistics of a config that states their prior; those of `items` are inputs before
-    them.
-
-    Raises:
-        ValueError: it names a column that is not there, or its prior is not valid.
-    """
+    them. Raises ValueError: it names a column that is not there, or its prior is not valid."""
     prior = LabelPrior.from_config(config) or NO_PRIOR
     return SupportStatistics.of(config, features, prior, items)
 
@@ -298,12 +284,8 @@ def build_learner(
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
 ) -> MetaLearner:
     """Return a freshly initialised model and the way it adapts: its inputs are these columns, what
-    training rows say of their values, and the statistics of support rows.
-
-    Raises:
-        ValueError: the model or the algorithm is unknown, or they do not fit each other or the
-            columns.
-    """
+    training rows say of their values, and the statistics of support rows. Raises ValueError: the
+    model or the algorithm is unknown, or they do not fit each other or the columns."""
     sizes = measure_inputs(features)
     objectives = make_objectives(loss, huber_delta, labels, features.labels)
     items = None
@@ -344,10 +326,7 @@ def build_learner(
 
 
 def _start_as_bias_model(
-    model: nn.Module,
-    num_dense: int,
-    loss: str,
-    statistics: SupportStatistics,
+    model: nn.Module, num_dense: int, loss: str, statistics: SupportStatistics
 ) -> None:
     """Let a fresh model's output be mean + item + task: support_features.bias_start. Raise
     ValueError where the inputs that say so are not there, or the model does not take them."""

@@ -1,8 +1,7 @@
 """Which validation score is the best so far, and when the scores have stopped getting better.
 
 The judgement is part of a run's progress and lies in every checkpoint, so a resumed run stops where
-it would have stopped.
-"""
+it would have stopped."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,6 @@
 """Which increment and which label a config means where it leaves it to its data.
 
-Needs no torch.
-"""
+Needs no torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +18,8 @@ from metaio.stream.chain import open_stream
 
 def with_names(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
     """Return the config with the number of its increment, and with the first of several labels as
-    the judged one if it names none; and its dataset.
-
-    Raises:
-        ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
-        NoDatasetError: there is no dataset.
-    """
+    the judged one if it names none; and its dataset. Raises ConfigError, UserError, FormatError:
+    the stream has no such increment, or is damaged. NoDatasetError: there is no dataset."""
     data = replace(config.data, increment=_increment(config.data, config.run))
     config, dataset = replace(config, data=data), open_data(data)
     if (names := dataset.features.labels) and not config.labels.judged:
@@ -48,8 +43,7 @@ def _increment(data: DataConfig, run: RunConfig) -> str:
     Raises:
         ConfigError: data.increment is no number.
         UserError: the stream has none behind that.
-        GMetaError: the checkpoint of run.continue_from is damaged.
-    """
+        GMetaError: the checkpoint of run.continue_from is damaged."""
     if data.increment != "next":
         return str(parse_increment(data.increment)) if data.increment else ""
     if (before := config_of_begun_run(run.dir)) and before.data.increment:

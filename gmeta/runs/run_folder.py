@@ -1,6 +1,5 @@
 """The folder of a run: resolved config, environment, metrics as JSON lines, TensorBoard,
-checkpoints.
-"""
+checkpoints."""
 
 import json
 import re
@@ -68,8 +67,8 @@ class RunFolder:
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
         """Return the config and the digest that its checkpoints were written with: that of the file
-        as it is, without keys that later releases added. Raises UserError: this is no run folder.
-        """
+        as it is, without keys that later releases added. Raises UserError: this is no run
+        folder."""
         saved = self._read_config_json()
         try:
             return config_from_dict(saved, is_saved=True), digest_of(saved)

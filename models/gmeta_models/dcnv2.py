@@ -3,8 +3,7 @@
 Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to
 Rank Systems", WWW 2021 (arXiv 2008.13535), section 3.
 
-Shape suffixes: N rows, L labels, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, L labels, O outputs, X all inputs side by side."""
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from gmeta_models.options import DcnOptions
 class CrossLayers(nn.Module):
     """x_(l+1) = x_0 * (W_l x_l + b_l) + x_l, so that layer l adds products of l + 1 features.
 
-    With a `rank` r > 0, W_l = U_l V_l of the shapes [X, r] and [r, X].
-    """
+    With a `rank` r > 0, W_l = U_l V_l of the shapes [X, r] and [r, X]."""
 
     def __init__(self, width: int, layers: int, rank: int) -> None:
         super().__init__()
@@ -52,7 +50,7 @@ class StackedDCN(DecisionModel):
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.deep
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
@@ -81,6 +79,6 @@ class ParallelDCN(nn.Module):
 
 
 def dcnv2(config: ModelConfig, sizes: InputSizes, options: DcnOptions) -> nn.Module:
-    """Return the DCN-V2 of this structure, its cross layers freshly initialised."""
+    """Return the DCN-V2 of the config's structure."""
     kind = StackedDCN if options.structure == "stacked" else ParallelDCN
     return kind(config, sizes, options)

@@ -1,11 +1,11 @@
-"""DIN: attention pooling over a behaviour history, by what the row's target item has to do with it.
+"""DIN: attention pooling over a behaviour history, by each entry's relation to the row's target
+item.
 
 Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018 (arXiv 1706.06978),
 section 4.3.
 
 Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
-K dense columns, D embedding width, X all inputs side by side.
-"""
+K dense columns, D embedding width, X all inputs side by side."""
 
 from typing import cast
 
@@ -23,14 +23,10 @@ class DIN(DecisionModel):
     """Logit of a click, or a rating, for every row.
 
     interest = sum_h a(h, e) h over the history's entries h, with the target's embedding e and the
-    activation unit a(h, e) = MLP([h, e, h - e, h * e]). The weights are not normalised, as in the
-    paper: their sum tells how strong the interest is. The decision layers see all features, with
-    the history as its interest. Departures: ReLU in place of Dice, and the difference and the
-    element-wise product (as in the authors' code) in place of the outer product.
-
-    `history` names the multi-id column; the target is the single-id column that shares its
-    table.
-    """
+    activation unit a(h, e) = MLP([h, e, h - e, h * e]). `model.options.history` names the multi-id
+    column; the target is the single-id column of its table. Departures: ReLU instead of Dice, and
+    the difference and the element-wise product (as in the authors' code) instead of the outer
+    product."""
 
     sees_dense_last = True
 
@@ -47,7 +43,7 @@ class DIN(DecisionModel):
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.decision
 
     def decision_inputs_NX(self, rows: RowFeatures) -> Tensor:
@@ -69,11 +65,12 @@ class DIN(DecisionModel):
         target_NHD = target_ND.unsqueeze(1).expand_as(history_NHD)
         pairs = [history_NHD, target_NHD, history_NHD - target_NHD, history_NHD * target_NHD]
         weight_NH: Tensor = self.attention(torch.cat(pairs, dim=2)).squeeze(2)
+        # Weights are not normalised, as in the paper: their sum tells how strong the interest is.
         return (weight_NH * there_NH).unsqueeze(1).bmm(history_NHD).squeeze(1)
 
 
 def history_and_target(history: str, sizes: InputSizes) -> tuple[int, int]:
-    """Return which multi-id column holds the history, and which single-id column its target."""
+    """Return the places of the history's multi-id column and of its target's single-id column."""
     multi = [column.name for column in sizes.multi]
     if history not in multi:
         raise ValueError(

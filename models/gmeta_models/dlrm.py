@@ -1,8 +1,7 @@
 """DLRM: bottom MLP over dense columns, feature interaction, top MLP.
 
 Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
-arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 2401.04338).
-"""
+arXiv 1906.00091. Trained with an inner loop it is Meta-DLRM of G-Meta (arXiv 2401.04338)."""
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,7 @@ class DLRM(DecisionModel):
     The dense columns become one more vector v_0 = MLP(dense) beside the features' embeddings; the
     top MLP sees v_0 and the dot products v_i . v_j of all pairs i > j (`dot`), or all vectors side
     by side (`cat`). Without dense columns there is no v_0. Raises ValueError: `dot` of a single
-    vector, which has no pair: every row would score the same.
-    """
+    vector."""
 
     def __init__(self, config: ModelConfig, sizes: InputSizes, options: DlrmOptions) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ class DLRM(DecisionModel):
 
     @property
     def decision_layers(self) -> nn.Sequential:
-        """Return the layers that make the output."""
+        """Return the layers that make the outputs."""
         return self.top
 
     @property

@@ -3,8 +3,7 @@
 Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
 KDD 2018 (doi 10.1145/3219819.3220007), section 4.2. What the paper calls a task is an output here.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, O outputs, X all inputs side by side."""
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ class MMoE(TowerModel):
     """Logit (or rating) of every row for each output o: tower_o(sum_e g_oe expert_e(x)).
 
     g_o = softmax(W_o x), without a bias, as in the paper. `expert` are the widths of an
-    expert, `model.hidden` those inside a tower. With one output it is a mixture of experts.
-    """
+    expert, `model.hidden` those inside a tower. With one output it is a mixture of experts."""
 
     def __init__(self, config: ModelConfig, sizes: InputSizes, options: ExpertOptions) -> None:
         super().__init__()
@@ -34,15 +32,14 @@ class MMoE(TowerModel):
         self.towers = make_towers(config, options, sizes.outputs)
 
     def tower_inputs_NX(self, inputs: RowInputs) -> list[Tensor]:
-        """Return the experts' outputs as the gate of each tower mixes them: [N, O]."""
+        """Return the experts' outputs, mixed by the gate of each tower: [N, O]."""
         rows_NX = inputs.pooled(self.pooling).side_by_side_NX()
         outputs = torch.stack([expert(rows_NX) for expert in self.experts], dim=1)
         return [mix_experts_NO(gate(rows_NX), outputs) for gate in self.gates]
 
 
 def make_towers(config: ModelConfig, options: ExpertOptions, outputs: int) -> nn.ModuleList:
-    """Return a tower for each output, on what its gate makes of the experts. Raises ValueError:
-    model.options.expert has no layer."""
+    """Return a tower for each output. Raises ValueError: model.options.expert has no layer."""
     if not options.expert:
         raise ValueError(
             "model.options.expert = []: an expert needs at least one layer. Write its width, "

@@ -1,4 +1,4 @@
-"""What can be chosen about a model; the [model] section of a training config."""
+"""The [model] section of a training config."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,13 +58,9 @@ class SparseColumn:
 
 @dataclass(frozen=True)
 class InputSizes:
-    """How many columns of each kind a dataset has: F single-id, M multi-id, K dense; and how many
-    outputs a row is to have.
+    """The numbers of a dataset's columns: F single-id, M multi-id, K dense; and of outputs."""
 
-    What the sparse ones are called is for models that treat one of them in a way of its own. A
-    model returns [N] if there is one output, else [N, outputs].
-    """
-
+    # Names of sparse columns are for models that treat one of them in a special way.
     num_single: int
     num_multi: int
     num_dense: int

@@ -4,8 +4,7 @@ Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning 
 Personalized Recommendations", RecSys 2020 (doi 10.1145/3383313.3412236), section 4. What the paper
 calls a task is an output here.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side.
-"""
+Shape suffixes: N rows, O outputs, X all inputs side by side."""
 
 from typing import cast
 
@@ -20,11 +19,7 @@ from gmeta_models.towers import TowerModel
 
 
 class ExtractionLevel(nn.Module):
-    """One level: what each output goes on with, and behind them what they share.
-
-    An output's gate mixes its own experts and the shared ones, the shared gate the experts of all.
-    A gate reads what its own experts read. The last level has no shared gate: nothing reads it.
-    """
+    """One level: a mixture for each output, and behind them a shared one for the level above."""
 
     def __init__(self, options: PleOptions, outputs: int, width: int, is_last: bool) -> None:
         super().__init__()
@@ -35,11 +30,13 @@ class ExtractionLevel(nn.Module):
         both = options.own_experts + options.experts
         self.gates = nn.ModuleList(nn.Linear(width, both, bias=False) for _ in range(outputs))
         every = outputs * options.own_experts + options.experts
+        # An output's gate mixes its own experts and the shared ones, the shared gate the experts of
+        # all. The last level has no shared gate: nothing reads it.
         self.shared_gate = None if is_last else nn.Linear(width, every, bias=False)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the mixtures of the outputs, then the shared one if there is a level above: each
-        [N, O]; the inputs are in the same order: each [N, X]."""
+        """Return the mixtures of the outputs, then the shared one if there is a level above, each
+        [N, O], from inputs in the same order, each [N, X]."""
         *own_inputs, shared_NX = inputs
         shared = [expert(shared_NX) for expert in self.shared]
         own = [
@@ -61,8 +58,7 @@ class PLE(TowerModel):
 
     `levels` levels, each with `experts` shared experts and `own_experts` of each
     output; `expert` are the widths of an expert, `model.hidden` those inside a tower. One
-    level is the paper's CGC.
-    """
+    level is the paper's CGC."""
 
     def __init__(self, config: ModelConfig, sizes: InputSizes, options: PleOptions) -> None:
         super().__init__()

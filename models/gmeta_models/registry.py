@@ -1,4 +1,4 @@
-"""The models by name; a package of your own adds one by an entry point or its import path."""
+"""The models by name; other packages add theirs by an entry point or an import path."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -45,18 +45,13 @@ _WORDING = Wording(
 
 
 NAMED_MODELS = Registry(
-    "model.name",
-    "gmeta.models",
-    MODELS,
-    "a subclass of torch.nn.Module",
-    is_subclass_of(nn.Module),
+    "model.name", "gmeta.models", MODELS, "a subclass of torch.nn.Module", is_subclass_of(nn.Module)
 )
 
 
 def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
     """Return the model `config.name`, freshly initialised from torch's global generator. Raises
-    ValueError: the name stands for no model, or the data has no column at all that the model could
-    read."""
+    ValueError: there is no such model, or the data has no column that it could read."""
     make = NAMED_MODELS.find(config.name)
     if sizes.num_single + sizes.num_multi == 0:
         raise ValueError(
@@ -87,7 +82,7 @@ def build_model(config: ModelConfig, sizes: InputSizes) -> nn.Module:
 
 
 def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractContextManager[None]:
-    """Return a context that raises ValueError for an error of a model of somebody's own."""
+    # Only errors of other packages become one line: a traceback of ours is a bug of ours.
     if config.name in MODELS:
         return nullcontext()
     problem = f"model.name = {config.name!r} cannot {what}"
@@ -98,14 +93,13 @@ def _translate_errors(config: ModelConfig, what: str, where: str) -> AbstractCon
 
 
 def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> None:
-    """Try a model of somebody's own on a few rows."""
+    """Try a model of another package on a few rows. Raises ValueError: its outputs are unusable."""
     if config.name in MODELS:
         return
     _check_parameters(model, config)
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
 
     def outputs_of(last: float) -> torch.Tensor:
-        """Return the outputs of rows of 0, the last one of this number."""
         value_N = torch.tensor([0.0] * (rows - 1) + [last]).requires_grad_()
         value_N11 = value_N.view(rows, 1, 1)
         inputs = RowInputs(
@@ -142,7 +136,6 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     ]
 
     def others_of(last: float) -> torch.Tensor:
-        """Return the outputs of the other rows; random state and buffers stay as they were."""
         output = outputs_of(last)
         torch.set_rng_state(drawn)
         for module, name, buffer, value in kept:
@@ -161,7 +154,6 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
 
 
 def _check_parameters(model: nn.Module, config: ModelConfig) -> None:
-    """Raise ValueError for what the optimizer cannot train, or a checkpoint cannot hold."""
     for name, weight in model.named_parameters():
         if weight.is_complex():
             raise ValueError(

@@ -8,14 +8,12 @@ gradient.
 with c = cold_weight, so that a task without support is predicted well, too. In the spirit of TaNP
 (Lin et al., "Task-adaptive Neural Process for User Cold-Start Recommendation", arXiv 2103.06137),
 whose modulation is also made of a permutation-invariant code of the support. Departures: no latent
-variable and no clusters of tasks (CBML has these); besides its label a row tells its error, the
-label minus what theta_0 predicts; one model of any kind is
-modulated, not a decoder of its own. All gradients are ordinary ones of the equations above, also
-through the errors. Embedding rows do not adapt, whatever adapt_embeddings says.
+variable and no clusters of tasks (CBML has these); a row has its error beside its label, the label
+minus the prediction of theta_0; any model is modulated, not a decoder of its own. Embedding rows do
+not adapt, whatever adapt_embeddings says.
 
 `encoder_maml` takes MAML's inner steps from theta_t on (adapt_layers and adapt_embeddings as
-there): gates from the encoder, the rest by gradient, as in CBML with its clusters.
-"""
+there)."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ if TYPE_CHECKING:
 
 
 def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: Sides) -> Tensor:
-    """Return the sum over the tasks of the mean query loss, with and without their support: a
-    scalar.
-    """
+    """Return the sum over the tasks of the mean query loss, with and without support: a scalar."""
     share = inner_loop.config.options_of(EncoderOptions).cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     loss_sum = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
@@ -50,11 +46,8 @@ def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: S
 
 
 def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSizes) -> LearnedParts:
-    """Return an encoder for the layers that the config names.
-
-    Raises:
-        ValueError: it names none, or the learner was not told of the columns.
-    """
+    """Return an encoder for the layers that the config names. Raises ValueError: it names none, or
+    the columns are unknown."""
     layers = adaptable_layers(model, config.adapt_layers)
     if not layers:
         raise ValueError(

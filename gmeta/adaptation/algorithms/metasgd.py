@@ -10,8 +10,7 @@ keeps the inner loop's low rank and so MAML's cost; a rate for each element of a
 the table, so with "weight" too a table has one for each column; all rates start at inner_lr, where
 the paper draws them at random; several steps share their rates, as in MAML's inner loop.
 
-Shape suffixes: B tables, D embedding width, P task-row pairs.
-"""
+Shape suffixes: B tables, D embedding width, P task-row pairs."""
 
 from __future__ import annotations
 
@@ -52,9 +51,7 @@ class LayerRates(nn.Module):
 
 
 class LearnedRates(nn.Module):
-    """Inner rates that are parameters; a module, so that the dense optimizer and checkpoints take
-    them.
-    """
+    """Inner rates that are parameters: a module, for the dense optimizer and checkpoints."""
 
     _place_B: Tensor
 

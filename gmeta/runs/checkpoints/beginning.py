@@ -1,6 +1,5 @@
 """What a run begins with: its own newest checkpoint, the weights of another run, the run on the
-increment before, or nothing.
-"""
+increment before, or nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +28,7 @@ from metaio.stream.chain import read_reset_rows
 @dataclass(frozen=True)
 class Beginning:
     """The checkpoint that a run begins with, if any, how, and the increments that its model is
-    trained on, that of the run included.
-    """
+    trained on, that of the run included."""
 
     how: Literal["fresh", "resumed", "weights", "continued"]
     checkpoint: Path | None
@@ -64,8 +62,7 @@ class Beginning:
 
         Raises:
             GMetaError: the checkpoint is damaged; on every rank alike.
-            UserError: it is of another model.
-        """
+            UserError: it is of another model."""
         optimizer.steps_before = count_earlier_steps(self.lineage)
         if self.checkpoint is None:
             return RunProgress()
@@ -86,8 +83,7 @@ def beginning_of(
 
     Raises:
         UserError, GMetaError: the config or the dataset does not fit it, see check_resumable,
-            find_start_checkpoint, find_continued_checkpoint.
-    """
+            find_start_checkpoint, find_continued_checkpoint."""
     if newest is not None:
         check_resumable(folder, newest, config, dataset)
         return Beginning("resumed", newest, read_lineage(read_about(newest)), {})

@@ -1,7 +1,6 @@
 """Which checkpoint stands for a run, and with which config it can be used.
 
-Needs no TorchRec: a launcher checks a config in less time than importing it takes.
-"""
+Needs no TorchRec: a launcher checks a config in less time than importing it takes."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from gmeta.runs.run_folder import (
 
 def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
     """Return the checkpoint that stands for a run: of its best validation if it stops early, else
-    the newest; None if there is none.
-    """
+    the newest; None if there is none."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
@@ -35,11 +33,7 @@ def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
 
 def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
     """Return the run and the checkpoint that the config's `key` names: for a run folder, the one
-    that stands for it.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
+    that stands for it. Raises UserError: there is no checkpoint."""
     check_local(key, named)
     path = Path(named)
     if STEP_FOLDER.fullmatch(path.name):
@@ -58,8 +52,7 @@ def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
 
 def best_not_kept(run: RunFolder) -> str:
     """Return the line that says that the newest checkpoint stands for a run that stops early,
-    because the best was not kept; "" where it was, or there is none.
-    """
+    because the best was not kept; "" where it was, or there is none."""
     config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
     if not (config.run.early_stop_patience and checkpoints):
         return ""
@@ -79,8 +72,7 @@ def check_config(path: Path, config: TrainConfig) -> None:
 
     Raises:
         UserError: one differs.
-        GMetaError: the checkpoint was trained with something that this release does not have.
-    """
+        GMetaError: the checkpoint was trained with something that this release does not have."""
     told = read_about(path).get("config")
     if told is None:
         return

@@ -3,8 +3,7 @@ the run before it.
 
 It goes on only where the increment names the last one of the checkpoint's lineage as its parent, or
 leads to it over increments that are skipped on purpose: then none was left out by chance, none is
-trained twice, and ids mean what they meant.
-"""
+trained twice, and ids mean what they meant."""
 
 from collections.abc import Collection
 from pathlib import Path

@@ -1,8 +1,7 @@
 """A checkpoint in tables that have grown since: old rows and their optimizer state as they were,
 new rows as if they had always been there.
 
-A row that means another value from now on begins anew: its initial value, no momentum.
-"""
+A row that means another value from now on begins anew: its initial value, no momentum."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,8 +49,7 @@ def decay_sums(sums: Tensor, decay: float) -> None:
     """Multiply Adagrad's sums of squares by `decay`, in place.
 
     Without it the rates of rows that are seen every day fall for ever (DeepRec's AdagradDecay does
-    the same by steps, from a first value above 0).
-    """
+    the same by steps, from a first value above 0)."""
     if decay != 1.0:
         sums.mul_(decay)
 

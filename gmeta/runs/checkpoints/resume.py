@@ -1,6 +1,5 @@
 """Whether a run can go on from a checkpoint with the config and the data that it is given now, and
-what a new run begins with.
-"""
+what a new run begins with."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,7 +97,8 @@ def _check_scores(
 
 def what_decides(config: TrainConfig) -> dict[str, Any]:
     """Return which metric of which splits decides, and from which label on it counts rows as
-    positive, by key; None: it asks for no such label."""
+    positive, by key; None: it asks for
+    no such label."""
     metric = make_early_stop(config).metric
     name, label = label_of(metric)
     return {
