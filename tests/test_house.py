@@ -319,7 +319,7 @@ def test_a_shape_letter_has_the_one_meaning_that_the_legend_gives_it() -> None:
     for path in sorted(p for top in SHAPED for p in (ROOT / top).rglob("*.py")):
         tree = ast.parse(path.read_text())
         doc = ast.get_docstring(tree) or ""
-        if not (line := re.search(r"^Shape suffix(?:es)?: ([^.]*)\.$", doc, re.MULTILINE)):
+        if not (line := re.search(r"^Shape suffix(?:es)?: ([^.]*)(?:\.$|\Z)", doc, re.M)):
             wrong += [f"{path}: not a line of letters"] if "Shape suffix" in doc else []
             continue
         listed = dict(entry.split(" ", 1) for entry in " ".join(line[1].split()).split(", "))

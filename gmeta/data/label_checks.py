@@ -1,7 +1,7 @@
 """The labels of a dataset's rows: which of them predictions are scored by, and a check that refuses
 those for which a loss is not defined.
 
-Shape suffixes: T tasks, N rows, L labels."""
+Shape suffixes: T tasks, N rows, L labels"""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -4,7 +4,7 @@ arithmetic from counts and stated speeds. docs/scaling.md has the formulas.
 Ids are taken to spread evenly over a table's rows, as after hashing, and every rank to ask for as
 many.
 
-Shape suffix: W ranks or workers."""
+Shape suffix: W ranks or workers"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

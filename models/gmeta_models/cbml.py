@@ -4,7 +4,7 @@ Song et al., "CBML: A Cluster-based Meta-learning Model for Session-based Recomm
 (doi 10.1145/3459637.3482239); its clusters and gate have the form of Yao et al., "Hierarchically
 Structured Meta-learning", arXiv 1905.05301, with one level of clusters.
 
-Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side."""
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side"""
 
 from collections.abc import Mapping
 

@@ -3,7 +3,7 @@
 Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to
 Rank Systems", WWW 2021 (arXiv 2008.13535), section 3.
 
-Shape suffixes: N rows, L labels, O outputs, X all inputs side by side."""
+Shape suffixes: N rows, L labels, O outputs, X all inputs side by side"""
 
 import torch
 from torch import Tensor, nn

@@ -5,7 +5,7 @@ Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018
 section 4.3.
 
 Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
-K dense columns, D embedding width, X all inputs side by side."""
+K dense columns, D embedding width, X all inputs side by side"""
 
 from typing import cast
 

@@ -3,7 +3,7 @@
 Pan et al., "Warm Up Cold-start Advertisements: Improving CTR Predictions via Learning to Learn ID
 Embeddings", SIGIR 2019 (arXiv 1904.11547), section 3.
 
-Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width."""
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width"""
 
 from __future__ import annotations
 

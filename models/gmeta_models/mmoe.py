@@ -3,7 +3,7 @@
 Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
 KDD 2018 (doi 10.1145/3219819.3220007), section 4.2. What the paper calls a task is an output here.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side."""
+Shape suffixes: N rows, O outputs, X all inputs side by side"""
 
 import torch
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning 
 Personalized Recommendations", RecSys 2020 (doi 10.1145/3383313.3412236), section 4. What the paper
 calls a task is an output here.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side."""
+Shape suffixes: N rows, O outputs, X all inputs side by side"""
 
 from typing import cast
 

@@ -10,7 +10,7 @@ keeps the inner loop's low rank and so MAML's cost; a rate for each element of a
 the table, so with "weight" too a table has one for each column; all rates start at inner_lr, where
 the paper draws them at random; several steps share their rates, as in MAML's inner loop.
 
-Shape suffixes: B tables, D embedding width, P task-row pairs."""
+Shape suffixes: B tables, D embedding width, P task-row pairs"""
 
 from __future__ import annotations
 

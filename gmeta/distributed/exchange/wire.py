@@ -10,7 +10,7 @@ Ids travel and are sorted on the host, where a batch has them, and rows between 
 size is known before a kernel is launched, so that the host waits for none.
 
 Shape suffixes: B tables, U unique ids, D embedding width, W ranks or workers, G groups of tables, Y
-shards of tables."""
+shards of tables"""
 
 import math
 from typing import Any

@@ -7,7 +7,7 @@ once, and each row's gradient summed over all ranks, once, by the rank that hold
 norm that one rank with dense gradients would find (Pascanu et al., arXiv 1211.5063, algorithm 1),
 at any number of ranks. The rest of backward then takes the scaled gradients to the tables.
 
-Shape suffixes: N rows, R rows of tables, D embedding width."""
+Shape suffixes: N rows, R rows of tables, D embedding width"""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

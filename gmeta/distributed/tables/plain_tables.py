@@ -4,7 +4,7 @@ TorchRec shards tables over modules of fbgemm. Here is what it asks of such a mo
 lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
 kernel of fbgemm, and every optimizer on a CPU as on CUDA.
 
-Shape suffixes: R rows of tables, D embedding width."""
+Shape suffixes: R rows of tables, D embedding width"""
 
 from itertools import accumulate
 from typing import Any, NamedTuple, final

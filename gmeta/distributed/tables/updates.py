@@ -3,7 +3,7 @@
 fbgemm's CPU backward spends 600 to 1,600 ns a row, which makes a whole step more than twice as long
 (benchmarks/torchrec_step.py), and its CUDA kernels need a build for the CUDA at hand.
 
-Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width."""
+Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
