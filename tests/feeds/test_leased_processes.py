@@ -315,7 +315,7 @@ def test_the_next_is_read_while_one_is_arranged(
             serve_requests(there, work, blocks)
 
     monkeypatch.setattr(pipeline, "compose", noted)
-    monkeypatch.setattr(BatchWork, "arranged", arranged_then)
+    monkeypatch.setattr(BatchWork, "collate", arranged_then)
     here, there = Pipe()
     blocks = [SharedBlock.make() for _ in range(BLOCKS)]
     for asked in asks(3, 5):
