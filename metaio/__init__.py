@@ -1,7 +1,4 @@
-"""Task-grouped training data: prepare it, store it, and stream it as batches of whole episodes.
-
-Importing the package alone loads no torch: only reading batches needs it.
-"""
+"""Task-grouped training data: prepare it, store it, and stream it as batches of whole episodes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -13,6 +10,7 @@ from metaio.format.dataset_writer import Provenance, write_dataset
 from metaio.format.features import Features, FeatureSpec, TableSpec
 from metaio.read.episode_order import BlockEpisodes, EpisodeOrder, OrderConfig
 
+# Batches are tensors: prepare, and tools that only open datasets, must not load torch.
 if TYPE_CHECKING:
     from metaio.read.batch import TaskBatch, empty_batch
     from metaio.read.reader import BatchReader, EpisodeRange, RangeReader, read_ranges

@@ -1,7 +1,6 @@
 """The on-disk format, version 1: files, columns, Arrow types, encodings; docs/format.md in code.
 
-Shape suffixes: T tasks, N rows, V values, U unique ids.
-"""
+Shape suffixes: T tasks, N rows, V values, U unique ids."""
 
 from __future__ import annotations
 
@@ -41,13 +40,13 @@ BUNDLE_TASKS = 64
 
 
 def usual_bundle_tasks(num_rows: int) -> int:
-    """Return how many episodes make a bundle in a train split of `num_rows` rows; 0: no bundles."""
+    """Return the episodes of a bundle in a train split of `num_rows` rows; 0: no bundles."""
     return BUNDLE_TASKS if num_rows >= BUNDLED_ROWS else 0
 
 
 @dataclass(frozen=True)
 class ShardStream:
-    """One Parquet file of a shard: its columns all have the same length within a block."""
+    """One Parquet file of a shard; its columns have one length within a block."""
 
     name: str
     schema: pa.Schema
@@ -63,10 +62,8 @@ def _make_schema(*columns: tuple[str, pa.DataType]) -> pa.Schema:
 
 
 def list_streams(features: Features) -> tuple[ShardStream, ...]:
-    """Return the files of every shard; a stream that would always be empty is left out.
-
-    episodes [T], rows [N], dense [N * K], positions [N * F], multi [V], unique [U], row_ids [N].
-    """
+    """Return the files of every shard: episodes [T], rows [N], dense [N * K], positions [N * F],
+    multi [V], unique [U], row_ids [N]; those that would always be empty are left out."""
     episodes = _make_schema(
         ("task", pa.int64()),
         ("num_rows", pa.int32()),
@@ -103,11 +100,7 @@ def list_checksum_columns(features: Features) -> tuple[tuple[str, str], ...]:
 
 
 def make_block_table_schema(bundled: bool = False) -> pa.Schema:
-    """Return the columns of SPLIT/blocks.parquet, one row a block, in stored order.
-
-    Where episodes stand in bundles there are two more, which readers may leave alone: without them
-    the blocks are read like any other.
-    """
+    """Return the columns of SPLIT/blocks.parquet, which has one row a block, in stored order."""
     lengths = pa.list_(pa.field("element", pa.int32(), nullable=False))
     columns = [
         ("shard", pa.int32()),
@@ -118,18 +111,16 @@ def make_block_table_schema(bundled: bool = False) -> pa.Schema:
         ("xxh3", pa.list_(pa.field("element", pa.int64(), nullable=False))),
         ("content_xxh3", pa.int64()),
     ]
+    # Readers may ignore these two columns: the blocks are then read like any other.
     if bundled:
         columns += [("bundle_tasks", pa.int32()), ("bundle_unique_lengths", lengths)]
     return _make_schema(*columns)
 
 
 def make_writer_options(stream: ShardStream, compact: bool) -> dict[str, object]:
-    """Return the options of pyarrow.parquet.ParquetWriter for one stream.
-
-    Positions as PLAIN decode at 14 ns a row of 26 ids, DELTA_BINARY_PACKED at 50 for 0.6 of the
-    bytes (docs/format.md); unique ids are sorted: DELTA costs 1.2 ns an id and
-    saves 7 of 8 bytes.
-    """
+    """Return the options of pyarrow.parquet.ParquetWriter for one stream."""
+    # Positions decode at 14 ns a row of 26 ids as PLAIN, at 50 as DELTA_BINARY_PACKED, which takes
+    # 0.6 of the bytes. Sorted ids: DELTA costs 1.2 ns each and saves 7 of 8 bytes.
     packed = {"unique"}
     if compact:
         packed |= {"positions", "multi", "episodes", "row_ids"}
@@ -141,10 +132,10 @@ def make_writer_options(stream: ShardStream, compact: bool) -> dict[str, object]
         # Nobody filters these files by value, and statistics of lists of positions say nothing.
         "write_statistics": False,
         "store_schema": False,
-        # One page a column and block: its bytes, one after another, are the values as in memory.
+        # One page a column and block: its bytes are the values as in memory, which can be mapped.
         "data_page_size": 1 << 30,
     }
-    # Since release 23 pyarrow has a limit of its own, which is 20,000.
+    # pyarrow 23 has a second limit of a page, 20,000 rows by default.
     if "max_rows_per_page" in inspect.signature(pq.ParquetWriter).parameters:
         options["max_rows_per_page"] = 1 << 30
     if options["use_dictionary"] is False:
@@ -168,6 +159,7 @@ def find_chunk_ranges(metadata: pq.FileMetaData, row_group: int) -> list[tuple[i
 
 
 def write_vocabulary(values: pa.Array, file: Path) -> None:
-    """Write the values behind a table's ids: the same bytes wherever they are written."""
+    """Write the values behind a table's ids."""
     file.parent.mkdir(exist_ok=True)
+    # Without Arrow's schema the bytes do not depend on the type that the engine had.
     pq.write_table(pa.table({"value": values}), file, store_schema=False)

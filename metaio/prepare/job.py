@@ -46,9 +46,8 @@ MAX_COUNTED_ROWS = 1 << 28
 @dataclass(frozen=True)
 class PrepareOptions:
     """How to prepare. None of it but `block_rows` and `bundle_tasks` changes which bytes come out.
-
-    `bundle_tasks` episodes of the train split keep ids of their own; None: as usual for its rows.
-    """
+    `bundle_tasks` episodes of the train split keep ids of their own; None: as usual for its
+    rows."""
 
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     threads: int = os.cpu_count() or 1
@@ -150,10 +149,8 @@ class Job:
     def write_shard(
         self, folder: Path, bucket: int, rows: EncodedRows, id_use: "Use"
     ) -> WrittenShard:
-        """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`.
-
-        Safe to call from several threads, for different buckets.
-        """
+        """Write all rows of a bucket as a shard below `folder`, and count the ids in `use`. Safe to
+        call from several threads, for different buckets."""
         split = self.plan.find_split(bucket)
         cutting = self.fitted.splits.choose_cutting(self.schema, split)
         # Cut within the bucket, so that workers need not know each other's episodes.
@@ -188,8 +185,8 @@ def make_job(
     types: dict[str, pa.DataType],
 ) -> Job:
     """Decide buckets, features and the cut in time; `types` are the Arrow types of the raw columns.
-    Raises DataError: the task column has the wrong type, or `episodes.at` does not suit the time's.
-    """
+    Raises DataError: the task column has the wrong type, or `episodes.at` does not suit the
+    time's."""
     rows = [survey.rows_of_split[name] for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {
@@ -286,10 +283,8 @@ class HashedTableUse:
             used[ids] = True
 
     def report(self) -> dict[str, dict[str, int]]:
-        """Return the rows used of each table, and the raw values that likely share one.
-
-        Linear counting (Whang et al. 1990): r of R rows used means about -R ln(1 - r/R) values.
-        """
+        """Return the rows used of each table, and the raw values that likely share one. Linear
+        counting (Whang et al. 1990): r of R rows used means about -R ln(1 - r/R) values."""
         found = {}
         for index, used_R in self.used.items():
             # No value has row 0. A full table would mean infinitely many values: half a row is

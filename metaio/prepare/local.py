@@ -1,8 +1,6 @@
-"""prepare on one machine: raw tables to a dataset, out of core.
-
-Look at the rows once (vocabularies and means are learnt from the train split), encode them into
-buckets of whole tasks on disk, then sort each bucket and write it as a shard.
-"""
+"""prepare on one machine: raw tables to a dataset, out of core. Look at the rows once (vocabularies
+and means are learnt from the train split), encode them into buckets of whole tasks on disk, then
+sort each bucket and write it as a shard."""
 
 from collections.abc import Callable
 from dataclasses import replace

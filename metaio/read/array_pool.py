@@ -10,12 +10,9 @@ import numpy.typing as npt
 
 
 class ArrayPool:
-    """Reuses the memory of arrays that nobody holds any more.
-
-    The system clears each page of fresh memory, which takes as long as copying a batch into it: an
-    epoch of bundles takes a sixth longer without. At most `keep` free pieces wait under each name.
-    Safe to use from several threads.
-    """
+    """Reuses the memory of arrays that nobody holds any more. The system clears each page of fresh
+    memory, which takes as long as copying a batch into it: an epoch of bundles takes a sixth longer
+    without. At most `keep` free pieces wait under each name. Safe to use from several threads."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep

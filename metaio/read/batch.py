@@ -2,8 +2,7 @@
 lookup.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, B
-tables, U unique ids, K dense columns, P task-row pairs.
-"""
+tables, U unique ids, K dense columns, P task-row pairs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -24,8 +23,7 @@ class TaskBatch:
     of Features.tables). Positions point into `unique_ids_U`, so one gather of the fetched rows [U,
     D] serves all features. An id may stand in `unique_ids_U` more than once only if no episode
     holds it under two positions: inside an episode the same table and id always have the same
-    position.
-    """
+    position."""
 
     task_T: Tensor  # int64, the task each episode belongs to
     row_offsets_T1: Tensor  # int64, first row of each episode, then N
@@ -120,8 +118,7 @@ def empty_batch(
 
 class TaskRows(NamedTuple):
     """Rows of each episode's own working copy, episode by episode, ascending by position within
-    one.
-    """
+    one."""
 
     level1_position_P: Tensor  # int64, into TaskBatch.unique_ids_U
     positions_NF: Tensor  # int64, into the P pairs
@@ -131,14 +128,11 @@ class TaskRows(NamedTuple):
 def deduplicate_task_rows(batch: TaskBatch) -> TaskRows:
     """Return positions into one row per (episode, unique id): `rows_UD[level1_position_P]` are the
     copies to adapt. This second deduplication keeps a row that two episodes use twice: it adapts
-    twice.
-
-    For every entry, level1_position_P[positions_NF] equals batch.positions_NF, and two entries
-    share a pair exactly if they share episode and position.
+    twice. For every entry, level1_position_P[positions_NF] equals batch.positions_NF, and two
+    entries share a pair exactly if they share episode and position.
 
     >>> task_rows(empty_batch(1, 1, 0, 0)).level1_position_P.tolist()
-    []
-    """
+    []"""
     # A pair is one number: the episode, then the position.
     num_positions = max(batch.unique_ids_U.numel(), 1)
     row_lengths_T = np.diff(batch.row_offsets_T1.numpy())

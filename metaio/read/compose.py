@@ -1,8 +1,7 @@
 """Makes a TaskBatch of chosen episodes of decoded blocks: positions are renumbered, not hashed.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, E chosen episodes.
-"""
+dense columns, B tables, U unique ids, E chosen episodes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -35,10 +34,8 @@ class _MarkedPositions(NamedTuple):
 
 class _Part(NamedTuple):
     """Chosen episodes of one block: their rows and values there, and of each table the stretch of
-    `ids_U` that they use.
-
-    `marked` is None for a whole block or bundle, whose ids are known without a look at its rows.
-    """
+    `ids_U` that they use. `marked` is None for a whole block or bundle, whose ids are known without
+    a look at its rows."""
 
     block: Block
     rows: Int64 | slice
@@ -55,11 +52,8 @@ def compose(
     features: Features, parts: Sequence[tuple[Block, Int64]], memory: ArrayPool | None = None
 ) -> TaskBatch:
     """Return the batch of the episodes [E] of each block, in the order given; in memory of an
-    earlier batch if `memory` has some.
-
-    Episodes of one block must be given once, ascending. A batch that is exactly one block shares
-    its memory.
-    """
+    earlier batch if `memory` has some. Episodes of one block must be given once, ascending. A batch
+    that is exactly one block shares its memory."""
     chosen = [(block, episodes_E) for block, episodes_E in parts if len(episodes_E)]
     if not chosen:
         num_single, num_multi = len(features.single), len(features.multi)
@@ -191,11 +185,9 @@ def _gather(parts: list[_Part], name: str, memory: ArrayPool) -> npt.NDArray[Any
 def _concatenate_ids(
     parts: list[_Part], part_starts: Int64, part_lengths: Int64, memory: ArrayPool
 ) -> Int64:
-    """Return the ids of all parts [U], table by table, and within a table part by part.
-
-    An id may stand once for each part that it comes from: no episode spans two, so the promise of
-    TaskBatch holds, and merging them would need a sort of all ids.
-    """
+    """Return the ids of all parts [U], table by table, and within a table part by part. An id may
+    stand once for each part that it comes from: no episode spans two, so the promise of TaskBatch
+    holds, and merging them would need a sort of all ids."""
     found = memory.allocate("unique_ids_U", (int(part_lengths.sum()),), np.int64)
     ids = [part.ids_U for part in parts]
     part_stops = part_starts + part_lengths

@@ -9,8 +9,7 @@ contiguous slice of the step, so the world size decides who trains on an episode
 it belongs to. Where the data stands in bundles, bundles are shuffled in place of episodes; steps
 stay as large, and begin with a whole bundle if `tasks_per_step` is a multiple of its size, except
 for a few steps where a window ends. With `blocks_per_step` blocks are the unit instead: see
-BlockOrder.
-"""
+BlockOrder."""
 
 import itertools
 from dataclasses import dataclass
@@ -38,10 +37,9 @@ class OrderConfig:
     `tasks_per_step` counts the episodes of all ranks. `lanes` independent streams of blocks feed a
     step; with a multiple of the world size every rank reads its own lanes' blocks only.
     `window_blocks` of a lane are shuffled together. `shuffle=False` keeps the stored order, lane by
-    lane. `drop_last` leaves out a last step of fewer episodes.
-    `blocks_per_step` above 0 shuffles whole stored blocks and gives a step that many of them; then
-    `tasks_per_step`, `lanes` and `window_blocks` decide nothing.
-    """
+    lane. `drop_last` leaves out a last step of fewer episodes. `blocks_per_step` above 0 shuffles
+    whole stored blocks and gives a step that many of them; then `tasks_per_step`, `lanes` and
+    `window_blocks` decide nothing."""
 
     tasks_per_step: int
     seed: int = 0
@@ -145,11 +143,9 @@ class EpisodeOrder:
 
     def _count_before(self, position: int) -> Int64:
         """Return how many episodes of each lane are among the first `position` of the epoch, once a
-        lane has run out.
-
-        The lanes go on in rounds of their quotas, each giving what it has left; steps cut that
-        sequence every tasks_per_step episodes, so only the last step of an epoch can be short.
-        """
+        lane has run out. The lanes go on in rounds of their quotas, each giving what it has left;
+        steps cut that sequence every tasks_per_step episodes, so only the last step of an epoch can
+        be short."""
         position = min(position, self.num_episodes)
         # How many whole rounds fit before the position; rounds only shrink, so bisection finds it.
         low, high = self._whole_rounds, int((-(-self._lane_totals // self._quotas)).max())
@@ -220,11 +216,9 @@ class EpisodeOrder:
 
 class BlockOrder:
     """The order of one split's blocks in one epoch: batches as they were stored, shuffled whole.
-
     This is the batch-level shuffle of G-Meta (section 3.2.1): a step takes `blocks_per_step` blocks
     of a random order of all blocks, a rank a contiguous slice of them. Which episodes share a block
-    was drawn by the hash of their task when the data was prepared, and stays.
-    """
+    was drawn by the hash of their task when the data was prepared, and stays."""
 
     def __init__(self, num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
         self.config = config

@@ -1,6 +1,5 @@
 """Turns plans of episodes into batches ahead of their use: a bounded block cache, threads, a queue
-in order.
-"""
+in order."""
 
 from __future__ import annotations
 
@@ -208,10 +207,8 @@ class BatchPipeline:
         return self._clock.num_tasks
 
     def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Generator[TaskBatch]:
-        """Yield the batch of each plan. Plans are drawn as batches are needed.
-
-        With `look_ahead` they are drawn further, as far as blocks can be read meanwhile.
-        """
+        """Yield the batch of each plan. Plans are drawn as batches are needed. With `look_ahead`
+        they are drawn further, as far as blocks can be read meanwhile."""
         return self._drain(_PlanQueue(plans, self._cache, self._sizes), deque(), look_ahead)
 
     def start(self, plans: Iterable[Plan]) -> Iterator[TaskBatch]:

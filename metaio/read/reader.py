@@ -96,8 +96,7 @@ class BatchReader(_PipelineReader):
     not recomposed. Both read several times as fast as episodes that are drawn one by one.
 
     `wait_s` is the time the consumer spent waiting for data, in seconds. With `pin_memory` (CUDA
-    only) batches come in page-locked memory, ready for `batch.to(device, non_blocking=True)`.
-    """
+    only) batches come in page-locked memory, ready for `batch.to(device, non_blocking=True)`."""
 
     def __init__(
         self,
@@ -152,9 +151,7 @@ class BatchReader(_PipelineReader):
         self, epoch: int | None = None, first_step: int | None = None
     ) -> Iterator[TaskBatch]:
         """Yield one batch a step, from `first_step` on; empty where this rank has no episode.
-
-        Without arguments it goes on where `load_state_dict` said, else at the start of epoch 0.
-        """
+        Without arguments it goes on where `load_state_dict` said, else at the start of epoch 0."""
         self._epoch = self._epoch if epoch is None else epoch
         # A restored step holds for the restored epoch alone.
         if first_step is None:
@@ -168,10 +165,8 @@ class BatchReader(_PipelineReader):
 
     def prefetch(self, epoch: int) -> None:
         """Begin on the first batches of an epoch in the background, while the consumer does
-        something else.
-
-        `batches` of that epoch goes on with them; from another step on it starts anew.
-        """
+        something else. `batches` of that epoch goes on with them; from another step on it starts
+        anew."""
         self._started = (epoch, self._pipeline.start(self._plans(epoch, 0)))
 
     def _stream(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
@@ -238,11 +233,8 @@ class RangeReader(_PipelineReader):
 
     def batches(self, groups: Iterable[Sequence[EpisodeRange]]) -> Generator[TaskBatch]:
         """Yield one batch a group of disjoint ranges, its episodes in stored order; empty for no
-        range.
-
-        `groups` may be a generator that asks a service for leases: it is drawn from as needed, in
-        the consumer's thread.
-        """
+        range. `groups` may be a generator that asks a service for leases: it is drawn from as
+        needed, in the consumer's thread."""
         return self._pipeline.run(_group_plan(self._dataset, group) for group in groups)
 
     def begin(self, group: Sequence[EpisodeRange]) -> Iterator[TaskBatch]:
@@ -259,10 +251,8 @@ def read_ranges(
     threads: int = 1,
 ) -> Iterator[TaskBatch]:
     """Yield batches of at most `tasks_per_batch` episodes, range by range; no batch spans two
-    ranges.
-
-    `ranges` may be a generator that asks a service for the next lease: it is drawn from as needed.
-    """
+    ranges. `ranges` may be a generator that asks a service for the next lease: it is drawn from as
+    needed."""
     with RangeReader(dataset, threads=threads) as reader:
         yield from reader.batches(
             [cut] for part in ranges for cut in _cut_range(dataset, part, tasks_per_batch)

@@ -1,6 +1,5 @@
 """Recipes that are a table and a schema: they go the way of everybody's own data, through prepare,
-and so carry vocabularies with which a model reads raw rows.
-"""
+and so carry vocabularies with which a model reads raw rows."""
 
 import re
 from collections import Counter
@@ -38,10 +37,7 @@ def prepare_table(
 
 def keep_shared_words(titles: Iterable[str]) -> list[str | None]:
     """Return the words of each title that another title has too, separated by spaces; None where
-    there are none.
-
-    A word of a single title would be another id of that item.
-    """
+    there are none. A word of a single title would be another id of that item."""
     words = [list(dict.fromkeys(_WORD.findall(title.lower()))) for title in titles]
     counts = Counter(word for title in words for word in title)
     return [" ".join(word for word in title if counts[word] > 1) or None for title in words]

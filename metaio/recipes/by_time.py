@@ -1,10 +1,7 @@
 """Ratings with times as a question about the future: old rows train, later ones validate, and the
-newest ones test.
-
-The splits are valid and test, where a user's support is what they rated before the window, and
-valid-cold and test-cold, of users without a rating before it: their first half is support. Items
-first rated after training stand in row 0 of their table.
-"""
+newest ones test. The splits are valid and test, where a user's support is what they rated before
+the window, and valid-cold and test-cold, of users without a rating before it: their first half is
+support. Items first rated after training stand in row 0 of their table."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,13 +1,10 @@
 """MovieLens-1M in MetaEmb's protocol: movie = task, old movies train, new ones warm up in three
-steps of 20 ratings.
+steps of 20 ratings. Source of the protocol: Pan et al.: Warm up cold-start advertisements, SIGIR
+2019 (arXiv 1904.11547), and its code. Old are movies with at least 300 ratings, new are those with
+80 to 299. In the order of the file, rows 1 to 20, 21 to 40 and 41 to 60 of each new movie are
+warm-a, warm-b and warm-c, and the rest is the test set. A click is a rating of 4 or 5.
 
-Source of the protocol: Pan et al.: Warm up cold-start advertisements, SIGIR 2019 (arXiv
-1904.11547), and its code. Old are movies with at least 300 ratings, new are those with 80 to 299.
-In the order of the file, rows 1 to 20, 21 to 40 and 41 to 60 of each new movie are warm-a, warm-b
-and warm-c, and the rest is the test set. A click is a rating of 4 or 5.
-
-Shape suffix: N rows.
-"""
+Shape suffix: N rows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +49,9 @@ class MetaEmbConfig:
 
 def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool = False) -> None:
     """Write the dataset at URL `out` from the ml-1m folder `path`; ratings need no timestamps.
-
     Splits train, and cold, warm-a, warm-b, warm-c: the same query rows of the new movies after 0,
     20, 40 and 60 support rows. With `validation` also fit, and valid-cold to valid-warm-c, where
-    held-back old movies play new ones.
-    """
+    held-back old movies play new ones."""
     folder = Path(path)
     ratings = read_ratings(folder)
     chosen, split, side, is_known = assign_rows(ratings.movie_N, config)
@@ -76,8 +71,8 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
 def assign_rows(
     movie_N: Int64, config: MetaEmbConfig
 ) -> tuple[Int64, list[str], list[str | None], npt.NDArray[np.bool_]]:
-    """Return the rows that splits need, and of each its split, its side, and whether a model
-    may know the movie by its id."""
+    """Return the rows that splits need, and of each its split, its side, and whether a model may
+    know the movie by its id."""
     movies, movie_of_N, counts = np.unique(movie_N, return_inverse=True, return_counts=True)
     count_N, place_N = counts[movie_of_N], _count_earlier_rows(movie_of_N)
     old_N = count_N >= config.min_old

@@ -1,13 +1,10 @@
 """MovieLens-1M in MeLU's cold-start protocol: user = task, four states, last 10 of a seeded shuffle
-= query.
-
-Source of the protocol: Lee et al.: MeLU, KDD 2019 (arXiv 1908.00413), and its code. Movies up to
-1997 and a random 80 % of the users are warm; within a state only users with 13 to 100 ratings take
-part.
+= query. Source of the protocol: Lee et al.: MeLU, KDD 2019 (arXiv 1908.00413), and its code. Movies
+up to 1997 and a random 80 % of the users are warm; within a state only users with 13 to 100 ratings
+take part.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, A items.
-"""
+dense columns, A items."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -128,12 +125,9 @@ def select_tasks(
     states: list[State], config: MovieLensConfig, times: Mapping[tuple[int, int], int] | None
 ) -> list[State]:
     """Return users with min_ratings to max_ratings ratings, in an order whose last query_rows are
-    the query.
-
-    One generator runs through the states in order and permutes the eligible users only, in file
-    order: with MeLU's files and seed 2019 this is the shuffle of the workload that other
-    implementations were run on.
-    """
+    the query. One generator runs through the states in order and permutes the eligible users only,
+    in file order: with MeLU's files and seed 2019 this is the shuffle of the workload that other
+    implementations were run on."""
     rng = np.random.default_rng(config.seed)
     found = []
     for state in states:
@@ -282,11 +276,9 @@ def _item_ids(train: State, min_count: int) -> dict[int, int]:
 def prepare_movielens(
     path: str, out: str, config: MovieLensConfig, overwrite: bool = False
 ) -> None:
-    """Write the dataset at URL `out` from the ml-1m folder `path`.
-
-    Splits train, user-cold, item-cold, user-item-cold; with `validation` also fit, valid-user-cold,
-    valid-item-cold and valid-user-item-cold, which are carved from the warm users and movies alone.
-    """
+    """Write the dataset at URL `out` from the ml-1m folder `path`. Splits train, user-cold,
+    item-cold, user-item-cold; with `validation` also fit, valid-user-cold, valid-item-cold and
+    valid-user-item-cold, which are carved from the warm users and movies alone."""
     folder = Path(path)
     movies = read_movies(folder)
     melu_states = read_melu_split(folder)

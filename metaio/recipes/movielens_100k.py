@@ -1,6 +1,5 @@
 """MovieLens-100k by time: GroupLens' own files (u.data, u.item, u.user, u.genre), or the atomic
-files that RecBole makes of them (ml-100k.inter, .item, .user).
-"""
+files that RecBole makes of them (ml-100k.inter, .item, .user)."""
 
 import re
 from pathlib import Path

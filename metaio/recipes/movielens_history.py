@@ -1,7 +1,6 @@
 """The behaviour history of every rating: what its user liked, as far as the support rows tell.
 
-Shape suffixes: T tasks, N rows, M multi-id features, V values.
-"""
+Shape suffixes: T tasks, N rows, M multi-id features, V values."""
 
 import numpy as np
 
@@ -14,10 +13,8 @@ def liked_before(
     lengths_T: Int64, support_lengths_T: Int64, item_N: Int64, rating_N: Int64, longest: int
 ) -> tuple[Int64, Int32]:
     """Return the item ids [V] of each row's history, oldest first, and the histories' lengths [N].
-
     A row's history is the last `longest` items that its task's support rows rated at least `LIKED`,
-    the row itself left out: neither its own label nor any query label shows in it.
-    """
+    the row itself left out: neither its own label nor any query label shows in it."""
     histories, start = [], 0
     for rows, support in zip(lengths_T.tolist(), support_lengths_T.tolist(), strict=True):
         liked = np.flatnonzero(rating_N[start : start + support] >= LIKED)

@@ -1,8 +1,7 @@
-"""Click logs with planted task structure, of any size, in bounded memory.
-
-What is planted. Every user u has a hidden taste t_u of 8 numbers: one of 12 cluster centres plus
-noise of its own. Every item i has a latent vector v_i = g_genre + brand offset + tag offsets +
-noise, so that its visible features explain most of it. A row is a click with
+"""Click logs with planted task structure, of any size, in bounded memory. What is planted. Every
+user u has a hidden taste t_u of 8 numbers: one of 12 cluster centres plus noise of its own. Every
+item i has a latent vector v_i = g_genre + brand offset + tag offsets + noise, so that its visible
+features explain most of it. A row is a click with
 
     P(click) = sigmoid(scale * t_u . v_i + popularity_i + age and hour effects + bias).
 
@@ -14,8 +13,7 @@ new users at the default size and seed: no model without adaptation can exceed A
 0.830 (0.817), and P(click) itself 0.888 (0.881).
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, V values, K dense columns, D embedding width, A items.
-"""
+features, V values, K dense columns, D embedding width, A items."""
 
 from dataclasses import dataclass
 
@@ -246,11 +244,8 @@ def _rows(
 
 
 def split_plan(config: SyntheticConfig) -> dict[str, tuple[int, int, bool]]:
-    """Return first user, number of users, and whether the items are cold, of each split.
-
-    item-cold holds train users with items that no training row has; the user-cold splits hold new
-    users.
-    """
+    """Return first user, number of users, and whether the items are cold, of each split. item-cold
+    holds train users with items that no training row has; the user-cold splits hold new users."""
     train, tenth = config.num_tasks, max(config.num_tasks // 10, 1)
     return {
         "train": (0, train, False),

@@ -6,8 +6,7 @@ step of a random walk every day, so that a model of yesterday's log is worse tod
 `p_click`, P(click) itself, which no schema reads: no model of these rows can have a higher expected
 AUC than it has, and `days.json` says what that is.
 
-Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items.
-"""
+Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items."""
 
 import json
 from dataclasses import dataclass
@@ -212,9 +211,7 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
 
 def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
     """Return the users of a day and the day on which each came: all new ones, and some from before.
-
-    Users are numbered as they come: all of the first day, then the new ones of each day.
-    """
+    Users are numbered as they come: all of the first day, then the new ones of each day."""
     new = config.users_per_day // _NEW_USERS
     known = config.users_per_day + new * (day - 1) if day else 0
     if not day:

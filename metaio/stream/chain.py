@@ -1,8 +1,6 @@
 """A stream of increments as its readers see it: which there are, in which order, and each as the
-dataset that it is.
-
-Nothing here needs what prepare needs, so that a trainer opens a stream as fast as a dataset.
-"""
+dataset that it is. Nothing here needs what prepare needs, so that a trainer opens a stream as fast
+as a dataset."""
 
 import re
 from collections.abc import Mapping
@@ -48,8 +46,7 @@ def name_increment_folder(number: int) -> str:
     """Return the name of an increment's folder.
 
     >>> folder_of(7)
-    '000007'
-    """
+    '000007'"""
     return f"{number:06d}"
 
 
@@ -57,8 +54,7 @@ def format_event_time(ticks: int, unit: str) -> str:
     """Return an event time as a time of UTC, or as it is where it counts from elsewhere.
 
     >>> format_event_time(1_767_225_602_000_000, "us"), format_event_time(86_400, "s")
-    ('2026-01-01 00:00:02', '86,400')
-    """
+    ('2026-01-01 00:00:02', '86,400')"""
     seconds = ticks / TICKS_PER_S[unit]
     if not _LEAST_S <= seconds < _MOST_S:
         return f"{ticks:,}"
@@ -69,8 +65,7 @@ def infer_time_unit(ticks: int) -> str | None:
     """Return the unit of a time that is counted from 1970 on, None where it does not look like one.
 
     >>> [infer_time_unit(ticks) for ticks in (1_767_225_602, 1_767_225_602_000, 86_400)]
-    ['s', 'ms', None]
-    """
+    ['s', 'ms', None]"""
     fitting = (u for u in ("s", "ms", "us", "ns") if _LEAST_S <= ticks / TICKS_PER_S[u] < _MOST_S)
     return next(fitting, None)
 

@@ -1,6 +1,5 @@
 """What a stream is and was, before an increment is added: its schema, its state, what its columns
-hold.
-"""
+hold."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Who makes shards of an increment's rows: one machine here, Spark in spark.py. Both deal the rows
-to buckets, join each bucket with what is known of its tasks from before, and adopt its shard.
-"""
+to buckets, join each bucket with what is known of its tasks from before, and adopt its shard."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -180,11 +179,9 @@ class LocalEngine:
 def write_bucket(
     window: WindowJob, folder: Path, bucket: int, rows: EncodedRows, old_rows: NewestRows, use: Use
 ) -> BucketResult:
-    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`.
-
-    Safe to call from several threads, for different buckets. Raises DataError: two rows of a task
-    have one row id.
-    """
+    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`. Safe to
+    call from several threads, for different buckets. Raises DataError: two rows of a task have one
+    row id."""
     job, schema = window.job, window.job.schema
     most, buckets = (
         find_stream_rule(schema).support,

@@ -1,9 +1,7 @@
-"""prepare --extend: new files become the next increment of a stream, whole or not at all.
-
-Look at the rows once (their window, what occurs in them), number the new values, encode the rows
-into buckets of whole tasks on disk, join each bucket with the newest rows of its tasks from before
-the window, and write it as a shard. Renaming the increment's folder is the commit.
-"""
+"""prepare --extend: new files become the next increment of a stream, whole or not at all. Look at
+the rows once (their window, what occurs in them), number the new values, encode the rows into
+buckets of whole tasks on disk, join each bucket with the newest rows of its tasks from before the
+window, and write it as a shard. Renaming the increment's folder is the commit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -129,8 +127,7 @@ def extend(
     refused, `inputs` are tried alone, and once these are taken, `along` is quarantined and
     `left_out` is told. Raises QuarantinedError: the rows are not to be trusted; `accept` takes them
     all the same, as far as they can be trained on. Or they are too few for an increment of their
-    own.
-    """
+    own."""
     options, report_progress = (
         options or PrepareOptions(),
         progress or (lambda phase, done, total: None),

@@ -1,9 +1,7 @@
-"""The newest rows of every task, encoded, as the support of windows to come.
-
-One Arrow file a split, in the order of the tasks' hashes, so that the rows of a bucket are one
-range: read by mapping, written bucket by bucket. Ids keep the rows that they had when they were
-written: what waited for admission then stays unknown in these rows.
-"""
+"""The newest rows of every task, encoded, as the support of windows to come. One Arrow file a
+split, in the order of the tasks' hashes, so that the rows of a bucket are one range: read by
+mapping, written bucket by bucket. Ids keep the rows that they had when they were written: what
+waited for admission then stays unknown in these rows."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,10 +1,8 @@
-"""Rows of values, in the order in which they were admitted: appended or reused, never moved.
-
-A value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
+"""Rows of values, in the order in which they were admitted: appended or reused, never moved. A
+value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
 matter where the log was cut into increments. What was seen less than k times is counted on.
 
-Shape suffixes: N rows, V values, U unique ids, R rows of tables.
-"""
+Shape suffixes: N rows, V values, U unique ids, R rows of tables."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,11 +80,9 @@ def _reduce_occurrences(
 @dataclass(frozen=True)
 class Numbering:
     """The state of one table, sorted by the hash of the values, so that finding many of them is one
-    bisection. It is the `RowIndex` of its values.
-
-    `row_U` is the row of a value; 0 while it waits for admission; negative for a row that is kept
-    for a value which was not seen for `ttl`. `num_rows` is the highest row ever given out.
-    """
+    bisection. It is the `RowIndex` of its values. `row_U` is the row of a value; 0 while it waits
+    for admission; negative for a row that is kept for a value which was not seen for `ttl`.
+    `num_rows` is the highest row ever given out."""
 
     num_rows: int
     hash_U: UInt64
@@ -267,8 +263,7 @@ def choose_capacity(num_rows: int, block: int) -> int:
     increments of one size agree.
 
     >>> [choose_capacity(rows, 64) for rows in (1, 64, 65, 129, 193)]
-    [64, 64, 128, 192, 320]
-    """
+    [64, 64, 128, 192, 320]"""
     capacity = block
     while capacity < num_rows:
         capacity = -(-capacity * 3 // (2 * block)) * block

@@ -1,7 +1,5 @@
-"""Files that were refused for what they hold: noted beside the stream, with the reason.
-
-A file stands in the newest note alone that names it.
-"""
+"""Files that were refused for what they hold: noted beside the stream, with the reason. A file
+stands in the newest note alone that names it."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -21,10 +19,10 @@ _FORMAT = "gmeta-stream-quarantine"
 
 
 class RefusedFilesError(QuarantinedError):
-    """Which files are refused, and why: for what their `rows` hold; as they are `unusual`
-    beside recent ones, which may be accepted; as they are `doubled`, while
-    others of the call are not; or as they are too `few` for an increment of their own, and are to
-    be given together with newer ones."""
+    """Which files are refused, and why: for what their `rows` hold; as they are `unusual` beside
+    recent ones, which may be accepted; as they are `doubled`, while others of the call are not; or
+    as they are too `few` for an increment of their own, and are to be given together with newer
+    ones."""
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
 """prepare --extend on a cluster: the same increment to the byte. Spark reads, shuffles and places
-the work; the driver holds the tables, and one record of each distinct value of the window.
-
-Looking, encoding, joining and files are the functions that the one-machine engine calls. Workers
-find what they need of the state in its files, by mapping: the stream lies where all of them see it.
-"""
+the work; the driver holds the tables, and one record of each distinct value of the window. Looking,
+encoding, joining and files are the functions that the one-machine engine calls. Workers find what
+they need of the state in its files, by mapping: the stream lies where all of them see it."""
 
 import os
 import shutil
@@ -57,11 +55,9 @@ _COUNTS = -1
 def make_spark_engine(
     session: "SparkSession",
 ) -> Callable[[DuckSource, Schema, PrepareOptions], "_SparkEngine"]:
-    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`.
-
-    The stream and the tables, which are Parquet files, must stand where every worker sees them
-    under the same path or URL. The options' memory and threads are Spark's own matter.
-    """
+    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`. The stream and the
+    tables, which are Parquet files, must stand where every worker sees them under the same path or
+    URL. The options' memory and threads are Spark's own matter."""
 
     def engine_of(source: DuckSource, schema: Schema, options: PrepareOptions) -> _SparkEngine:
         return _SparkEngine(session, source, schema)

@@ -1,6 +1,5 @@
 """What the next increment needs to know of all before it: state/NUMBER/, whole, checked when read.
-Private to this room: readers of a stream need the increments alone.
-"""
+Private to this room: readers of a stream need the increments alone."""
 
 import shutil
 from collections.abc import Iterator
@@ -105,10 +104,7 @@ def map_tables(folder: Path, num_rows: dict[str, int]) -> dict[str, Numbering]:
 
 def commit_state(partial: Path, state: StreamState) -> None:
     """Write the rest of a state beside its tables and the rows that stand in `partial`, and give it
-    its name.
-
-    It counts only once its increment is there: before, the next writer removes it.
-    """
+    its name. It counts only once its increment is there: before, the next writer removes it."""
     _write_table(partial / "inputs.arrow", state.inputs)
     files = {}
     for path in sorted(partial.iterdir()):

@@ -1,7 +1,6 @@
 """First look at the rows of an increment: its window, what occurs in it, what the screen judges.
 
-Shape suffixes: N rows, V values.
-"""
+Shape suffixes: N rows, V values."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace

@@ -1,6 +1,5 @@
 """Judges a window before it becomes an increment: poison is refused with its reason, what merely
-moves is told.
-"""
+moves is told."""
 
 import math
 import statistics

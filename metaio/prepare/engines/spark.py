@@ -1,8 +1,6 @@
 """prepare on a cluster: the same dataset to the byte; Spark reads, shuffles and places the work.
-
 Spark only moves rows. Encoding, order, episodes and files are the functions that the one-machine
-engine calls, so the two cannot drift apart. Needs the extra `spark`.
-"""
+engine calls, so the two cannot drift apart. Needs the extra `spark`."""
 
 import io
 import pickle
@@ -75,12 +73,9 @@ _ROWS_OF_A_FILE = 1 << 40
 def prepare_with_spark(
     frame: "DataFrame", out: str, schema: Schema, options: PrepareOptions | None = None
 ) -> None:
-    """Write a dataset at URL `out` from the rows of a Spark DataFrame.
-
-    `out` must be reachable from every worker: a shared file system or an object store. In a store
-    the dataset to overwrite is gone once its first shard is. The options' memory and threads are
-    Spark's own matter.
-    """
+    """Write a dataset at URL `out` from the rows of a Spark DataFrame. `out` must be reachable from
+    every worker: a shared file system or an object store. In a store the dataset to overwrite is
+    gone once its first shard is. The options' memory and threads are Spark's own matter."""
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     _check_frame(frame, schema)

@@ -1,6 +1,5 @@
 """What travels between a driver and its workers: pickled objects as rows of Spark, by bucket where
-they are dealt.
-"""
+they are dealt."""
 
 import pickle
 import re
@@ -76,8 +75,7 @@ def _find_reason(text: str) -> str:
     >>> _reason("An error occurred while calling o1.x.\\n: java.io.IOException: no\\n\\tat x.y")
     'java.io.IOException: no'
     >>> _reason("A worker: Traceback (most recent call last):\\n  File ...\\nOSError: no\\n")
-    'OSError: no'
-    """
+    'OSError: no'"""
     lines = text.partition("Traceback (most recent call last)")[2].splitlines()[1:]
     of_python = (line for line in lines if line[:1].strip())
     of_java = re.findall(r"^: (.*)", text, re.MULTILINE)

@@ -1,7 +1,6 @@
 """Cuts the sorted rows of whole tasks into episodes of support and query rows.
 
-Shape suffixes: T tasks, N rows, E chosen episodes.
-"""
+Shape suffixes: T tasks, N rows, E chosen episodes."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def make_episodes(
     row hash), or by row hash alone where the rule is random. `cut_time` is `episodes.at` on the
     scale of the time column. Negatives come from the catalogue where there is one. Raises
     DataError: a task is longer than max_rows and the rule refuses that, two of its rows have one
-    row id, or only some of its rows have a side.
-    """
+    row id, or only some of its rows have a side."""
     rule = schema.episodes
     by_windows = cutting in ("window or rule", "window", "new")
     # One sort brings tasks together and their rows into order; the rest is offsets into it.
@@ -218,12 +216,10 @@ def _cut_by_sides(
 def _cut_sided_tasks(
     rule: EpisodeRule, tasks: _SidedTasks, task_N: npt.NDArray[np.int64]
 ) -> tuple[_EpisodeRanges, DroppedRows]:
-    """Return the episodes of tasks with given sides, none longer than max_rows.
-
-    A longer task keeps its last support rows, half of max_rows at least; by "episodes" its query
-    rows are then dealt to as few episodes as there is room for, equal but for one row, each with
-    the same support, and by "truncate" the last of them are kept.
-    """
+    """Return the episodes of tasks with given sides, none longer than max_rows. A longer task keeps
+    its last support rows, half of max_rows at least; by "episodes" its query rows are then dealt to
+    as few episodes as there is room for, equal but for one row, each with the same support, and by
+    "truncate" the last of them are kept."""
     most = rule.max_rows
     too_long = tasks.length_T > most
     if rule.longer == "refuse":

@@ -1,11 +1,8 @@
 """Encodes raw rows by a schema: ids, dense values, and the keys that decide split, bucket and
-order.
-
-The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
+order. The same function serves DuckDB, Spark and prediction, so that all of them agree to the byte.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, L labels.
-"""
+columns, L labels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -277,10 +274,8 @@ def hash_to_rows(column: pa.Array, kind: Kind, num_rows: int) -> Int64:
 
 def _hash_rows(bits_N: UInt64, *columns: npt.NDArray[np.integer[Any]]) -> UInt64:
     """Return the hash that orders rows of equal time; equal hashes mean equal stored rows.
-
     Multilinear hashing modulo 2^64 with fixed odd multipliers, then a final mix (Lemire, Kaser
-    2014).
-    """
+    2014)."""
     total_N = splitmix64(bits_N)
     # Two multiplications an entry; mixing each one would take five times as long.
     multipliers = splitmix64(np.arange(sum(c.shape[1] for c in columns), dtype=np.uint64)) | _ONE

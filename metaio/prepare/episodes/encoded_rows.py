@@ -1,8 +1,7 @@
 """Rows of a log as ids and numbers: what the encoder makes, for buckets, episodes and streams.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns.
-"""
+columns."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,9 @@ from metaio.ragged import Int64, index_entries, offsets, sum_rows
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows as ids and numbers, with the keys that decide split, bucket and order.
-
-    The second axis of what not every log has (row ids, weights, sides, items) is 1, or 0 without.
-    `values_V` holds the ids of all multi-hot columns, row by row and column by column within a row.
-    """
+    """Rows as ids and numbers, with the keys that decide split, bucket and order. The second axis
+    of what not every log has (row ids, weights, sides, items) is 1, or 0 without. `values_V` holds
+    the ids of all multi-hot columns, row by row and column by column within a row."""
 
     task_hash_N: UInt64
     task_N: Int64

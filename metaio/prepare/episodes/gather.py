@@ -1,8 +1,7 @@
 """Gathers the rows of episodes, and their negatives, from their places in a bucket.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns.
-"""
+dense columns."""
 
 from __future__ import annotations
 
@@ -23,10 +22,8 @@ NO_RAW_ROW = -1
 
 
 class BucketEpisodes:
-    """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them.
-
-    With a sampler, each positive is followed by its negatives, on its side.
-    """
+    """Episodes of a bucket's rows: which rows, in which order. `part` gathers some of them. With a
+    sampler, each positive is followed by its negatives, on its side."""
 
     def __init__(
         self,
@@ -52,10 +49,8 @@ class BucketEpisodes:
             self._support_lengths_T = support_lengths_T + in_support
 
     def gather(self, first: int, stop: int) -> Rows:
-        """Return episodes [first, stop), each array gathered once from its place in the bucket.
-
-        A part at a time, because a bucket in order would be a second copy of it in memory.
-        """
+        """Return episodes [first, stop), each array gathered once from its place in the bucket. A
+        part at a time, because a bucket in order would be a second copy of it in memory."""
         begin, end = self._row_offsets_T1[[first, stop]].tolist()
         chosen_N = self._order_N[begin:end]
         rows, sampler = self._rows, self._sampler

@@ -1,11 +1,9 @@
 """Negatives for logs of positives alone: rows of items that a task does not have, with label 0.
-
 Items come from a catalogue that is gathered while rows are encoded, so memory follows the number of
 items; negatives are drawn where a bucket's episodes are built, a portion at a time.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, A items.
-"""
+columns, A items."""
 
 from dataclasses import dataclass
 

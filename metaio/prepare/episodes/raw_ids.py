@@ -1,11 +1,9 @@
 """Tasks and items as the log calls them: kept beside a dataset, which knows them by numbers.
-
 raw_ids/task.parquet has the text behind the hash of each task; integer tasks are stored as they
 are. raw_ids/item.parquet has the values behind the rows of the item's table where these are hashed;
 else they are the table's vocabulary.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows."""
 
 from pathlib import Path
 

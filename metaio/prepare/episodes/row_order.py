@@ -1,7 +1,6 @@
 """The order of a bucket's rows: by task, side, time, and what tells the rows of a task apart.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows."""
 
 from typing import Any
 

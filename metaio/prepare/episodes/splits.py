@@ -1,7 +1,6 @@
 """Deals rows to splits: by a column, by the hash of their task, or by windows of time.
 
-Shape suffixes: N rows, V values.
-"""
+Shape suffixes: N rows, V values."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -160,8 +159,8 @@ def _hash_to_unit(mixed: UInt64) -> npt.NDArray[np.floating[Any]]:
 
 
 def count_split_rows(splits: Splits, split_N: Int64) -> Counter[str]:
-    """Return how many rows each split's buckets hold: those of earlier windows, which may support
-    a later one, included."""
+    """Return how many rows each split's buckets hold: those of earlier windows, which may support a
+    later one, included."""
     counts = np.bincount(split_N, minlength=len(splits.names))
     windows = splits.num_windows
     if windows > 1:
@@ -190,10 +189,8 @@ def copy_to_windows(splits: Splits, window_N: Int64) -> tuple[Int64, Int64, npt.
 
 class WindowSearch:
     """Finds where windows begin that hold given shares of the rows: exactly, in four passes over
-    the times, each of which counts the next 16 bits of their values.
-
-    Counts of parts of the rows add up, so any engine may split the work, and memory stays the same.
-    """
+    the times, each of which counts the next 16 bits of their values. Counts of parts of the rows
+    add up, so any engine may split the work, and memory stays the same."""
 
     def __init__(self, shares: Iterable[float]) -> None:
         self._cumulated: npt.NDArray[np.float64] = np.cumsum(np.array(list(shares), np.float64))[

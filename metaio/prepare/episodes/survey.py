@@ -1,8 +1,6 @@
 """First look at the raw rows: how many each split has, and what vocabularies and means are learnt
-from.
-
-Surveys of parts of the data add up to the survey of all of it, so any engine may split the work.
-"""
+from. Surveys of parts of the data add up to the survey of all of it, so any engine may split the
+work."""
 
 import math
 from collections import Counter

@@ -48,10 +48,8 @@ class IntegerIndex:
 
 
 class TextIndex:
-    """Rows of a vocabulary of text.
-
-    pyarrow's index_in hashes the whole vocabulary at every call: 0.3 s for a million words.
-    """
+    """Rows of a vocabulary of text. pyarrow's index_in hashes the whole vocabulary at every call:
+    0.3 s for a million words."""
 
     def __init__(self, vocabulary: pa.Array) -> None:
         self._rows = _valid_rows(vocabulary)

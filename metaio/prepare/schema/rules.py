@@ -8,23 +8,19 @@ from gmeta_keys import key
 
 @dataclass(frozen=True)
 class RowIdColumn:
-    """Names each row of the log, integers or text, no two rows of a task alike.
-
-    Shuffles go by it, and rows of equal time stand in the order of its hash. It is stored beside
-    the rows, where predictions take it from; no model sees it.
-    """
+    """Names each row of the log, integers or text, no two rows of a task alike. Shuffles go by it,
+    and rows of equal time stand in the order of its hash. It is stored beside the rows, where
+    predictions take it from; no model sees it."""
 
     column: str
 
 
 @dataclass(frozen=True)
 class EpisodeRule:
-    """Which rows of a task are support and which are query.
-
-    by "last": the last `query_rows` are the query. "ratio": the last `query_share`. Both go by
-    [time], or by a seeded shuffle without it. "random": as "last" or "ratio", but shuffled even if
-    there is a time. "time": rows from `at` on are the query.
-    """
+    """Which rows of a task are support and which are query. by "last": the last `query_rows` are
+    the query. "ratio": the last `query_share`. Both go by [time], or by a seeded shuffle without
+    it. "random": as "last" or "ratio", but shuffled even if there is a time. "time": rows from `at`
+    on are the query."""
 
     by: Literal["last", "ratio", "random", "time"] = "last"
     query_rows: int | None = None
@@ -40,11 +36,8 @@ class EpisodeRule:
 @dataclass(frozen=True)
 class MembershipRule:
     """Which rows are support and which are query, as somebody else decided: a raw column says
-    "support" or "query", or the names of the input files do.
-
-    A null in the column leaves a task to [episodes], as long as all of its rows of a split are
-    null.
-    """
+    "support" or "query", or the names of the input files do. A null in the column leaves a task to
+    [episodes], as long as all of its rows of a split are null."""
 
     column: str | None = None
     # Patterns of file names, such as "*_support.csv"; each input matches exactly one of them.
@@ -64,10 +57,8 @@ class MembershipRule:
 @dataclass(frozen=True)
 class SplitRule:
     """Which split a row belongs to: a raw column says so, the hash of its task falls into `shares`,
-    or its time falls into a window of `by_time`.
-
-    Vocabularies, means and deviations are taken from the split `train` alone.
-    """
+    or its time falls into a window of `by_time`. Vocabularies, means and deviations are taken from
+    the split `train` alone."""
 
     column: str | None = None
     shares: dict[str, float] | None = None
@@ -96,11 +87,9 @@ DEFAULT_VALIDATION_SHARE = 0.1
 
 @dataclass(frozen=True)
 class NegativesRule:
-    """Adds rows with label 0 for items that a task does not have, for logs of positives alone.
-
-    A negative is its positive's row with another item: `item` and `columns` are those of the item,
-    all other columns stay.
-    """
+    """Adds rows with label 0 for items that a task does not have, for logs of positives alone. A
+    negative is its positive's row with another item: `item` and `columns` are those of the item,
+    all other columns stay."""
 
     item: str
     columns: tuple[str, ...] = ()  # the item's attributes, which change with it

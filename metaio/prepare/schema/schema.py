@@ -1,8 +1,5 @@
 """The TOML description of a raw table: which column is what, and how its rows become episodes and
-splits.
-
-docs/format.md shows a whole schema. Unknown keys are refused with the nearest known one.
-"""
+splits. docs/format.md shows a whole schema. Unknown keys are refused with the nearest known one."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -33,11 +30,9 @@ class TaskColumn:
 
 @dataclass(frozen=True)
 class LabelColumn:
-    """A number or truth value. With a threshold the label is 1 where value >= threshold, else 0.
-
-    It is not known in the rows where `mask` is 0, nor, where `null` is "unknown", in those where it
-    is null.
-    """
+    """A number or truth value. With a threshold the label is 1 where value >= threshold, else 0. It
+    is not known in the rows where `mask` is 0, nor, where `null` is "unknown", in those where it is
+    null."""
 
     column: str
     threshold: float | None = None
@@ -70,12 +65,9 @@ class TimeColumn:
 @dataclass(frozen=True)
 class IdColumn:
     """Ids of one table: exactly one of `hash` (rows of the table) and `vocabulary` (least count) is
-    given.
-
-    Hashed values use rows 1 to hash - 1; a vocabulary's rows follow its sorted values. Row 0 is for
-    values outside the vocabulary, and for nulls where `null` is "unknown". In [[multi]],
-    `separator` splits text.
-    """
+    given. Hashed values use rows 1 to hash - 1; a vocabulary's rows follow its sorted values. Row 0
+    is for values outside the vocabulary, and for nulls where `null` is "unknown". In [[multi]],
+    `separator` splits text."""
 
     column: str
     table: str | None = None  # absent: a table of its own, named like the column

@@ -1,6 +1,5 @@
 """Schemas from TOML files, and from the JSON of manifests: unknown keys are refused, and so is what
-makes no sense though all types are right.
-"""
+makes no sense though all types are right."""
 
 from collections import Counter
 from collections.abc import Iterable

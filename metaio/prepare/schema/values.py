@@ -61,10 +61,7 @@ def to_float32(name: str, numbers_N: npt.NDArray[np.float64], role: str) -> npt.
 
 def hash_values(column: pa.Array, kind: Kind) -> UInt64:
     """Return a stable 64-bit hash of each value, no nulls: splitmix64 input for integers, xxh3_64
-    of UTF-8 for text.
-
-    Integers stay themselves, as 64-bit patterns: mixing is the caller's step.
-    """
+    of UTF-8 for text. Integers stay themselves, as 64-bit patterns: mixing is the caller's step."""
     if kind == "integer":
         integers: UInt64 = to_int64(column).view(np.uint64)
         return integers

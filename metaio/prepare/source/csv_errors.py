@@ -1,6 +1,5 @@
 """Says in one line what DuckDB finds wrong with a line of text: its own words are a page long, and
-advise settings of DuckDB.
-"""
+advise settings of DuckDB."""
 
 import re
 from collections.abc import Callable, Sequence

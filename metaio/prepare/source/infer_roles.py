@@ -1,8 +1,6 @@
-"""What each column of a log is for, as far as its name and first rows tell.
-
-Nothing is prepared by a guess: the schema that is written of it (first_schema.py) says of every
-column why it is there, and a person decides.
-"""
+"""What each column of a log is for, as far as its name and first rows tell. Nothing is prepared by
+a guess: the schema that is written of it (first_schema.py) says of every column why it is there,
+and a person decides."""
 
 import re
 from collections.abc import Iterable, Mapping

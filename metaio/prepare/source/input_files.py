@@ -102,8 +102,7 @@ def is_marker(path: str, given: str) -> bool:
     _SUCCESS, and `given` does not spell it out.
 
     >>> is_marker("/_logs/day=1/_temporary/0/a.csv", "/_logs/*"), is_marker("/_x-1/a", "/_x-*/*")
-    (True, False)
-    """
+    (True, False)"""
     spelled = [part for part in given.split("/") if _is_hidden(part)]
     return any(
         _is_hidden(part) and not any(part == one or fnmatchcase(part, one) for one in spelled)

@@ -70,8 +70,7 @@ def batches(name: str, columns: list[str], rows: int) -> Iterator[pa.RecordBatch
     """Return the rows of a file in portions of at most `rows`.
 
     Raises:
-        pa.ArrowException, OSError: it is damaged, or holds text that is not UTF-8.
-    """
+        pa.ArrowException, OSError: it is damaged, or holds text that is not UTF-8."""
     with pq.ParquetFile(name, buffer_size=_BUFFER_BYTES) as file:
         # One at a time: buffers of the row groups before are kept until the iterator ends.
         for group in range(file.num_row_groups):

@@ -1,7 +1,6 @@
 """Reads raw tables through DuckDB: CSV, TSV, JSON lines and Parquet on any fsspec URL, streamed as
 record batches. DuckDB decides what the columns are; local Parquet of the same types comes from
-pyarrow.
-"""
+pyarrow."""
 
 import difflib
 import re

@@ -1,6 +1,5 @@
 """How inputs are asked of DuckDB: its connection, and words of its SQL, with what would end them
-escaped.
-"""
+escaped."""
 
 import re
 from collections.abc import Iterable
@@ -35,8 +34,8 @@ def format_scan(
     inputs: InputFiles, names: Iterable[str], csv: str, json: str = "", folders: bool | None = None
 ) -> str:
     """Return the table function that reads some of the files; `csv` and `json` are options of files
-    of these kinds. `folders` tells whether those such as day=1 are columns; None: if all have them.
-    """
+    of these kinds. `folders` tells whether those such as day=1 are columns; None: if all have
+    them."""
     hive = "" if folders is None else f", hive_partitioning = {str(folders).lower()}"
     if inputs.kind == "Parquet":
         return f"read_parquet({format_paths(names)}{hive})"
@@ -88,8 +87,7 @@ def escape_glob(name: str) -> str:
     """Return the glob that matches the file of this name alone.
 
     >>> literal("day[1].csv")
-    'day[[]1].csv'
-    """
+    'day[[]1].csv'"""
     # In the address of a web server ? is no mark: fsspec takes it for what it is.
     marks = _MARKS_OF_WEB if name.startswith(("http://", "https://")) else _MARKS
     return marks.sub(r"[\g<0>]", name)

@@ -1,7 +1,6 @@
 """Which types are asked of text and JSON files. DuckDB guesses them by the first rows of the first
 file and holds all rows to them: 9.5 among integers becomes 10, 007 becomes 7, a time among dates
-loses its hour, and a time among times of a zone loses its own. Nothing may be lost that way.
-"""
+loses its hour, and a time among times of a zone loses its own. Nothing may be lost that way."""
 
 from collections.abc import Mapping
 
@@ -109,8 +108,8 @@ def choose_revealing_types(
 
 
 def explain_loss(schema: Schema, column: str, kind: str, value: float | str) -> str:
-    """Return why a value ends prepare in a column of the type `kind`, where it would lose a part
-    of itself."""
+    """Return why a value ends prepare in a column of the type `kind`, where it would lose a part of
+    itself."""
     before, loss, remedy = {
         "BIGINT": ("integers", "as one it would be rounded", "Write all with a decimal point"),
         "BOOLEAN": ("truth values", "as one it would be true", "Write numbers in all rows"),

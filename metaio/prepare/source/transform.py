@@ -1,8 +1,6 @@
-"""A function of somebody's own over raw rows, before anything else is done with them.
-
-What it returns lies in temporary Parquet files, a file for each input, and is what the schema is
-about. Its package and version stand in the dataset's report.
-"""
+"""A function of somebody's own over raw rows, before anything else is done with them. What it
+returns lies in temporary Parquet files, a file for each input, and is what the schema is about. Its
+package and version stand in the dataset's report."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
