@@ -187,9 +187,8 @@ class Storage:
         if isinstance(error, FileNotFoundError):
             return FormatError(f"{self.name(path)} does not exist. Prepare the dataset again")
         return FormatError(
-            f"{self.name(path)} cannot be read: "
-            f"{to_one_line(str(error)) or type(error).__name__}. Check "
-            "its permissions and the network, then try again"
+            f"{self.name(path)} cannot be read: {to_one_line(str(error)) or type(error).__name__}. "
+            "Check its permissions and the network, then try again"
         )
 
     def read_windows(self, ranges: list[ByteRange]) -> list[ByteWindow]:

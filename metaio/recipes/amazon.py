@@ -1,7 +1,7 @@
-"""Amazon ratings by time: user_item.dat, with the items' brands and categories. Files as in the
-public collection librahu/HIN-Datasets-for-Recommendation-and-Network-Embedding: 195,791 ratings of
-2,753 items by 6,170 users, 1998 to 2014."""
+"""Amazon ratings by time: user_item.dat, with the items' brands and categories."""
 
+# As in librahu/HIN-Datasets-for-Recommendation-and-Network-Embedding: 195,791 ratings of 2,753
+# items by 6,170 users, 1998 to 2014.
 from collections import defaultdict
 from pathlib import Path
 

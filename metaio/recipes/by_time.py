@@ -1,7 +1,7 @@
-"""Ratings with times as a question about the future: old rows train, later ones validate, and the
-newest ones test. The splits are valid and test, where a user's support is what they rated before
-the window, and valid-cold and test-cold, of users without a rating before it: their first half is
-support. Items first rated after training stand in row 0 of their table."""
+"""Ratings with times as a question about the future: old rows train, newer validate, newest test.
+
+A user's support in valid and test is from before the window; users without a rating before it are
+in valid-cold and test-cold, where their first half is support."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,8 +46,8 @@ def check_ratings(name: str, table: pa.Table) -> None:
 def schema_by_time(
     singles: list[str], multis: list[str], of_item: list[str], config: ByTimeConfig
 ) -> dict[str, Any]:
-    """Return the schema of ratings with the columns row, user, item, rating, time and those named
-    in `singles` and `multis`, whose values are separated by "|"; `of_item` belong to the item."""
+    """Return the schema of ratings with the columns row, user, item, rating, time, `singles` and
+    `multis` (values separated by "|"); `of_item` are attributes of the item."""
     return {
         "seed": config.seed,
         "task": {"column": "user"},
@@ -60,7 +60,7 @@ def schema_by_time(
         "multi": [
             {"column": one, "separator": "|", "vocabulary": 1, "null": "unknown"} for one in multis
         ],
-        # Training may draw support and query anew each epoch; what is scored goes by time.
+        # Random: training may draw support and query anew each epoch; scoring goes by time.
         "episodes": {
             "by": "random",
             "query_share": 0.5,

@@ -1,4 +1,4 @@
-"""Files of fields, a line each, as public data sets are handed out."""
+"""Reads text files of fields, one record a line, as public data sets are distributed."""
 
 from pathlib import Path
 

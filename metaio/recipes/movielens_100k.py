@@ -1,5 +1,5 @@
-"""MovieLens-100k by time: GroupLens' own files (u.data, u.item, u.user, u.genre), or the atomic
-files that RecBole makes of them (ml-100k.inter, .item, .user)."""
+"""MovieLens-100k by time, from GroupLens' files (u.data, u.item, u.user, u.genre), or from
+RecBole's atomic files (ml-100k.inter, .item, .user)."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What a stream is and was, before an increment is added: its schema, its state, what its columns
-hold."""
+"""A stream before an increment is added: its schema, its state, and what its columns hold."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,31 +20,31 @@ from metaio.stream.window import find_time_unit
 
 @dataclass(frozen=True)
 class OpenedStream:
-    """A stream before its next increment, which is `number`; `description` is that of stream.json,
-    None before the first one."""
+    """A stream before its next increment, `number`."""
 
     root: Path
     schema: Schema
     state: StreamState
     number: int
     parent: str
+    # The content of stream.json; None before the first increment.
     description: dict[str, Any] | None
 
     @property
     def moments(self) -> dict[str, tuple[float, float]] | None:
-        """Return the frozen means and deviations, None before the first increment."""
+        """Return the means and deviations frozen by the first increment; None before it."""
         if self.description is None:
             return None
         return {name: (own[0], own[1]) for name, own in self.description["moments"].items()}
 
     @property
     def mark(self) -> str:
-        """Return the mark of the schema before the first increment; "" once it does not change."""
+        """Return the mark of the schema before the first increment; "" once it cannot change."""
         return fingerprint_schema(self.schema) if self.description is None else ""
 
 
 def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
-    """Return the stream at a folder, or a new one that is to be made there."""
+    """Return the stream at a folder, or a new one to be made there."""
     given_schema = None if schema is None else with_stream_defaults(schema)
     if (root / MANIFEST_NAME).exists():
         raise DataError(
@@ -91,8 +90,8 @@ def check_columns(
     types: dict[str, pa.DataType],
     distinct: Callable[[str], Iterable[str | None]],
 ) -> None:
-    """Raise DataError for a column of input `name`, whose types all inputs share, that does not
-    hold what it held before; `distinct` gives the values of a column."""
+    """Raise DataError for a column of input `name` that does not hold what it held before; `types`
+    are those of all inputs, `distinct` gives the values of a column."""
     description, schema = before.description, before.schema
     if description is None:
         return
@@ -107,7 +106,7 @@ def check_columns(
     if time not in found:
         found[time] = find_time_unit(schema, types[time])
         expected[time] = description["time_unit"]
-        # Integers may count microseconds too, and yet are no time stamps.
+        # Integers may count microseconds, too, and yet are no timestamps.
         if pa.types.is_integer(types[time]) != ("int" in description["time_type"]):
             found[time], expected[time] = str(types[time]), description["time_type"]
     numbers = [(one.column, "dense") for one in schema.dense]

@@ -1,5 +1,7 @@
-"""Who makes shards of an increment's rows: one machine here, Spark in spark.py. Both deal the rows
-to buckets, join each bucket with what is known of its tasks from before, and adopt its shard."""
+"""Who makes shards of an increment's rows: one machine here, Spark in spark_engine.py.
+
+Both deal the rows to buckets, join each bucket with the earlier rows of its tasks, and adopt its
+shard."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -44,11 +46,11 @@ from metaio.stream.window import (
 
 @dataclass(frozen=True)
 class WindowJob:
-    """What all buckets of a window have in common. It is sent to every worker of a cluster, without
-    the values of its vocabularies."""
+    """What all buckets of a window have in common; it is sent to every worker of a cluster."""
 
     job: Job
     clock: StreamClock
+    # By table, the rows that lost their value.
     freed: dict[str, Int64]  # by table: rows that lost their value
     state: Path | None  # of the increment before, where there is one
     num_rows: int
@@ -59,8 +61,7 @@ class WindowJob:
 
 
 class BucketResult(NamedTuple):
-    """A bucket's shard, the newest rows of all its tasks, and how many of its tasks in the window
-    are new and returning."""
+    """A bucket's shard, the newest rows of all its tasks, and its new and returning tasks."""
 
     shard: WrittenShard
     newest: EncodedRows
@@ -95,9 +96,8 @@ class Engine(Protocol):
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows by the tables, which stand in the folder of the state too, and write
-        shards, and to that folder the newest rows of all tasks. Raises DataError: the rows make no
-        training episode, or two of a task have one row id."""
+        """Encode all rows by `tables`; write shards, and in `state_folder` each task's newest
+        rows."""
 
 
 class LocalEngine:
@@ -107,11 +107,11 @@ class LocalEngine:
         self._source, self._schema, self._options = source, schema, options
 
     def describe_files(self, names: list[str]) -> list[InputFile]:
-        """Return the files with their hashes, one after the other."""
+        """Return the files with their hashes."""
         return [hash_file(name) for name in names]
 
     def summarise(self, context: SummaryContext, report_progress: Progress) -> WindowSummary:
-        """Return what all rows hold, looked at batch by batch in several threads."""
+        """Return what all rows hold, summarised batch by batch in several threads."""
         summary, done, total = WindowSummary(), 0, self._source.survey()
 
         def summarise_batch_rows(batch: pa.RecordBatch) -> tuple[int, WindowSummary]:
@@ -132,7 +132,7 @@ class LocalEngine:
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows and spool them by bucket, then write the shards bucket by bucket."""
+        """Encode all rows into bucket files, then write the shards bucket by bucket."""
         job, options = window.job, self._options
         spool = Spool(writer.folder / ".spool", job.schema)
         self._encode(window, tables, spool, report_progress)
@@ -179,9 +179,8 @@ class LocalEngine:
 def write_bucket(
     window: WindowJob, folder: Path, bucket: int, rows: EncodedRows, old_rows: NewestRows, use: Use
 ) -> BucketResult:
-    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`. Safe to
-    call from several threads, for different buckets. Raises DataError: two rows of a task have one
-    row id."""
+    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`. Raises
+    DataError: two rows of a task have one row id."""
     job, schema = window.job, window.job.schema
     most, buckets = (
         find_stream_rule(schema).support,
@@ -218,9 +217,8 @@ def adopt_buckets(
     use: HashedTableUse,
     report_progress: Progress,
 ) -> WrittenWindow:
-    """Adopt the shards of all buckets, in order, and write the newest rows of all tasks to the
-    folder of the state; `buckets_of` gives those of a split. Raises DataError: no task of the train
-    split has an episode."""
+    """Adopt the shards of all buckets (`buckets_of` a split), in order, and write the newest rows
+    of all tasks. Raises DataError: no task of the train split has an episode."""
     job, dropped, tasks, done = window.job, DroppedRows(), {}, 0
     for index, name in enumerate(job.fitted.splits.names):
         new, returning, num_episodes = 0, 0, 0
@@ -233,6 +231,7 @@ def adopt_buckets(
                 new, returning = new + bucket.new, returning + bucket.returning
                 done += bucket.num_rows
                 report_progress("writing", done, window.num_rows)
+        # The gate may be empty; without training episodes there is no increment.
         if index == 0:
             check_not_empty(num_episodes, dropped)
         tasks[name] = {"new": new, "returning": returning}

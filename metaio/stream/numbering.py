@@ -1,9 +1,9 @@
-"""Rows of values, in the order in which they were admitted: appended or reused, never moved. A
-value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
-matter where the log was cut into increments. What was seen less than k times is counted on.
+"""Gives values their table rows, in the order of admission: appended or reused, never moved.
 
 Shape suffixes: N rows, V values, U unique ids, R rows of tables."""
 
+# A value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
+# matter where the log was cut into increments; rarer values are counted on.
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +18,7 @@ from metaio.ragged import Int64, index_entries, offsets, places
 
 @dataclass(frozen=True)
 class Occurrences:
-    """The distinct values of some rows: of each, its first times, ascending, at most as many as it
-    takes to admit it, and its last time."""
+    """The distinct values of some rows, with the first times that may admit them, and the last."""
 
     values: pa.Array  # [V], of one type, no nulls
     lengths_V: Int64  # how many times of each value
@@ -34,8 +33,8 @@ class Occurrences:
         )
 
     def deal(self, num_parts: int) -> list[tuple[int, "Occurrences"]]:
-        """Return the values of each of `num_parts` parts that has any; a value is always in the
-        same part, whatever other values are there."""
+        """Return the values of each of `num_parts` parts that has any."""
+        # By the value's hash, so that every worker sends a value to the same part.
         part_V = (_hash_values(self.values) % np.uint64(num_parts)).astype(np.int64)
         offsets_V1 = offsets(self.lengths_V)
         found = []
@@ -67,8 +66,7 @@ def _reduce_occurrences(
     code = np.repeat(code_N, lengths_N)
     order = np.lexsort((times, code))
     counts_V = np.bincount(code, minlength=distinct)
-    # The place of each time among those of its value: those behind the one that admits it say
-    # nothing.
+    # Times behind the one that admits a value say nothing, so they are cut.
     rank = places(counts_V)
     by_code = np.argsort(code_N, kind="stable")
     starts_V = offsets(np.bincount(code_N, minlength=distinct))[:-1]
@@ -79,10 +77,7 @@ def _reduce_occurrences(
 
 @dataclass(frozen=True)
 class Numbering:
-    """The state of one table, sorted by the hash of the values, so that finding many of them is one
-    bisection. It is the `RowIndex` of its values. `row_U` is the row of a value; 0 while it waits
-    for admission; negative for a row that is kept for a value which was not seen for `ttl`.
-    `num_rows` is the highest row ever given out."""
+    """The state of one table, sorted by the hashes of the values; it is a `RowIndex`."""
 
     num_rows: int
     hash_U: UInt64
@@ -98,7 +93,7 @@ class Numbering:
         return cls(0, none.view(np.uint64), pa.array([], value_type), none, none, none)
 
     def rows(self, column: pa.Array) -> Int64:
-        """Return the row of each value [N], 0 for what has none; no nulls."""
+        """Return the row of each value [N], 0 for unknown ones; no nulls."""
         if not len(self.row_U):
             return np.zeros(len(column), np.int64)
         place_N = self.find(self._cast_values(column))
@@ -113,7 +108,7 @@ class Numbering:
     def find(self, values: pa.Array) -> Int64:
         """Return the entry of each value, -1 where there is none."""
         hash_N = _hash_values(values)
-        # In the order of the hashes: what bisection touches is then in the cache.
+        # Sorted by hash, so that bisection touches cached entries.
         order = np.argsort(hash_N)
         place_N, found_N = np.empty_like(order), np.full(len(order), -1, np.int64)
         place_N[order] = np.searchsorted(self.hash_U, hash_N[order])
@@ -129,7 +124,7 @@ class Numbering:
         return found_N
 
     def vocabulary(self) -> pa.Array:
-        """Return the values in the order of their rows, from row 1 on: null where none has it."""
+        """Return the values in the order of their rows, from row 1 on; null for free rows."""
         stored = np.flatnonzero(self.row_U > 0)
         place_R = np.full(self.num_rows, -1, np.int64)
         place_R[self.row_U[stored] - 1] = stored
@@ -142,7 +137,7 @@ class Numbering:
 
 
 class Admission(NamedTuple):
-    """What decides who gets a row in a window that begins at `start`: times on the log's scale."""
+    """What decides which values get a row in a window that begins at `start`, in ticks."""
 
     least: int  # occurrences that admit a value
     start: int
@@ -176,7 +171,7 @@ def advance(
     freed = _find_freed_rows(old, row_U) if rule.ttl else np.zeros(0, np.int64)
     before_V, row_V = np.zeros((2, len(place_V)), np.int64)
     before_V[is_old_V], row_V[is_old_V] = count_U[own], row_U[own]
-    # Who has all occurrences, and waited for lack of rows, is admitted at the first one.
+    # A value that waits only for lack of rows has all occurrences: its next one admits it.
     need_V = np.maximum(rule.least - before_V, 1)
     admitted = np.flatnonzero((row_V == 0) & (occurrences.lengths_V >= need_V))
     first_times = occurrences.times[offsets(occurrences.lengths_V)[admitted] + need_V[admitted] - 1]
@@ -201,7 +196,7 @@ def advance(
 
 
 def _forget_idle(old: Numbering, rule: Admission) -> Numbering:
-    """Return the state without what was not seen for `ttl`: rows stay reserved for `grace`."""
+    """Return the state without values not seen for `ttl`; their rows stay reserved for `grace`."""
     if not rule.ttl:
         return old
     idle_U = old.last_U < rule.start - rule.ttl
@@ -219,7 +214,7 @@ def _forget_idle(old: Numbering, rule: Admission) -> Numbering:
 
 
 def _find_free_rows(row_U: Int64, num_rows: int) -> Int64:
-    """Return the rows that belong to nobody, ascending."""
+    """Return the rows without a value, ascending."""
     is_free_R = np.ones(num_rows + 1, np.bool_)
     is_free_R[0] = False
     is_free_R[np.abs(row_U)] = False
@@ -258,12 +253,12 @@ def _hash_values(values: pa.Array) -> UInt64:
 
 
 def choose_capacity(num_rows: int, block: int) -> int:
-    """Return the rows that a table of `num_rows` is given: the least of 1, 1.5, 2.25 ... blocks,
-    each rounded up to whole blocks, that holds them. It depends on nothing else, so that all
-    increments of one size agree.
+    """Return the capacity of a table of `num_rows`: the least of 1, 1.5, 2.25 ... blocks, each
+    rounded up to whole blocks, that holds them.
 
     >>> [choose_capacity(rows, 64) for rows in (1, 64, 65, 129, 193)]
     [64, 64, 128, 192, 320]"""
+    # Of the number of rows alone, so that all increments of one size agree.
     capacity = block
     while capacity < num_rows:
         capacity = -(-capacity * 3 // (2 * block)) * block

@@ -1,4 +1,4 @@
-"""Which files an increment takes: no file twice, none that was rewritten since it was taken."""
+"""Decides which files an increment takes: none twice, none that was rewritten since."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ class InputFile(NamedTuple):
 
 @dataclass(frozen=True)
 class OfferedFiles:
-    """The files of a call: as they were given, empty ones and archives too, and as they are read;
-    what came out of archives is in `members`."""
+    """The files of a call, as given (archives and empty ones included) and as read."""
 
     given: list[InputFile]
     read: list[InputFile]
+    # By name, the read files that were unpacked from archives.
     members: dict[str, ArchiveMember]
 
     @property
     def recorded(self) -> list[InputFile]:
-        """Return what an increment names as its inputs: an archive, and each file in it."""
+        """Return what an increment lists as inputs: archives, and each file in them."""
         return self.given + [
             file._replace(name=_format_name(file.name, self.members))
             for file in self.read
@@ -59,8 +59,8 @@ def hash_file(name: str) -> InputFile:
 def collect_files(
     given: list[str], members: dict[str, ArchiveMember], read: list[InputFile], empty: list[str]
 ) -> OfferedFiles:
-    """Return the files that were given, of which `read` are those that hold rows, and `empty` held
-    no byte when they were looked at, whatever they hold now."""
+    """Return the files of a call: `read` hold rows, `empty` held no byte when they were opened."""
+    # Not hashed again: such a file may have been written to since, and was not read.
     known = {name: InputFile(name, 0, _NO_BYTES) for name in empty}
     known |= {file.name: file for file in read}
     files = [known.get(name) or hash_file(name) for name in dict.fromkeys(given)]
@@ -68,8 +68,7 @@ def collect_files(
 
 
 def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
-    """Raise DataError for a file that an increment has taken under the same name, unless there was
-    nothing in it."""
+    """Raise DataError for a file that was taken under the same name, unless it was empty then."""
     row_of = {name: row for row, name in enumerate(taken_files["name"].to_pylist())}
     for file in files.given:
         row = row_of.get(file.name)
@@ -90,15 +89,15 @@ def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
 def find_duplicates(
     files: OfferedFiles, taken_files: pa.Table, has_rows: Callable[[str], bool]
 ) -> dict[InputFile, str]:
-    """Return the files whose rows would be trained twice, as another file of the same bytes was
-    taken or is given, each with the reason; an archive if it holds such a file."""
+    """Return the files (archives for their members) whose rows would be trained twice, as a file of
+    the same bytes was taken or is given, each with the reason."""
     row_of = {xxh3: row for row, xxh3 in enumerate(taken_files["xxh3"].to_pylist())}
     found: dict[InputFile, str] = {}
     first_of: dict[str, InputFile] = {}
     given = {file.name: file for file in files.given}
     for file in files.read:
         row, first = row_of.get(file.xxh3), first_of.setdefault(file.xxh3, file)
-        # Files without rows, such as a header alone, are often alike.
+        # Files without rows, such as a header alone, are often equal.
         if (row is None and first is file) or not has_rows(file.name):
             continue
         file_name = _format_name(file.name, files.members)

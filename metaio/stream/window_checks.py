@@ -1,5 +1,4 @@
-"""Judges a window before it becomes an increment: poison is refused with its reason, what merely
-moves is told."""
+"""Judges a window before it becomes an increment: faults refuse it, alarms are only reported."""
 
 import math
 import statistics
@@ -16,7 +15,7 @@ _BY_CHANCE = 4.0
 
 
 def summarise_window(summary: WindowSummary) -> dict[str, Any]:
-    """Return what later windows are compared with."""
+    """Return the statistics that later windows are compared with."""
     rows = max(summary.num_rows, 1)
     mean = summary.label_sum / rows
     deviation = math.sqrt(max(summary.label_squares / rows - mean * mean, 0.0))
@@ -33,8 +32,9 @@ def summarise_window(summary: WindowSummary) -> dict[str, Any]:
 def find_faults(
     own: dict[str, Any], recent: list[dict[str, Any]], rule: StreamRule, unit: str
 ) -> list[str]:
-    """Return why a window is not to be trusted, given those before it; [] where it is."""
+    """Return why a window is suspicious, given those before it; [] if it is not."""
     recent = recent[-rule.recent :]
+    # So few windows do not show what is usual.
     if len(recent) < rule.screen_after:
         return []
     found = []
@@ -73,8 +73,8 @@ def find_faults(
 def measure_drift(
     summary: WindowSummary, frozen: dict[str, tuple[float, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return, for each standardised column, how far its mean has moved, in frozen deviations, and
-    how many times as wide it is."""
+    """Return for each standardised column how far its mean moved, in frozen deviations, and the
+    ratio of its deviation to the frozen one."""
     found = {}
     for name, (mean, deviation) in frozen.items():
         count, own_mean, squares = summary.moments.get(name, (0, mean, 0.0))
@@ -93,7 +93,7 @@ def find_alarms(
     rule: StreamRule,
     unit: str,
 ) -> list[str]:
-    """Return what somebody should look at, one line each; the increment stands nevertheless."""
+    """Return what a person should look at, one line each; the increment stands nevertheless."""
     found = []
     likely = infer_time_unit(summary.most_time)
     if unit != "day" and likely not in (unit, None):

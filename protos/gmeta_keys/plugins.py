@@ -54,8 +54,7 @@ class Registry(Generic[Part]):
         if not self.fits(part):
             raise ValueError(
                 f"{self.key} = {name!r} is {_describe_part(part)}: {self.wanted} is needed. Name "
-                "that "
-                "(docs/extending.md)"
+                "that (docs/extending.md)"
             )
         return part  # type: ignore[no-any-return]
 

@@ -20,8 +20,7 @@ def read_labels(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32
 
 
 def read_weights(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the weights of raw rows, [N, 1] or [N, 0]. Raises DataError: one is no finite number
-    from 0 on."""
+    """Return the weights of raw rows, [N, 1] or [N, 0]; raise DataError for one below 0."""
     if schema.weight is None:
         return np.zeros((batch.num_rows, 0), np.float32)
     name = schema.weight.column
@@ -53,11 +52,10 @@ def _read_label(rule: LabelColumn, batch: pa.RecordBatch) -> npt.NDArray[np.floa
     if column.null_count:
         raise DataError(
             f"label column {rule.column} has {format_count(column.null_count, 'null')} in rows "
-            "whose "
-            f'mask {rule.mask} is 1. Correct the mask, or add null = "unknown"'
+            f'whose mask {rule.mask} is 1. Correct the mask, or add null = "unknown"'
         )
     numbers = to_float64(rule.column, column, "label")
-    # Before the threshold: NaN is not above it, but no click of 0 either.
+    # Checked before the threshold, which would turn NaN into a label of 0.
     found_N = to_float32(rule.column, numbers, "label")
     if rule.threshold is not None:
         found_N = (numbers >= rule.threshold).astype(np.float32)

@@ -1,5 +1,4 @@
-"""Schemas from TOML files, and from the JSON of manifests: unknown keys are refused, and so is what
-makes no sense though all types are right."""
+"""Parses and checks schemas, from TOML files and from the JSON of manifests."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -28,12 +27,12 @@ MAX_DENSE_NUMBERS = 65_536  # of one vector
 
 
 def load_schema(path: str | Path) -> Schema:
-    """Read and check a schema file."""
+    """Return the checked schema of a TOML file."""
     return parse_schema(read_toml("schema", Path(path), SchemaError))
 
 
 def parse_schema(body: dict[str, Any]) -> Schema:
-    """Return a checked schema from the tables of a TOML file, or of a manifest's JSON. Raises
+    """Return a checked schema from the tables of a TOML file or a manifest's JSON. Raises
     SchemaError: a key is unknown or missing, or a value makes no sense."""
     schema = parse(Schema, body, WORDING)
     if isinstance(schema.label, tuple) and len(schema.label) == 1:
@@ -43,7 +42,7 @@ def parse_schema(body: dict[str, Any]) -> Schema:
 
 
 def read_item_rule(manifest: Manifest) -> ItemRule | None:
-    """Return what a dataset's schema says of the item; None where it has none, or no schema."""
+    """Return the item rule of a dataset's schema; None without one."""
     schema = manifest.recipe.get("schema")
     return parse_schema(schema).item_rule if isinstance(schema, dict) else None
 
@@ -71,7 +70,7 @@ WORDING = Wording(SchemaError, "schema key ", known="allowed", wrong_type=_wrong
 
 
 def check_schema(schema: Schema) -> None:
-    """Raise SchemaError for what makes no sense, though all types are right."""
+    """Raise SchemaError for values that have the right types but make no sense."""
     if not schema.sparse and not schema.dense_names:
         raise SchemaError(
             "the schema has no [[single]], [[multi]], [[dense]] or [[vector]] column. "
@@ -112,7 +111,7 @@ def check_schema(schema: Schema) -> None:
                 f"column {column.column} and another column of table {column.table_name} differ "
                 "in width. Columns that share a table must agree"
             )
-        # One table has one way from values to rows, or equal values would meet in different rows.
+        # One way from values to rows a table: else equal values would get different rows.
         if by_table.setdefault(column.table_name, how) != how:
             raise SchemaError(
                 f"column {column.column} and another column of table {column.table_name} differ "
@@ -160,15 +159,13 @@ def _check_vectors(schema: Schema) -> None:
         if not 1 <= vector.width <= MAX_DENSE_NUMBERS:
             raise SchemaError(
                 f"vector column {vector.column} has width {vector.width}; 1 to "
-                f"{MAX_DENSE_NUMBERS:,} "
-                "numbers in each row are allowed. Change it"
+                f"{MAX_DENSE_NUMBERS:,} numbers in each row are allowed. Change it"
             )
     twice = [name for name, count in Counter(schema.dense_names).items() if count > 1]
     if twice:
         raise SchemaError(
             f"dense column {twice[0]} is called like a number of vector "
-            f"{find_vector_column(twice[0])}. "
-            "Rename one of the two columns"
+            f"{find_vector_column(twice[0])}. Rename one of the two columns"
         )
 
 
@@ -258,6 +255,6 @@ def fingerprint_schema(schema: Schema) -> str:
 
 
 def with_stream_defaults(schema: Schema) -> Schema:
-    """Return the schema as that of a stream, with the defaults where it has no [stream]."""
-    # There and back: what a schema file says of a stream is checked where it is parsed.
+    """Return the schema as that of a stream, with defaults where it has no [stream]."""
+    # Through JSON and back: [stream] is checked against other tables where a schema is parsed.
     return parse_schema(replace(schema, stream=schema.stream or StreamRule()).to_json())

@@ -1,5 +1,4 @@
-"""A first schema as commented TOML, to read and correct: it says what a log's columns were taken
-for."""
+"""Writes a first schema as commented TOML, for a person to read and correct."""
 
 import json
 import re
@@ -19,8 +18,8 @@ NEGATIVES = 4  # of each positive row
 MAX_ROWS = 200  # of an episode
 RARE_SHARE = 0.1  # share of clicks
 MAX_QUERY_ROWS = {False: 10, True: 50}  # True: clicks are rare, ten rows may have none
-# Tasks held back for validation, and as many again to score: enough to tell settings apart, but
-# each at most a fifth of all tasks.
+# Tasks for validation, and as many again to score: enough to tell settings apart, but each at most
+# a fifth of all tasks.
 HELD_BACK_TASKS, LEAST_SHARE, MOST_SHARE = 200, 0.1, 0.2
 
 
@@ -38,16 +37,16 @@ class EpisodeProposal:
 
     @property
     def num_training_tasks(self) -> int:
-        """Return how many tasks train, about."""
+        """Return about how many tasks train."""
         return round(self.num_tasks * (1 - 2 * self.held_back_share))
 
 
 def propose_episodes(found: InferredRoles) -> EpisodeProposal:
-    """Return how rows and tasks are dealt out, by how many there are: a third of the median task's
-    rows are to be predicted, ten at most, more where clicks are rare."""
+    """Return how to deal rows and tasks out, by how many there are."""
     sizes = found.task_sizes
     clicked = (found.mean_label - found.label.least) / (found.label.most - found.label.least or 1)
     is_rare = not (found.is_rating or found.is_positives) and min(clicked, 1 - clicked) < RARE_SHARE
+    # A third of the median task's rows, at most ten; fifty where ten rows may hold no click.
     most = MAX_QUERY_ROWS[is_rare]
     query_rows = int(np.clip(np.median(sizes) // 3, 1, most)) if len(sizes) else most
     min_rows = query_rows + max(1, query_rows // 3)
@@ -57,7 +56,7 @@ def propose_episodes(found: InferredRoles) -> EpisodeProposal:
 
 
 def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
-    """Return the schema."""
+    """Return the schema as TOML."""
     lines = [
         f"# From the first {found.num_rows:,} rows of {to_one_line(' '.join(urls))}: a guess at "
         "what",

@@ -1,6 +1,6 @@
-"""A function of somebody's own over raw rows, before anything else is done with them. What it
-returns lies in temporary Parquet files, a file for each input, and is what the schema is about. Its
-package and version stand in the dataset's report."""
+"""Applies a user's function to raw rows, before anything else is done with them.
+
+Its output, a temporary Parquet file for each input, is what the schema describes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +36,7 @@ def find_transform(rule: TransformRule) -> Transform:
 
 
 def check_trusted(rule: TransformRule | None) -> None:
-    """Check the name of a function that came with a stream, before anything of it is imported."""
+    """Check the name of a function that came with a stream."""
     try:
         if rule is not None:
             NAMED_TRANSFORMS.check_trusted(rule.function)
@@ -45,7 +45,7 @@ def check_trusted(rule: TransformRule | None) -> None:
 
 
 def describe_transform(rule: TransformRule | None) -> dict[str, Any]:
-    """Return what a dataset's report says of the transform of its rows; empty without one."""
+    """Return what a dataset's report says of the transform of its rows; {} without one."""
     if rule is None:
         return {}
     return {"transform": {"function": rule.function} | NAMED_TRANSFORMS.package_of(rule.function)}
@@ -59,9 +59,7 @@ def transform_inputs(
     folder: Path,
 ) -> InputFiles:
     """Return the inputs as the rule's function transforms them, in files below `folder`.
-    `batches_of` gives the rows of a file, of some columns (none: all); `wanted` are columns that
-    must come out. Raises DataError: it failed, or returned something else than rows of the same
-    columns and types each time. Raises TooFewRowsError: it dropped all."""
+    `batches_of` yields a file's rows of some columns ((): all); `wanted` columns must come out."""
     function, names, before = find_transform(rule), [], None
     folder.mkdir()
     for index, name in enumerate(inputs.names):
