@@ -40,18 +40,10 @@ __all__ = [
     "write_dataset",
 ]
 
-_TORCH = {
-    "TaskBatch": "metaio.read.batch",
-    "empty_batch": "metaio.read.batch",
-    "BatchReader": "metaio.read.reader",
-    "EpisodeRange": "metaio.read.reader",
-    "RangeReader": "metaio.read.reader",
-    "read_ranges": "metaio.read.reader",
-}
-
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch at its first use."""
-    if name not in _TORCH:
+    if name not in __all__:
         raise AttributeError(f"module 'metaio' has no attribute {name!r}")
-    return getattr(importlib.import_module(_TORCH[name]), name)
+    module = "batch" if name in ("TaskBatch", "empty_batch") else "reader"
+    return getattr(importlib.import_module(f"metaio.read.{module}"), name)

@@ -113,14 +113,8 @@ class Dataset:
         """Return the decoded size of each block [Z], in bytes, from counts alone."""
         features, table = self.features, self.split(split).blocks
         # As Block holds them: 4 bytes a number of a row, four int64 an episode, 8 bytes an id.
-        per_row = 4 * (
-            features.num_labels
-            + bool(features.weight)
-            + len(features.dense)
-            + len(features.single)
-            + len(features.multi)
-        )
-        per_row += 8 if features.row_id else 0
+        num_numbers = features.num_labels + bool(features.weight) + len(features.dense)
+        per_row = 4 * (num_numbers + len(features.sparse)) + (8 if features.row_id else 0)
         sizes: Int64 = (
             table.num_rows_Z * per_row + table.num_episodes_Z * 32 + table.num_values_Z * 4
         )
@@ -169,10 +163,7 @@ class Dataset:
         place = f"{self.url}, split {split}, block {block}"
         try:
             decoded = assemble_block(
-                self.manifest.features,
-                columns,
-                entry.blocks.unique_lengths_ZB[block],
-                bundles,
+                self.manifest.features, columns, entry.blocks.unique_lengths_ZB[block], bundles
             )
         except ValueError as error:
             raise make_content_error(f"{place}: {error}") from error

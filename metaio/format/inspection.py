@@ -116,18 +116,12 @@ def _summarise_split(dataset: Dataset, name: str, blocks: Iterator[Block]) -> Sp
             own = slice(block.unique_offsets_B1[table], block.unique_offsets_B1[table + 1])
             # np.add.at, not indexing: with bundles an id stands several times.
             np.add.at(used_R, block.unique_ids_U[own], counts_U[own])
-    return SplitSummary(
-        name=name,
-        num_tasks=len(np.unique(np.concatenate(tasks))),
-        support_T=np.concatenate(support),
-        query_T=np.concatenate(query),
-        labels=tuple(
-            map(LabelUsage, names, (sum_L / np.maximum(known_L, 1)).tolist(), known_L.tolist())
-        ),
-        tables=tuple(
-            TableUsage(t.name, t.num_rows, used_R) for t, used_R in zip(tables, uses, strict=True)
-        ),
-    )
+    means = (sum_L / np.maximum(known_L, 1)).tolist()
+    labels = tuple(map(LabelUsage, names, means, known_L.tolist()))
+    used = (TableUsage(t.name, t.num_rows, own_R) for t, own_R in zip(tables, uses, strict=True))
+    num_tasks = len(np.unique(np.concatenate(tasks)))
+    support_T, query_T = np.concatenate(support), np.concatenate(query)
+    return SplitSummary(name, num_tasks, support_T, query_T, labels, tuple(used))
 
 
 def find_damage(

@@ -64,17 +64,12 @@ def _make_schema(*columns: tuple[str, pa.DataType]) -> pa.Schema:
 def list_streams(features: Features) -> tuple[ShardStream, ...]:
     """Return the files of every shard: episodes [T], rows [N], dense [N * K], positions [N * F],
     multi [V], unique [U], row_ids [N]; those that would always be empty are left out."""
-    episodes = _make_schema(
-        ("task", pa.int64()),
-        ("num_rows", pa.int32()),
-        ("num_support", pa.int32()),
-        ("num_values", pa.int32()),
-    )
+    counts = [(name, pa.int32()) for name in ("num_rows", "num_support", "num_values")]
     names = [f"label_{name}" for name in features.labels] or ["label"]
     labels = [(name, pa.float32()) for name in names + ["weight"] * bool(features.weight)]
     lengths = [(f"length_{feature.name}", pa.int32()) for feature in features.multi]
     found = [
-        ShardStream("episodes", episodes),
+        ShardStream("episodes", _make_schema(("task", pa.int64()), *counts)),
         ShardStream("rows", _make_schema(*labels, *lengths)),
         ShardStream("dense", _make_schema(("value", pa.float32()))),
         ShardStream("positions", _make_schema(("position", pa.int32()))),
@@ -82,12 +77,8 @@ def list_streams(features: Features) -> tuple[ShardStream, ...]:
         ShardStream("unique", _make_schema(("id", pa.int64()))),
         ShardStream("row_ids", _make_schema(("row_id", pa.int64()))),
     ]
-    absent = {
-        "dense": not features.dense,
-        "positions": not features.single,
-        "multi": not features.multi,
-    }
-    absent["unique"] = not features.sparse
+    absent = {"dense": not features.dense, "positions": not features.single}
+    absent |= {"multi": not features.multi, "unique": not features.sparse}
     absent["row_ids"] = not features.row_id
     return tuple(stream for stream in found if not absent.get(stream.name, False))
 

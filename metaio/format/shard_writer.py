@@ -29,12 +29,8 @@ def _to_int64(unsigned: int) -> int:
 
 def _list_columns(block: Block, stream: ShardStream) -> list[Any]:
     if stream.name == "episodes":
-        return [
-            block.task_T,
-            np.diff(block.row_offsets_T1),
-            block.support_lengths_T,
-            np.diff(block.value_offsets_T1),
-        ]
+        rows_T, values_T = np.diff(block.row_offsets_T1), np.diff(block.value_offsets_T1)
+        return [block.task_T, rows_T, block.support_lengths_T, values_T]
     # One transposing copy makes each feature's lengths contiguous, which Arrow needs.
     if stream.name == "rows":
         labels = [block.label_N] if block.label_N.ndim == 1 else block.label_N.T
@@ -141,12 +137,9 @@ class ShardWriter:
             block["xxh3"] = row
         bundled = any(row["bundle_tasks"] for row in self._blocks)
         table = pa.Table.from_pylist(self._blocks, schema=make_block_table_schema(bundled))
-        counts = {
-            name: int(np.sum(table[name].to_numpy())) for name in ("num_episodes", "num_rows")
-        }
-        return ShardEntry(
-            len(self._blocks), counts["num_episodes"], counts["num_rows"], files
-        ), table
+        names = "num_episodes", "num_rows"
+        num_episodes, num_rows = (int(np.sum(table[name].to_numpy())) for name in names)
+        return ShardEntry(len(self._blocks), num_episodes, num_rows, files), table
 
     def abort(self) -> None:
         """Close the files; does nothing once the shard is finished."""

@@ -90,19 +90,11 @@ class Job:
         # Without overwrite the writer refuses an old dataset by itself.
         if self.options.overwrite:
             self._check_kinds(out)
+        recipe = {"name": "schema", "schema": schema.to_json(), "moments": self.fitted.moments}
+        recipe |= {"kinds": self.fitted.kinds, **self.options.recipe}
+        protocol = self.options.protocol or _describe_protocol(schema)
         provenance = Provenance(
-            task=schema.task.column,
-            label=schema.label_text,
-            seed=schema.seed,
-            task_kind=self.task_kind,
-            protocol=self.options.protocol or _describe_protocol(schema),
-            recipe={
-                "name": "schema",
-                "schema": schema.to_json(),
-                "moments": self.fitted.moments,
-                "kinds": self.fitted.kinds,
-                **self.options.recipe,
-            },
+            schema.task.column, schema.label_text, schema.seed, self.task_kind, protocol, recipe
         )
         return write_dataset(
             out,

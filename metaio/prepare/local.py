@@ -49,25 +49,17 @@ def prepare(
             types,
             lambda search, time: search.count_all(source.batches([time]), time),
         )
-        survey = _survey(
-            source,
-            schema,
-            splits,
-            options.threads,
-            lambda done: report_progress("looking", done, total),
-        )
+
+        def report(phase: str) -> Callable[[int], None]:
+            return lambda done: report_progress(phase, done, total)
+
+        survey = _survey(source, schema, splits, options.threads, report("looking"))
         job = make_job(schema, options, fit_encoding(schema, survey, splits), survey, types)
         with job.open(out) as writer:
             # Inside the unfinished dataset: on the same disk, and removed with it.
             spool = Spool(writer.folder / ".spool", schema)
-            job = _encode(job, source, spool, lambda done: report_progress("encoding", done, total))
-            _write_shards(
-                job,
-                writer,
-                spool,
-                source.left_out,
-                lambda done: report_progress("writing", done, total),
-            )
+            job = _encode(job, source, spool, report("encoding"))
+            _write_shards(job, writer, spool, source.left_out, report("writing"))
             write_raw_ids(writer.folder, schema, survey)
             spool.close()
 
@@ -76,12 +68,7 @@ def _encode(
     job: Job, source: DuckSource, spool: Spool, report_progress: Callable[[int], None]
 ) -> Job:
     """Deal all rows to buckets; return the job with the catalogue of items, if it needs one."""
-    schema, encoder, items, done = (
-        job.schema,
-        Encoder(job.schema, job.fitted),
-        job.make_catalogue_builder(),
-        0,
-    )
+    encoder, items, done = Encoder(job.schema, job.fitted), job.make_catalogue_builder(), 0
 
     def encode(
         batch: pa.RecordBatch,
@@ -89,7 +76,7 @@ def _encode(
         rows = encoder.encode(batch)
         return batch.num_rows, items.build_from_rows(rows) if items else None, job.deal(rows)
 
-    batches = source.batches(schema.columns)
+    batches = source.batches(job.schema.columns)
     for num_rows, found, parts in map_in_order(job.options.threads, encode, batches):
         spool.append(parts)
         if items is not None and found is not None:

@@ -21,9 +21,8 @@ class TaskBatch:
 
     task_T: Tensor  # int64, the task each episode belongs to
     row_offsets_T1: Tensor  # int64, first row of each episode, then N
-    support_lengths_T: (
-        Tensor  # int64, support rows of each episode; the rest of its rows are query rows
-    )
+    # int64, support rows of each episode; the rest of its rows are query rows
+    support_lengths_T: Tensor
     label_N: Tensor  # float32; [N, labels] where there are several, NaN: not known
     dense_NK: Tensor  # float32
     # Table by table, in the order of Features.tables. An id may stand twice only if no episode uses
@@ -31,9 +30,8 @@ class TaskBatch:
     unique_ids_U: Tensor  # int64
     unique_lengths_B: Tensor  # int64
     positions_NF: Tensor  # int32, into unique_ids_U
-    multi_positions_V: (
-        Tensor  # int32, into unique_ids_U; row by row, feature by feature within a row
-    )
+    # int32, into unique_ids_U; row by row, feature by feature within a row
+    multi_positions_V: Tensor
     multi_lengths_NM: Tensor  # int32
     # int64, how the raw data names each row; empty where the dataset stores no row ids
     row_id_N: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))

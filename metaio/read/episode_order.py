@@ -197,11 +197,9 @@ class EpisodeOrder:
     def _group(self, episodes_E: Int64) -> list[BlockEpisodes]:
         blocks_E = np.searchsorted(self._episode_offsets, episodes_E, side="right") - 1
         cuts = np.flatnonzero(np.diff(blocks_E, prepend=-1, append=-1))
+        within_E = episodes_E - self._episode_offsets[blocks_E]
         return [
-            BlockEpisodes(
-                int(blocks_E[first]),
-                episodes_E[first:stop] - self._episode_offsets[blocks_E[first]],
-            )
+            BlockEpisodes(int(blocks_E[first]), within_E[first:stop])
             for first, stop in itertools.pairwise(cuts)
         ]
 

@@ -204,11 +204,8 @@ class BatchReader(_PipelineReader):
         return make_order(blocks.num_episodes_Z, self._config, epoch, blocks.bundle_tasks)
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self._dataset.fingerprint,
-            "split": self._split.name,
-            **vars(self._config),
-        }
+        data = {"fingerprint": self._dataset.fingerprint, "split": self._split.name}
+        return {**data, **vars(self._config)}
 
 
 def default_window_blocks(dataset: Dataset, split: str) -> int:
@@ -232,11 +229,7 @@ class RangeReader(_PipelineReader):
 
 
 def read_ranges(
-    dataset: Dataset,
-    ranges: Iterable[EpisodeRange],
-    *,
-    tasks_per_batch: int,
-    threads: int = 1,
+    dataset: Dataset, ranges: Iterable[EpisodeRange], *, tasks_per_batch: int, threads: int = 1
 ) -> Iterator[TaskBatch]:
     """Yield batches of at most `tasks_per_batch` episodes; no batch spans two ranges."""
     with RangeReader(dataset, threads=threads) as reader:

@@ -48,6 +48,9 @@ def schema_by_time(
 ) -> dict[str, Any]:
     """Return the schema of ratings with the columns row, user, item, rating, time, `singles` and
     `multis` (values separated by "|"); `of_item` are attributes of the item."""
+    limits = {"min_rows": config.min_rows, "max_rows": config.max_rows}
+    train = 1.0 - config.valid_share - config.test_share
+    shares = {"train": train, "valid": config.valid_share, "test": config.test_share}
     return {
         "seed": config.seed,
         "task": {"column": "user"},
@@ -61,20 +64,8 @@ def schema_by_time(
             {"column": one, "separator": "|", "vocabulary": 1, "null": "unknown"} for one in multis
         ],
         # Random: training may draw support and query anew each epoch; scoring goes by time.
-        "episodes": {
-            "by": "random",
-            "query_share": 0.5,
-            "min_rows": config.min_rows,
-            "max_rows": config.max_rows,
-        },
-        "splits": {
-            "by_time": {
-                "train": 1.0 - config.valid_share - config.test_share,
-                "valid": config.valid_share,
-                "test": config.test_share,
-            },
-            "new_tasks": "apart",
-        },
+        "episodes": {"by": "random", "query_share": 0.5, **limits},
+        "splits": {"by_time": shares, "new_tasks": "apart"},
     }
 
 

@@ -57,14 +57,8 @@ def prepare_metaemb(path: str, out: str, config: MetaEmbConfig, overwrite: bool 
     table = _table(folder, ratings, chosen, is_known)
     table = table.append_column("split", pa.array(split))
     table = table.append_column("side", pa.array(side))
-    prepare_table(
-        table,
-        out,
-        _schema(config),
-        {"name": "metaemb", **vars(config)},
-        "MetaEmb: new movies after 0, 20, 40 and 60 ratings",
-        overwrite,
-    )
+    protocol, recipe = "MetaEmb: new movies after 0, 20, 40 and 60 ratings", vars(config)
+    prepare_table(table, out, _schema(config), {"name": "metaemb", **recipe}, protocol, overwrite)
 
 
 def assign_rows(
@@ -159,6 +153,7 @@ def _table(
 
 def _schema(config: MetaEmbConfig) -> dict[str, Any]:
     singles = ["item", "year", "user", "gender", "age", "occupation"]
+    limits = {"min_rows": 2, "max_rows": config.episode_rows}
     return {
         "seed": config.seed,
         "task": {"column": "movie"},
@@ -169,12 +164,7 @@ def _schema(config: MetaEmbConfig) -> dict[str, Any]:
             {"column": "title", "separator": " ", "vocabulary": 1, "null": "unknown"},
             {"column": "genre", "separator": "|", "vocabulary": 1, "null": "unknown"},
         ],
-        "episodes": {
-            "by": "random",
-            "query_share": 0.5,
-            "min_rows": 2,
-            "max_rows": config.episode_rows,
-        },
+        "episodes": {"by": "random", "query_share": 0.5, **limits},
         "splits": {"column": "split"},
         # As many as any movie has: the protocol, not this limit, decides a stage's support.
         "membership": {"column": "side", "max_rows": config.min_old + _WARM_UP},

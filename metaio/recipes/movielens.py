@@ -111,12 +111,9 @@ def hold_back(warm: State, movies: Movies, config: MovieLensConfig) -> list[Stat
     # A generator of its own: validation must not change any other split.
     rng = np.random.default_rng([config.seed, 1])
     users = rng.permutation(np.fromiter(warm, dtype=np.int64))
-    held_back_users = set(users[: round(config.cold_user_share * len(users))].tolist())
-    return divide(
-        warm,
-        lambda user: user in held_back_users,
-        lambda movie: movies.year[movie] > config.last_fit_year,
-    )
+    held_back = set(users[: round(config.cold_user_share * len(users))].tolist())
+    last = config.last_fit_year
+    return divide(warm, lambda user: user in held_back, lambda movie: movies.year[movie] > last)
 
 
 def select_tasks(
@@ -234,12 +231,7 @@ class _Encoder:
     ) -> tuple[Int64, npt.NDArray[np.int32]]:
         """Return the values of each rating's movie: sorted, without repeats, feature by feature."""
         lists = [
-            sorted(
-                {
-                    self.vocabulary[name].get(value, 0)
-                    for value in getattr(self._movies, name)[movie]
-                }
-            )
+            sorted({self.vocabulary[name].get(v, 0) for v in getattr(self._movies, name)[movie]})
             for movie in distinct_A.tolist()
             for name in self.multi
         ]
@@ -293,13 +285,8 @@ def prepare_movielens(
         splits |= stored_movies
     encoder = _Encoder(folder, movies, config.history)
     protocol = f"MeLU, {'its own split' if melu_states else 'derived split'}, order {config.order}"
-    provenance = Provenance(
-        task="user",
-        label="rating",
-        seed=config.seed,
-        protocol=protocol,
-        recipe={"name": "movielens-1m", **vars(config)},
-    )
+    recipe = {"name": "movielens-1m", **vars(config)}
+    provenance = Provenance("user", "rating", config.seed, protocol=protocol, recipe=recipe)
     features = encoder.features(len(known["train"]))
     with write_dataset(out, features, provenance, overwrite=overwrite) as writer:
         for name, state in splits.items():

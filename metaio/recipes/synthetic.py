@@ -87,17 +87,8 @@ class World:
 
 def features(config: SyntheticConfig) -> Features:
     """Return tables and columns of every synthetic dataset; only cold items have row 0."""
-    sizes = {
-        "item": config.num_items,
-        "genre": _GENRES,
-        "brand": _BRANDS,
-        "price_band": 10,
-        "age": _AGES,
-        "region": _REGIONS,
-        "device": _DEVICES,
-        "hour": _HOURS,
-        "tag": _TAGS,
-    }
+    sizes = {"item": config.num_items, "genre": _GENRES, "brand": _BRANDS, "price_band": 10}
+    sizes |= {"age": _AGES, "region": _REGIONS, "device": _DEVICES, "hour": _HOURS, "tag": _TAGS}
     return Features(
         tables=tuple(TableSpec(name, size + 1) for name, size in sizes.items()),
         single=tuple(FeatureSpec(name, name) for name in FEATURES_SINGLE),
@@ -206,25 +197,12 @@ def _rows(
     price_band_N = np.clip(np.log(price_N).astype(np.int64) + 3, 0, 9)
     # A training vocabulary does not have the cold items, so all get row 0.
     item_id_N = np.zeros_like(item_N) if cold_items else item_N + 1
-    columns = [
-        item_id_N,
-        world.item_genre_A[item_N] + 1,
-        world.item_brand_A[item_N] + 1,
-        price_band_N + 1,
-    ]
-    columns += [
-        draw.age_T[user_N] + 1,
-        draw.region_T[user_N] + 1,
-        draw.device_T[user_N] + 1,
-        draw.hour_N + 1,
-    ]
+    of_item = world.item_genre_A[item_N], world.item_brand_A[item_N], price_band_N
+    of_user = (values_T[user_N] for values_T in (draw.age_T, draw.region_T, draw.device_T))
+    columns = [item_id_N, *(values_N + 1 for values_N in (*of_item, *of_user, draw.hour_N))]
     popularity_N = world.popularity_A[item_N] + 0.3 * rng.standard_normal(len(item_N))
-    dense = [
-        np.log(price_N) - 3.0,
-        np.log1p(world.item_age_A[item_N]) - 3.0,
-        popularity_N,
-        draw.position_N / 10.0,
-    ]
+    age_N = np.log1p(world.item_age_A[item_N]) - 3.0
+    dense = [np.log(price_N) - 3.0, age_N, popularity_N, draw.position_N / 10.0]
     tag_lengths_N = world.tag_lengths_A[item_N]
     tags = world.tags_AH[item_N][np.arange(_MAX_TAGS) < tag_lengths_N[:, None]]
     return Rows(
@@ -255,13 +233,9 @@ def split_plan(config: SyntheticConfig) -> dict[str, tuple[int, int, bool]]:
 def prepare_synthetic(out: str, config: SyntheticConfig, overwrite: bool = False) -> None:
     """Write a synthetic dataset to the URL `out`."""
     world = make_world(config)
-    provenance = Provenance(
-        task="user",
-        label="click",
-        seed=config.seed,
-        protocol="synthetic: the last query_rows of each user's rows are the query set",
-        recipe={"name": "synthetic", **vars(config)},
-    )
+    protocol = "synthetic: the last query_rows of each user's rows are the query set"
+    recipe = {"name": "synthetic", **vars(config)}
+    provenance = Provenance("user", "click", config.seed, protocol=protocol, recipe=recipe)
     layout = features(config)
     with write_dataset(
         out, layout, provenance, block_rows=config.block_rows, overwrite=overwrite

@@ -140,14 +140,9 @@ class Stream:
             raise make_content_error(
                 f"{name}: stream.window or report.stream is not that of an increment"
             )
-        return IncrementRecord(
-            number,
-            manifest.fingerprint,
-            place.parent,
-            (place.window[0], place.window[1]),
-            manifest.splits["train"].num_rows if "train" in manifest.splits else 0,
-            report,
-        )
+        window = place.window[0], place.window[1]
+        num_rows = manifest.splits["train"].num_rows if "train" in manifest.splits else 0
+        return IncrementRecord(number, manifest.fingerprint, place.parent, window, num_rows, report)
 
     @property
     def newest(self) -> IncrementRecord:

@@ -69,14 +69,8 @@ def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
             "of both would not mean the same. Leave --schema out, or begin a new stream"
         )
     newest = stream.newest
-    return OpenedStream(
-        root,
-        own,
-        load_state(root, newest.number),
-        newest.number + 1,
-        newest.fingerprint,
-        stream.description,
-    )
+    state, number = load_state(root, newest.number), newest.number + 1
+    return OpenedStream(root, own, state, number, newest.fingerprint, stream.description)
 
 
 def infer_column_kinds(schema: Schema, types: dict[str, pa.DataType]) -> dict[str, Kind]:

@@ -182,10 +182,8 @@ def write_bucket(
     """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`. Raises
     DataError: two rows of a task have one row id."""
     job, schema = window.job, window.job.schema
-    most, buckets = (
-        find_stream_rule(schema).support,
-        job.plan.list_buckets(job.plan.find_split(bucket)),
-    )
+    most = find_stream_rule(schema).support
+    buckets = job.plan.list_buckets(job.plan.find_split(bucket))
     # Most tasks of a long history are not in the window: their rows pass through unchanged.
     touched = np.unique(rows.task_hash_N)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))

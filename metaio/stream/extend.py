@@ -127,10 +127,8 @@ def extend(
 
     Late tables `along` become part of it if they can: if all together are refused, `inputs` are
     tried alone, `along` is quarantined, and `left_out` is called with the reason."""
-    options, report_progress = (
-        options or PrepareOptions(),
-        progress or (lambda phase, done, total: None),
-    )
+    options = options or PrepareOptions()
+    report_progress = progress or (lambda phase, done, total: None)
     fs, place = find_file_system(stream)
     if not is_local(fs):
         raise DataError(
@@ -250,11 +248,8 @@ def _inspect_rows(
     with _refuse_files(files):
         summary = engine.summarise(context, report_progress)
         _check_window(summary, clock, is_alone and not accept)
-    reasons = (
-        []
-        if accept
-        else find_faults(summarise_window(summary), before.state.windows, rule, clock.unit)
-    )
+    window, windows = summarise_window(summary), before.state.windows
+    reasons = [] if accept else find_faults(window, windows, rule, clock.unit)
     if reasons:
         raise RefusedFilesError(files.given, reasons, "unusual")
     moments = before.moments
@@ -296,10 +291,8 @@ def _check_window(summary: WindowSummary, clock: StreamClock, mostly_in: bool) -
         raise DataError(
             f"a row has the time {summary.least_time}; times from 0 on are allowed in a stream"
         )
-    num_late, num_rows = (
-        summary.num_late + summary.num_dropped,
-        summary.num_rows + summary.num_dropped,
-    )
+    num_late = summary.num_late + summary.num_dropped
+    num_rows = summary.num_rows + summary.num_dropped
     if num_late == num_rows or (mostly_in and 2 * num_late > num_rows):
         share = "all" if num_late == num_rows else f"{num_late:,}"
         begin = format_event_time(clock.start or 0, clock.unit)
@@ -344,16 +337,10 @@ def _write(
             writer.stream = StreamPlace(
                 description["stream"], number, before.parent, found.window, freed_rows
             )
-            recent = [*before.state.windows, summarise_window(found.summary)][
-                -find_stream_rule(schema).recent :
-            ]
-            state = StreamState(
-                found.tables,
-                append_inputs(before.state.inputs, found.files.recorded, number),
-                recent,
-                found.window[1],
-            )
-            commit_state(partial, state)
+            windows = [*before.state.windows, summarise_window(found.summary)]
+            windows = windows[-find_stream_rule(schema).recent :]
+            inputs = append_inputs(before.state.inputs, found.files.recorded, number)
+            commit_state(partial, StreamState(found.tables, inputs, windows, found.window[1]))
         if number == FIRST_INCREMENT:
             write_checked_json(root / STREAM_FILE, STREAM_FORMAT, description)
 

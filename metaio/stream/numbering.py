@@ -203,14 +203,8 @@ def _forget_idle(old: Numbering, rule: Admission) -> Numbering:
     gone_U = idle_U & ((old.row_U == 0) | (old.last_U < rule.start - rule.ttl - rule.grace))
     kept = np.flatnonzero(~gone_U)
     row_U = np.where(idle_U, -np.abs(old.row_U), old.row_U)
-    return Numbering(
-        old.num_rows,
-        old.hash_U[kept],
-        old.values.take(pa.array(kept)),
-        row_U[kept],
-        old.count_U[kept],
-        old.last_U[kept],
-    )
+    hash_U, values = old.hash_U[kept], old.values.take(pa.array(kept))
+    return Numbering(old.num_rows, hash_U, values, row_U[kept], old.count_U[kept], old.last_U[kept])
 
 
 def _find_free_rows(row_U: Int64, num_rows: int) -> Int64:

@@ -109,12 +109,8 @@ def commit_state(partial: Path, state: StreamState) -> None:
         data = map_file(path)
         files[path.name] = [len(data), xxh3_hex(data)]
     flush_to_disk(partial / name for name in files)
-    body = {
-        "files": files,
-        "tables": {name: table.num_rows for name, table in state.tables.items()},
-        "windows": state.windows,
-        "end": state.end,
-    }
+    num_rows = {name: table.num_rows for name, table in state.tables.items()}
+    body = {"files": files, "tables": num_rows, "windows": state.windows, "end": state.end}
     write_checked_json(partial / STATE_FILE, _FORMAT, body)
     target = partial.parent / partial.name.strip(".").removesuffix(".partial")
     shutil.rmtree(target, ignore_errors=True)  # of an increment that was never committed

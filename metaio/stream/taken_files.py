@@ -121,9 +121,8 @@ def append_inputs(taken_files: pa.Table, files: list[InputFile], increment: int)
         "xxh3": [file.xxh3 for file in files],
         "increment": [increment] * len(files),
     }
-    return pa.concat_tables(
-        [taken_files, pa.table(columns, schema=taken_files.schema)]
-    ).combine_chunks()
+    new_files = pa.table(columns, schema=taken_files.schema)
+    return pa.concat_tables([taken_files, new_files]).combine_chunks()
 
 
 def _explain_taken(name: str, before: dict[str, Any]) -> str:

@@ -199,13 +199,9 @@ def _cut_by_sides(
     most = schema.membership.max_rows if schema.membership else None
     sides_rule = replace(rule, max_rows=most or rule.max_rows)
     given, lost_of_sides = _cut_sided_tasks(sides_rule, tasks.select(sided_tasks), task_N)
+    ruled = tasks.select(ruled_tasks)
     by_rule, lost_of_rule = _cut_by_rule(
-        rule,
-        tasks.start_T[ruled_tasks],
-        tasks.length_T[ruled_tasks],
-        task_N,
-        np.zeros(0, np.int64),
-        None,
+        rule, ruled.start_T, ruled.length_T, task_N, np.zeros(0, np.int64), None
     )
     return given.merge(by_rule), dropped + lost_of_sides + lost_of_rule
 

@@ -42,9 +42,8 @@ _ONE = np.uint64(1)
 class FittedEncoding:
     """What prepare learnt from the train split, and new rows are encoded by."""
 
-    vocabularies: dict[str, pa.Array] = field(
-        default_factory=dict
-    )  # table -> values of rows 1, 2, ...; null: none
+    # table -> values of rows 1, 2, ...; null: none
+    vocabularies: dict[str, pa.Array] = field(default_factory=dict)
     # Mean and deviation of each column.
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     splits: Splits = field(default_factory=Splits)
@@ -74,13 +73,10 @@ def check_nulls(schema: Schema, nulls: dict[str, int]) -> None:
     for name in schema.columns:
         count = nulls.get(name, 0)
         if count and (name in required or name not in allowed):
-            remedy = (
-                "Remove those rows"
-                if name in required
-                else "Remove those rows, or allow it in the schema: "
-            )
+            remedy = "Remove those rows"
             if name not in required:
-                remedy += "fill = VALUE" if name in numbers else 'null = "unknown"'
+                key = "fill = VALUE" if name in numbers else 'null = "unknown"'
+                remedy += f", or allow it in the schema: {key}"
             raise DataError(
                 f"column {name} has {format_count(count, 'null')}; none are allowed. {remedy}"
             )

@@ -140,9 +140,8 @@ class NegativeSampler:
         self.columns = find_item_columns(schema)
         # In training only items of the train split: a model must not learn which items come later.
         counts_A = catalogue.train_A if is_train else catalogue.all_A
-        weights_A = (
-            counts_A if rule and rule.by == "popularity" else (counts_A > 0).astype(np.int64)
-        )
+        by_count = rule is not None and rule.by == "popularity"
+        weights_A = counts_A if by_count else (counts_A > 0).astype(np.int64)
         self._ends_A = np.cumsum(weights_A)
         self._allowed_A = weights_A > 0
         self._rows = rows
@@ -154,10 +153,8 @@ class NegativeSampler:
 
     def count_negatives(self, chosen: Int64) -> Int64:
         """Return the number of negatives of each chosen row."""
-        count_negatives: Int64 = self._per_positive * (self._rows.label_N[chosen] > 0).astype(
-            np.int64
-        )
-        return count_negatives
+        is_positive_N = self._rows.label_N[chosen] > 0
+        return self._per_positive * is_positive_N.astype(np.int64)
 
     def draw(self, chosen: Int64) -> Int64:
         """Return the drawn items (indexes into the catalogue) of each positive: distinct, and none

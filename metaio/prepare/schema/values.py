@@ -136,21 +136,15 @@ def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") 
     """Return a time of the schema, written under `key`, on the scale of `to_time_ticks`."""
     try:
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-            scalar = pc.strptime(
-                pa.array([str(value)]), format=_find_date_format(str(value)), unit="us"
-            )
-            column: Any = scalar.cast(pa.timestamp("us", getattr(kind, "tz", None)))
-            return int(
-                to_time_ticks(
-                    "at", column if pa.types.is_timestamp(kind) else column.cast(pa.date32())
-                )[0]
-            )
-        return int(to_time_ticks("at", pa.array([value]).cast(kind))[0])
+            text = str(value)
+            form = "%Y-%m-%d" if len(text) == 10 else "%Y-%m-%dT%H:%M:%S"
+            times = pc.strptime(pa.array([text]), format=form, unit="us")
+            column: Any = times.cast(pa.timestamp("us", getattr(kind, "tz", None)))
+            column = column if pa.types.is_timestamp(kind) else column.cast(pa.date32())
+        else:
+            column = pa.array([value]).cast(kind)
+        return int(to_time_ticks("at", column)[0])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
             f"{key} is {value!r}, which is no value of type {kind} ({error}). Correct it"
         ) from error
-
-
-def _find_date_format(text: str) -> str:
-    return "%Y-%m-%d" if len(text) == 10 else "%Y-%m-%dT%H:%M:%S"

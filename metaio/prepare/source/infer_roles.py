@@ -150,16 +150,9 @@ def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRole
     (task,) = (name for name, role in roles.items() if role == "task")
     values = pc.cast(rows[label], pa.float64(), safe=False)  # integers beyond 2^53, too
     median = pc.quantile(values, 0.5, interpolation="higher")[0].as_py()
+    mean = pc.mean(values).as_py() or 0.0
     found = InferredRoles(
-        columns,
-        roles,
-        len(rows),
-        pc.mean(values).as_py() or 0.0,
-        median or 0.0,
-        log.task_sizes(task),
-        (),
-        why,
-        log.text,
+        columns, roles, len(rows), mean, median or 0.0, log.task_sizes(task), (), why, log.text
     )
     if found.task_sizes[-1] < 2:
         raise DataError(

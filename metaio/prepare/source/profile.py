@@ -150,10 +150,8 @@ def _find_null_words(rows: pa.Table) -> tuple[str, ...]:
         if pa.types.is_string(values.type):
             distinct = pc.unique(values).drop_null()
             is_word = pc.is_in(distinct, pa.array(NULL_WORDS))
-            words, others = (
-                distinct.filter(is_word).to_pylist(),
-                distinct.filter(pc.invert(is_word)),
-            )
+            words = distinct.filter(is_word).to_pylist()
+            others = distinct.filter(pc.invert(is_word))
             is_numbers = len(others) and pc.all(pc.match_substring_regex(others, _NUMBER)).as_py()
             found |= {word for word in words if is_numbers or word == NULL_WORDS[0]}
     return tuple(word for word in NULL_WORDS if word in found)
@@ -212,17 +210,11 @@ def profile_column(name: str, values: pa.ChunkedArray) -> ColumnProfile:
     # Python's decimals cannot be compared with floats.
     ordered = flat.cast(pa.float64()) if pa.types.is_decimal(flat.type) else flat
     span = pc.min_max(ordered).as_py() if comparable else {"min": None, "max": None}
-    return ColumnProfile(
-        name,
-        kind,
-        values.null_count,
-        pc.count_distinct(flat).as_py() if comparable else 0,
-        span["min"],
-        span["max"],
-        separator,
-        lengths[0].as_py() if len(lengths) == 1 else 0,
-        _find_time_format(values) if pa.types.is_string(kind) else "",
-    )
+    num_distinct = pc.count_distinct(flat).as_py() if comparable else 0
+    width = lengths[0].as_py() if len(lengths) == 1 else 0
+    form = _find_time_format(values) if pa.types.is_string(kind) else ""
+    span = span["min"], span["max"]
+    return ColumnProfile(name, kind, values.null_count, num_distinct, *span, separator, width, form)
 
 
 def _find_separator(values: pa.ChunkedArray) -> str:

@@ -63,23 +63,14 @@ def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
         "# each column is for. Read it, correct it, then prepare. docs/format.md has every key.",
     ]
     (task,) = found.select("task")
-    lines += [
-        "",
-        f"[task]  # what the model adapts to; {_describe_column(task)}",
-        _quote_column(task),
-    ]
+    lines += _begin_table("[task]", task, "what the model adapts to; ")
     lines += _format_label(found)
     for time in found.select("time"):
-        lines += [
-            "",
-            f"[time]  # orders a task's rows; {_describe_column(time)}",
-            _quote_column(time),
-        ]
+        lines += _begin_table("[time]", time, "orders a task's rows; ")
         if time.time_format:
             lines.append(f"format = {_quote_text(time.time_format)}")
     for row_id in found.select("row id"):
-        lines += ["", f"[row_id]  # a number of its own in each row; {_describe_column(row_id)}"]
-        lines.append(_quote_column(row_id))
+        lines += _begin_table("[row_id]", row_id, "a number of its own in each row; ")
     lines += _format_ids(found)
     lines += _format_numbers(found)
     lines += _format_item(found)
@@ -104,7 +95,7 @@ def format_schema(found: InferredRoles, urls: Sequence[str]) -> str:
 
 def _format_label(found: InferredRoles) -> list[str]:
     label, threshold = found.label, found.threshold
-    lines = ["", f"[label]  # {_describe_column(label)}", _quote_column(label)]
+    lines = _begin_table("[label]", label)
     if threshold is not None:
         lines.append(f"threshold = {threshold:g}  # 1 from there on, else 0")
     elif found.is_rating:
@@ -119,11 +110,7 @@ def _format_label(found: InferredRoles) -> list[str]:
 def _format_ids(found: InferredRoles) -> list[str]:
     lines: list[str] = []
     for column in (*found.select("single"), *found.select("multi")):
-        lines += [
-            "",
-            f"[[{found.roles[column.name]}]]  # {_describe_column(column)}",
-            _quote_column(column),
-        ]
+        lines += _begin_table(f"[[{found.roles[column.name]}]]", column)
         if not is_name(column.name):
             lines.append(f"table = {_quote_text(_NO_NAME.sub('-', column.name)[:60])}")
         if column.num_distinct > MAX_DISTINCT_SHARE * found.num_rows:
@@ -144,19 +131,14 @@ def _format_ids(found: InferredRoles) -> list[str]:
 def _format_numbers(found: InferredRoles) -> list[str]:
     lines: list[str] = []
     for column in found.select("dense"):
-        lines += ["", f"[[dense]]  # {_describe_column(column)}", _quote_column(column)]
+        lines += _begin_table("[[dense]]", column)
         if column.num_null:
             lines.append("fill = 0.0  # for nulls")
         if column.least >= 0 and column.most > 1000:
             lines.append("log1p = true")
         lines.append("standardise = true")
     for column in found.select("vector"):
-        lines += [
-            "",
-            f"[[vector]]  # {_describe_column(column)}",
-            _quote_column(column),
-            f"width = {column.width}",
-        ]
+        lines += [*_begin_table("[[vector]]", column), f"width = {column.width}"]
         if column.num_null:
             lines.append("fill = 0.0  # for nulls")
     return lines
@@ -194,6 +176,10 @@ def _format_episodes(found: InferredRoles) -> list[str]:
         f"shares = {{ train = {train:g}, valid = {proposal.held_back_share:g}, "
         f"user-cold = {proposal.held_back_share:g} }}",
     ]
+
+
+def _begin_table(name: str, column: ColumnProfile, what: str = "") -> list[str]:
+    return ["", f"{name}  # {what}{_describe_column(column)}", _quote_column(column)]
 
 
 def _describe_column(column: ColumnProfile) -> str:

@@ -93,8 +93,5 @@ def escape_glob(name: str) -> str:
 
 def format_struct(types: dict[str, str]) -> str:
     """Return columns' types as a SQL struct."""
-    return (
-        "{"
-        + ", ".join(f"{quote_literal(name)}: {quote_literal(kind)}" for name, kind in types.items())
-        + "}"
-    )
+    fields = (f"{quote_literal(name)}: {quote_literal(kind)}" for name, kind in types.items())
+    return "{" + ", ".join(fields) + "}"
