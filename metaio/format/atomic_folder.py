@@ -38,8 +38,7 @@ _REMEDIES = {
 
 @contextmanager
 def open_destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield a temporary folder that becomes `out` if the block ends without an error, and whether
-    it is renamed to `out` (a local path) or its files are uploaded, the manifest last."""
+    """Yield a temporary folder that becomes `out` unless the block fails, and if that is local."""
     fs, root = find_file_system(out)
     local = is_local(fs)
     if local:
@@ -51,6 +50,7 @@ def open_destination(out: str, overwrite: bool) -> Iterator[tuple[Path, bool]]:
         if local:
             replace_folder(folder, Path(root))
         else:
+            # A store cannot rename a folder: the manifest, which goes last, is the commit.
             upload_folder(fs, folder, root, MANIFEST_NAME)
 
 
@@ -98,6 +98,7 @@ def _partial_path(out: str) -> Path:
 
 
 def _lock_file(partial: Path) -> Path:
+    # Beside the folder, which is removed while the lock is held.
     return partial.with_suffix(".lock")
 
 
@@ -220,6 +221,7 @@ def upload_folder(fs: Any, folder: Path, there: str, last: str) -> None:
     if fs.exists(f"{there}/{last}"):
         fs.rm_file(f"{there}/{last}")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
+    # The sort is stable and False comes before True, so `last` is put last.
     for path in sorted(files, key=lambda path: path == folder / last):
         fs.put_file(str(path), f"{there}/{path.relative_to(folder).as_posix()}")
 

@@ -24,6 +24,7 @@ _MARK_RATIO = 4
 _MAX_RANKED_IDS = 1 << 28
 # Measured: all sizes from 256 to 16,384 rows are equally fast.
 _ROWS_AT_ONCE = 1_024
+# One scratch array a thread, as several build and compose blocks at once.
 _THREAD_LOCAL = threading.local()
 
 
@@ -112,8 +113,7 @@ def find_features_of_values(multi_lengths_NM: Int32) -> Int64:
 def merge_unknown_ids(
     ids_U: Int64, is_unknown_U: npt.NDArray[np.bool_], table_U: Int64, num_tables: int
 ) -> tuple[Int64, Int64, Int32]:
-    """Replace the marked ids by row 0, once a table. Return the ids that are left, how many each
-    table has, and the new position [U] of each old one."""
+    """Return ids with marked ones as row 0, their count by table, and each old id's position."""
     # An episode must not hold an id at two positions: the first unknown id stands for all.
     tables, first = np.unique(table_U[is_unknown_U], return_index=True)
     shared_B = np.zeros(num_tables, dtype=np.int64)

@@ -95,6 +95,7 @@ def _parse_bundles(
             f"{name}: column bundle_tasks must hold one number from 1 on, it holds "
             f"{tasks_Z.min()} to {tasks_Z.max()}"
         )
+    # Rounded up: the last bundle of a block may be smaller.
     num_bundles_Z = -(-flat["num_episodes"] // num_tasks)
     totals_ZB = flat["unique_lengths"].reshape(num_blocks, num_tables)
     if len(lengths) == num_bundles_Z.sum() * num_tables and lengths.min(initial=0) >= 0:

@@ -18,6 +18,7 @@ def write_checked_json(path: Path, kind: str, body: Mapping[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     flush_to_disk([partial])
+    # Its content is on the disk by now: a crash leaves the old file or all of the new one.
     partial.replace(path)
     flush_to_disk([path.parent])
 

@@ -80,6 +80,7 @@ class Dataset:
         self._storage = storage
         self._streams = list_streams(manifest.features)
         self._metadata: dict[tuple[str, int], list[pq.FileMetaData]] = {}
+        # A lock for each shard, so that readers of other shards do not wait.
         self._footer_locks: dict[tuple[str, int], threading.Lock] = {}
         self._verified: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
@@ -172,6 +173,7 @@ class Dataset:
             counts = (table.num_episodes_Z, table.num_rows_Z, table.num_values_Z)
             own = (int(counts_Z[block]) for counts_Z in counts)
             check_counts(place, self.manifest.features, decoded, *own)
+            # Only now: a block that failed a check is checked again.
             with self._lock:
                 self._verified.add((split, block))
         return decoded if self._seen is None else self._seen(decoded)
@@ -228,12 +230,13 @@ class Dataset:
 
 
 def open_dataset(url: str, damaged: list[str] | None = None) -> Dataset:
-    """Return the dataset at a local path or any fsspec URL. With a list `damaged`, a split whose
-    block table is damaged is named there and left out."""
+    """Return the dataset at a path or URL; with a list `damaged`, broken splits are noted there."""
     storage = Storage(url)
     try:
         raw = storage.read(MANIFEST_NAME)
     except FormatError as error:
+        # Only a missing manifest means that there is no dataset; else permissions or network
+        # failed.
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise NoDatasetError(
                 f"{url} holds no dataset: {MANIFEST_NAME} is missing. "

@@ -250,11 +250,11 @@ class DatasetWriter:
         self._splits: dict[str, SplitWriter] = {}
 
     def split(self, name: str, bundle_tasks: int = 0) -> SplitWriter:
-        """Return the writer of a split, made at its first use. With `bundle_tasks`, every so many
-        episodes keep separate ids and are shuffled together."""
+        """Return the writer of a split, made at its first use."""
         check_split_name(name)
         if bundle_tasks < 0:
             raise SchemaError(f"bundle_tasks is {bundle_tasks}; it must be at least 0. Raise it")
+        # Every `bundle_tasks` episodes keep separate ids, and are shuffled together.
         if name not in self._splits:
             self._splits[name] = SplitWriter(self.folder, name, self._plan, bundle_tasks)
         return self._splits[name]

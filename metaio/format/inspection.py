@@ -45,6 +45,7 @@ class TableUsage:
         falling = np.sort(self.uses_R[self.uses_R > 0])[::-1]
         if not len(falling):
             return 0.0
+        # One per cent of few ids would be none.
         count = max(1, round(len(falling) * percent / 100))
         return float(falling[:count].sum() / falling.sum())
 

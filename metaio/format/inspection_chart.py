@@ -21,8 +21,7 @@ _MAX_MARKED = 12  # ids of a curve that is drawn with its points
 
 
 def draw_summaries(summaries: list[SplitSummary], path: Path) -> bytes:
-    """Return a picture of the kind that `path` names (PNG by default): a row for each split, sizes
-    on the left, cumulative use of ids on the right."""
+    """Return a picture of the kind that `path` names (default PNG), with one row for each split."""
     # Imported here: it takes half a second, and most inspections draw nothing.
     from matplotlib.figure import Figure
 
@@ -32,6 +31,7 @@ def draw_summaries(summaries: list[SplitSummary], path: Path) -> bytes:
         raise DataError(f"picture {path} is of no known kind: {', '.join(kinds)}. Name it .png")
     axes = figure.subplots(max(len(summaries), 1), 2, squeeze=False)
     tables = _choose_largest_tables(summaries)
+    # Sizes of support and query on the left, cumulative use of ids on the right.
     for (sizes, skew), summary in zip(axes, summaries, strict=False):
         _draw_sizes(sizes, summary)
         _draw_skew(skew, summary, tables)

@@ -62,8 +62,9 @@ def _make_schema(*columns: tuple[str, pa.DataType]) -> pa.Schema:
 
 
 def list_streams(features: Features) -> tuple[ShardStream, ...]:
-    """Return the files of every shard: episodes [T], rows [N], dense [N * K], positions [N * F],
-    multi [V], unique [U], row_ids [N]; those that would always be empty are left out."""
+    """Return the files of every shard, but for those that would always be empty."""
+    # Lengths: episodes [T], rows and row_ids [N], dense [N * K], positions [N * F], multi [V],
+    # unique [U].
     counts = [(name, pa.int32()) for name in ("num_rows", "num_support", "num_values")]
     names = [f"label_{name}" for name in features.labels] or ["label"]
     labels = [(name, pa.float32()) for name in names + ["weight"] * bool(features.weight)]

@@ -90,11 +90,11 @@ class Manifest:
 
     @property
     def raw_ids(self) -> dict[str, FileEntry]:
-        """Return the files of raw ids by role, "task" or "item"; empty in older datasets. Raises
-        ValueError: the report says something that no writer of ours writes."""
+        """Return the files of raw ids by role, "task" or "item"; empty in older datasets."""
         found: dict[str, FileEntry] = parse_typed(
             dict[str, FileEntry], self.report.get(RAW_IDS_FOLDER, {}), "manifest.report.raw_ids"
         )
+        # The names become paths, so no other is let through.
         if not found.keys() <= {"task", "item"}:
             raise ValueError(f"manifest.report.raw_ids: {', '.join(found)}; task, item are allowed")
         return found

@@ -135,6 +135,7 @@ class ShardWriter:
                     row.append(_to_int64(xxhash.xxh3_64_intdigest(data[begin:end])))
         for block, row in zip(self._blocks, checksums, strict=True):
             block["xxh3"] = row
+        # Without bundles the table has no columns of them, as in earlier releases.
         bundled = any(row["bundle_tasks"] for row in self._blocks)
         table = pa.Table.from_pylist(self._blocks, schema=make_block_table_schema(bundled))
         names = "num_episodes", "num_rows"

@@ -198,6 +198,7 @@ class Storage:
             return [ByteWindow(0, memoryview(mapped), self._resident) for mapped in maps]
         paths = [f"{self._root}/{own.path}" for own in ranges]
         begins, ends = [own.begin for own in ranges], [own.end for own in ranges]
+        # Errors are returned, not raised, so that each message can name its file.
         found = self._fs.cat_ranges(paths, begins, ends, on_error="return")
         return [self._make_window(own, data) for own, data in zip(ranges, found, strict=True)]
 

@@ -57,8 +57,7 @@ class _Translation:
 
 
 def translate_dataset(own: Dataset, known: Dataset) -> Dataset:
-    """Return `own` with the ids, tables and units of `known`. Raises DataError: they differ in a
-    column, in what its values mean, or in the label."""
+    """Return `own` with the ids, tables and units of `known`; raise DataError if they differ."""
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)
@@ -117,6 +116,7 @@ def _collect_meanings(dataset: Dataset) -> dict[str, dict[str, Any]]:
     features = (schema.get(kind, ()) for kind in ("single", "multi", "dense", "vector"))
     for one in chain.from_iterable(features):
         meaning = {key: one.get(key) for key in _MEANING_KEYS}
+        # The kind, since 7 and "7" are hashed to different rows.
         found[one["column"]] = {**meaning, "kind": kinds.get(one["column"])}
     return found
 
@@ -191,6 +191,7 @@ def _match_moments(
     for index, name in enumerate(known.features.dense):
         if name in moments[0] and name in moments[1]:
             (mean, deviation), (to_mean, to_deviation) = moments[0][name], moments[1][name]
+            # Both are (raw - mean) / deviation, so one is an affine function of the other.
             scale_K[index] = deviation / to_deviation
             shift_K[index] = (mean - to_mean) / to_deviation
     return scale_K, shift_K

@@ -11,8 +11,7 @@ _NEEDED = {int: "a whole number from 0 to 2^64 - 1", str: "text", tuple: "a list
 
 
 def parse_typed(kind: Any, value: Any, place: str) -> Any:
-    """Return `value` as `kind`: a dataclass, tuple, dict, text or natural number. Messages begin
-    with `place`, where the value stands."""
+    """Return `value` as `kind`: a dataclass, tuple, dict, text or natural number."""
     if get_origin(kind) is types.UnionType:
         # Writers leave None out of JSON, so `X | None` is read as X.
         (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
@@ -22,6 +21,7 @@ def parse_typed(kind: Any, value: Any, place: str) -> Any:
         optional = {
             f.name for f in fields(base) if (f.default, f.default_factory) != (MISSING, MISSING)
         }
+        # Missing and unknown keys in one pass; optional ones may be missing.
         for name in sorted((hints.keys() ^ value.keys()) - (optional - value.keys())):
             fault = "is missing" if name in hints else "is unknown"
             raise ValueError(f"{place}: key {reprlib.repr(name)} {fault}")

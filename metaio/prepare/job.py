@@ -173,8 +173,7 @@ def make_job(
     survey: Survey,
     types: dict[str, pa.DataType],
 ) -> Job:
-    """Return the job: buckets, features and the cut in time. `types` are the Arrow types of the raw
-    columns. Raises DataError: the task column or `episodes.at` has the wrong type."""
+    """Return the job: buckets, features and the cut in time, by the Arrow types of raw columns."""
     rows = [survey.rows_of_split[name] for name in fitted.splits.names]
     task, at = schema.task.column, schema.episodes.at
     kinds = {
@@ -188,6 +187,7 @@ def make_job(
         schema=schema,
         options=options,
         fitted=replace(fitted, kinds=kinds),
+        # A bucket becomes a shard of about SHARD_BLOCKS blocks.
         plan=plan_buckets(rows, SHARD_BLOCKS * options.block_rows),
         features=make_features(schema, {name: len(v) for name, v in fitted.vocabularies.items()}),
         task_kind="integer" if integer else "hashed",
@@ -263,6 +263,7 @@ class HashedTableUse:
         """Count a block's ids."""
         for index, used in self.used.items():
             begin, end = block.unique_offsets_B1[index : index + 2]
+            # No lock: threads only ever set flags to True.
             used[block.unique_ids_U[begin:end]] = True
 
     def add_distinct(self, ids_of_table: Iterable[Int64]) -> None:

@@ -70,6 +70,7 @@ def _encode(
     """Deal all rows to buckets; return the job with the catalogue of items, if it needs one."""
     encoder, items, done = Encoder(job.schema, job.fitted), job.make_catalogue_builder(), 0
 
+    # Runs in worker threads; only appending to the spool is serial.
     def encode(
         batch: pa.RecordBatch,
     ) -> tuple[int, Catalogue | None, list[tuple[int, EncodedRows]]]:
@@ -122,6 +123,7 @@ def _write_shards(
         buckets = job.plan.list_buckets(index)
         largest_bytes = max(spool.num_bytes(bucket) for bucket in buckets)
         options = job.options
+        # For each split anew: one of few long tasks has larger buckets.
         threads = count_parallel_buckets(options.memory_bytes, options.threads, largest_bytes)
         for shard in map_in_order(threads, write, buckets):
             writer.adopt_shard(name, shard.entry, shard.block_table)

@@ -16,8 +16,7 @@ from metaio.ragged import sum_rows
 
 @dataclass
 class TaskBatch:
-    """Episodes with contiguous rows, support before query. Positions point into `unique_ids_U`, so
-    one gather of the fetched rows [U, D] serves all features."""
+    """Episodes with contiguous rows, support before query."""
 
     task_T: Tensor  # int64, the task each episode belongs to
     row_offsets_T1: Tensor  # int64, first row of each episode, then N
@@ -29,6 +28,7 @@ class TaskBatch:
     # both positions: within an episode equal ids must be one row to adapt.
     unique_ids_U: Tensor  # int64
     unique_lengths_B: Tensor  # int64
+    # One gather of the fetched rows [U, D] serves all features.
     positions_NF: Tensor  # int32, into unique_ids_U
     # int32, into unique_ids_U; row by row, feature by feature within a row
     multi_positions_V: Tensor

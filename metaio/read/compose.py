@@ -50,8 +50,7 @@ class _Part(NamedTuple):
 def compose(
     features: Features, parts: Sequence[tuple[Block, Int64]], memory: ArrayPool | None = None
 ) -> TaskBatch:
-    """Return the batch of the episodes [E] of each block, in the order given. A block may stand
-    once, its episodes ascending; a batch of exactly one block shares its memory."""
+    """Return the batch of the episodes [E] of each block, which stands once, episodes ascending."""
     chosen = [(block, episodes_E) for block, episodes_E in parts if len(episodes_E)]
     if not chosen:
         num_single, num_multi = len(features.single), len(features.multi)

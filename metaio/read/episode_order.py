@@ -204,10 +204,10 @@ class EpisodeOrder:
         ]
 
 
-# Which episodes share a block was drawn by the hash of their task when the data was prepared.
+# The batch-level shuffle of G-Meta (section 3.2.1): which episodes share a block was drawn by the
+# hash of their task when the data was prepared.
 class BlockOrder:
-    """The order of one split's blocks in one epoch: the batch-level shuffle of G-Meta (section
-    3.2.1). A step takes `blocks_per_step` blocks, a rank a contiguous slice of them."""
+    """The order of one split's blocks in one epoch; a rank takes a slice of each step's blocks."""
 
     def __init__(self, num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0) -> None:
         self.config = config

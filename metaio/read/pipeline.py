@@ -126,6 +126,7 @@ class _PlanQueue:
         self._cache = cache
         self._sizes = sizes
         self._waiting: deque[list[tuple[_BlockKey, Future[Block], BlockEpisodes]]] = deque()
+        # Plans that use a block: its bytes count once, until the last of these is taken.
         self._uses: Counter[_BlockKey] = Counter()
         self.num_bytes = 0
 
@@ -205,8 +206,7 @@ class BatchPipeline:
         return self._clock.num_tasks
 
     def run(self, plans: Iterable[Plan], look_ahead: bool = False) -> Generator[TaskBatch]:
-        """Yield the batch of each plan. Plans are drawn as needed, or, with `look_ahead`, as far
-        ahead as blocks can be read meanwhile."""
+        """Yield the batch of each plan, drawing plans as needed, or further with `look_ahead`."""
         return self._drain(_PlanQueue(plans, self._cache, self._sizes), deque(), look_ahead)
 
     def start(self, plans: Iterable[Plan]) -> Iterator[TaskBatch]:
@@ -238,6 +238,7 @@ class BatchPipeline:
         finally:
             # Also reached when the consumer stops early: cancels what has not begun.
             for begun in queue:
+                # Once its blocks are loaded, composing a batch is a future of its own.
                 if not begun.cancel() and begun.exception() is None:
                     begun.result().cancel()
 

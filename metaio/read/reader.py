@@ -90,8 +90,7 @@ class _PipelineReader:
 # Bundles and `blocks_per_step` read several times as fast as episodes drawn one by one: they are
 # copied, or handed over, without looking up positions.
 class BatchReader(_PipelineReader):
-    """Batches of one rank, epoch by epoch; a step has the same episodes at any world size. With
-    `pin_memory` (CUDA only) they come in page-locked memory."""
+    """Batches of one rank, epoch by epoch; a step has the same episodes at any world size."""
 
     def __init__(
         self,
@@ -136,6 +135,7 @@ class BatchReader(_PipelineReader):
             pin_memory=pin_memory,
         )
         self._epoch, self._step = 0, 0
+        # What `prefetch` began: an epoch and its batches.
         self._started: tuple[int, Iterator[TaskBatch]] | None = None
 
     def num_steps(self, epoch: int = 0) -> int:
@@ -145,8 +145,8 @@ class BatchReader(_PipelineReader):
     def batches(
         self, epoch: int | None = None, first_step: int | None = None
     ) -> Iterator[TaskBatch]:
-        """Yield one batch a step, empty where this rank has no episode. Without arguments it goes
-        on where `load_state_dict` said, else at the start of epoch 0."""
+        """Yield one batch a step, empty where this rank has no episode."""
+        # Without arguments: where `load_state_dict` said, else from the start of epoch 0.
         self._epoch = self._epoch if epoch is None else epoch
         # A restored step holds for the restored epoch alone.
         if first_step is None:
@@ -204,6 +204,7 @@ class BatchReader(_PipelineReader):
         return make_order(blocks.num_episodes_Z, self._config, epoch, blocks.bundle_tasks)
 
     def _identity(self) -> dict[str, Any]:
+        # All that decides the order: with another value a step would be other episodes.
         data = {"fingerprint": self._dataset.fingerprint, "split": self._split.name}
         return {**data, **vars(self._config)}
 

@@ -40,4 +40,5 @@ def _attributes(file: Path) -> dict[str, str]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     for item, value in read_fields(file, ",", 2, _SOURCE):
         found[item].append(value)
+    # Some lines are repeated: each value counts once.
     return {item: "|".join(dict.fromkeys(values)) for item, values in found.items()}

@@ -46,8 +46,7 @@ def check_ratings(name: str, table: pa.Table) -> None:
 def schema_by_time(
     singles: list[str], multis: list[str], of_item: list[str], config: ByTimeConfig
 ) -> dict[str, Any]:
-    """Return the schema of ratings with the columns row, user, item, rating, time, `singles` and
-    `multis` (values separated by "|"); `of_item` are attributes of the item."""
+    """Return the schema of ratings by row, user, item, rating, time, `singles` and `multis`."""
     limits = {"min_rows": config.min_rows, "max_rows": config.max_rows}
     train = 1.0 - config.valid_share - config.test_share
     shares = {"train": train, "valid": config.valid_share, "test": config.test_share}
@@ -59,6 +58,7 @@ def schema_by_time(
         "time": {"column": "time"},
         "row_id": {"column": "row"},
         "item": {"column": "item", "columns": of_item},
+        # Items first rated after training are in no vocabulary: they get row 0.
         "single": [{"column": one, "vocabulary": 1, "null": "unknown"} for one in singles],
         "multi": [
             {"column": one, "separator": "|", "vocabulary": 1, "null": "unknown"} for one in multis

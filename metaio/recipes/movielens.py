@@ -244,6 +244,7 @@ class _Encoder:
 
 
 def _vocabulary(listed: list[str] | None, found: list[str]) -> dict[str, int]:
+    # MeLU's own lists keep their order, so that ids are those of MeLU.
     names = listed if listed is not None else sorted(set(found))
     return {name: row for row, name in enumerate(names, start=1)}
 

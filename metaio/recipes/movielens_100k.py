@@ -25,6 +25,7 @@ def prepare_movielens_100k(
     folder = Path(path)
     is_atomic = (folder / "ml-100k.inter").is_file()
     file = folder / ("ml-100k.inter" if is_atomic else "u.data")
+    # Atomic files begin with a header.
     fields = read_fields(file, "\t", 4, _SOURCE)[is_atomic:]
     columns = {
         name: pa.array([parse_integer(line[index], file, name) for line in fields], pa.int64())

@@ -65,6 +65,7 @@ def read_ratings(folder: Path) -> Ratings:
             io.BytesIO(path.read_bytes().replace(b"::", b"\t")),
             pa_csv.ReadOptions(column_names=names),
             pa_csv.ParseOptions(delimiter="\t"),
+            # No word means a null: an empty field is an error.
             pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.int64()), null_values=[]),
         )
     except pa.ArrowInvalid as error:
@@ -85,6 +86,7 @@ def read_users(folder: Path) -> dict[int, tuple[str, str, str, str]]:
     """Return gender, age, occupation and zip by user id."""
     path = folder / "users.dat"
     return {
+        # "98107-2117" becomes "98107", as in MeLU.
         parse_integer(user, path, "user"): (gender, age, job, code[:5])
         for user, gender, age, job, code in read_fields(path, "::", 5, "ml-1m")
     }

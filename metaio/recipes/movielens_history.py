@@ -12,8 +12,7 @@ LIKED = 4  # least rating, of 1 to 5, that counts as liked
 def liked_before(
     lengths_T: Int64, support_lengths_T: Int64, item_N: Int64, rating_N: Int64, longest: int
 ) -> tuple[Int64, Int32]:
-    """Return the item ids [V] of each row's history, oldest first, and the lengths [N]: the last
-    `longest` items that its task's support rows rated at least `LIKED`."""
+    """Return the last `longest` items [V] liked in support before each row, and lengths [N]."""
     histories, start = [], 0
     for rows, support in zip(lengths_T.tolist(), support_lengths_T.tolist(), strict=True):
         liked = np.flatnonzero(rating_N[start : start + support] >= LIKED)

@@ -35,6 +35,7 @@ _MAX_TAGS = 4
 # P(click) itself.
 TASTE_SCALE = 2.0
 _TASTE_NOISE = 0.5
+# Bounds memory. Chunks are seeded by their first user, so another size draws other logs.
 _CHUNK_USERS = 2_000
 
 FEATURES_SINGLE = ("item", "genre", "brand", "price_band", "age", "region", "device", "hour")
@@ -191,6 +192,7 @@ def _rows(
     config: SyntheticConfig, world: World, first_user: int, num_users: int, cold_items: bool
 ) -> Rows:
     draw = draw_users(config, world, first_user, num_users, cold_items)
+    # Generators 1 and 2 draw users, 3 and 4 the rest of their rows: no stream is used twice.
     rng = np.random.default_rng([config.seed, 3 + cold_items, first_user])
     item_N, user_N = draw.item_N, draw.user_N
     price_N = world.item_price_A[item_N]

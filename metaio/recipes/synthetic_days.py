@@ -152,6 +152,7 @@ def _world(config: DaysConfig) -> tuple[World, Float]:
     new = config.live_items // _NEW_ITEMS
     items = config.live_items + new * (config.days - 1)
     world = make_world(SyntheticConfig(num_items=items, seed=config.seed))
+    # Generators from 20 on, since `synthetic` uses 0 to 4.
     rng = np.random.default_rng([config.seed, 20])
     steps = _FASHION_STEP * rng.standard_normal((config.days, int(world.item_genre_A.max()) + 1))
     return world, np.cumsum(steps, axis=0)
@@ -159,6 +160,7 @@ def _world(config: DaysConfig) -> tuple[World, Float]:
 
 def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.Table:
     """Return the log of a day, in the order of time."""
+    # A generator for each day, so that any day can be drawn by itself.
     rng = np.random.default_rng([config.seed, 21, day])
     user_T, born_T = _users(config, day)
     lengths_T = rng.integers(config.min_rows, config.max_rows + 1, len(user_T))
@@ -168,6 +170,7 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
     # The newest items are shown most.
     back_N = (config.live_items * rng.power(0.6, count)).astype(np.int64)
     back_N = np.minimum(back_N, config.live_items - 1)
+    # Items are numbered as they come: each day's follow those of the day before.
     newest = config.live_items - 1 + new * day
     item_N = newest - back_N
     traits = {name: _trait(config, user_T, name) for name in ("age", "region", "device")}
@@ -209,6 +212,7 @@ def day_table(config: DaysConfig, world: World, fashion: Float, day: int) -> pa.
 def _users(config: DaysConfig, day: int) -> tuple[Int64, Int64]:
     """Return the users of a day and the day on which each came: all new ones, some from before."""
     new = config.users_per_day // _NEW_USERS
+    # Users are numbered as they come: all of the first day, then the new ones of each day.
     known = config.users_per_day + new * (day - 1) if day else 0
     if not day:
         return np.arange(config.users_per_day), np.zeros(config.users_per_day, np.int64)
@@ -238,6 +242,7 @@ def _tastes(
             rng = np.random.default_rng([config.seed, 23, born])
             count = new if born else config.users_per_day
             first = config.users_per_day + new * (born - 1) if born else 0
+            # Drawn for all users of that day: each keeps the same taste, whoever is back.
             taste_TD[own] = draw_tastes(rng, world, count)[user_T[own] - first]
     return taste_TD
 
@@ -246,6 +251,7 @@ def _trait(config: DaysConfig, user_T: Int64, name: str) -> Int64:
     """Return a property of each user, which no day changes."""
     sizes = {"age": (30, 8), "region": (31, 50), "device": (32, 6)}
     stream, size = sizes[name]
+    # Drawn for all users that ever come, so that no day changes a trait.
     most = config.users_per_day + config.users_per_day // _NEW_USERS * config.days
     values: Int64 = np.random.default_rng([config.seed, stream]).integers(0, size, most)
     return values[user_T]

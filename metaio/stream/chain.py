@@ -194,6 +194,7 @@ def list_increment_numbers(url: str) -> list[int]:
     """Return the numbers of the increments at a URL, ascending."""
     fs, root = find_file_system(url)
     try:
+        # fsspec caches listings, which would hide increments published since.
         listed = fs.ls(f"{root.rstrip('/')}/{INCREMENTS}", detail=False, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
         return []

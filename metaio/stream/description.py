@@ -45,6 +45,7 @@ class OpenedStream:
 
 def open_for_extension(root: Path, schema: Schema | None) -> OpenedStream:
     """Return the stream at a folder, or a new one to be made there."""
+    # With defaults, as stream.json has it: only real differences are refused.
     given_schema = None if schema is None else with_stream_defaults(schema)
     if (root / MANIFEST_NAME).exists():
         raise DataError(
@@ -84,8 +85,7 @@ def check_columns(
     types: dict[str, pa.DataType],
     distinct: Callable[[str], Iterable[str | None]],
 ) -> None:
-    """Raise DataError for a column of input `name` that does not hold what it held before; `types`
-    are those of all inputs, `distinct` gives the values of a column."""
+    """Raise DataError for a column of input `name` that does not hold what it held before."""
     description, schema = before.description, before.schema
     if description is None:
         return
@@ -97,6 +97,7 @@ def check_columns(
     expected[task] = as_kind[description["task_kind"]]
     assert schema.time is not None
     time = schema.time.column
+    # The time may also be a feature: its kind is compared then.
     if time not in found:
         found[time] = find_time_unit(schema, types[time])
         expected[time] = description["time_unit"]
@@ -108,6 +109,7 @@ def check_columns(
         if pa.types.is_null(types[column]):
             continue
         try:
+            # On no values: this checks the type alone.
             to_float64(column, pa.nulls(0, types[column]), role)
         except DataError:
             if any(distinct(column)):  # in CSV a column without a value is text

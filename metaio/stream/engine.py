@@ -96,8 +96,7 @@ class Engine(Protocol):
         state_folder: Path,
         report_progress: Progress,
     ) -> WrittenWindow:
-        """Encode all rows by `tables`; write shards, and in `state_folder` each task's newest
-        rows."""
+        """Encode all rows by `tables`; write shards, and to `state_folder` the newest rows."""
 
 
 class LocalEngine:
@@ -112,6 +111,7 @@ class LocalEngine:
 
     def summarise(self, context: SummaryContext, report_progress: Progress) -> WindowSummary:
         """Return what all rows hold, summarised batch by batch in several threads."""
+        # survey() refuses nulls, and values that a type would cut, before any row is summarised.
         summary, done, total = WindowSummary(), 0, self._source.survey()
 
         def summarise_batch_rows(batch: pa.RecordBatch) -> tuple[int, WindowSummary]:
@@ -134,6 +134,7 @@ class LocalEngine:
     ) -> WrittenWindow:
         """Encode all rows into bucket files, then write the shards bucket by bucket."""
         job, options = window.job, self._options
+        # Inside the unfinished increment: on the same disk, and removed with it.
         spool = Spool(writer.folder / ".spool", job.schema)
         self._encode(window, tables, spool, report_progress)
         use = HashedTableUse(job)
@@ -146,6 +147,8 @@ class LocalEngine:
                 return write_bucket(window, writer.folder, bucket, rows, old_rows, use)
 
             largest = max(spool.num_bytes(bucket) for bucket in buckets)
+            # Earlier rows are read with their bucket; about evenly, since buckets are ranges of a
+            # hash.
             largest += old_rows.num_bytes // len(buckets)
             threads = count_parallel_buckets(options.memory_bytes, options.threads, largest)
             return map_in_order(threads, write, buckets)
@@ -179,8 +182,7 @@ class LocalEngine:
 def write_bucket(
     window: WindowJob, folder: Path, bucket: int, rows: EncodedRows, old_rows: NewestRows, use: Use
 ) -> BucketResult:
-    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`. Raises
-    DataError: two rows of a task have one row id."""
+    """Write the rows of a bucket below `folder` as a shard, and count its ids in `use`."""
     job, schema = window.job, window.job.schema
     most = find_stream_rule(schema).support
     buckets = job.plan.list_buckets(job.plan.find_split(bucket))
@@ -188,6 +190,7 @@ def write_bucket(
     touched = np.unique(rows.task_hash_N)
     old = old_rows.read_bucket(bucket - buckets.start, len(buckets))
     old = clear_freed_ids(schema, drop_old_rows(old, window.clock.forget_before), window.freed)
+    # Query rows of their own window are support in all later ones.
     old = replace(old, side_NS=np.full_like(old.side_NS, SUPPORT))
     past, waiting = split_by_tasks(old, touched)
     late_N = rows.side_NS[:, 0] == SUPPORT
@@ -196,6 +199,7 @@ def write_bucket(
         past = select_newest_rows(schema, concatenate_rows(schema, [past, late]), most)
         rows = select_rows(rows, np.flatnonzero(~late_N))
     episodes = concatenate_rows(schema, [past, rows])
+    # Before tasks that have late rows alone are left out: these rows count as their newest.
     newest = select_newest_rows(schema, episodes, most)
     present = np.unique(rows.task_hash_N)
     if len(present) < len(touched):  # all rows of the others were late
@@ -215,12 +219,12 @@ def adopt_buckets(
     use: HashedTableUse,
     report_progress: Progress,
 ) -> WrittenWindow:
-    """Adopt the shards of all buckets (`buckets_of` a split), in order, and write the newest rows
-    of all tasks. Raises DataError: no task of the train split has an episode."""
+    """Adopt the shards of all buckets in order, and write the newest rows of all tasks."""
     job, dropped, tasks, done = window.job, DroppedRows(), {}, 0
     for index, name in enumerate(job.fitted.splits.names):
         new, returning, num_episodes = 0, 0, 0
         with NewestRowsWriter(name_rows_file(state_folder, name), job.schema) as kept:
+            # In order, since shards and newest rows of a split are sorted by task hash.
             for bucket in buckets_of(name, job.plan.list_buckets(index)):
                 kept.append(bucket.newest)
                 writer.adopt_shard(name, bucket.shard.entry, bucket.shard.block_table)

@@ -121,12 +121,7 @@ def extend(
     progress: Progress | None = None,
     engine_of: EngineFactory = LocalEngine,
 ) -> IncrementRecord:
-    """Append raw tables to the stream at a local path, which the first call creates by `schema`;
-    return the new increment. Raises QuarantinedError: rows are suspicious (`accept` takes them
-    nevertheless), or too few for an increment.
-
-    Late tables `along` become part of it if they can: if all together are refused, `inputs` are
-    tried alone, `along` is quarantined, and `left_out` is called with the reason."""
+    """Append raw tables to the stream at a local path; return the new increment."""
     options = options or PrepareOptions()
     report_progress = progress or (lambda phase, done, total: None)
     fs, place = find_file_system(stream)
@@ -137,19 +132,26 @@ def extend(
         )
     root = Path(place)
     root.parent.mkdir(parents=True, exist_ok=True)
+    # One writer at a time: two would give one row to different values.
     with lock_writer(root.parent / f".{root.name}.extend.lock", stream):
+        # Only the first call, which makes the stream, needs a schema.
         before = open_for_extension(root, schema)
         list_quarantine(root)  # or a damaged note would be found behind the commit
         for lock in (root / INCREMENTS).glob(".*.lock"):
             lock.unlink()  # of one that was killed right behind its commit
+        # The first schema is the caller's own; later it comes with the stream, perhaps from
+        # elsewhere.
         if before.number != FIRST_INCREMENT:
             check_trusted(before.schema.transform)
         append = partial(_append, before, options, accept, report_progress, engine_of)
         try:
+            # Late tables join if they can: if all together are refused, inputs are tried alone, and
+            # if these are taken, the late ones go into quarantine.
             files, refusal = _with_along(append, inputs, along)
         except RefusedFilesError as error:
             note_refusal(root, before.number, error, before.mark)
             raise
+        # After the commit: until then the next try needs the state of the last increment.
         remove_old_states(root, before.number)
         clear_quarantine(root, files.given)
         if refusal is not None:
@@ -161,8 +163,7 @@ def extend(
 def _with_along(
     append: Callable[[list[str], bool], OfferedFiles], inputs: list[str], along: Sequence[str]
 ) -> tuple[OfferedFiles, RefusedFilesError | None]:
-    """Append `inputs` with `along`, or else without; return the files that were taken, and why
-    those of `along` were not. Raises DataError as `_append` does."""
+    """Append `inputs` with `along`, or else without; return what was taken, and why not more."""
     try:
         return append([*inputs, *along], not along), None
     except DataError as error:
@@ -188,8 +189,7 @@ def _append(
     inputs: list[str],
     is_alone: bool,
 ) -> OfferedFiles:
-    """Write the next increment of these files, and return them. Raises RefusedFilesError: they are
-    suspicious, or too few. Raises DataError as `extend` does."""
+    """Write the next increment of these files; raise RefusedFilesError for suspicious ones."""
     root, schema, taken_files = before.root, before.schema, before.state.inputs
     memory_bytes = options.memory_bytes // 2  # the other half is for encoded rows
     try:
@@ -203,6 +203,7 @@ def _append(
         read = engine.describe_files(source.names)
         files = collect_files(source.given, source.members, read, source.empty)
         check_not_taken(files, taken_files)
+        # Hashes alone refuse files that were taken, before any row is read.
         duplicates = find_duplicates(files, taken_files, source.has_rows)
         if duplicates:
             raise RefusedFilesError(list(duplicates), list(duplicates.values()), "doubled")
@@ -252,6 +253,7 @@ def _inspect_rows(
     reasons = [] if accept else find_faults(window, windows, rule, clock.unit)
     if reasons:
         raise RefusedFilesError(files.given, reasons, "unusual")
+    # Frozen by the first increment, so that dense inputs keep their units.
     moments = before.moments
     if moments is None:
         moments = {
@@ -285,8 +287,7 @@ def _make_context(before: OpenedStream, types: dict[str, pa.DataType]) -> Summar
 
 
 def _check_window(summary: WindowSummary, clock: StreamClock, mostly_in: bool) -> None:
-    """Raise DataError or TooFewRowsError where the rows make no window; with `mostly_in`, also
-    where more than half of them are late."""
+    """Raise TooFewRowsError if all rows are late, or, with `mostly_in`, most of them."""
     if summary.num_rows and summary.least_time < 0:
         raise DataError(
             f"a row has the time {summary.least_time}; times from 0 on are allowed in a stream"
@@ -367,6 +368,7 @@ def _make_job(found: _NextIncrement, options: PrepareOptions, types: dict[str, p
 
 def _write_resets(folder: Path, changes: dict[str, TableChange]) -> None:
     for table, change in changes.items():
+        # Rows that were only freed need no reset before another value gets them.
         if len(change.reused):
             path = folder / RESET_FOLDER / f"{table}.parquet"
             path.parent.mkdir(exist_ok=True)

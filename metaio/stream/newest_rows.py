@@ -28,8 +28,7 @@ from metaio.ragged import Int64, find_run_starts, offsets, places, ragged_indice
 
 
 def select_newest_rows(schema: Schema, rows: EncodedRows, most: int) -> EncodedRows:
-    """Return the newest `most` rows of each task, tasks in the order of their hash. Raises
-    DataError: two rows of a task have one row id and time."""
+    """Return the newest `most` rows of each task, tasks in the order of their hash."""
     order_N = sort_rows(schema, rows, hash_row_identity(schema, rows), True)
     task_N = rows.task_hash_N[order_N]
     # Run lengths from the end: the last rows of a task get the places below `most`.
@@ -46,8 +45,8 @@ def split_by_tasks(rows: EncodedRows, task_hashes: UInt64) -> tuple[EncodedRows,
 def merge_in_task_order(
     schema: Schema, old: EncodedRows, waiting: Int64, newest: EncodedRows
 ) -> EncodedRows:
-    """Return `old` rows at the indexes `waiting` and all `newest` rows, which are of other tasks,
-    merged by the hash of their task; both are sorted by it."""
+    """Return `old` rows at the indexes `waiting` and all `newest` rows, merged by task hash."""
+    # Both are sorted by task hash, and have no task in common.
     hash_N = np.concatenate([old.task_hash_N[waiting], newest.task_hash_N])
     is_new_N = np.argsort(hash_N, kind="stable") >= len(waiting)
     old_offsets, new_offsets = (offsets(sum_rows(one.lengths_NM)) for one in (old, newest))
@@ -175,6 +174,7 @@ def clear_freed_ids(schema: Schema, rows: EncodedRows, freed: dict[str, Int64]) 
     """Return the rows with ids that lost their value replaced by row 0 (unknown)."""
     if not any(len(own) for own in freed.values()):
         return rows
+    # Copied, since rows that were mapped from a file cannot be written to.
     ids_NF, values_V = rows.ids_NF.copy(), rows.values_V.copy()
     for index, column in enumerate(schema.single):
         own = freed.get(column.table_name)

@@ -70,6 +70,7 @@ def _reduce_occurrences(
     rank = places(counts_V)
     by_code = np.argsort(code_N, kind="stable")
     starts_V = offsets(np.bincount(code_N, minlength=distinct))[:-1]
+    # reduceat fails without a segment.
     last_V = np.maximum.reduceat(last_N[by_code], starts_V) if distinct else last_N
     kept = order[rank < admission]
     return Occurrences(encoded.dictionary, np.minimum(counts_V, admission), times[kept], last_V)
@@ -97,6 +98,7 @@ class Numbering:
         if not len(self.row_U):
             return np.zeros(len(column), np.int64)
         place_N = self.find(self._cast_values(column))
+        # Rows that are merely reserved are negative: their values are unknown until they return.
         return np.where(place_N >= 0, np.maximum(self.row_U[place_N], 0), 0)
 
     def _cast_values(self, column: pa.Array) -> pa.Array:
@@ -176,9 +178,11 @@ def advance(
     admitted = np.flatnonzero((row_V == 0) & (occurrences.lengths_V >= need_V))
     first_times = occurrences.times[offsets(occurrences.lengths_V)[admitted] + need_V[admitted] - 1]
     keys = pa.table({"time": first_times, "value": occurrences.values.take(pa.array(admitted))})
+    # By time, then value: row numbers must not depend on the order of files.
     order = pc.sort_indices(keys, [("time", "ascending"), ("value", "ascending")])
     num_waiting = max(len(order) - rule.max_new, 0) if rule.max_new else 0
     admitted = admitted[order.to_numpy()][: len(order) - num_waiting]
+    # Free rows are reused before the table grows.
     free = _find_free_rows(row_U, old.num_rows)[: len(admitted)]
     num_rows = old.num_rows + len(admitted) - len(free)
     row_V[admitted] = np.concatenate([free, np.arange(old.num_rows + 1, num_rows + 1)])

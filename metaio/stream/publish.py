@@ -18,11 +18,11 @@ from metaio.stream.stream_state import STATE_FILE, STATES
 
 
 def publish_stream(stream: Path, url: str) -> list[int]:
-    """Copy the increments that are not at a URL yet, each atomically, and the newest state; return
-    their numbers. Raises DataError: another stream is there."""
+    """Copy the increments that are not at a URL yet, and the newest state; return their numbers."""
     own = open_stream(str(stream))
     fs, root = find_file_system(url.rstrip("/"))
     fs.invalidate_cache()
+    # Others may have published since fsspec listed these folders; hence invalidate_cache().
     there = list_increment_numbers(url)
     newest = there[-1] if there else 0
     # Fingerprints chain: if the newest one there is ours, so are all before it.

@@ -48,6 +48,7 @@ def note_refusal(root: Path, number: int, refusal: RefusedFilesError, schema: st
     kind = {"with_next": True} if refusal.kind == "few" else {}
     body = {"before": number, "files": files, "reasons": refusal.reasons, **kind}
     body |= {"schema": schema} if schema else {}
+    # The new note is written first: a kill between leaves a file in two notes, not in none.
     _forget(root, [file.name for file in refusal.files], but=_write(root, body))
 
 

@@ -55,9 +55,9 @@ _COUNTS = -1
 def make_spark_engine(
     session: "SparkSession",
 ) -> Callable[[DuckSource, Schema, PrepareOptions], "_SparkEngine"]:
-    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`. Every worker must
-    see the stream and the tables (Parquet) under the same path or URL."""
+    """Return the engine for `metaio.stream.extend.extend(..., engine_of=...)`."""
 
+    # Every worker must see the stream and the tables under the same path or URL.
     def engine_of(source: DuckSource, schema: Schema, options: PrepareOptions) -> _SparkEngine:
         return _SparkEngine(session, source, schema)
 
@@ -76,6 +76,7 @@ class _SparkEngine:
             )
         self._session, self._names = session, source.names
         self._rows = _read_frame(session, source.names, schema)
+        # 200 is Spark's own default.
         self._parts = int(session.conf.get("spark.sql.shuffle.partitions") or 200)
 
     def describe_files(self, names: list[str]) -> list[InputFile]:
@@ -101,6 +102,7 @@ class _SparkEngine:
         found = collect_objects(
             repartition_by_bucket(rows, self._parts).mapInArrow(_make_merger(context), PAYLOAD)
         )
+        # A table without a value in this window must be there, too.
         summary, no_times = WindowSummary(), np.zeros(0, np.int64)
         for table, least in context.admissions.items():
             no_values = pa.array([], context.value_types[table])
@@ -141,6 +143,8 @@ class _SparkEngine:
                 rows_file, used_file = _name_files(parts, bucket)
                 with np.load(used_file) as used:
                     use.add_distinct(used.values())
+                # Read bucket by bucket: the newest rows of all tasks may exceed the driver's
+                # memory.
                 newest = NewestRows(rows_file, job.schema).read_bucket(0, 1)
                 yield written[bucket]._replace(newest=newest)
                 rows_file.unlink()

@@ -61,6 +61,7 @@ def load_state(stream: Path, number: int) -> StreamState:
     body = read_stream_json(Storage(str(folder)), STATE_FILE, _FORMAT)
     if not has_shape(body, _SHAPE) or not isinstance(body.get("end"), int | None):
         raise make_content_error(f"{folder / STATE_FILE}: its content is not that of a state")
+    # Checked once: a damaged table would give values wrong rows in all later increments.
     for name, written in body["files"].items():
         path = folder / name
         if not path.is_file() or [path.stat().st_size, xxh3_hex(map_file(path))] != written:
@@ -76,6 +77,7 @@ def load_state(stream: Path, number: int) -> StreamState:
 @contextmanager
 def open_new_state(stream: Path, number: int) -> Iterator[Path]:
     """Yield the folder in which the state of an increment is built; `commit_state` keeps it."""
+    # Named with a dot, so that what a killed writer leaves is never taken for a state.
     partial = stream / STATES / f".{name_increment_folder(number)}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

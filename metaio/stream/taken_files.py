@@ -77,6 +77,7 @@ def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
         before = taken_files.slice(row, 1).to_pylist()[0]
         if before["xxh3"] == file.xxh3:
             raise DataError(_explain_taken(file.name, before))
+        # An empty file gave no rows: what was written to it since is new.
         if before["xxh3"] == _NO_BYTES:
             continue
         raise DataError(
@@ -89,8 +90,7 @@ def check_not_taken(files: OfferedFiles, taken_files: pa.Table) -> None:
 def find_duplicates(
     files: OfferedFiles, taken_files: pa.Table, has_rows: Callable[[str], bool]
 ) -> dict[InputFile, str]:
-    """Return the files (archives for their members) whose rows would be trained twice, as a file of
-    the same bytes was taken or is given, each with the reason."""
+    """Return each file (or its archive) whose rows would be trained twice, with the reason."""
     row_of = {xxh3: row for row, xxh3 in enumerate(taken_files["xxh3"].to_pylist())}
     found: dict[InputFile, str] = {}
     first_of: dict[str, InputFile] = {}
@@ -102,6 +102,7 @@ def find_duplicates(
             continue
         file_name = _format_name(file.name, files.members)
         member = files.members.get(file.name)
+        # The caller can leave out an archive, not a file inside of it.
         owner = given[file.name if member is None else member.archive]
         if row is not None:
             found[owner] = _explain_taken(file_name, taken_files.slice(row, 1).to_pylist()[0])

@@ -138,6 +138,7 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
     time_N = to_time_ticks(schema.time.column, batch[schema.time.column])
     kept_N = clock.is_kept(time_N)
     found = WindowSummary(num_dropped=int((~kept_N).sum()))
+    # Rows that are too late are counted, and not looked at: they may be of any age.
     if found.num_dropped:
         batch, time_N = batch.filter(pa.array(kept_N)), time_N[kept_N]
     found.num_rows = batch.num_rows
@@ -154,6 +155,7 @@ def summarise_batch(context: SummaryContext, batch: pa.RecordBatch) -> WindowSum
     split_N = assign_splits(schema, splits, batch, task_hash_N)
     found.rows_of_split = count_split_rows(splits, split_N)
     # Fitted to training rows alone: the gate is there to judge the model.
+    # The splits of a stream are train (0) and gate (1).
     in_train = split_N == 0
     train, train_time_N = batch.filter(pa.array(in_train)), time_N[in_train]
     found.moments = measure_moments(schema, train)
@@ -171,6 +173,7 @@ def encode_window_rows(encoder: Encoder, clock: StreamClock, batch: pa.RecordBat
     assert encoder.schema.time is not None
     column = encoder.schema.time.column
     kept_N = clock.is_kept(to_time_ticks(column, batch[column]))
+    # Filtering copies all columns, and mostly no row is too late.
     rows = encoder.encode(batch if kept_N.all() else batch.filter(pa.array(kept_N)))
     side_N = np.where(clock.is_late(rows.time_N), SUPPORT, QUERY).astype(np.int8)
     return replace(rows, side_NS=side_N[:, None])

@@ -45,6 +45,7 @@ def find_faults(
             f"(stream.rows_factor {rule.rows_factor:g})"
         )
     span = statistics.median(window["span"] for window in recent)
+    # One wrong time far ahead would move the window's end there, and make all later rows late.
     if own["span"] > max(span, 1) * rule.rows_factor:
         per_s = TICKS_PER_S[unit]
         found.append(
@@ -61,6 +62,7 @@ def find_faults(
             f"{mean:.4g} (stream.label_shift {rule.label_shift:g})"
         )
     for name, share in own["nulls"].items():
+        # The highest recent share: a column that is sometimes null is not suspicious.
         usual = max(window["nulls"].get(name, 0.0) for window in recent)
         if share > usual + rule.null_shift:
             found.append(
@@ -73,9 +75,9 @@ def find_faults(
 def measure_drift(
     summary: WindowSummary, frozen: dict[str, tuple[float, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return for each standardised column how far its mean moved, in frozen deviations, and the
-    ratio of its deviation to the frozen one."""
+    """Return how far the mean of each standardised column moved, and how much wider it became."""
     found = {}
+    # Both in frozen deviations, the unit in which the model sees the column.
     for name, (mean, deviation) in frozen.items():
         count, own_mean, squares = summary.moments.get(name, (0, mean, 0.0))
         _, own_deviation = compute_mean_and_deviation(count, own_mean, squares)
@@ -95,6 +97,7 @@ def find_alarms(
 ) -> list[str]:
     """Return what a person should look at, one line each; the increment stands nevertheless."""
     found = []
+    # A wrong unit makes all durations wrong, and nothing else would show it.
     likely = infer_time_unit(summary.most_time)
     if unit != "day" and likely not in (unit, None):
         found.append(

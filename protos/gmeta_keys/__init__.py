@@ -51,8 +51,7 @@ def read_toml(what: str, path: Path, error: type[Exception]) -> dict[str, Any]:
 
 
 def parse(kind: type[Part], raw: Mapping[str, Any], wording: Wording, prefix: str = "") -> Part:
-    """Return `raw` (tables of TOML or JSON) as the dataclass `kind`. Raises wording.error: an
-    unknown or missing key, a wrong type, or a value outside its bounds."""
+    """Return `raw` (tables of TOML or JSON) as the dataclass `kind`, or raise wording.error."""
     if not isinstance(raw, Mapping):
         raise wording.error(f"{raw!r} stands where a table of keys is needed. Correct it")
     hints = hints_of(kind)  # type: ignore[arg-type]

@@ -81,6 +81,7 @@ class Registry(Generic[Part]):
         if name in self.known:
             return {}
         package = self._entries().get(name, name).partition(":")[0].partition(".")[0]
+        # A distribution may have another name than the package that it installs.
         owners = packages_distributions().get(package, [package])
         try:
             return {"package": owners[0], "version": version(owners[0])}

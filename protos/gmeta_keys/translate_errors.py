@@ -26,6 +26,7 @@ class translate_errors:  # noqa: N801 - it reads as a word of the language: with
         # Exception only: Ctrl-C and SystemExit must still end the process.
         if isinstance(error, Exception) and not isinstance(error, self._passing):
             translated = self._translate(error)
+            # Raised anew, the same error would become its own cause.
             if translated is not error:
                 raise translated from error
 

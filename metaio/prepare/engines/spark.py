@@ -67,14 +67,14 @@ if TYPE_CHECKING:
 _PARTS = ".parts"
 # Columns with a row's file and its place there, while Spark moves it.
 _FILE, _ROW = "file of the row", "row of the file"
+# More than any file has, so that file and row make one number.
 _ROWS_OF_A_FILE = 1 << 40
 
 
 def prepare_with_spark(
     frame: "DataFrame", out: str, schema: Schema, options: PrepareOptions | None = None
 ) -> None:
-    """Write a dataset at URL `out` from the rows of a Spark DataFrame. `out` must be reachable from
-    every worker; memory and threads of the options are Spark's own."""
+    """Write a dataset at URL `out`, which all workers reach, from a Spark DataFrame."""
     options = options or PrepareOptions()
     find_free_place(out, options.overwrite)  # before hours of reading
     _check_frame(frame, schema)
@@ -121,8 +121,7 @@ def _find_distinct(frame: "DataFrame", column: str) -> list[str]:
 
 
 def _with_places(frame: "DataFrame", schema: Schema) -> tuple["DataFrame", list[str]]:
-    """Return the rows and the names of their files; with each row's file and place, if the schema
-    needs the order of the input. Raises DataError: the frame has no order."""
+    """Return the rows with file and place, if the schema needs an order, and the files' names."""
     from pyspark.errors import AnalysisException
     from pyspark.sql import functions
 

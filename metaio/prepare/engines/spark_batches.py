@@ -49,8 +49,7 @@ def group_by_bucket(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, It
 
 @contextmanager
 def translate_failures() -> Iterator[None]:
-    """Turn a failure in Spark into an error of ours. Raises MetaIOError: a worker raised it. Raises
-    AccessError: Spark failed for another reason."""
+    """Raise a worker's own MetaIOError, and AccessError for other failures of Spark."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
@@ -58,6 +57,7 @@ def translate_failures() -> Iterator[None]:
         yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
+        # Spark passes a worker's error on as the text of its traceback.
         for name, message in re.findall(r"metaio\.errors\.(\w+): (.*)", text)[:1]:
             raise getattr(errors, name)(message.strip()) from error
         raise AccessError(

@@ -91,9 +91,7 @@ def make_episodes(
     catalogue: Catalogue | None = None,
     is_train: bool = True,
 ) -> tuple[BucketEpisodes, DroppedRows]:
-    """Return the episodes of all rows, which hold complete tasks, and what was dropped. `cut_time`
-    is `episodes.at` in ticks; with a catalogue, negatives are added. Raises DataError: a task is
-    too long, has two rows of one row id, or sides for some of its rows alone."""
+    """Return the episodes of all rows, which hold complete tasks, and what was dropped."""
     rule = schema.episodes
     by_windows = cutting in ("window or rule", "window", "new")
     # One sort brings tasks together, by their hash, and their rows into order: the rest is offsets.
@@ -209,9 +207,7 @@ def _cut_by_sides(
 def _cut_sided_tasks(
     rule: EpisodeRule, tasks: _SidedTasks, task_N: npt.NDArray[np.int64]
 ) -> tuple[_EpisodeRanges, DroppedRows]:
-    """Return the episodes of tasks with given sides, none longer than max_rows. A longer task keeps
-    its newest support rows, at least half of max_rows; its query rows are dealt to several episodes
-    with that support ("episodes"), or the last of them are kept ("truncate")."""
+    """Return the episodes of tasks with given sides, none longer than max_rows."""
     most = rule.max_rows
     too_long = tasks.length_T > most
     if rule.longer == "refuse":
@@ -220,6 +216,8 @@ def _cut_sided_tasks(
     if rule.longer == "drop":
         dropped = _count_long(tasks.length_T, too_long)
         tasks, too_long = tasks.select(~too_long), too_long[~too_long]
+    # A longer task keeps its newest support rows; its query rows are dealt to several episodes with
+    # that support ("episodes"), or the last of them are kept ("truncate").
     support_T, query_T = tasks.support_T, tasks.query_T
     parts_T, skipped_T = np.ones_like(query_T), np.zeros_like(query_T)
     if rule.longer == "truncate":
@@ -275,8 +273,7 @@ def _cut_tasks(
 
 
 def _split_equally(lengths_T: Int64, parts_T: Int64) -> tuple[Int64, Int64, Int64]:
-    """Cut each task's rows into `parts_T` parts, equal but for one row. Return the task, first row
-    and length of each part [E]."""
+    """Return the task, first row and length of each of `parts_T` parts [E] of a task's rows."""
     task_E, part_E = owners(parts_T), places(parts_T)
     first_E = part_E * lengths_T[task_E] // parts_T[task_E]
     stop_E = (part_E + 1) * lengths_T[task_E] // parts_T[task_E]

@@ -55,6 +55,7 @@ def hash_tasks(schema: Schema, batch: pa.RecordBatch) -> tuple[UInt64, Int64]:
     """Return hash and id of each row's task; the id of text is its xxh3_64."""
     column = batch[schema.task.column]
     values = hash_values(column, infer_kind(schema.task.column, column.type, "task"))
+    # Mixed, since buckets are ranges of the hash: small integers would all share the first one.
     return splitmix64(values), values.view(np.int64)
 
 
@@ -98,8 +99,7 @@ class Encoder:
         }
 
     def encode(self, batch: pa.RecordBatch, with_label: bool = True) -> EncodedRows:
-        """Return the rows of a batch, encoded. Raises DataError: a column has the wrong type, a
-        null where none is allowed, or a number that is not finite."""
+        """Return the encoded rows of a batch; raise DataError for values that break the schema."""
         schema, types = self.schema, self._types
         check_nulls(schema, {name: batch[name].null_count for name in batch.schema.names})
         num_rows = batch.num_rows

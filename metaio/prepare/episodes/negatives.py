@@ -26,6 +26,7 @@ from metaio.ragged import Int64, find_run_starts, offsets, ragged_indices
 
 # If the task has the drawn item, draw again, so often at most; then take the next free item.
 _ATTEMPTS = 32
+# Independent of the hashes that draw splits and order rows.
 _SALT = np.uint64(0x4E6)
 
 
@@ -76,6 +77,7 @@ class CatalogueBuilder:
     def add(self, part: Catalogue) -> None:
         """Add the items of other rows."""
         self._parts.append(part)
+        # Merged now and then, so that memory follows the number of items.
         if should_merge([len(part.train_A) for part in self._parts]):
             self._parts = [self.build()]
 
@@ -157,14 +159,14 @@ class NegativeSampler:
         return self._per_positive * is_positive_N.astype(np.int64)
 
     def draw(self, chosen: Int64) -> Int64:
-        """Return the drawn items (indexes into the catalogue) of each positive: distinct, and none
-        that its task has. Raises DataError: there are too few items that a task lacks."""
+        """Return the items drawn for each positive: distinct, and none that its task has."""
         positives = chosen[self._rows.label_N[chosen] > 0]
         found = np.full((len(positives), self._per_positive), -1, dtype=np.int64)
         for index in range(self._per_positive):
             unfilled = np.arange(len(positives))
             for attempt in range(_ATTEMPTS):
                 salt = splitmix64(np.uint64(index << 32 | attempt))
+                # The salt differs for each negative and attempt, so their draws are independent.
                 mixed = splitmix64(self._key_N[positives[unfilled]] ^ salt)
                 at = (mixed % np.uint64(self._ends_A[-1])).astype(np.int64)
                 proposed = np.searchsorted(self._ends_A, at, side="right")

@@ -51,8 +51,7 @@ def read_raw_tasks(dataset: Dataset, task_N: Int64) -> pa.Array | None:
 
 
 def read_raw_items(dataset: Dataset, id_N: Int64) -> pa.Array | None:
-    """Return the values [N] behind rows of the item's table, null if unknown or several; None if
-    the dataset does not keep them."""
+    """Return the raw values [N] of rows of the item's table; None if the dataset keeps none."""
     manifest = dataset.manifest
     rule = read_item_rule(manifest)
     if rule is None:
@@ -66,6 +65,7 @@ def read_raw_items(dataset: Dataset, id_N: Int64) -> pa.Array | None:
         return None
     path = f"{VOCABULARY_FOLDER}/{name}.parquet"
     values = _read_table(dataset, path, manifest.vocabularies[name])["value"]
+    # A vocabulary begins at row 1: row 0 has no value.
     keys = np.arange(1, len(values) + 1)
     return _look_up(pa.table({"key": keys, "value": values}), id_N)
 
@@ -95,6 +95,7 @@ def describe_missing_ids(dataset: Dataset) -> str:
     """Return a line on the raw ids that a dataset does not keep; "" if it keeps all."""
     item, roles = find_item_feature(dataset), dataset.manifest.raw_ids
     missing = ["task_id"] if dataset.manifest.task_kind == "hashed" and "task" not in roles else []
+    # Of no row: only whether the dataset could answer.
     if item is not None and read_raw_items(dataset, np.zeros(0, np.int64)) is None:
         missing.append("item_id")
     if not missing:
@@ -110,6 +111,7 @@ def _look_up(table: pa.Table, key_N: Int64) -> pa.Array:
     """Return the value of each key, null where it has none or several; keys are sorted."""
     known = table["key"].to_numpy()
     first_N = np.searchsorted(known, key_N, side="left")
+    # Several values may share a hashed row: then none is named.
     is_one_N = np.searchsorted(known, key_N, side="right") - first_N == 1
     return table["value"].combine_chunks().take(pa.array(first_N, mask=~is_one_N))
 

@@ -22,8 +22,7 @@ def hash_row_identity(schema: Schema, rows: EncodedRows) -> UInt64:
 
 
 def sort_rows(schema: Schema, rows: EncodedRows, identity_N: UInt64, by_windows: bool) -> Int64:
-    """Return the order by task, side, time and row hash; it is total, as rows equal in all of these
-    are equal. Raises DataError: two rows of a task have one row id."""
+    """Return the order by task, side, time and row hash; rows equal in all of these are equal."""
     task_N = _rank_values(rows.task_hash_N)
     # Windows of time have sides by time, even where the train split is shuffled.
     if schema.is_shuffled and not by_windows:

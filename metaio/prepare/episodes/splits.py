@@ -67,9 +67,7 @@ class Splits:
 
 
 def list_split_names(schema: Schema, found: list[str] | None = None) -> tuple[str, ...]:
-    """Return the splits in the order of the manifest; `found` are the values of a split column.
-    Raises SchemaError: one has a name that no split may have. Raises DataError: none is the train
-    split, or a name stands twice."""
+    """Return the splits in the order of the manifest; `found` are the values of a split column."""
     rule = schema.splits
     if schema.stream is not None:
         return (rule.train, GATE)
@@ -116,6 +114,7 @@ def assign_splits(
     if schema.stream is not None:
         shares = {rule.train: 1 - schema.stream.gate, GATE: schema.stream.gate}
     if shares is not None:
+        # Without the last bound: rounding must not leave a task without a split.
         bounds = np.cumsum(np.array(list(shares.values()), np.float64))[:-1]
         # By the task's hash: all its rows get one split, in whatever file they are.
         unit = _hash_to_unit(task_hash ^ _SPLIT_SALT ^ np.uint64(schema.seed))
@@ -247,8 +246,7 @@ def make_splits(
     types: dict[str, pa.DataType],
     count: Callable[[WindowSearch, str], Int64],
 ) -> Splits:
-    """Return the splits, with windows on the scale of the time column; `count` counts the times of
-    all rows for a pass of a search. Raises DataError: windows begin nowhere, or out of order."""
+    """Return the splits with their windows in ticks; `count` counts all times for a search."""
     rule = schema.splits
     if schema.time is None or rule.by_time is None:
         return Splits(names)

@@ -160,8 +160,7 @@ def merge_counts(parts: list[pa.Table]) -> pa.Table:
 
 
 def fit_encoding(schema: Schema, survey: Survey, splits: Splits) -> FittedEncoding:
-    """Return vocabularies in the order of their values, and the moments of dense columns. Raises
-    DataError: the train split has no rows."""
+    """Return vocabularies in the order of their values, and the moments of dense columns."""
     if not survey.rows_of_split[schema.splits.train]:
         raise DataError(
             f"the train split {schema.splits.train} has no rows; the splits found are "

@@ -13,8 +13,7 @@ from metaio.quantities import format_count
 
 
 def read_labels(schema: Schema, batch: pa.RecordBatch) -> npt.NDArray[np.float32]:
-    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known. Raises
-    DataError: one is no finite number, or a mask neither 0 nor 1."""
+    """Return the labels of raw rows, [N] of one, [N, labels] of several; NaN: not known."""
     columns = [_read_label(rule, batch) for rule in schema.labels]
     return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
 
@@ -48,6 +47,7 @@ def _read_label(rule: LabelColumn, batch: pa.RecordBatch) -> npt.NDArray[np.floa
     if rule.null == "unknown":
         known_N &= column.is_valid().to_numpy(zero_copy_only=False)
     if not known_N.all():
+        # Taken out first: where a label is not known its value may be anything, even null.
         column = column.filter(pa.array(known_N))
     if column.null_count:
         raise DataError(

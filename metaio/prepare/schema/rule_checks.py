@@ -105,6 +105,7 @@ def _check_windows(rule: SplitRule, has_time: bool, by: str) -> None:
             f"splits.by_time names {len(rule.by_time or ())} splits; a split beside {rule.train} "
             "is needed. Add one"
         )
+    # With train in by_time the values are shares, else the beginnings of windows.
     if rule.train in (rule.by_time or ()):
         if rule.windows[0] != rule.train:
             raise SchemaError(
@@ -120,6 +121,7 @@ def _check_windows(rule: SplitRule, has_time: bool, by: str) -> None:
 
 
 def _check_validation(rule: SplitRule) -> None:
+    # Of a column the names are in the rows, which are not read yet.
     names = list(rule.shares or ()) if rule.column is None else [str(rule.validation_from)]
     if rule.by_time is not None:
         raise SchemaError(

@@ -34,9 +34,9 @@ class EpisodeRule:
 
 @dataclass(frozen=True)
 class MembershipRule:
-    """Which rows are support and which query, where a column or the names of input files say so. A
-    null in the column leaves a task to [episodes], if all of its rows of a split are null."""
+    """Which rows are support and which query, where a column or the names of input files say so."""
 
+    # A null leaves a task to [episodes], if all of its rows of a split are null.
     column: str | None = None
     # Patterns of file names, such as "*_support.csv"; each input matches exactly one of them.
     support: str | None = None
@@ -117,8 +117,7 @@ VALIDATION_ITEMS = ("valid-item-cold", "valid-both-cold")  # and those of valida
 
 @dataclass(frozen=True)
 class TransformRule:
-    """A function, by entry point or import path, that turns batches of input rows into rows of the
-    schema. It may change columns, drop and repeat rows, each row by itself."""
+    """A function, by entry point or import path, that turns raw batches into rows of the schema."""
 
     # It sees batches of any size: what it makes of a row must not depend on the others.
     function: str

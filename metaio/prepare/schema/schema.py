@@ -99,8 +99,7 @@ class DenseColumn:
 
 @dataclass(frozen=True)
 class VectorColumn:
-    """A list of `width` float32 inputs in each row, such as an embedding of its text; nulls are
-    refused unless `fill` is given, which then fills the vector."""
+    """A list of `width` float32 inputs a row, such as an embedding; `fill` replaces nulls."""
 
     column: str
     width: int

@@ -32,8 +32,7 @@ def load_schema(path: str | Path) -> Schema:
 
 
 def parse_schema(body: dict[str, Any]) -> Schema:
-    """Return a checked schema from the tables of a TOML file or a manifest's JSON. Raises
-    SchemaError: a key is unknown or missing, or a value makes no sense."""
+    """Return the checked schema of the tables of a TOML file or of a manifest's JSON."""
     schema = parse(Schema, body, WORDING)
     if isinstance(schema.label, tuple) and len(schema.label) == 1:
         schema = replace(schema, label=schema.label[0])  # [[label]] once is [label]
@@ -101,6 +100,7 @@ def check_schema(schema: Schema) -> None:
                 f"allowed are {NAME_RULE}. Give the column another table"
             )
         width = column.width
+        # FBGEMM's embedding kernels take widths that are multiples of 4.
         if width is not None and width not in range(4, MAX_TABLE_WIDTH + 1, 4):
             raise SchemaError(
                 f"column {column.column} has width {width}; multiples of 4 up to "
@@ -130,6 +130,7 @@ def check_schema(schema: Schema) -> None:
                 f'column {column.column} has separator ""; a list is split at a text of one '
                 "character or more. Change it"
             )
+    # Hashes mix the seed in as an unsigned 64-bit number.
     if not 0 <= schema.seed < 1 << 64:
         raise SchemaError(f"seed is {schema.seed}; 0 to 2^64 - 1 is allowed. Change it")
     has_time, by = schema.time is not None, schema.episodes.by
@@ -251,6 +252,7 @@ def _check_inputs(schema: Schema, names: Iterable[str], kind: str) -> None:
 
 def fingerprint_schema(schema: Schema) -> str:
     """Return a mark that is equal for two streams that begin with the same schema."""
+    # With defaults: spelling them out in a schema file changes nothing.
     return xxhash.xxh3_64_hexdigest(canonical_json(with_stream_defaults(schema).to_json()))
 
 

@@ -39,6 +39,7 @@ def to_float64(name: str, column: pa.Array, role: str) -> npt.NDArray[np.float64
             f"{role} column {name} has type {kind}; a number is needed. Cast it, or choose "
             "another column"
         )
+    # Unsafe: integers beyond 2^53 lose digits that float32 would not keep anyway.
     numbers: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(
         zero_copy_only=False
     )
@@ -101,8 +102,7 @@ def to_int64(column: pa.Array) -> Int64:
 
 
 def to_time_ticks(name: str, column: pa.Array) -> Int64:
-    """Return times as int64 in the order of time: microseconds of timestamps, days of dates,
-    numbers unchanged. Raises DataError: the column holds neither, or NaN."""
+    """Return times as int64 in their order: us of timestamps, days of dates, numbers unchanged."""
     kind = column.type
     # Microseconds whatever the file's unit, so that files and engines with other units agree.
     if pa.types.is_timestamp(kind):
@@ -139,6 +139,7 @@ def parse_time(value: float | str, kind: pa.DataType, key: str = "episodes.at") 
             text = str(value)
             form = "%Y-%m-%d" if len(text) == 10 else "%Y-%m-%dT%H:%M:%S"
             times = pc.strptime(pa.array([text]), format=form, unit="us")
+            # A date has no zone.
             column: Any = times.cast(pa.timestamp("us", getattr(kind, "tz", None)))
             column = column if pa.types.is_timestamp(kind) else column.cast(pa.date32())
         else:

@@ -40,8 +40,7 @@ _CSV_ERRORS = (
 def explain_csv_error(
     message: str, header_of: Callable[[str], tuple[str, list[str]]]
 ) -> str | None:
-    """Return one line on the row that DuckDB's `message` complains of; None if it names none.
-    `header_of` returns a file's delimiter and columns."""
+    """Return one line on the row that DuckDB's `message` complains of; None if it names none."""
     json = re.search(r"Malformed JSON in file \"(.*?)\", at byte \d+ in line (\d+)", message)
     if json:
         # DuckDB counts these lines from 2.

@@ -149,6 +149,7 @@ def infer_roles(log: LogSample, given_roles: Mapping[Role, str]) -> InferredRole
     (label,) = (name for name, role in roles.items() if role == "label")
     (task,) = (name for name, role in roles.items() if role == "task")
     values = pc.cast(rows[label], pa.float64(), safe=False)  # integers beyond 2^53, too
+    # A value that occurs, since it is proposed as a threshold.
     median = pc.quantile(values, 0.5, interpolation="higher")[0].as_py()
     mean = pc.mean(values).as_py() or 0.0
     found = InferredRoles(

@@ -140,6 +140,7 @@ def _iterate_files(url: str) -> Iterator[tuple[Any, str]]:
 
 def _unpack(fs: Any, path: str, name: str, folder: Path) -> dict[str, ArchiveMember]:
     """Return the files of an archive, unpacked below a folder that bears its name in messages."""
+    # A folder for each archive, since two may have one name.
     place = Path(tempfile.mkdtemp(dir=folder)) / Path(path).name.removesuffix(".zip")
     try:
         # extractall drops "..", so no member is written elsewhere.

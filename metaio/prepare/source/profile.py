@@ -107,6 +107,7 @@ class LogSample:
         if self.is_whole:
             counts = pc.value_counts(self.rows[column].combine_chunks())
             return np.sort(counts.field("counts").to_numpy())
+        # Counted in the log, since a sample has but some rows of a task.
         name = quote_column(column)
         with _open_log(self.urls) as (connection, files), _translate_errors(files):
             read = format_scan(files, files.names, format_text_options(self.text))
@@ -117,6 +118,7 @@ class LogSample:
 def read_log_sample(urls: Sequence[str]) -> LogSample:
     """Return the first rows of a log: files, globs or folders of CSV, JSON lines or Parquet."""
     with _open_log(urls) as (connection, files), _translate_errors(files):
+        # DuckDB reads UTF-16 only if it is told that a file is.
         with fsspec.open(files.names[0], "rb", compression="infer") as file:
             text = TextRule("utf-16" if file.read(2) == _UTF_16 else "utf-8")
         try:
@@ -124,6 +126,7 @@ def read_log_sample(urls: Sequence[str]) -> LogSample:
         except duckdb.InvalidInputException as error:
             if "Invalid unicode" not in str(error) or files.kind != "text":
                 raise
+            # Latin-1 decodes any bytes, so it is the last guess.
             text = TextRule("latin-1")
             found = _fetch_rows(connection, files, text)
         _check_columns(connection, files, found.column_names, text)
@@ -140,6 +143,7 @@ def _fetch_rows(
     connection: duckdb.DuckDBPyConnection, files: InputFiles, text: TextRule
 ) -> pa.Table:
     read = format_scan(files, files.names, format_text_options(text))
+    # One row more than the sample, to see whether the log ends there.
     return connection.sql(f"FROM {read} LIMIT {SAMPLE_ROWS + 1}").to_arrow_table()
 
 
@@ -152,6 +156,7 @@ def _find_null_words(rows: pa.Table) -> tuple[str, ...]:
             is_word = pc.is_in(distinct, pa.array(NULL_WORDS))
             words = distinct.filter(is_word).to_pylist()
             others = distinct.filter(pc.invert(is_word))
+            # One such word among numbers makes DuckDB read the column as text.
             is_numbers = len(others) and pc.all(pc.match_substring_regex(others, _NUMBER)).as_py()
             found |= {word for word in words if is_numbers or word == NULL_WORDS[0]}
     return tuple(word for word in NULL_WORDS if word in found)

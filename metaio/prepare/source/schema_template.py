@@ -134,6 +134,7 @@ def _format_numbers(found: InferredRoles) -> list[str]:
         lines += _begin_table("[[dense]]", column)
         if column.num_null:
             lines.append("fill = 0.0  # for nulls")
+        # Large counts and amounts mostly have a long tail.
         if column.least >= 0 and column.most > 1000:
             lines.append("log1p = true")
         lines.append("standardise = true")

@@ -138,8 +138,7 @@ class DuckSource:
             return True
 
     def _find_folder_columns(self, name: str, wanted: Sequence[str]) -> list[str]:
-        """Return the wanted columns ([]: all) that only names of folders such as day=1 hold; raise
-        DataError for a file that holds some of its folders' columns, but not all."""
+        """Return the wanted columns ([]: all) that only names of folders such as day=1 hold."""
         has_folder_columns = [
             c for c in re.findall(r"([^/=]+)=[^/]*/", name) if c in wanted or not wanted
         ]
@@ -149,6 +148,7 @@ class DuckSource:
         own = [row[0] for row in found]
         lacking = [column for column in has_folder_columns if column not in own]
         file_columns = [column for column in has_folder_columns if column in own]
+        # Half of them would come from the file, half from its path: most likely a mistake.
         if lacking and file_columns:
             raise DataError(
                 f"input {name} has a column {file_columns[0]} of its own, and {lacking[0]} only "
@@ -208,8 +208,7 @@ class DuckSource:
         return names
 
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
-        """Tell DuckDB the types that it cannot infer where an unread column is not UTF-8. Raises
-        DataError: the column is read, or the files have different headers."""
+        """Tell DuckDB the types that it cannot infer where an unread column is not UTF-8."""
         header = self._read_header(name)
         _, column = find_bad_bytes(name, *header)
         same = all(self._read_header(other) == header for other in self._files.names)
@@ -260,8 +259,7 @@ class DuckSource:
             self._fetch(f"SELECT count(*) FROM {table}", name)
 
     def _has_same_types(self, name: str, first: str) -> bool:
-        """Return whether a file has the types of the first, where that matters. Raises DataError:
-        it has rows of other types, or lacks a column."""
+        """Return whether a file's types are the first one's; raise DataError if rows contradict."""
         wanted = {column: self._types[column] for column in self._schema.columns}
         types, agrees = self._infer_column_types(name), True
         if self._files.kind == "text" and [*types] != [*self._types]:
@@ -300,13 +298,13 @@ class DuckSource:
         return list(self._types)
 
     def survey(self) -> int:
-        """Return the number of rows. Raises DataError: nulls where none are allowed, or values of a
-        text file that their column's type would cut."""
+        """Return the number of rows; raise DataError for nulls and values that a type would cut."""
         columns = self._schema.columns
         counts = ", ".join(f"count({quote_column(column)})" for column in columns)
         revealing = choose_revealing_types(self._schema, self._asked, self._files.kind)
         lost = "".join(f", {value}" for _, value in revealing.values())
         ids = [c for c in columns if self._asked.get(c) == "BIGINT" and c != self._time]
+        # As doubles, which show integers beyond 64 bits instead of failing on them.
         numbers = [f"TRY_CAST({quote_column(c)} AS DOUBLE)" for c in ids]
         bounds = "".join(f", min({c}), max({c})" for c in numbers)
         types = self._asked | {column: kind for column, (kind, _) in revealing.items()}
@@ -394,6 +392,7 @@ class DuckSource:
 
     @cached_property
     def _arrow_gives_the_same(self) -> bool:
+        # pyarrow neither parses times of a format nor adds the columns of folders.
         of_format = self._schema.time is not None and self._schema.time.format is not None
         if self._files.kind != "Parquet" or of_format or self._folders:
             return False
@@ -423,6 +422,7 @@ class DuckSource:
                 f"{where} cannot be read within the memory allowed: {shorten(what)}. Allow more "
                 "(--memory)"
             )
+        # Disk or network, not the data: the caller may try again.
         if isinstance(error, duckdb.IOException) or getattr(error, "errno", None):
             return AccessError(
                 f"{where} cannot be read: {shorten(what)}. Look after the disk or the network, "

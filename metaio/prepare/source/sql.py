@@ -32,8 +32,8 @@ def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
 def format_scan(
     inputs: InputFiles, names: Iterable[str], csv: str, json: str = "", folders: bool | None = None
 ) -> str:
-    """Return the table function that reads some of the files; `folders` tells whether those such as
-    day=1 are columns (None: if all files have them)."""
+    """Return the table function that reads some of the files, with options by their kind."""
+    # None leaves it to DuckDB: columns of folders such as day=1, if all files have them.
     hive = "" if folders is None else f", hive_partitioning = {str(folders).lower()}"
     if inputs.kind == "Parquet":
         return f"read_parquet({format_paths(names)}{hive})"

@@ -67,8 +67,10 @@ def read_header(
     except (OSError, pa.ArrowException):
         return "", []
     if encoding == "utf-8":
+        # Undoes the reading as Latin-1.
         line = line.encode("latin-1").decode(errors="replace")
     for delimiter in DELIMITERS:
+        # A byte order mark is no part of the first name.
         fields = split_fields(line.removeprefix("\ufeff"), delimiter)
         if set(wanted) <= set(fields):
             return delimiter, fields

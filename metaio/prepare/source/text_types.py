@@ -72,8 +72,7 @@ def choose_types(schema: Schema, guessed: Mapping[str, str]) -> dict[str, str]:
 def choose_revealing_types(
     schema: Schema, types: Mapping[str, str], file_kind: FileKind
 ) -> dict[str, tuple[str, str]]:
-    """Return for each column that could lose something the type that shows it, and the SQL of one
-    value that loses something (null: none)."""
+    """Return by column the type that shows losses, and the SQL of one value that suffers one."""
     # Dates are not read as timestamps: DuckDB finds their format only for the guessed type.
     conditions = {
         "BIGINT": ("DOUBLE", "{0} <> floor({0})"),

@@ -58,17 +58,20 @@ def transform_inputs(
     batches_of: Callable[[str, tuple[str, ...]], Iterator[pa.RecordBatch]],
     folder: Path,
 ) -> InputFiles:
-    """Return the inputs as the rule's function transforms them, in files below `folder`.
-    `batches_of` yields a file's rows of some columns ((): all); `wanted` columns must come out."""
+    """Return the inputs as the function transforms them, one file each below `folder`."""
+    # `batches_of` yields the rows of a file, of some columns or, for (), of all.
     function, names, before = find_transform(rule), [], None
     folder.mkdir()
     for index, name in enumerate(inputs.names):
+        # Numbered, since inputs of two folders may have one name.
         path = folder / f"{index}-{Path(name).name}.parquet"
         writer: pq.ParquetWriter | None = None
         try:
             for batch in batches_of(name, rule.columns):
                 rows = _call_transform(function, rule.function, batch, name)
+                # The first rows decide columns and types for all inputs.
                 before = before or _check_schema(rows.schema, wanted, rule.function)
+                # Metadata, such as pandas writes, may differ between batches.
                 if rows.schema.remove_metadata() != before:
                     raise DataError(
                         f"transform.function = {rule.function!r} returned the columns "
@@ -81,6 +84,7 @@ def transform_inputs(
         finally:
             if writer is not None:
                 writer.close()
+        # An input of which all rows were dropped has no file.
         names += [str(path)] if writer is not None else []
     if not names:
         raise make_no_rows_error(inputs.names, inputs.given)
