@@ -1,4 +1,4 @@
-"""Task-grouped training data: prepare it, store it, and stream it as batches of whole episodes."""
+"""Task-grouped training data: prepare it, store it, and stream it as batches of episodes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

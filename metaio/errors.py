@@ -56,7 +56,7 @@ REMEDY = (
 
 def to_one_line(text: str, most: int = 800) -> str:
     """Return `text` as one printable line of at most `most` characters, whatever it held."""
-    # Names and messages come from files of others: escapes could otherwise rewrite the terminal.
+    # Names and messages come from files of others: escapes could control the terminal.
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
     return line if len(text) <= most else f"{line} ..."
 

@@ -126,7 +126,7 @@ def open_exclusive_folder(partial: Path, name: str) -> Iterator[Path]:
     """Yield an empty folder at `partial`, locked against other writers; remove it afterwards."""
     with lock_writer(_lock_file(partial), name):
         try:
-            # What a killed writer left: the lock says that nobody is at work on it.
+            # What a killed writer left: the lock says that no other process works on it.
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             yield partial
@@ -193,8 +193,8 @@ def lock_writer(
         try:
             yield
         finally:
-            # While the lock is held: whoever opened it meanwhile finds another inode, or none, in
-            # _has_its_name.
+            # While the lock is held: a process that opened the file meanwhile finds another inode,
+            # or none, in _has_its_name.
             lock_file.unlink(missing_ok=True)
 
 

@@ -27,6 +27,7 @@ def parse_checked_json(content: bytes, name: str, kind: str, remedy: str) -> dic
     """Return the body of the JSON file `name`, after checking its format, version and checksum."""
     try:
         body = json.loads(content)
+    # Deep nesting overflows the parser's recursion.
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{name} is not JSON: it was cut short or edited. {remedy}") from error
     if not isinstance(body, dict) or body.get("format") != kind:

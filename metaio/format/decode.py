@@ -84,6 +84,7 @@ class RowGroup:
         for index, (begin, end) in enumerate(self.ranges):
             column = group.column(index)
             kind = _PLAIN_TYPES.get(column.physical_type)
+            # Metadata may be forged: a negative count would lead in front of the chunk.
             if kind is None or column.num_values < 0 or column.compression != "UNCOMPRESSED":
                 return None
             start = end - column.num_values * kind.itemsize

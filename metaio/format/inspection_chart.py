@@ -15,7 +15,7 @@ from metaio.quantities import format_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Tables drawn: the largest say most about skew, and more lines cannot be told apart.
+# Tables drawn: the largest say most about skew, and more lines cannot be distinguished.
 _MAX_CURVES = 8
 _MAX_MARKED = 12  # ids of a curve that is drawn with its points
 

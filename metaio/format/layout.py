@@ -25,9 +25,9 @@ RESET_FOLDER = "reset"  # of an increment of a stream: rows that mean another va
 # No split can have this name: it has a character that those do without.
 RAW_IDS_FOLDER = "raw_ids"
 
-# One row group holds whole episodes up to this many rows: larger groups decode no faster (measured
-# 14.8 million rows/s at 65,536; 45 instead of 36 ns a row at 6,400), smaller ones shuffle at a
-# finer grain.
+# One row group holds complete episodes up to this many rows: larger groups decode no faster
+# (measured 14.8 million rows/s at 65,536; 45 instead of 36 ns a row at 6,400), smaller ones shuffle
+# at a finer grain.
 DEFAULT_BLOCK_ROWS = 65_536
 # A shard is what one prepare task writes and one download fetches: 16 blocks are about 100 to 200
 # MB.
@@ -63,8 +63,8 @@ def _make_schema(*columns: tuple[str, pa.DataType]) -> pa.Schema:
 
 def list_streams(features: Features) -> tuple[ShardStream, ...]:
     """Return the files of every shard, but for those that would always be empty."""
-    # Lengths: episodes [T], rows and row_ids [N], dense [N * K], positions [N * F], multi [V],
-    # unique [U].
+    # Lengths of the streams: episodes [T], rows and row_ids [N], dense [N * K], positions [N * F],
+    # multi [V], unique [U].
     counts = [(name, pa.int32()) for name in ("num_rows", "num_support", "num_values")]
     names = [f"label_{name}" for name in features.labels] or ["label"]
     labels = [(name, pa.float32()) for name in names + ["weight"] * bool(features.weight)]
@@ -121,7 +121,7 @@ def make_writer_options(stream: ShardStream, compact: bool) -> dict[str, object]
         "version": "2.6",
         "compression": "lz4" if compact else "none",
         "use_dictionary": columns if compact and stream.name == "rows" else False,
-        # Nobody filters these files by value, and statistics of lists of positions say nothing.
+        # No reader filters these files by value, and statistics of positions say nothing.
         "write_statistics": False,
         "store_schema": False,
         # One page a column and block: its bytes are the values as in memory, which can be mapped.

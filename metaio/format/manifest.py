@@ -85,7 +85,7 @@ class Manifest:
     vocabularies: dict[str, FileEntry] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
     created_by: dict[str, str] = field(default_factory=dict)
-    # None = None | None for a dataset that stands alone.
+    # None for a dataset that is no increment of a stream.
     stream: StreamPlace | None = None
 
     @property

@@ -58,6 +58,7 @@ class _Translation:
 
 def translate_dataset(own: Dataset, known: Dataset) -> Dataset:
     """Return `own` with the ids, tables and units of `known`; raise DataError if they differ."""
+    # The usual case, a model scored on its own dataset: blocks pass unchanged.
     if own.fingerprint == known.fingerprint:
         return own
     _check_columns(own, known)

@@ -155,6 +155,7 @@ class Job:
                 find_block_bounds(episodes.row_lengths_T, self.options.block_rows, bundle_tasks)
             ):
                 block = build_block(self.features, episodes.gather(first, stop))
+                # Bundles serve shuffled training: other splits have none.
                 block = bundle_ids(block, bundle_tasks)
                 shard.write(block)
                 id_use.add(block)

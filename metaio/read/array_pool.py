@@ -12,7 +12,7 @@ import numpy.typing as npt
 # The system clears each page of fresh memory, which takes as long as copying a batch into it:
 # without the pool an epoch of bundles takes a sixth longer.
 class ArrayPool:
-    """Reuses the memory of arrays that nobody holds any more. Safe to use from several threads."""
+    """Reuses the memory of arrays that are no longer referenced. Thread-safe."""
 
     def __init__(self, keep: int) -> None:
         # Most free pieces that wait under each name.

@@ -51,7 +51,7 @@ class TaskBatch:
     def tasks(self, begin: int, end: int) -> "TaskBatch":
         """Return episodes [begin, end), with all unique ids of the batch."""
         first, last = (int(self.row_offsets_T1[task]) for task in (begin, end))
-        # Ids of multi-id features lie row by row, so whole rows are one stretch of them.
+        # Ids of multi-id features lie row by row, so neighbouring rows are one range of them.
         values_before = self.multi_lengths_NM[:first].sum()
         values = slice(values_before, values_before + self.multi_lengths_NM[first:last].sum())
         return TaskBatch(

@@ -43,7 +43,7 @@ class _Part(NamedTuple):
     ids_U: Int64
     starts_B: Int64
     lengths_B: Int64
-    # None for a whole block or bundle, whose ids are known without a look at its rows.
+    # None for a complete block or bundle, whose ids are known without a look at its rows.
     marked: _MarkedPositions | None = None
 
 

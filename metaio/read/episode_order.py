@@ -139,7 +139,7 @@ class EpisodeOrder:
         # Lanes go on in rounds of their quotas, each giving what it has left, and steps cut that
         # sequence evenly: so only the last step of an epoch is short.
         position = min(position, self.num_episodes)
-        # How many whole rounds fit before the position; rounds only shrink, so bisection finds it.
+        # How many rounds fit before the position; rounds only shrink, so bisection finds it.
         low, high = self._whole_rounds, int((-(-self._lane_totals // self._quotas)).max())
         while low < high:
             middle = (low + high + 1) // 2
@@ -236,7 +236,7 @@ class BlockOrder:
 def make_order(
     num_episodes_Z: npt.ArrayLike, config: OrderConfig, epoch: int = 0, bundle_tasks: int = 0
 ) -> EpisodeOrder | BlockOrder:
-    """Return the order that the config asks for."""
+    """Return the order of episodes, or of blocks where the config counts a step in these."""
     if config.blocks_per_step:
         return BlockOrder(num_episodes_Z, config, epoch)
     return EpisodeOrder(num_episodes_Z, config, epoch, bundle_tasks)

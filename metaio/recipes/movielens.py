@@ -158,6 +158,7 @@ class _Encoder:
             name: [user[index] for user in self._users.values()]
             for index, name in enumerate(_USER_COLUMNS)
         }
+        # Without movies_extrainfos.dat only genres are known.
         self.multi = _MULTI if movies.has_extra else _MULTI[:1]
         for name in self.multi:
             values[name] = [value for many in getattr(movies, name).values() for value in many]

@@ -58,7 +58,7 @@ def _users(folder: Path, is_atomic: bool) -> Attributes:
     for user, age, gender, job, code in read_fields(file, "|\t"[is_atomic], 5, _SOURCE)[is_atomic:]:
         years = parse_integer(age, file, "age")
         group = max((least for least in _AGES if least <= years), default=_AGES[0])
-        # The first digit is a region; of whole zips most users would have their own.
+        # The first digit is a region; by complete zips most users would be alone.
         zip_code = code[:1] or None
         found[user] = {"age": str(group), "gender": gender, "occupation": job, "zip": zip_code}
     return found

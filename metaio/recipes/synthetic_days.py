@@ -242,7 +242,7 @@ def _tastes(
             rng = np.random.default_rng([config.seed, 23, born])
             count = new if born else config.users_per_day
             first = config.users_per_day + new * (born - 1) if born else 0
-            # Drawn for all users of that day: each keeps the same taste, whoever is back.
+            # Drawn for all users of that day: each keeps the same taste, whichever users return.
             taste_TD[own] = draw_tastes(rng, world, count)[user_T[own] - first]
     return taste_TD
 

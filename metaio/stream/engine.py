@@ -51,7 +51,7 @@ class WindowJob:
     job: Job
     clock: StreamClock
     # By table, the rows that lost their value.
-    freed: dict[str, Int64]  # by table: rows that lost their value
+    freed: dict[str, Int64]
     state: Path | None  # of the increment before, where there is one
     num_rows: int
 
@@ -205,6 +205,7 @@ def write_bucket(
     if len(present) < len(touched):  # all rows of the others were late
         past, _ = split_by_tasks(past, present)
         episodes = concatenate_rows(schema, [past, rows])
+    # Tasks of the window that have earlier rows.
     returning = len(np.unique(past.task_hash_N))
     newest = merge_in_task_order(schema, old, waiting, newest)
     shard = job.write_shard(folder, bucket, episodes, use)

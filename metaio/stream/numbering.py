@@ -206,6 +206,7 @@ def _forget_idle(old: Numbering, rule: Admission) -> Numbering:
     idle_U = old.last_U < rule.start - rule.ttl
     gone_U = idle_U & ((old.row_U == 0) | (old.last_U < rule.start - rule.ttl - rule.grace))
     kept = np.flatnonzero(~gone_U)
+    # Negative: reserved for a value that is unknown meanwhile.
     row_U = np.where(idle_U, -np.abs(old.row_U), old.row_U)
     hash_U, values = old.hash_U[kept], old.values.take(pa.array(kept))
     return Numbering(old.num_rows, hash_U, values, row_U[kept], old.count_U[kept], old.last_U[kept])

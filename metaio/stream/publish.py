@@ -44,6 +44,7 @@ def publish_stream(stream: Path, url: str) -> list[int]:
         place = f"{INCREMENTS}/{name_increment_folder(number)}"
         upload_folder(fs, stream / place, f"{root}/{place}", MANIFEST_NAME)
     fs.invalidate_cache()
+    # The newest state is all that a copy needs to be extended.
     for path in fs.ls(f"{root}/{STATES}", detail=False):
         name = str(path).rstrip("/").rsplit("/", 1)[-1]
         if name != last:

@@ -23,7 +23,7 @@ class RefusedFilesError(QuarantinedError):
     """Which files are refused, and why."""
 
     # rows: for what they hold. unusual: they differ from recent ones, and may be accepted. doubled:
-    # others of the call may be taken. few: too few rows, to be given with newer files.
+    # their rows were taken already. few: to be given again, with newer files.
     def __init__(
         self,
         files: list[InputFile],

@@ -34,7 +34,7 @@ class StreamState:
 
     tables: dict[str, Numbering]
     # Every file that was taken so far.
-    inputs: pa.Table = field(default_factory=_INPUTS.empty_table)  # every file taken so far
+    inputs: pa.Table = field(default_factory=_INPUTS.empty_table)
     # Statistics of recent increments, for the screen.
     windows: list[dict[str, Any]] = field(default_factory=list)
     end: int | None = None

@@ -48,6 +48,7 @@ def hash_file(name: str) -> InputFile:
     fs, path = find_file_system(name)
     try:
         with fs.open(path, "rb") as file:
+            # In chunks, since a file may be larger than memory.
             while data := file.read(_CHUNK_BYTES):
                 digest.update(data)
                 num_bytes += len(data)

@@ -18,8 +18,6 @@ def stop_signals() -> list[signal.Signals]:
 # A plain attribute, not a threading.Event: a handler that calls Event.set() deadlocks if it
 # interrupts Event.wait(), which holds the lock that set() needs.
 @final
-# A plain attribute, not a threading.Event: a handler that calls Event.set() deadlocks if it
-# interrupts Event.wait(), which holds the lock that set() needs.
 class StopFlag:
     """True once a stop was requested."""
 

@@ -81,6 +81,7 @@ def prepare_with_spark(
     column = schema.splits.column
     # As on one machine, names come first: a row's split is an index into them.
     names = list_split_names(schema, _find_distinct(frame, column) if column else None)
+    # Arrow's types, as workers see them: columns are encoded by these.
     types = dict(zip(schema.columns, _arrow_types(frame, schema), strict=True))
     splits = make_splits(schema, names, types, partial(_count_times, frame))
     survey = _survey(frame, schema, splits)

@@ -36,7 +36,7 @@ def make_keyed_batch(found: list[tuple[int, Any]]) -> pa.RecordBatch:
 
 def repartition_by_bucket(frame: "DataFrame", num_parts: int) -> "DataFrame":
     """Return a frame of KEYED in `num_parts` parts, the rows of each bucket together in one."""
-    # Two buckets may share a part: the sort keeps their rows apart.
+    # Two buckets may share a part: the sort separates their rows.
     return frame.repartition(num_parts, "bucket").sortWithinPartitions("bucket")
 
 

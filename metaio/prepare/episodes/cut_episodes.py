@@ -1,4 +1,4 @@
-"""Cuts the sorted rows of whole tasks into episodes of support and query rows.
+"""Cuts the sorted rows of complete tasks into episodes of support and query rows.
 
 Shape suffixes: T tasks, N rows, E chosen episodes."""
 

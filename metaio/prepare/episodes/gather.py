@@ -80,6 +80,7 @@ class BucketEpisodes:
 
 def _insert_negatives(sampler: NegativeSampler, chosen: Int64) -> tuple[Int64, Int64]:
     """Return the row behind each episode row, and the item that replaces its own (-1: none)."""
+    # Each row once, and a positive once more for each of its negatives.
     repeats = 1 + sampler.count_negatives(chosen)
     items_N = np.full(int(repeats.sum()), -1, dtype=np.int64)
     is_negative = np.ones(len(items_N), np.bool_)

@@ -1,4 +1,4 @@
-"""Sorts a bucket's rows by task, side, time, and what tells the rows of a task apart.
+"""Sorts a bucket's rows by task, side, time, and what distinguishes the rows of a task.
 
 Shape suffix: N rows."""
 

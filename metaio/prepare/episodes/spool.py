@@ -56,7 +56,7 @@ def split_by_bucket(plan: BucketPlan, rows: EncodedRows) -> list[_Part]:
     buckets = plan.assign(rows.split_N, rows.task_hash_N)
     # numpy sorts 16-bit integers by radix, which is faster.
     narrow = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
-    ordered = select_rows(rows, np.argsort(narrow, kind="stable"))  # a radix sort for 16 bits
+    ordered = select_rows(rows, np.argsort(narrow, kind="stable"))
     value_offsets = offsets(sum_rows(ordered.lengths_NM))
     bounds = offsets(np.bincount(buckets))
     found = []

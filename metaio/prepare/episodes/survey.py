@@ -52,6 +52,7 @@ class Survey:
 
 def list_survey_columns(schema: Schema) -> list[str]:
     """Return the raw columns that a survey reads."""
+    # Every column costs time, as a survey reads all rows.
     names = [schema.task.column]
     names += [schema.splits.column] if schema.splits.column else []
     names += [schema.time.column] if schema.time and schema.splits.by_time else []
@@ -184,7 +185,7 @@ def compute_mean_and_deviation(count: int, mean: float, squares: float) -> tuple
     if deviation <= _NOISE * abs(mean):
         return mean, 1.0  # a constant
     # The last bits depend on the order of adding, six digits do not, so engines agree. The mean has
-    # more digits if it is larger: the deviation tells values apart.
+    # more digits if it is larger: the deviation distinguishes values.
     larger = math.log10(abs(mean) / deviation) if mean else 0.0
     digits = 6 + max(0, math.ceil(larger))
     return float(f"{mean:.{digits}g}"), float(f"{deviation:.6g}")

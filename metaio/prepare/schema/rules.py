@@ -10,8 +10,7 @@ from gmeta_keys import key
 class RowIdColumn:
     """Names each row of the log, integers or text, no two rows of a task alike."""
 
-    # Shuffles go by its hash, and so do rows of equal time. Stored for predictions; no model sees
-    # it.
+    # Shuffles, and rows of equal time, go by its hash. Stored for predictions; no model sees it.
     column: str
 
 
@@ -28,7 +27,7 @@ class EpisodeRule:
     at: float | str | None = None
     min_rows: int = 2  # smaller tasks are dropped and counted
     max_rows: int = 4_096  # of an episode
-    # truncate keeps the last rows; drop leaves the whole task out, and counts it
+    # truncate keeps the last rows; drop leaves the task out, and counts it
     longer: Literal["episodes", "truncate", "drop", "refuse"] = "episodes"
 
 

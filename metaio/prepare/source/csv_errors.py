@@ -68,6 +68,7 @@ def explain_csv_error(
         number, column = find_bad_bytes(file, *header_of(file))
         what = f"column {column}" if column else "it"
         return f"input {file}, line {number}: {what} is not UTF-8. {_ENCODING}"
+    # For other errors: without the first line, which only names the place.
     text, remedy = shorten(message.partition("\n")[2]), _FIT
     for pattern, fault, known_remedy in _CSV_ERRORS:
         found = re.search(pattern, message)

@@ -87,6 +87,7 @@ def _format_name(fs: Any, path: str) -> str:
 
 def _find_kind(name: str) -> FileKind:
     suffixes = Path(name.lower()).suffixes
+    # DuckDB unpacks these by itself.
     if suffixes[-1:] in ([".gz"], [".zst"]):
         suffixes.pop()
     last = suffixes[-1] if suffixes else ""

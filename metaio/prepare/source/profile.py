@@ -118,7 +118,7 @@ class LogSample:
 def read_log_sample(urls: Sequence[str]) -> LogSample:
     """Return the first rows of a log: files, globs or folders of CSV, JSON lines or Parquet."""
     with _open_log(urls) as (connection, files), _translate_errors(files):
-        # DuckDB reads UTF-16 only if it is told that a file is.
+        # DuckDB reads UTF-16 only where its options say so.
         with fsspec.open(files.names[0], "rb", compression="infer") as file:
             text = TextRule("utf-16" if file.read(2) == _UTF_16 else "utf-8")
         try:

@@ -82,7 +82,7 @@ class DuckSource:
         self._connection = connect(self._files, self._folder)
         self._run(f"SET memory_limit = '{memory_bytes // (1 << 20)}MiB'")
         self._run(f"SET threads = {threads}")
-        # Order costs memory: kept only where nothing else tells the rows of a task apart.
+        # Order costs memory: kept only where nothing else distinguishes the rows of a task.
         self._run(f"SET preserve_insertion_order = {str(schema.needs_input_order).lower()}")
         self._time = schema.time.column if schema.time else None
         self._text = schema.text or TextRule()
@@ -208,7 +208,7 @@ class DuckSource:
         return names
 
     def _spell_out(self, name: str, error: duckdb.Error) -> None:
-        """Tell DuckDB the types that it cannot infer where an unread column is not UTF-8."""
+        """Set the types that DuckDB cannot infer where an unread column is not UTF-8."""
         header = self._read_header(name)
         _, column = find_bad_bytes(name, *header)
         same = all(self._read_header(other) == header for other in self._files.names)

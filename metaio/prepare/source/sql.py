@@ -17,7 +17,7 @@ def connect(inputs: InputFiles, folder: str) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
     for fs in inputs.file_systems:
         if "http" in fs.protocol:
-            # DuckDB asks for the time of change first, which fsspec does not know of a web server.
+            # DuckDB requests the time of change first, which fsspec does not know of a web server.
             fs.modified = lambda path: datetime.fromtimestamp(0, UTC)
         connection.register_filesystem(fs)
     # Times that name no zone are UTC on every machine.
