@@ -117,8 +117,7 @@ class IdColumnEncoder:
             if batch[name].null_count:
                 raise DataError(
                     f"column {name} has {format_count(batch[name].null_count, 'null')}; none are "
-                    "allowed. "
-                    "Remove those rows, or use id 0, which stands for unknown values"
+                    "allowed. Remove those rows, or use id 0, which stands for unknown values"
                 )
         lists = {feature.name: pa.list_(pa.int64()) for feature in features.multi}
         batch = _with_types(batch, lists, pa.int64())
@@ -171,9 +170,8 @@ class IdColumnEncoder:
             values = column.flatten()
             if values.null_count:
                 raise DataError(
-                    f"multi column {feature.name} has {format_count(values.null_count, 'null')} "
-                    "in its "
-                    "lists; none are allowed. Use id 0, which stands for unknown values"
+                    f"multi column {feature.name} has {format_count(values.null_count, 'null')} in "
+                    "its lists; none are allowed. Use id 0, which stands for unknown values"
                 )
             parts.append(self._ids(feature, values))
         return lengths_NM, reorder_row_by_row(lengths_NM, parts)
@@ -221,8 +219,7 @@ def _as_column(name: str, values: object, what: str) -> pa.Array | pa.ChunkedArr
         raise UserError(
             f"column {name} of the {what} rows, of type {type(values).__name__}, cannot be read: "
             f"{_first_line(error)}. Give a list or an array of one dimension, with a value for "
-            "each "
-            "row; of a column with several ids, a list of lists"
+            "each row; of a column with several ids, a list of lists"
         ) from error
 
 

@@ -146,9 +146,8 @@ class Channel:
             below = self.version(parent.number)
             if below.checksum != parent.checksum:
                 raise GMetaError(
-                    f"version {version.name} of {self.root} is a delta over "
-                    f"{parent.name}, but {below.name} stands there. "
-                    "Promote a full export"
+                    f"version {version.name} of {self.root} is a delta over {parent.name}, but "
+                    f"{below.name} stands there. Promote a full export"
                 )
             version = below
         return VersionChain(version, tuple(deltas))
@@ -217,8 +216,7 @@ class Channel:
                     current_name = "the first" if current is None else current.number
                     raise UserError(
                         f"{self.root} has no version before {current_name}: there is nothing to "
-                        "roll back "
-                        "to. Promote another model"
+                        "roll back to. Promote another model"
                     )
             elif to not in numbers:
                 raise UserError(
@@ -292,8 +290,7 @@ class Channel:
             if current is None:
                 raise UserError(
                     f"{named_in_messages} is a delta over version {parent.name}, but {self.root} "
-                    "serves "
-                    "none yet. Promote a full export first"
+                    "serves none yet. Promote a full export first"
                 )
             if parent != current.parent:
                 is_known = parent.number in numbers and (
@@ -302,8 +299,7 @@ class Channel:
                 why = "it is out of order" if is_known else f"{self.root} never had that version"
                 raise UserError(
                     f"{named_in_messages} is a delta over version {parent.name}, but {self.root} "
-                    "serves "
-                    f"{current.parent.name}: {why}. Export it again with --since"
+                    f"serves {current.parent.name}: {why}. Export it again with --since"
                 )
         # A version that was lost leaves its number: copies of the channel may have it.
         return (

@@ -25,11 +25,7 @@ def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any])
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "programs": programs,
-        "output": {
-            "name": OUTPUT,
-            "datatype": "FP32",
-            **_describe_predictions(config),
-        },
+        "output": {"name": OUTPUT, "datatype": "FP32", **_describe_predictions(config)},
         "inputs": _describe_columns(config),
         "task": config.columns.task,
         **_describe_labels(config),

@@ -41,10 +41,7 @@ class Batcher:
     """Answers requests; all calls are made on one event loop."""
 
     def __init__(
-        self,
-        run: Run,
-        limits: BatchLimits,
-        observe: Callable[[str, float], None],
+        self, run: Run, limits: BatchLimits, observe: Callable[[str, float], None]
     ) -> None:
         """Answer batches by `run`, and tell `observe` what is measured: queue (seconds), tasks and
         rows of a batch."""

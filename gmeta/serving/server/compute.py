@@ -115,8 +115,7 @@ def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
         elif len(np.unique(encoded_rows.task_N)) > 1:
             share.error = bad_request(
                 f"the support rows are of {len(np.unique(encoded_rows.task_N))} tasks; a request "
-                "is of "
-                "one. Send a request for each"
+                "is of one. Send a request for each"
             )
         elif refusal := model.refusal(encoded_rows.num_rows, "the request"):
             share.error = RequestError(413, refusal)

@@ -77,9 +77,8 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
         if type(size) is int and 0 <= size <= MAX_DIMENSION:
             continue
         raise bad_request(
-            f"input {_abbreviate(name)} has shape {_abbreviate(shape)}; allowed are [N] and [N, "
-            "M] with "
-            "sizes from 0 on. Correct it"
+            f"input {_abbreviate(name)} has shape {_abbreviate(shape)}; allowed are [N] and [N, M] "
+            "with sizes from 0 on. Correct it"
         )
     return name, datatype, tuple(shape)  # type: ignore[arg-type]
 
@@ -106,8 +105,7 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: obj
         wrong_value = next(value for value in data if type(value) in wrong)
         raise bad_request(
             f"input {_abbreviate(name)} of datatype {datatype} holds {_abbreviate(wrong_value)}, "
-            "which is not of "
-            "it. Send values of the datatype, or name another one"
+            "which is not of it. Send values of the datatype, or name another one"
         )
     return Tensor(name, shape, _json_array(name, datatype, data, kinds))
 
@@ -157,8 +155,7 @@ def _split_raw_texts(name: str, content: bytes) -> list[bytes]:
         if stop > len(content) or stop < place + 4:
             raise bad_request(
                 f"input {_abbreviate(name)} ends within an element of its BYTES: each stands "
-                "behind its "
-                "length in 4 bytes, little-endian. Correct the data"
+                "behind its length in 4 bytes, little-endian. Correct the data"
             )
         texts.append(content[place + 4 : stop])
         place = stop
