@@ -1,7 +1,6 @@
-"""Embedding tables as an exported model holds them: float32, float16, or int8 with a scale a row.
+"""Embedding tables as an exported model holds them: float32, float16, or int8 with row scales.
 
-Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width.
-"""
+Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ _INT8_LEVELS = 127  # -128 stays unused: the codes of w and -w are then each oth
 
 @dataclass(frozen=True)
 class StoredTable:
-    """Rows as they lie on disk; `scale_R` is float32 and there for int8 alone."""
+    """Rows as they lie on disk."""
 
     values_RD: Tensor
+    # float32, and there for int8 alone.
     scale_R: Tensor | None = None
 
     def rows_UD(self, ids_U: Tensor) -> Tensor:
@@ -43,10 +43,6 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
 
     int8: q = round(w / s) with s = max |w| / 127 over the row, so |q s - w| <= s / 2 = max |w| /
     254. float16: rounded to 11 bits, |error| <= |w| / 2048 for |w| >= 6.1e-5.
-
-    Raises:
-        NotFiniteError: a value is not finite.
-        GMetaError: a value is too large for float16.
 
     >>> store_table("t", torch.tensor([[1.0, -0.25]]), "int8").values_RD.tolist()
     [[127, -32]]
@@ -79,7 +75,7 @@ def store_table(name: str, weight_RD: Tensor, table_format: TableFormat) -> Stor
 def check_table(
     where: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], table_format: TableFormat
 ) -> StoredTable:
-    """Return the table in the tensors of its file, which must be what config.json says."""
+    """Return the table in a file's tensors. Raise GMetaError if config.json says otherwise."""
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "values": (shape, _DTYPES[table_format])
     }
@@ -103,9 +99,9 @@ def _format_description(tensors: _Description) -> str:
 
 
 def fetch_UD(tables: Sequence[StoredTable], ids_U: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch; rows of
-    narrower tables end in zeros."""
+    """Return the rows [U, D] of the ids, which stand table by table as in a TaskBatch."""
     parts = ids_U.split(lengths_B.tolist())
     rows = [table.rows_UD(ids) for table, ids in zip(tables, parts, strict=True)]
+    # Rows of narrower tables end in zeros: a batch has one width.
     widest = max(each.shape[1] for each in rows)
     return torch.cat([pad_width_UD(each, widest) for each in rows])

@@ -1,9 +1,6 @@
-"""Predictions for files of any size: rows are encoded as they are read and spooled by task, tasks
-are predicted part by part, and the query's rows are read once more to be written with their
-predictions.
+"""Predictions for files of any size: encoded rows are spooled by task and predicted part by part.
 
-Shape suffixes: T tasks, N rows.
-"""
+Shape suffixes: T tasks, N rows."""
 
 import os
 from collections.abc import Sequence
@@ -32,15 +29,14 @@ SUPPORT_ROWS = "support_rows"
 
 
 def schema_of(outputs: Sequence[Output]) -> pa.Schema:
-    """Return the columns that are written beside the query's: the outputs, and how many support
-    rows the row's task had."""
+    """Return the columns beside the query's: outputs, and how many support rows a task had."""
     fields = [(output.name, pa.float32()) for output in outputs]
     return pa.schema([*fields, (SUPPORT_ROWS, pa.int64())])
 
 
 @dataclass(frozen=True)
 class PredictionSummary:
-    """What was written: `seconds` are the model's own, without reading and writing."""
+    """What was written; `seconds` are the model's own, without reading and writing."""
 
     num_rows: int
     rows_without_support: int
@@ -56,9 +52,9 @@ def predict_files(
     advance: Advance,
     part_rows: int = PART_ROWS,
 ) -> PredictionSummary:
-    """Write the query's rows in their order, with the columns of schema_of, to `out`, which appears
-    whole or not at all. About `part_rows` rows, at least those of the longest task, are in memory.
-    """
+    """Write the query's rows in their order, with the columns of schema_of, to `out`.
+
+    About `part_rows` rows, at least those of the longest task, are in memory."""
     for rows, what in ((support, "support"), (query, "query")):
         # A missing column is reported before anything is read.
         served.encode(rows.schema.empty_table(), what, with_label=rows is support, with_task=True)
@@ -84,10 +80,10 @@ def predict_files(
 
 
 def _reserve_array(path: Path, kinds: np.dtype[np.void], num_rows: int) -> npt.NDArray[np.void]:
-    """Return an array in a new file whose disk space is reserved: once the disk is full, writing
-    into a hole would end the process by a signal. Raise OSError."""
+    """Return an array in a new file whose disk space is reserved. Raise OSError."""
     shape = (max(num_rows, 1),)  # a file of no byte cannot be mapped
     with path.open("wb") as file:
+        # Writing into a hole of the mapped file ends the process by a signal once the disk is full.
         os.posix_fallocate(file.fileno(), 0, shape[0] * kinds.itemsize)
     return np.memmap(path, kinds, "r+", shape=shape)
 
@@ -100,6 +96,7 @@ def _check_support(support: TaskSpool, query: TaskSpool) -> None:
         tasks, first_T = np.unique(task_N, return_index=True)
         lacks_T = ~np.isin(tasks, support.tasks(part)[0])
         num_tasks, without = num_tasks + len(tasks), without + int(lacks_T.sum())
+        # Parts go by hash: the first row of all parts is what a reader can find.
         first = min([first, *place_N[first_T[lacks_T]].tolist()])
     if without:
         refuse_without_support(without, num_tasks, int(first))

@@ -1,6 +1,4 @@
-"""Rows in files, batch by batch: what `gmeta predict` and `gmeta adapt` read and write. Reads
-Parquet from paths, globs and folders of any fsspec URL; writes Parquet or CSV, by the suffix.
-"""
+"""Rows in files, batch by batch: what `gmeta predict` and `gmeta adapt` read and write."""
 
 import os
 from collections.abc import Iterator
@@ -24,13 +22,10 @@ _BATCH_ROWS = 65_536
 
 
 class RowFiles:
-    """Parquet files of the same columns, in the order of their names.
-
-    Each of `given` is a path or URL, a glob, a folder, or several of them with commas between.
-    """
+    """Parquet files of the same columns, in the order of their names."""
 
     def __init__(self, *names: str) -> None:
-        """Find the files and read their heads."""
+        """Find the files; each name is a path, URL, glob or folder, or several with commas."""
         self.names: list[str] = []
         self._places = []
         for one in names:
@@ -66,14 +61,14 @@ class RowFiles:
 
 @contextmanager
 def atomic_output(out: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder for work under way, and the file in it that becomes `out` when the block ends
-    without an error; else nothing is left."""
+    """Yield a folder for work under way, and the file in it that becomes `out` at the end."""
     out = Path(os.path.abspath(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     with open_exclusive_folder(out.parent / f".{out.name}.partial", str(out)) as folder:
         written = folder / "written"
         yield folder, written
         flush_to_disk([written])
+        # On the disk before it has its name: a power cut leaves the old file or the new one.
         written.replace(out)
         flush_to_disk([out.parent])
 
@@ -102,6 +97,7 @@ def check_fits(schema: pa.Schema, out: Path) -> None:
 
 def _find_files(name: str) -> Iterator[tuple[Any, str]]:
     fs, path = find_file_system(name)
+    # A file's own name may hold a comma, as one of a glob may hold the marks below.
     if "," in name and not fs.exists(path):
         for part in name.split(","):
             yield from _find_files(part.strip())

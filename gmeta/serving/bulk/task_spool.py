@@ -1,7 +1,6 @@
 """Encoded rows on disk, dealt by task to files that fit into memory one at a time.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows."""
 
 import time
 from collections.abc import Callable
@@ -47,8 +46,7 @@ class ModelTimer:
 
 
 class TaskSpool:
-    """All rows of a task in one of the parts, in the order in which they came, each with its place
-    among all rows. The caller removes the folder."""
+    """All rows of a task in one of the parts, in their order, with their places among all rows."""
 
     def __init__(self, folder: Path, num_parts: int, features: Features) -> None:
         folder.mkdir()
@@ -58,7 +56,8 @@ class TaskSpool:
         self._num_rows = 0
 
     def append(self, rows: EncodedColumns, raw_task_N: pa.Array | None = None) -> None:
-        """Write rows to the parts of their tasks; where `raw_task_N` is given, it is kept too."""
+        """Write rows to the parts of their tasks, with their raw tasks if these are given."""
+        # Mixed: integers are their own hashes, and ids in steps would fill few of the parts.
         part_N = splitmix64(rows.task_N.view(np.uint64)) % np.uint64(self.num_parts)
         order_N = np.argsort(part_N, kind="stable")
         bounds = offsets(np.bincount(part_N.astype(np.int64), minlength=self.num_parts))
@@ -132,6 +131,7 @@ def spool_rows(
     spool = TaskSpool(folder, num_parts, model.config.features)
     labelled = what == "support"
     needed = set(model.columns_read(labelled))
+    # Parquet reads only these; the others are read once more when they are written.
     columns = [name for name in files.schema.names if name in needed]
     for batch in files.batches(columns):
         with clock:

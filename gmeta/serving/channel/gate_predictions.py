@@ -1,9 +1,9 @@
-"""What a served model predicts of a prepared split, whatever increment of its stream the model is
-of: table rows are matched by the values that they stand for; an unknown value is the model's row 0.
+"""What a served model predicts of a prepared split, whatever increment of its stream it is of.
+
+Table rows are matched by the values that they stand for; an unknown value is the model's row 0.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids, R
-rows of tables.
-"""
+rows of tables."""
 
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -30,7 +30,7 @@ _TASKS_PER_BATCH = 256
 
 @dataclass(frozen=True)
 class GatePredictions:
-    """One entry for each query row of a split whose label (of several, the judged one) is known."""
+    """One entry for each query row of a split whose (judged) label is known."""
 
     task_N: Array
     label_N: Array
@@ -38,8 +38,7 @@ class GatePredictions:
 
 
 def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str) -> GatePredictions:
-    """Return what the model in the folder `model`, which is loaded, predicts of the split's query
-    rows after it adapted to each task's support rows, as it would when served."""
+    """Return what a loaded model, from the folder `model`, predicts of a split's query rows."""
     if split not in dataset.splits or not dataset.splits[split].num_episodes:
         raise UserError(
             f"{dataset.url} has no tasks in split {split!r}: it has "
@@ -67,8 +66,7 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
 
 
 def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
-    """Return, for each table, the model's row [R] of each row of the dataset; None: the same one.
-    Raise UserError where schema, columns or names of tables are others."""
+    """Return for each table the model's row [R] of each row of the dataset; None: the same one."""
     schema = dataset.manifest.recipe.get("schema")
     theirs = parse_schema(schema) if schema is not None else None
     moments = {
@@ -81,6 +79,7 @@ def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Te
         and replace(config.features, tables=()) == replace(dataset.features, tables=())
         and list(ours) == [table.name for table in dataset.features.tables]
     )
+    # Without a schema ids mean the same only within one stream, which keeps them.
     is_own = config.source.get("dataset_fingerprint") == dataset.fingerprint
     place = dataset.manifest.stream
     is_of_stream = place is not None and config.source.get("stream") == place.stream
@@ -110,12 +109,14 @@ def _map_table_rows(folder: Path, dataset: Dataset, name: str, num_rows: int) ->
     known = read_vocabulary(folder / file)
     if known.equals(values):
         return None
+    # A vocabulary's values begin at row 1; row 0 stands for unknown ones.
     row_R[:] = 0
     present = values.is_valid().to_numpy(zero_copy_only=False)
     if known.type == values.type:
         found_places = pc.index_in(
             values, value_set=known.drop_null() if known.null_count else known
         )
+        # Freed rows are null and left out above: `places` leads back from a position to its row.
         places = np.flatnonzero(known.is_valid().to_numpy(zero_copy_only=False))
         place = pc.fill_null(found_places, -1).to_numpy(zero_copy_only=False)
         hit = present & (place >= 0)
@@ -124,13 +125,14 @@ def _map_table_rows(folder: Path, dataset: Dataset, name: str, num_rows: int) ->
 
 
 def _with_model_rows(batch: TaskBatch, row_maps: list[Tensor | None]) -> TaskBatch:
-    """Return the batch with the rows of the model in place of the dataset's, each once."""
+    """Return the batch with the rows of the model in place of the dataset's."""
     if all(rows is None for rows in row_maps):
         return batch
     ids, place, lengths, before = [], [], [], 0
     parts = batch.unique_ids_U.split(batch.unique_lengths_B.tolist())
     for rows_R, table_ids in zip(row_maps, parts, strict=True):
         mapped = table_ids if rows_R is None else rows_R[table_ids]
+        # Several rows of the dataset may become one of the model: that of unknown values.
         unique, inverse = torch.unique(mapped, return_inverse=True)
         ids.append(unique)
         place.append(inverse + before)

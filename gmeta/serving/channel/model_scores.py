@@ -15,10 +15,10 @@ from metaio.format.dataset import Dataset
 
 
 def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the scores of an exported model on `splits` of a dataset (none: all that hold tasks),
-    as `gmeta train` writes them of the increment that it is to train: `increment` (None of a
-    dataset that is of no stream), `fingerprint`, `model` (the checksum of the folder), and of each
-    split `num_tasks` and `scores`, in which an undefined metric is None."""
+    """Return the scores of an exported model on `splits` of a dataset (none: all with tasks).
+
+    The form is that of the scores that `gmeta train` writes of the increment it is to train; an
+    undefined metric is None, as JSON has no NaN."""
     if is_delta(model):
         raise UserError(
             f"{model} is a delta, which predicts nothing alone. Score a version that is full, or "
@@ -26,6 +26,7 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
         )
     served = load(model)
     scoring = served.config.judged_scoring
+    # Metrics over candidates rank among sampled items, which a split does not hold.
     names = [name for name in scoring.names if not scoring.is_over_candidates(name)]
     chosen = splits or [name for name, split in dataset.splits.items() if split.num_episodes]
     scores = {}

@@ -1,9 +1,6 @@
-"""Which rows of a table's file differ between two versions, and those rows put over the old ones.
+"""Which rows of a table's file differ between two versions, and those rows put over the old.
 
-Rows are compared as they are stored, byte by byte: what a server fetches is what is compared.
-
-Shape suffix: R rows of tables.
-"""
+Shape suffix: R rows of tables."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,10 +26,10 @@ _GAP_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
-    """Write the rows of the table file `new` that differ from those of `old`, and return their
-    number; no file where none differ. Without `old`, or where it holds other tensors, all rows."""
+    """Write the rows of the table file `new` that differ from those of `old`; return how many."""
     after = read_tensors(new)
     before = {} if old is None else read_tensors(old)
+    # Of another format or width, no row is comparable: all are written.
     if not _is_stored_alike(before, after):
         before = {name: tensor[:0] for name, tensor in after.items()}
     changed = _find_changed_rows(before, after)
@@ -49,8 +46,7 @@ def write_changed_rows(old: Path | None, new: Path, out: Path) -> int:
 def materialize_table(
     base: Path, changes: Sequence[Path], out: Path, table: str, num_rows: int
 ) -> None:
-    """Write the table file of the last version: the rows of the full one with those of each delta
-    over them, in their order."""
+    """Write the table file of the last version: the full one's rows with each delta's over them."""
     tensors: dict[str, Tensor] = {}
     for name, stored in read_tensors(base).items():
         tensors[name] = stored.new_empty((num_rows, *stored.shape[1:]))
@@ -89,7 +85,7 @@ def _find_changed_rows(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 
 
 def _bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the bytes of each row, as a row. NaN differs from itself, its bytes do not."""
+    """Return the bytes of each row. NaN differs from itself, its bytes do not."""
     return rows.numpy().reshape(len(rows), -1).view(np.uint8)
 
 

@@ -56,8 +56,7 @@ def export_for(
     step: int | None = None,
     overwrite: bool = False,
 ) -> RuntimeExport:
-    """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`,
-    which appears whole or not at all."""
+    """Write a run's checkpoint, or an exported model, for another runtime to the folder `out`."""
     was_exported = is_export(source)
     if was_exported and (table_format, step) != (None, None):
         raise UserError(
@@ -75,6 +74,7 @@ def export_for(
             _copy(source, model)
         else:
             model = source
+        # What this process has just exported need not be read twice.
         served = load(model, verify=was_exported)
         left_out = ""
         if is_triton:

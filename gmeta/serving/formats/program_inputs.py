@@ -19,8 +19,7 @@ _UNKNOWN_ROW = 0
 
 
 def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any]) -> None:
-    """Write inputs.json: the `programs` with the shapes of their inputs, and the columns of each
-    input in order."""
+    """Write inputs.json: the `programs` and the columns of each input in order."""
     body = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -90,8 +89,7 @@ def _describe_dense(config: ExportedConfig) -> list[dict[str, Any]]:
 
 
 def _describe_labels(config: ExportedConfig) -> dict[str, Any]:
-    """Return what `label` is, or, if there are several or one that may not be known, each of
-    `labels`; and the column of the rows' `weight`, if they have one."""
+    """Return `label`, or each of `labels` if there are several, and `weight` if there is one."""
     weight = {"weight": {"name": config.features.weight}} if config.features.weight else {}
     schema = config.columns.schema
     if schema is None:

@@ -1,9 +1,7 @@
-"""The model of a Triton repository, for its Python backend: `gmeta export --format triton` copies
-this file to NAME/1/model.py, beside the exported model.
+"""The model of a Triton repository, for its Python backend, which needs gmeta installed.
 
-The backend's Python needs gmeta installed. A request is of one task: inputs named like the model's
-columns are the rows to predict, the same with `support.` in front the rows to adapt by.
-"""
+`gmeta export --format triton` copies this file to NAME/1/model.py. A request is of one task: inputs
+named like columns are query rows, with `support.` in front support rows."""
 
 from pathlib import Path
 from typing import Any

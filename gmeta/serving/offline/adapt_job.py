@@ -1,11 +1,8 @@
 """`gmeta adapt`: the tasks of Parquet files of any size, to one Parquet file of their states.
 
-Rows are encoded as they are read and spooled by task, as for `gmeta predict`; then part by part,
-chunks of whole tasks go to processes that share the mapped tables, and their states are written in
-the order of the chunks, which the inputs alone decide.
+Rows are spooled by task, as for `gmeta predict`; chunks of entire tasks then go to processes.
 
-Shape suffix: N rows.
-"""
+Shape suffix: N rows."""
 
 import multiprocessing as mp
 import os
@@ -65,9 +62,9 @@ def adapt_files(
     report_progress: Advance,
     part_rows: int = PART_ROWS,
 ) -> AdaptSummary:
-    """Write the states of all tasks in the Parquet files `inputs` (paths, globs, folders, URLs) to
-    `out`, which appears whole or not at all. About `part_rows` rows, at least those of the longest
-    task, are in memory; `tell` is called with the work done and all of it. Raises DataError: a
+    """Write the states of all tasks in the Parquet files `inputs` to `out`.
+
+    About `part_rows` rows, at least those of the longest task, are in memory. Raises DataError: a
     column holds what the model cannot take."""
     # One thread of torch a process; and none that a forked process would miss.
     torch.set_num_threads(1)
@@ -105,12 +102,13 @@ def adapt_files(
 
 
 def _read_chunks(spool: TaskSpool) -> Iterator[Chunk]:
-    """Yield the rows with their raw tasks, in chunks of CHUNK_ROWS rows or more (the last of a part
-    may have fewer) that hold whole tasks; rows of a task in the order of the inputs."""
+    """Yield rows with their raw tasks in chunks of entire tasks, of CHUNK_ROWS rows or more."""
     for part in range(spool.num_parts):
         rows = spool.rows(part)
         if not rows.num_rows:
             continue
+        # Stable: rows of a task stay in the order of the inputs, so that the states are the same
+        # bits.
         order_N = np.argsort(rows.task_N, kind="stable")
         rows, raw_task_N = take_rows(rows, order_N), spool.raw_tasks(part).take(pa.array(order_N))
         ends = [*(np.flatnonzero(np.diff(rows.task_N)) + 1).tolist(), rows.num_rows]
@@ -118,7 +116,7 @@ def _read_chunks(spool: TaskSpool) -> Iterator[Chunk]:
         for end in ends:
             if end - first >= CHUNK_ROWS or end == rows.num_rows:
                 chunk = split_rows(rows, [first, end - first])[1]
-                # Not a slice: pickled, that would be the whole.
+                # Not a slice, of which a pickle holds the entire column.
                 yield chunk, raw_task_N.take(pa.array(np.arange(first, end)))
                 first = end
 
@@ -162,10 +160,11 @@ _HELD: list[ServedModel] = []  # of a worker process
 
 
 def _begin_worker(model: ServedModel, parent: int) -> None:
-    """Be a worker: Ctrl-C is for the parent, with which this process ends; SIGTERM ends it too, as
-    the pool sends it to the others when one has died."""
+    """Be a worker, which ends with its parent."""
+    # Ctrl-C is for the parent. SIGTERM comes from the pool when another worker has died, and must
+    # end this one whatever handler the program has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever handler the program has
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _HELD.append(model)
 
     def look() -> None:

@@ -1,6 +1,4 @@
-"""From tables of labelled rows to the states of their tasks: in this process, or as the function of
-a Spark job.
-"""
+"""From tables of labelled rows to their tasks' states: in this process, or in a Spark job."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -17,16 +15,15 @@ from gmeta.serving.served_model import ServedModel
 
 
 def adapt_tasks(model: ServedModel, support: pa.Table) -> pa.Table:
-    """Return the columns of STATE_COLUMNS with a row for each task of `support`, in the order in
-    which they first appear; rows of a task need not stand together. Raises DataError: a column
-    holds what the model cannot take."""
+    """Return STATE_COLUMNS with a row for each task of `support`, by its first row's place."""
     rows = model.encode(support, "support", with_label=True, with_task=True)
     return adapt_rows(model, rows, support[model.config.columns.task])
 
 
 def group_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterator[pa.Table]:
-    """Yield the same rows, in which those of a task stand together, in tables of at least
-    `chunk_rows` rows (the last may have fewer) that never cut a task."""
+    """Yield the rows in tables of `chunk_rows` rows or more, which never cut a task.
+
+    Rows of a task must stand together."""
     held: list[pa.Table] = []
     num_rows = 0
     for part in parts:

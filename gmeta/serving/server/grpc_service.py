@@ -1,5 +1,4 @@
-"""The server's gRPC side: the Open Inference Protocol's GRPCInferenceService, and gRPC's own health
-service."""
+"""The server's gRPC side: the Open Inference Protocol's service, and gRPC's own health service."""
 
 from __future__ import annotations
 
@@ -31,14 +30,13 @@ _LARGE_BYTES = 256 << 10  # a larger request is parsed in a thread
 
 
 def inference_handler(service: InferenceService, certificates: bool) -> Any:
-    """Return the protocol's RPCs as a handler for a gRPC server; with `certificates`, the handshake
-    has demanded and verified one of each client."""
+    """Return the protocol's RPCs as a handler; `certificates`: the handshake demands them."""
     servicer = _InferenceServicer(service, certificates)
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         kinds = getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
         respond = _parse_request(kinds[0], getattr(servicer, method.name))
-        # What it cannot parse, gRPC itself would answer with UNKNOWN and an exception's name.
+        # Parsed by our code: gRPC itself answers bad bytes with UNKNOWN and an exception's name.
         handlers[method.name] = grpc.unary_unary_rpc_method_handler(
             respond, request_deserializer=None, response_serializer=kinds[1].SerializeToString
         )
@@ -135,7 +133,8 @@ class _InferenceServicer:
             )
             return _encode_response(service.config.name, inference, answer)
 
-        return await self._answer_call(context, None, respond)  # counted, too, if it is refused
+        # No right here: `infer` checks it, so that a refused call is counted and logged too.
+        return await self._answer_call(context, None, respond)
 
     def _check(self, context: Any, right: Right) -> None:
         credentials = CallerCredentials.from_context(context)
@@ -157,6 +156,7 @@ class _InferenceServicer:
                 # What gRPC's own retries obey.
                 pushback = ("grpc-retry-pushback-ms", str(error.retry_after_s * 1000))
                 context.set_trailing_metadata((pushback,))
+            # After the trailing metadata: abort raises.
             await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
 
 
@@ -180,6 +180,7 @@ def parse_grpc(columns: ModelColumns, request: Any, limits: RequestLimits) -> In
         head = check_head(each.name, each.datatype, list(each.shape))
         if not raw:
             tensors.append(tensor_from_typed(*head, each.contents))
+        # The protocol has raw_input_contents in place of contents, never beside them.
         elif each.HasField("contents"):
             raise bad_request(
                 f"input {each.name[:80]!r} has contents beside raw_input_contents; one of them is "
@@ -206,5 +207,6 @@ def _encode_response(model: str, request: InferenceRequest, answer: InferenceAns
         setattr(response.parameters[name], kind, value)
     for name, values in answer.iterate_outputs(request):
         response.outputs.add(name=name, datatype="FP32", shape=values.shape)
+        # Raw bytes: a typed field would be filled float by float.
         response.raw_output_contents.append(raw_bytes(values))
     return response

@@ -39,14 +39,14 @@ _POLICY = (
 
 
 class _CloseWhileDraining:
-    """Tells callers to close their connections once the server is not ready: one that is kept would
-    end under a request that its caller has just sent."""
+    """Tells callers to close their connections once the server is not ready."""
 
     def __init__(self, app: ASGIApp, service: InferenceService) -> None:
         self._app = app
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A kept connection would end under a request that its caller has just sent.
         async def send_with_close(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
@@ -108,9 +108,8 @@ def http_app(service: InferenceService) -> FastAPI:
 
     async def docs(request: Request) -> Response:
         check(request, Right.LOOK)
-        now = json.dumps(_describe_service(service)).replace(
-            "<", "\\u003c"
-        )  # it stands inside <script>
+        # Inside <script> a text of "</script>" would end it.
+        now = json.dumps(_describe_service(service)).replace("<", "\\u003c")
         headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
         content_type = "text/html; charset=utf-8"
         return Response(page.replace("NOW", now, 1), headers=headers, media_type=content_type)
@@ -175,6 +174,7 @@ async def _read_body(request: Request, max_bytes: int, timeout_s: float) -> byte
         f"the body has more than {max_bytes} bytes, the most that is allowed. Split the request, "
         "or start the server with a higher --max-body",
     )
+    # A client that sends "Expect: 100-continue" waits with its body: it can be refused before.
     declared_bytes = request.headers.get("content-length", "0")
     if (
         declared_bytes.isdecimal()

@@ -24,8 +24,10 @@ _VERSION = "gmeta_serve_model_info"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TASKS = (1, 2, 4, 8, 16, 32, 64)
 _ROWS = (1, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
-_FILE_BYTES = 1 << 16  # what prometheus_client begins a file with
-_SAMPLE_BYTES = 1 << 12  # more than any sample's name, labels and help take
+# What prometheus_client begins a file with.
+_FILE_BYTES = 1 << 16
+# More than any sample's name, labels and help take: reserved before each new one.
+_SAMPLE_BYTES = 1 << 12
 
 
 @final
@@ -69,7 +71,8 @@ class ServerMetrics:
         self.reloads = Counter(
             "gmeta_serve_reloads", "Newer versions found, by result.", ["result"], registry=registry
         )
-        for result in ("loaded", "refused"):  # at 0, from which an alert sees the first
+        # At 0 from the start: an alert on an increase needs a value before the first.
+        for result in ("loaded", "refused"):
             self.reloads.labels(result)
         self.cache_bytes = self._gauge("cache_bytes", "Bytes of adapted tasks.", "livesum")
         self.cache_tasks = self._gauge("cache_tasks", "Adapted tasks that are kept.", "livesum")
@@ -121,7 +124,7 @@ class ServerMetrics:
     def set_version(
         self, model: str, version: str, exported_at_s: float, loaded_at_s: float
     ) -> None:
-        """Tell which version answers from now on."""
+        """Set which version answers from now on."""
         if self._told is not None:
             self.version.labels(*self._told).set(0)
             self._told = None
@@ -139,6 +142,7 @@ class ServerMetrics:
         """Return the metrics and their content type, in the format that the scraper asks for."""
         encode, content_type = choose_encoder(accept)
         counted: Any = self.registry
+        # This worker answers for all: a scraper reaches any of them.
         if MULTIPROCESS_DIR in os.environ:
             counted = MultiProcessCollector(None)
         return encode(_CurrentMetrics(counted)), content_type
@@ -146,34 +150,34 @@ class ServerMetrics:
 
 @dataclass
 class _CurrentMetrics:
-    """Metrics without the versions that nobody serves any more: prometheus_client forgets none, and
-    a server may serve thousands."""
+    """Metrics without the versions that serve no more."""
 
     counted: Any
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric."""
         for metric in self.counted.collect():
+            # prometheus_client forgets no label, and a server may serve thousands of versions.
             metric.samples = [one for one in metric.samples if one.value or one.name != _VERSION]
             yield metric
 
 
 def share_metrics() -> None:
-    """Keep the metrics made from now on in the folder that MULTIPROCESS_DIR names, if it does:
-    prometheus_client itself looks only when it is imported."""
+    """Keep the metrics made from now on in the folder MULTIPROCESS_DIR, if it is set."""
+    # prometheus_client itself looks at the variable only when it is imported.
     values.MmapedDict = _ReservedFile  # type: ignore[attr-defined]
     values.ValueClass = values.get_value_class()
 
 
 @final
 class _ReservedFile(MmapedDict):  # type: ignore[misc]
-    """A file of metrics whose disk space is reserved when it is made and when it grows:
-    prometheus_client's has holes, and writing into one kills the process once the disk is full.
-    Raise GMetaError."""
+    """A file of metrics whose disk space is reserved. Raise GMetaError where there is none."""
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:
         try:
             with open(filename, "ab") as file:
+                # prometheus_client leaves holes, and writing into one on a full disk kills the
+                # process.
                 _reserve(file.fileno(), filename, _FILE_BYTES)
         except GMetaError:  # this worker never serves, and half a file cannot be read
             for left in Path(filename).parent.glob(f"*_{os.getpid()}.db"):

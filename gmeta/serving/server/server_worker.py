@@ -1,4 +1,4 @@
-"""One worker process: loads the model, listens, and answers until it is told to end."""
+"""One worker process: loads the model, listens, and answers until a signal ends it."""
 
 import asyncio
 import logging
@@ -34,8 +34,7 @@ _KEPT_BYTES = 256 << 20  # of memory that batches freed, kept for the next
 
 
 def run_worker(config: ServeConfig, report_ready: Callable[[], None]) -> None:
-    """Serve until a signal, then answer what is under way and return; `tell` is called when
-    requests are answered."""
+    """Serve until a signal, then answer what is under way and return."""
     torch.set_num_threads(config.threads)
     keep_freed_memory(_KEPT_BYTES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -100,6 +99,7 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     ending = [tasks[0]]
     if grpc_server is not None:
         ending.append(asyncio.create_task(grpc_server.stop(config.drain_s)))
+    # Longer than either side's own limit, which closes what is left.
     await asyncio.wait(ending, timeout=config.drain_s + 5)
     for task in tasks[1:]:
         task.cancel()
@@ -110,7 +110,7 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
 
 
 def _stop_on_signal() -> asyncio.Event:
-    """Return an event that is set when the process is told to end."""
+    """Return an event that a signal to end sets."""
     ended = asyncio.Event()
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -118,9 +118,7 @@ def _stop_on_signal() -> asyncio.Event:
 
 
 def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
-    """Return a socket that is bound to HOST:PORT. It listens, unless it is `shared` with other
-    processes of this user, among which the kernel divides the connections: then it listens once a
-    server takes it. Raise AddressError."""
+    """Return a socket bound to HOST:PORT; it listens unless `shared`. Raise AddressError."""
     host, port = split_address(option, address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -130,6 +128,7 @@ def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if shared:
+                # The kernel divides connections among the processes of this user that have it.
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             opened.bind(where)
             # Of several, one that reads its model must not be given connections yet.
@@ -165,6 +164,7 @@ async def _grpc_server(
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.max_allowed_incoming_connections", config.max_connections),
         ),
+        # Above what may wait, so that the batcher refuses first, with a time to retry after.
         maximum_concurrent_rpcs=2 * config.batch.waiting,
     )
     certificates = tls is not None and tls.client_ca is not None

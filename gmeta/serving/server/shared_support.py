@@ -1,9 +1,6 @@
-"""The support rows behind the task keys, for all processes of one server: any of them may be asked
-for a task that another one was given.
+"""The support rows behind the task keys, for all processes of one server.
 
-A SQLite file in a folder of the server's own, in memory where the system has such a place; it ends
-with the server.
-"""
+A SQLite file in a folder of the server's own, which ends with it."""
 
 import io
 import logging
@@ -66,9 +63,7 @@ class SharedSupport:
             self._db.execute("insert or ignore into total values (1, 0)")
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
-        """Keep a task's rows for all processes and return the stamp of this put; "" where the rows
-        are larger than the room for all, or cannot be written, as on a full disk: this is logged
-        once, and each put tries again."""
+        """Keep a task's rows for all processes; return the stamp of this put, "" if it failed."""
         rows, stamp = _to_bytes(support), uuid.uuid4().hex
         with self._lock:
             try:
@@ -93,11 +88,11 @@ class SharedSupport:
         return stamp
 
     def get(self, key: str, stamp: str, now_s: float) -> SharedRows | None:
-        """Return the task's rows, without them where their stamp is this one; None if there are
-        none, their time is over, or the file cannot be read now."""
+        """Return the task's rows, without them where their stamp is this one, or None."""
         with self._lock:
             try:
                 shared_rows = self._db.execute(
+                    # Rows that the caller has already are not read again.
                     "select stamp, expires_s, case when stamp = ? then null else rows end "
                     "from tasks where key = ?",
                     (stamp, key),
@@ -105,6 +100,7 @@ class SharedSupport:
             except sqlite3.Error as error:
                 self._note_failure(error)
                 return None
+        # Expired rows go with the oldest: removing them here would make each get a write.
         if shared_rows is None or shared_rows[1] <= now_s:
             return None
         support = None if shared_rows[2] is None else _from_bytes(shared_rows[2])

@@ -1,8 +1,6 @@
-"""Tensors of the Open Inference Protocol, version 2, and Arrow arrays: from JSON, from raw bytes
-and from gRPC's typed fields, each value checked against its datatype.
+"""Tensors of the Open Inference Protocol to Arrow arrays: from JSON, raw bytes and typed fields.
 
-Elements stand row by row. BYTES holds UTF-8 text here: no model of ours reads anything else.
-"""
+Elements stand row by row. BYTES holds UTF-8 text: no model of ours reads anything else."""
 
 import math
 import struct
@@ -74,6 +72,7 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
         )
     is_shape = isinstance(shape, list | tuple) and 1 <= len(shape) <= 2
     for size in shape if is_shape else [None]:  # type: ignore[attr-defined]
+        # Not isinstance: JSON's true would be a size of 1.
         if type(size) is int and 0 <= size <= MAX_DIMENSION:
             continue
         raise bad_request(
@@ -84,8 +83,7 @@ def check_head(name: object, datatype: object, shape: object) -> tuple[str, str,
 
 
 def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: object) -> Tensor:
-    """Return a tensor whose elements came as JSON, in one list or in one for each row. Raise
-    RequestError."""
+    """Return a tensor whose elements came as JSON, in one list or in one for each row."""
     if not isinstance(data, list):
         raise bad_request(
             f"input {_abbreviate(name)} has data {_abbreviate(data)}; a list of its elements is "
@@ -99,6 +97,7 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: obj
             )
         data = list(chain.from_iterable(data))
     _check_count(name, shape, len(data))
+    # The types of all elements at once: far fewer steps of Python than a check of each.
     kinds = set(map(type, data))
     if not kinds <= _PYTHON_TYPES[datatype]:
         wrong = kinds - _PYTHON_TYPES[datatype]
@@ -127,14 +126,14 @@ def _json_array(name: str, datatype: str, data: Sequence[Any], kinds: set[type])
 
 
 def tensor_from_raw(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Tensor:
-    """Return a tensor whose elements came as bytes: little-endian numbers, or BYTES each behind its
-    length in 4 bytes. Raise RequestError."""
+    """Return a tensor of little-endian numbers, or of BYTES each behind its length."""
     if datatype == "BYTES":
         texts = _split_raw_texts(name, content)
         _check_count(name, shape, len(texts))
         return Tensor(name, shape, _decode_texts(name, texts))
     dtype = np.dtype(_NUMBERS[datatype]).newbyteorder("<")
     num_bytes = math.prod(shape) * dtype.itemsize
+    # Also what keeps a large shape from asking for memory that no byte stands for.
     if len(content) != num_bytes:
         raise bad_request(
             f"input {_abbreviate(name)} of datatype {datatype} and shape {list(shape)} has "
@@ -152,6 +151,7 @@ def _split_raw_texts(name: str, content: bytes) -> list[bytes]:
         stop = place + 4
         if stop <= len(content):
             stop += struct.unpack_from("<I", content, place)[0]
+        # The length is the caller's: it may point behind the content.
         if stop > len(content) or stop < place + 4:
             raise bad_request(
                 f"input {_abbreviate(name)} ends within an element of its BYTES: each stands "
@@ -163,8 +163,7 @@ def _split_raw_texts(name: str, content: bytes) -> list[bytes]:
 
 
 def tensor_from_typed(name: str, datatype: str, shape: tuple[int, ...], contents: Any) -> Tensor:
-    """Return a tensor whose elements stand in a field of gRPC's InferTensorContents. Raise
-    RequestError."""
+    """Return a tensor whose elements stand in a field of gRPC's InferTensorContents."""
     field = _TYPED_FIELDS.get(datatype)
     others = [each.name for each, _ in contents.ListFields() if each.name != field]
     if field is None or others:
