@@ -156,7 +156,6 @@ class _Comparison:
         return split_terms(*_join_windows(predicted), self.scoring, names)
 
     def decide(self, ours: list[GatePredictions], theirs: list[GatePredictions]) -> Verdict:
-        """Return what follows from the predictions of both."""
         reasons: list[str] = []
         candidate = self._terms(ours)
         label_N, prediction_N, task_N = _join_windows(ours)
@@ -174,8 +173,7 @@ class _Comparison:
             interval, terms = self._difference(ours, theirs)
             margin = self._margin(terms)
             value = terms.value - candidate[self.metric].value
-            difference = _measure(value, interval)
-            champion = _values(self._terms(theirs))
+            difference, champion = _measure(value, interval), _values(self._terms(theirs))
             if interval.reason:
                 reasons.append(f"{self.metric} cannot be compared: {interval.reason}")
             elif interval.low < -margin:
@@ -226,7 +224,6 @@ def _measure_calibration(label_N: Any, prediction_N: Any, task_N: Any) -> tuple[
 
 
 def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: Any) -> bool:
-    """Return whether a calibration is nearer to 1 than that of these predictions."""
     champion = _measure_calibration(label_N, prediction_N, task_N)[0].value
     if calibration.value is None or champion is None:
         return False
@@ -234,11 +231,8 @@ def _is_nearer(calibration: Measure, label_N: Any, prediction_N: Any, task_N: An
 
 
 def _join_windows(predicted: list[GatePredictions]) -> tuple[Any, Any, Any]:
-    """Return label_N, prediction_N and task_N of all windows."""
-    names = ("label_N", "prediction_N", "task_N")
-    label_N, prediction_N, task_N = (
-        np.concatenate([getattr(one, name) for one in predicted]) for name in names
-    )
+    windows = [(one.label_N, one.prediction_N, one.task_N) for one in predicted]
+    label_N, prediction_N, task_N = map(np.concatenate, zip(*windows, strict=True))
     return label_N, prediction_N, task_N
 
 
@@ -251,9 +245,7 @@ def _values(terms: dict[str, Terms]) -> dict[str, float | None]:
 
 
 def _measure(value: float, interval: Interval) -> Measure:
-    return Measure(
-        _finite_or_none(value), _finite_or_none(interval.low), _finite_or_none(interval.high)
-    )
+    return Measure(*map(_finite_or_none, (value, interval.low, interval.high)))
 
 
 def _finite_or_none(value: float) -> float | None:

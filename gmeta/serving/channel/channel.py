@@ -98,13 +98,12 @@ class Channel:
 
     def require_current(self) -> CurrentVersion:
         """Return what is served. Raise UserError where there is nothing."""
-        current = self.current()
-        if current is None:
-            raise UserError(
-                f"{self.root} is a channel without a version, or none at all. "
-                f"Run: gmeta promote RUN {self.root}"
-            )
-        return current
+        if (current := self.current()) is not None:
+            return current
+        raise UserError(
+            f"{self.root} is a channel without a version, or none at all. "
+            f"Run: gmeta promote RUN {self.root}"
+        )
 
     def numbers(self) -> list[int]:
         """Return the numbers of all versions, promoted or not, ascending."""
@@ -180,8 +179,7 @@ class Channel:
             number = self.number_for(offered, current, named_in_messages or candidate)
             if offered.delta is not None:
                 self.chain(offered.delta.parent.number)
-            before = self._known_config(current)
-            if before is not None:
+            if (before := self._known_config(current)) is not None:
                 _check_requests(before, model_config(offered), self.root)
             # Last of the checks, as it reads every byte.
             check_version(offered)
@@ -200,9 +198,8 @@ class Channel:
             configs = [model_config(version) for version in (self.version(current.number), offered)]
         except GMetaError:
             return False
-        sources = [{**config.source, "exported_at": None} for config in configs]
         first, second = (
-            replace(config, source=source) for config, source in zip(configs, sources, strict=True)
+            replace(one, source={**one.source, "exported_at": None}) for one in configs
         )
         return first == second
 
@@ -273,7 +270,8 @@ class Channel:
     ) -> int:
         """Return the number that a candidate gets. Raise UserError for one that does not follow."""
         numbers = self.numbers()
-        logged_numbers = {entry.get("number") for entry in self.promotions()}
+        logged = (entry.get("number") for entry in self.promotions())
+        logged_numbers = {number for number in logged if isinstance(number, int)}
         offered_checksum = model_checksum(offered.folder)
         for number in numbers:
             if self.model_of(number) == offered_checksum:
@@ -293,18 +291,15 @@ class Channel:
                     "serves none yet. Promote a full export first"
                 )
             if parent != current.parent:
-                is_known = parent.number in numbers and (
-                    self.version(parent.number).checksum == parent.checksum
-                )
-                why = "it is out of order" if is_known else f"{self.root} never had that version"
+                known = self.version(parent.number).checksum if parent.number in numbers else ""
+                is_late = known == parent.checksum
+                why = "it is out of order" if is_late else f"{self.root} never had that version"
                 raise UserError(
                     f"{named_in_messages} is a delta over version {parent.name}, but {self.root} "
                     f"serves {current.parent.name}: {why}. Export it again with --since"
                 )
         # A version that was lost leaves its number: copies of the channel may have it.
-        return (
-            max((*numbers, *(one for one in logged_numbers if isinstance(one, int))), default=0) + 1
-        )
+        return max((*numbers, *logged_numbers), default=0) + 1
 
     def model_of(self, number: int) -> str:
         """Return the checksum of the model that a version leads to; "" of one that is missing."""
@@ -346,16 +341,11 @@ class Channel:
 
 def parse_entries(content: bytes) -> list[dict[str, Any]]:
     """Return the entries of a log of promotions, oldest first, without a line that was cut off."""
-    lines = content.decode(errors="replace").splitlines()
-    return [entry for entry in map(_parse_entry, lines) if entry]
-
-
-def _parse_entry(line: str) -> dict[str, Any] | None:
-    """Return one line of the log; None for one that was cut short or edited."""
-    try:
-        return json_object(line)
-    except ValueError:
-        return None
+    entries = []
+    for line in content.decode(errors="replace").splitlines():
+        with suppress(ValueError):  # one that was cut short or edited
+            entries.append(json_object(line))
+    return [entry for entry in entries if entry]
 
 
 def _now() -> str:

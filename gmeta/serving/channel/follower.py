@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, final
@@ -79,9 +80,8 @@ class Follower:
         self._thread: threading.Thread | None = None
         if every_s > 0:
             # A daemon: a program that forgets to close must not be kept from ending.
-            self._thread = threading.Thread(
-                target=self._watch, args=(every_s,), name="gmeta-follow", daemon=True
-            )
+            watch, name = partial(self._watch, every_s), "gmeta-follow"
+            self._thread = threading.Thread(target=watch, name=name, daemon=True)
             self._thread.start()
 
     @property
@@ -100,11 +100,8 @@ class Follower:
         failure = self._load_failure.failure
         if failure is None:
             return ""
-        served = self._served
-        return (
-            f"{failure[1]} (version {served.number} of {self._place} serves on, promoted "
-            f"{self.age_s:,.0f} s ago)"
-        )
+        now = f"version {self._served.number} of {self._place} serves on"
+        return f"{failure[1]} ({now}, promoted {self.age_s:,.0f} s ago)"
 
     @property
     def age_s(self) -> float:

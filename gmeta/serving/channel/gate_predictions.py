@@ -48,30 +48,23 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
     row_maps = _map_rows(model, served.config, dataset)
     all_episodes = [EpisodeRange(split, 0, dataset.splits[split].num_episodes)]
     batches = read_ranges(dataset, all_episodes, tasks_per_batch=_TASKS_PER_BATCH)
-    tasks, labels, predictions, judged = [], [], [], served.config.judged
+    parts, judged = [], served.config.judged
     for batch in check_labels(batches, served.config.losses, dataset, split):
-        batch_predictions = served.predict_batch(_with_model_rows(batch, row_maps))
-        after = served.learner.objectives.outer.predictions(batch_predictions.after_N)
-        label_N, after_N = (
-            values.reshape(len(batch_predictions.label_N), -1)[:, judged]
-            for values in (batch_predictions.label_N, after)
-        )
-        is_known_N = ~label_N.isnan()
-        task_N = torch.repeat_interleave(batch.task_T, batch_predictions.layout.lengths_T)
-        tasks.append(task_N[is_known_N])
-        labels.append(label_N[is_known_N])
-        predictions.append(after_N[is_known_N])
-    joined = [torch.cat(parts).numpy() for parts in (tasks, labels, predictions)]
-    return GatePredictions(*joined)
+        found = served.predict_batch(_with_model_rows(batch, row_maps))
+        after = served.learner.objectives.outer.predictions(found.after_N)
+        judged_N = [each.reshape(len(after), -1)[:, judged] for each in (found.label_N, after)]
+        is_known_N = ~judged_N[0].isnan()
+        task_N = torch.repeat_interleave(batch.task_T, found.layout.lengths_T)
+        parts.append([values_N[is_known_N] for values_N in (task_N, *judged_N)])
+    return GatePredictions(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
 
 
 def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:
     """Return for each table the model's row [R] of each row of the dataset; None: the same one."""
     schema = dataset.manifest.recipe.get("schema")
     theirs = parse_schema(schema) if schema is not None else None
-    moments = {
-        name: tuple(moment) for name, moment in dataset.manifest.recipe.get("moments", {}).items()
-    }
+    moments = dataset.manifest.recipe.get("moments", {})
+    moments = {name: tuple(moment) for name, moment in moments.items()}
     ours = {table.name: table.num_rows for table in config.features.tables}
     fits = (
         config.columns.schema == theirs
@@ -103,9 +96,8 @@ def _map_table_rows(folder: Path, dataset: Dataset, name: str, num_rows: int) ->
         row_R[num_rows:] = 0
         return None if size <= num_rows else torch.from_numpy(row_R)
     file = vocabulary_file(name)
-    values = pq.read_table(BytesIO(read_verified_file(dataset, file, entry)))[
-        "value"
-    ].combine_chunks()
+    table = pq.read_table(BytesIO(read_verified_file(dataset, file, entry)))
+    values = table["value"].combine_chunks()
     known = read_vocabulary(folder / file)
     if known.equals(values):
         return None
@@ -113,19 +105,16 @@ def _map_table_rows(folder: Path, dataset: Dataset, name: str, num_rows: int) ->
     row_R[:] = 0
     present = values.is_valid().to_numpy(zero_copy_only=False)
     if known.type == values.type:
-        found_places = pc.index_in(
-            values, value_set=known.drop_null() if known.null_count else known
-        )
+        found = pc.index_in(values, value_set=known.drop_null() if known.null_count else known)
         # Freed rows are null and left out above: `places` leads back from a position to its row.
         places = np.flatnonzero(known.is_valid().to_numpy(zero_copy_only=False))
-        place = pc.fill_null(found_places, -1).to_numpy(zero_copy_only=False)
+        place = pc.fill_null(found, -1).to_numpy(zero_copy_only=False)
         hit = present & (place >= 0)
         row_R[1:][: len(values)][hit] = places[place[hit]] + 1
     return torch.from_numpy(row_R)
 
 
 def _with_model_rows(batch: TaskBatch, row_maps: list[Tensor | None]) -> TaskBatch:
-    """Return the batch with the rows of the model in place of the dataset's."""
     if all(rows is None for rows in row_maps):
         return batch
     ids, place, lengths, before = [], [], [], 0

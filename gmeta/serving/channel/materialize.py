@@ -95,7 +95,6 @@ def _is_sound(copy: Path, contents: bool) -> bool:
 
 
 def _drop_oldest(cache: Path) -> None:
-    """Remove all but the newest few."""
     copies = [path for path in cache.glob("[0-9a-f]*") if (path / CONFIG_FILE).is_file()]
     copies.sort(key=lambda path: path.stat().st_mtime)
     # Also what was half removed before. Processes that have mapped a file keep it until they end.
@@ -106,5 +105,5 @@ def _drop_oldest(cache: Path) -> None:
 
 
 def _channel_folder(channel: Channel, cache: Path | None) -> Path:
-    """Return a channel's own folder of the cache: others' versions must not be dropped."""
+    # A folder a channel: dropping old versions must not touch those of others.
     return (cache or cache_folder()) / xxh3_hex(str(channel.root.absolute()).encode())

@@ -33,13 +33,9 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
     for split in chosen:
         rows = predict_gate(served, model, dataset, split)
         values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
-        scores[split] = {
-            "num_tasks": len(np.unique(rows.task_N)),
-            "scores": {
-                name: float(one.value) if np.isfinite(one.value) else None
-                for name, one in values.items()
-            },
-        }
+        finite = {name: one.value for name, one in values.items() if np.isfinite(one.value)}
+        own = {name: float(finite[name]) if name in finite else None for name in values}
+        scores[split] = {"num_tasks": len(np.unique(rows.task_N)), "scores": own}
     place = dataset.manifest.stream
     return {
         "increment": None if place is None else place.increment,

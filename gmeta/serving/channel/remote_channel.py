@@ -79,10 +79,8 @@ def publish(channel: Channel, url: str) -> list[int]:
         # fsspec keeps listings of earlier calls, which another writer may have outdated.
         fs.invalidate_cache()
         # Versions without a current.json may be another channel's: they are replaced.
-        is_own, remote_sizes = (
-            _is_same_channel(channel, url),
-            _remote_sizes(fs, f"{root}/{VERSIONS}"),
-        )
+        is_own = _is_same_channel(channel, url)
+        remote_sizes = _remote_sizes(fs, f"{root}/{VERSIONS}")
         copied = []
         for number in channel.numbers():
             folder = channel.folder_of(number)
@@ -92,9 +90,8 @@ def publish(channel: Channel, url: str) -> list[int]:
                 # of config.json. On a disk the folder is swapped as one.
                 if not is_local(fs) and not remote_files.keys() <= sizes.keys():
                     remove(folder.name)
-                upload_folder(
-                    fs, folder, f"{root}/{VERSIONS}/{folder.name}", description_of(folder)
-                )
+                target = f"{root}/{VERSIONS}/{folder.name}"
+                upload_folder(fs, folder, target, description_of(folder))
                 copied.append(number)
         upload_file(fs, channel.root / PROMOTIONS, f"{root}/{PROMOTIONS}")
         if is_local(fs):  # elsewhere an object appears whole
@@ -184,9 +181,8 @@ def _is_same_channel(channel: Channel, url: str) -> bool:
         if isinstance(error.__cause__, MetaIOError):
             return False
         raise
-    if (there.number, there.checksum) in [
-        (entry.get("number"), entry.get("checksum")) for entry in channel.promotions()
-    ]:
+    logged = [(entry.get("number"), entry.get("checksum")) for entry in channel.promotions()]
+    if (there.number, there.checksum) in logged:
         return True
     raise UserError(
         f"{url} holds another channel, which serves version {there.parent.name}: "
@@ -195,7 +191,6 @@ def _is_same_channel(channel: Channel, url: str) -> bool:
 
 
 def _remote_sizes(fs: Any, versions: str) -> dict[str, dict[str, int]]:
-    """Return the bytes of each file of each version at a URL."""
     try:
         listed = fs.find(versions, detail=True)
     except FileNotFoundError:

@@ -70,7 +70,6 @@ def materialize_table(
 
 
 def _find_changed_rows(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Int64:
-    """Return the ids of rows that differ in a byte, or are new; ascending."""
     num_rows = len(next(iter(after.values())))
     kept = min(num_rows, len(next(iter(before.values()))))
     parts = [np.arange(kept, num_rows, dtype=np.int64)]
@@ -81,11 +80,12 @@ def _find_changed_rows(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
             was, now = (_bytes(each[first:stop]) for each in (before[name], tensor))
             differs_R |= (was != now).any(axis=1)
         parts.append(first + np.flatnonzero(differs_R))
+    # Ascending: the file holds the gaps between ids.
     return np.sort(np.concatenate(parts))
 
 
 def _bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
-    """Return the bytes of each row. NaN differs from itself, its bytes do not."""
+    # NaN differs from itself, its bytes do not.
     return rows.numpy().reshape(len(rows), -1).view(np.uint8)
 
 
@@ -97,10 +97,5 @@ def _gaps(changed: Int64) -> npt.NDArray[np.unsignedinteger]:
 
 
 def _is_stored_alike(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Return whether rows of both are stored the same way."""
-
-    was, now = (
-        {name: (each.dtype, each.shape[1:]) for name, each in one.items()}
-        for one in (before, after)
-    )
-    return was == now
+    was = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in before.items()}
+    return was == {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in after.items()}

@@ -107,16 +107,12 @@ def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
 def _write_tables(
     base: Path, start: ExportedConfig, deltas: Sequence[Version], config: ExportedConfig, out: Path
 ) -> None:
-    """Write the table files of the newest version."""
     steps = [(one, model_config(one)) for one in deltas]
     for index, table in enumerate(config.features.tables):
         # By name: the number of a table's file differs where a column was added.
         known = _table_file_of(base, start, table.name)
-        changes = [
-            path
-            for path in (_table_file_of(one.folder, each, table.name) for one, each in steps)
-            if path
-        ]
+        files = (_table_file_of(one.folder, each, table.name) for one, each in steps)
+        changes = [file for file in files if file is not None]
         if known is None:
             raise GMetaError(
                 f"version {deltas[-1].name} has table {table.name}, which its base {base} lacks. "
@@ -126,7 +122,6 @@ def _write_tables(
 
 
 def _table_file_of(folder: Path, config: ExportedConfig, table: str) -> Path | None:
-    """Return the file of a table in a version, if it has one."""
     names = [each.name for each in config.features.tables]
     path = folder / table_file(names.index(table)) if table in names else None
     return path if path is not None and path.is_file() else None
@@ -146,6 +141,5 @@ def _unchunked_files(config: ExportedConfig) -> list[str]:
 
 
 def _vocabularies(config: ExportedConfig) -> list[str]:
-    """Return the tables that have a vocabulary."""
     files = [name for name in config.files if name.startswith(_VOCABULARY)]
     return [name.removeprefix(_VOCABULARY).removesuffix(".parquet") for name in files]

@@ -27,10 +27,8 @@ def pack(
     try:
         # Every file is checked: a delta over a damaged one would lack its rows, and no server could
         # make the model of it.
-        chain, champion_folder = (
-            channel.chain(current.number),
-            materialize_version(channel, current.number),
-        )
+        chain = channel.chain(current.number)
+        champion_folder = materialize_version(channel, current.number)
     except UserError:
         raise
     except GMetaError as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from gmeta.serving.server.inference_protocol import InferenceAnswer, InferenceRequest, Outcome
@@ -30,8 +31,6 @@ _UNDER_WAY_S = 0.002
 # Compared by identity: two callers may ask for the same, and one of them may leave.
 @dataclass(frozen=True, eq=False)
 class _WaitingRequest:
-    """A request that waits; its future belongs to the event loop."""
-
     request: InferenceRequest
     future: asyncio.Future[Outcome]
     arrived_s: float = field(default_factory=time.perf_counter)
@@ -127,11 +126,8 @@ class Batcher:
         if self._next_look is not None:
             # One look at a time; a later request moves it behind what the loop has to do by then.
             self._next_look.cancel()
-        self._next_look = (
-            loop.call_later(delay_s, self._begin_if_due)
-            if delay_s
-            else loop.call_soon(self._begin_if_due)
-        )
+        call = partial(loop.call_later, delay_s) if delay_s else loop.call_soon
+        self._next_look = call(self._begin_if_due)
 
     def _begin_if_due(self) -> None:
         """Begin a batch, unless more requests are about to come."""
@@ -170,25 +166,18 @@ class Batcher:
             self._end_batch(batch, self._run_or_halve(requests), began_s, num_rows)
         else:
             # Kept here: the loop has only weak references to its tasks.
-            self._long = asyncio.ensure_future(
-                self._run_in_thread(batch, requests, began_s, num_rows)
-            )
+            self._long = asyncio.ensure_future(self._run_in_thread(batch, began_s, num_rows))
 
     async def _run_in_thread(
-        self,
-        batch: list[_WaitingRequest],
-        requests: list[InferenceRequest],
-        began_s: float,
-        num_rows: int,
+        self, batch: list[_WaitingRequest], began_s: float, num_rows: int
     ) -> None:
-        loop = asyncio.get_running_loop()
+        loop, requests = asyncio.get_running_loop(), [ticket.request for ticket in batch]
         outcomes = await loop.run_in_executor(self._threads, self._run_or_halve, requests)
         self._end_batch(batch, outcomes, began_s, num_rows)
 
     def _end_batch(
         self, batch: list[_WaitingRequest], outcomes: list[Outcome], began_s: float, num_rows: int
     ) -> None:
-        """Hand out the answers of a batch, and look for the next."""
         now_s = time.perf_counter()
         # Not 0, which a coarse clock could say: it is divided by.
         spent_s = max(now_s - began_s, 1e-6)

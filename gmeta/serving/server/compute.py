@@ -57,9 +57,8 @@ def answer_all(
     right = [share for share in shares if share.error is None]
     # Tasks that adapt now are predicted by the tensors they adapted in, neither split nor stacked.
     fresh = [share for share in right if share.state is None]
-    for chosen in _cut_batches(
-        [(_num_rows(share.encoded_support), _num_rows(share.encoded_query)) for share in fresh]
-    ):
+    sizes = [(_num_rows(one.encoded_support), _num_rows(one.encoded_query)) for one in fresh]
+    for chosen in _cut_batches(sizes):
         _adapt_and_predict([fresh[place] for place in chosen], model, version, cache, observe)
     began_s = time.perf_counter()
     known = [share for share in right if share.state is not None]
@@ -110,9 +109,8 @@ def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
     """Encode every request's rows as ids and numbers, or note the error where that fails."""
     adapting = [share for share in shares if share.support is not None and share.error is None]
     tables = [share.support for share in adapting if share.support is not None]
-    for share, encoded_rows in zip(
-        adapting, _encode_tables(model, tables, "support", with_label=True), strict=True
-    ):
+    parts = _encode_tables(model, tables, "support", with_label=True)
+    for share, encoded_rows in zip(adapting, parts, strict=True):
         if isinstance(encoded_rows, RequestError):
             share.error = encoded_rows
         # Support rows may name their task, but a request is of one.
@@ -127,9 +125,8 @@ def _encode_sides(shares: Sequence[_BatchShare], model: ServedModel) -> None:
             share.encoded_support = encoded_rows
     asking = [share for share in shares if share.request.query is not None and share.error is None]
     tables = [share.request.query for share in asking if share.request.query is not None]
-    for share, encoded in zip(
-        asking, _encode_tables(model, tables, "query", with_label=False), strict=True
-    ):
+    parts = _encode_tables(model, tables, "query", with_label=False)
+    for share, encoded in zip(asking, parts, strict=True):
         if isinstance(encoded, RequestError):
             share.error = encoded
         else:
@@ -141,11 +138,7 @@ def _num_rows(rows: EncodedColumns | None) -> int:
 
 
 def _adapt_and_predict(
-    shares: Sequence[_BatchShare],
-    model: ServedModel,
-    version: str,
-    cache: TaskCache,
-    observe: Observe,
+    shares: list[_BatchShare], model: ServedModel, version: str, cache: TaskCache, observe: Observe
 ) -> None:
     """Adapt to these requests' tasks and predict their query rows, and keep those with a key."""
     began_s = time.perf_counter()
@@ -170,7 +163,6 @@ def _adapt_and_predict(
 def _predict(
     shares: Sequence[_BatchShare], output: str, model: ServedModel, tasks: AdaptedTensors
 ) -> None:
-    """Give these requests an output, each with its task's parameters."""
     nothing = empty_rows(model.config.features)
     rows = [share.encoded_query or nothing for share in shares]
     lengths = [part.num_rows for part in rows]
@@ -197,7 +189,6 @@ def _cut_batches(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
 def _encode_tables(
     model: ServedModel, tables: Sequence[pa.Table], what: str, with_label: bool
 ) -> list[EncodedColumns | RequestError]:
-    """Return the rows of each table, or why they cannot be read."""
     encoded: dict[int, EncodedColumns | RequestError] = {}
     alike: dict[str, list[int]] = {}
     for place, table in enumerate(tables):

@@ -22,7 +22,6 @@ from gmeta.serving.server.inference_protocol import (
     parse_http,
     render_http,
 )
-from gmeta.serving.server.input_columns import ModelColumns
 from gmeta.serving.server.request_errors import CallerLeftError, RequestError
 
 if TYPE_CHECKING:
@@ -58,9 +57,8 @@ class _CloseWhileDraining:
 def http_app(service: InferenceService) -> FastAPI:
     """Return the app of a service."""
     # A redirect would name the address that a proxy in front has reached, not the caller's.
-    app = FastAPI(
-        title="gmeta", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
-    )
+    no_pages: Any = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
+    app = FastAPI(title="gmeta", redirect_slashes=False, **no_pages)
     page = resources.files(__package__).joinpath("page.html").read_text()
 
     async def live(request: Request) -> Response:
@@ -149,7 +147,6 @@ def _model(request: Request) -> tuple[str, str]:
 
 
 async def _read_inference(request: Request, service: InferenceService) -> InferenceRequest:
-    """Return what a request's body asks for. Raise RequestError."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise RequestError(
@@ -157,12 +154,9 @@ async def _read_inference(request: Request, service: InferenceService) -> Infere
             f"the body has Content-Encoding {encoding[:40]!r}; only identity is read. Send it "
             "uncompressed",
         )
-    body = await _read_body(
-        request, service.config.limits.body_bytes, service.config.batch.timeout_s
-    )
+    limits, columns = service.config.limits, service.loaded.columns
+    body = await _read_body(request, limits.body_bytes, service.config.batch.timeout_s)
     header_length = request.headers.get(BINARY_HEADER)
-    columns: ModelColumns = service.loaded.columns
-    limits = service.config.limits
     if len(body) > _LARGE_BYTES:
         return await asyncio.to_thread(parse_http, columns, body, header_length, limits)
     return parse_http(columns, body, header_length, limits)
@@ -175,12 +169,9 @@ async def _read_body(request: Request, max_bytes: int, timeout_s: float) -> byte
         "or start the server with a higher --max-body",
     )
     # A client that sends "Expect: 100-continue" waits with its body: it can be refused before.
-    declared_bytes = request.headers.get("content-length", "0")
-    if (
-        declared_bytes.isdecimal()
-        and int(declared_bytes[:20]) > max_bytes
-        and "expect" in request.headers
-    ):
+    declared = request.headers.get("content-length", "0")
+    is_large = declared.isdecimal() and int(declared[:20]) > max_bytes
+    if is_large and "expect" in request.headers:
         raise too_large
     parts, size = [], 0
     try:
@@ -209,13 +200,11 @@ def _read_certificate(request: Request) -> tuple[list[str] | None, float]:
     certificate = request.scope.get("extensions", {}).get(CERTIFICATE)
     if not certificate:
         return None, 0.0
-    names = certificate.get("subjectAltName", ())
-    uris = [name for kind, name in names if kind == "URI"]
+    uris = [name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI"]
     return uris, ssl.cert_time_to_seconds(certificate["notAfter"])
 
 
 def _describe_service(service: InferenceService) -> dict[str, Any]:
-    """Return all that the page shows."""
     columns = service.loaded.columns
     needed = {column.name for column in columns.read}
     return {

@@ -119,9 +119,8 @@ def make_inference(
             "the request has no rows to predict: send the model's columns as inputs; or support "
             f"rows alone with the parameter {TASK_KEY}, to keep the adapted task"
         )
-    wanted = (
-        tuple(outputs_by_name[name] for name in dict.fromkeys(outputs)) or columns.default_outputs
-    )
+    named = tuple(outputs_by_name[name] for name in dict.fromkeys(outputs))
+    wanted = named or columns.default_outputs
     computed = tuple(dict.fromkeys(output.kind for output in wanted))
     inference = InferenceRequest(support, query, key, computed, wanted, request_id, binary)
     _check_rows(inference.num_rows, limits)

@@ -81,15 +81,14 @@ class InferenceService:
     def _run(self, requests: Sequence[InferenceRequest]) -> list[Outcome]:
         # Taken once: a batch is answered by one version, whatever comes meanwhile.
         loaded = self.loaded
-        outcomes = answer_all(
-            loaded.model, loaded.version, self._cache, requests, self.metrics.observe_stage
-        )
+        observe = self.metrics.observe_stage
+        outcomes = answer_all(loaded.model, loaded.version, self._cache, requests, observe)
         for request, outcome in zip(requests, outcomes, strict=True):
             if request.task_key is not None:
                 if isinstance(outcome, InferenceAnswer):
-                    self.metrics.count_cache(outcome.cache)
+                    self.metrics.cache.labels(outcome.cache).inc()
                 elif outcome.status == 404:
-                    self.metrics.count_cache("miss")
+                    self.metrics.cache.labels("miss").inc()
         return outcomes
 
     async def infer(
@@ -132,16 +131,10 @@ class InferenceService:
             # Also what was refused or left: an error rate needs every request.
             self.metrics.count_answer(protocol, status, began_s)
             if self.config.access_log:
-                event(
-                    logging.INFO,
-                    "infer",
-                    protocol=protocol,
-                    status=status,
-                    ms=round((time.perf_counter() - began_s) * 1000, 2),
-                    rows=num_rows,
-                    peer=peer,
-                    **({"message": message} if message else {}),
-                )
+                ms = round((time.perf_counter() - began_s) * 1000, 2)
+                fields = {"protocol": protocol, "status": status, "ms": ms, "rows": num_rows}
+                why = {"message": message} if message else {}
+                event(logging.INFO, "infer", **fields, peer=peer, **why)
 
     def check_model(self, name: str, version: str) -> None:
         """Raise RequestError unless this is the model and the version that answers."""
@@ -241,20 +234,12 @@ class InferenceService:
         if not self._load_failure.note_failure(version, error):
             return
         self.metrics.reloads.labels("refused").inc()
-        event(
-            logging.ERROR,
-            "model_refused",
-            version=version,
-            serving=self.loaded.version,
-            folder=str(self.config.folder),
-            message=str(error),
-        )
+        kept = {"serving": self.loaded.version, "folder": str(self.config.folder)}
+        event(logging.ERROR, "model_refused", version=version, **kept, message=str(error))
 
     def _report_version(self) -> None:
-        loaded = self.loaded
-        self.metrics.set_version(
-            self.config.name, loaded.version, loaded.exported_at_s, loaded.loaded_at_s
-        )
+        now, name = self.loaded, self.config.name
+        self.metrics.set_version(name, now.version, now.exported_at_s, now.loaded_at_s)
 
 
 def _freeze_garbage() -> None:

@@ -91,10 +91,9 @@ def describe_columns(config: ExportedConfig) -> ModelColumns:
             read[vector.column] = InputColumn(vector.column, "vector", "FP32", True, numbers)
         # Taken and left alone: callers may send entire rows of their logs.
         ignored = set(schema.columns) - read.keys()
+    task = InputColumn(exported.task, "task", "INT64", False, "integer or text")
     model_columns = ModelColumns(
-        read.get(
-            exported.task, InputColumn(exported.task, "task", "INT64", False, "integer or text")
-        ),
+        read.get(exported.task, task),
         tuple(read.get(label.name, label) for label in _label_columns(config)),
         tuple(read.values()),
         frozenset(ignored),
@@ -118,13 +117,10 @@ def _label_columns(config: ExportedConfig) -> list[InputColumn]:
         return [InputColumn(config.columns.label, "label", "FP32", False, values[0])]
     values_by_column = dict.fromkeys(schema.label_columns, "a number")
     for label, range_text in zip(schema.labels, values, strict=True):
-        values_by_column[label.column] = range_text + (
-            "; null allowed" if label.null == "unknown" else ""
-        )
-    return [
-        InputColumn(name, "label", "FP32", False, range_text)
-        for name, range_text in values_by_column.items()
-    ]
+        nulls = "; null allowed" if label.null == "unknown" else ""
+        values_by_column[label.column] = range_text + nulls
+    described = values_by_column.items()
+    return [InputColumn(name, "label", "FP32", False, text) for name, text in described]
 
 
 def to_tables(

@@ -8,18 +8,15 @@ from gmeta.errors import GMetaError
 
 # The name of the gRPC status of the same meaning for an HTTP status.
 GRPC_CODES = {
-    400: "INVALID_ARGUMENT",
+    **dict.fromkeys((400, 413, 415), "INVALID_ARGUMENT"),
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
     405: "UNIMPLEMENTED",
-    408: "DEADLINE_EXCEEDED",
-    413: "INVALID_ARGUMENT",
-    415: "INVALID_ARGUMENT",
+    **dict.fromkeys((408, 504), "DEADLINE_EXCEEDED"),
     429: "RESOURCE_EXHAUSTED",
     500: "INTERNAL",
     503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
 }
 
 

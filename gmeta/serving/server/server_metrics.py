@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -36,74 +37,49 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "gmeta_serve_requests",
-            "Inference requests by protocol and HTTP status (gRPC: that of the same meaning).",
-            ["protocol", "status"],
-            registry=registry,
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        text = "Inference requests by protocol and HTTP status (gRPC: that of the same meaning)."
+        self.requests = counter("gmeta_serve_requests", text, ["protocol", "status"])
+        text = "From a request's head to its answer, with the time that its body took to come."
+        name = "gmeta_serve_request_seconds"
+        self.seconds = histogram(name, text, ["protocol"], buckets=_SECONDS)
+        text = (
+            "Where the time goes: parse and queue of a request; encode, adapt, predict of a batch."
         )
-        self.seconds = Histogram(
-            "gmeta_serve_request_seconds",
-            "From a request's head to its answer, with the time that its body took to come.",
-            ["protocol"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.stage_seconds = Histogram(
-            "gmeta_serve_stage_seconds",
-            "Where the time goes: parse and queue of a request; encode, adapt, predict of a batch.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.batch_tasks = Histogram(
-            "gmeta_serve_batch_tasks", "Requests of a batch.", buckets=_TASKS, registry=registry
-        )
-        self.batch_rows = Histogram(
-            "gmeta_serve_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=registry
-        )
-        self.cache = Counter(
-            "gmeta_serve_cache",
-            "Requests with a task key: hit, stored, restored from its rows, too_large or miss.",
-            ["result"],
-            registry=registry,
-        )
-        self.reloads = Counter(
-            "gmeta_serve_reloads", "Newer versions found, by result.", ["result"], registry=registry
-        )
+        name = "gmeta_serve_stage_seconds"
+        self.stage_seconds = histogram(name, text, ["stage"], buckets=_SECONDS)
+        name, text = "gmeta_serve_batch_tasks", "Requests of a batch."
+        self.batch_tasks = histogram(name, text, buckets=_TASKS)
+        self.batch_rows = histogram("gmeta_serve_batch_rows", "Rows of a batch.", buckets=_ROWS)
+        text = "Requests with a task key: hit, stored, restored from its rows, too_large or miss."
+        self.cache = counter("gmeta_serve_cache", text, ["result"])
+        text = "Newer versions found, by result."
+        self.reloads = counter("gmeta_serve_reloads", text, ["result"])
         # At 0 from the start: an alert on an increase needs a value before the first.
         for result in ("loaded", "refused"):
             self.reloads.labels(result)
-        self.cache_bytes = self._gauge("cache_bytes", "Bytes of adapted tasks.", "livesum")
-        self.cache_tasks = self._gauge("cache_tasks", "Adapted tasks that are kept.", "livesum")
-        self.cache_unshared = self._gauge(
-            "cache_unshared", "Times that the workers' shared file failed.", "livesum"
-        )
-        self.waiting = self._gauge("waiting", "Requests that wait for a batch.", "livesum")
-        self.exported = self._gauge(
-            "model_exported_timestamp_seconds", "When the model was exported.", "livemin"
-        )
-        self.loaded = self._gauge(
-            "model_loaded_timestamp_seconds", "When the model was loaded.", "livemax"
-        )
-        self.refused = self._gauge(
-            "model_refused", "1 while the folder holds a version that was refused.", "livemax"
-        )
-        self.version = Gauge(
-            _VERSION,
-            "1 for the version that answers.",
-            ["model", "version"],
-            registry=registry,
-            multiprocess_mode="livemax",
-        )
-        self._told: tuple[str, str] | None = None
+        # Over all workers that live: sizes add up; an alert wants the oldest model, any refusal.
+        total = partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        least = partial(Gauge, registry=registry, multiprocess_mode="livemin")
+        most = partial(Gauge, registry=registry, multiprocess_mode="livemax")
+        self.cache_bytes = total("gmeta_serve_cache_bytes", "Bytes of adapted tasks.")
+        self.cache_tasks = total("gmeta_serve_cache_tasks", "Adapted tasks that are kept.")
+        text = "Times that the workers' shared file failed."
+        self.cache_unshared = total("gmeta_serve_cache_unshared", text)
+        self.waiting = total("gmeta_serve_waiting", "Requests that wait for a batch.")
+        text = "When the model was exported."
+        self.exported = least("gmeta_serve_model_exported_timestamp_seconds", text)
+        text = "When the model was loaded."
+        self.loaded = most("gmeta_serve_model_loaded_timestamp_seconds", text)
+        text = "1 while the folder holds a version that was refused."
+        self.refused = most("gmeta_serve_model_refused", text)
+        self.version = most(_VERSION, "1 for the version that answers.", ["model", "version"])
+        self._answering: tuple[str, str] | None = None
 
-    def _gauge(self, name: str, text: str, mode: Any) -> Gauge:
-        return Gauge(f"gmeta_serve_{name}", text, registry=self.registry, multiprocess_mode=mode)
-
-    def observe_stage(self, observe_stage: str, seconds: float) -> None:
+    def observe_stage(self, stage: str, seconds: float) -> None:
         """Count the seconds of one stage."""
-        self.stage_seconds.labels(observe_stage).observe(seconds)
+        self.stage_seconds.labels(stage).observe(seconds)
 
     def observe_batch(self, what: str, value: float) -> None:
         """Count what a batcher measures."""
@@ -117,17 +93,13 @@ class ServerMetrics:
         self.requests.labels(protocol, str(status)).inc()
         self.seconds.labels(protocol).observe(time.perf_counter() - began_s)
 
-    def count_cache(self, result: str) -> None:
-        """Count what the cache did for a request with a task key."""
-        self.cache.labels(result).inc()
-
     def set_version(
         self, model: str, version: str, exported_at_s: float, loaded_at_s: float
     ) -> None:
         """Set which version answers from now on."""
-        if self._told is not None:
-            self.version.labels(*self._told).set(0)
-            self._told = None
+        if self._answering is not None:
+            self.version.labels(*self._answering).set(0)
+            self._answering = None
         self.exported.set(exported_at_s)
         self.loaded.set(loaded_at_s)
         self.refused.set(0)
@@ -136,7 +108,7 @@ class ServerMetrics:
         except GMetaError as error:  # it serves all the same
             event(logging.ERROR, "version_not_measured", version=version, message=str(error))
         else:
-            self._told = (model, version)
+            self._answering = (model, version)
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics and their content type, in the format that the scraper asks for."""
@@ -155,7 +127,6 @@ class _CurrentMetrics:
     counted: Any
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric."""
         for metric in self.counted.collect():
             # prometheus_client forgets no label, and a server may serve thousands of versions.
             metric.samples = [one for one in metric.samples if one.value or one.name != _VERSION]

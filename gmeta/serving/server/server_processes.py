@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -75,8 +76,6 @@ class _WorkerProcess:
 
 @final
 class _WorkerGroup:
-    """Keeps the workers running."""
-
     def __init__(self, config: ServeConfig, run_worker: RunWorker) -> None:
         self._config = config
         self._run_worker = run_worker
@@ -123,9 +122,8 @@ class _WorkerGroup:
 
     def _start(self, pause_s: float = 0.0) -> _WorkerProcess:
         sign, its_sign = self._context.Pipe(duplex=False)
-        process = self._context.Process(
-            target=self._work, args=(its_sign,), name="gmeta-serve-worker"
-        )
+        work, name = partial(self._work, its_sign), "gmeta-serve-worker"
+        process = self._context.Process(target=work, name=name)
         # Signals are held back until the child has handlers of its own: with this process's, a
         # worker that is to end at once would serve on.
         signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
@@ -149,7 +147,6 @@ class _WorkerGroup:
                 worker.process.join()
 
     def _work(self, sign: Connection) -> None:
-        """Be a worker, which checks the model again as it loads it."""
         for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)  # until the worker has its own
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())

@@ -59,7 +59,9 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
         tracing_from_environment(),
     )
     service.warm_up()
-    ended = _stop_on_signal()
+    ended = asyncio.Event()
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     server = http_server(http_app(service), config.max_connections, config.drain_s, tls)
     coroutines: list[Coroutine[Any, Any, Any]] = [server.serve(sockets)]
     if config.reload_every_s:
@@ -78,15 +80,9 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     grpc_server, grpc_health, grpc_port = None, None, 0
     if config.grpc_listen:
         grpc_server, grpc_health, grpc_port = await _grpc_server(config, service, tls)
-    event(
-        logging.INFO,
-        "serving",
-        listen=f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}",
-        grpc_port=grpc_port,
-        model=config.name,
-        version=service.loaded.version,
-        folder=str(config.folder),
-    )
+    listen = f"{split_address('--listen', config.listen)[0]}:{sockets[0].getsockname()[1]}"
+    what = {"model": config.name, "version": service.loaded.version, "folder": str(config.folder)}
+    event(logging.INFO, "serving", listen=listen, grpc_port=grpc_port, **what)
     report_ready()
     await asyncio.wait([asyncio.create_task(ended.wait()), tasks[0]], return_when="FIRST_COMPLETED")
     event(logging.INFO, "draining", listen=config.listen)
@@ -107,14 +103,6 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
     if shared is not None:
         shared.close()
     event(logging.INFO, "stopped", listen=config.listen)
-
-
-def _stop_on_signal() -> asyncio.Event:
-    """Return an event that a signal to end sets."""
-    ended = asyncio.Event()
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    return ended
 
 
 def bind_socket(option: str, address: str, shared: bool) -> socket.socket:

@@ -64,7 +64,10 @@ class SharedSupport:
 
     def put(self, key: str, support: pa.Table, expires_s: float) -> str:
         """Keep a task's rows for all processes; return the stamp of this put, "" if it failed."""
-        rows, stamp = _to_bytes(support), uuid.uuid4().hex
+        sink = io.BytesIO()
+        with pa.ipc.new_stream(sink, support.schema) as writer:
+            writer.write_table(support)
+        rows, stamp = sink.getvalue(), uuid.uuid4().hex
         with self._lock:
             try:
                 if len(rows) > self._max_bytes:  # its older rows go, and nobody else's
@@ -103,8 +106,9 @@ class SharedSupport:
         # Expired rows go with the oldest: removing them here would make each get a write.
         if shared_rows is None or shared_rows[1] <= now_s:
             return None
-        support = None if shared_rows[2] is None else _from_bytes(shared_rows[2])
-        return SharedRows(support, shared_rows[0], shared_rows[1])
+        stamp, expires_s, rows = shared_rows
+        support = None if rows is None else pa.ipc.open_stream(rows).read_all()
+        return SharedRows(support, stamp, expires_s)
 
     def close(self) -> None:
         """Close the file."""
@@ -149,22 +153,9 @@ class SharedSupport:
             self._drop(oldest)
 
     def _drop(self, key: str) -> None:
-        """Remove a task, if it is there."""
         self._db.execute(
             "update total set num_bytes = num_bytes - "
             "coalesce((select num_bytes from tasks where key = ?), 0)",
             (key,),
         )
         self._db.execute("delete from tasks where key = ?", (key,))
-
-
-def _to_bytes(table: pa.Table) -> bytes:
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
-
-
-def _from_bytes(content: bytes) -> pa.Table:
-    with pa.ipc.open_stream(content) as reader:
-        return reader.read_all()

@@ -92,9 +92,8 @@ class TaskCache:
         """Keep a task whose support rows a caller sent; return whether there is room for it."""
         expires_s = self._clock() + self._ttl_s
         stamp = self._shared.put(key, support, expires_s) if self._shared is not None else ""
-        return self._insert(key, CachedTask(support, state, version, stamp, expires_s)) or bool(
-            stamp
-        )
+        is_kept = self._insert(key, CachedTask(support, state, version, stamp, expires_s))
+        return is_kept or bool(stamp)
 
     def restore(self, key: str, entry: CachedTask, state: TaskState, version: str) -> None:
         """Keep the state that a newer version, or this process, made of kept support rows."""

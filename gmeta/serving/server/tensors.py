@@ -16,14 +16,9 @@ import pyarrow as pa
 from gmeta.serving.server.request_errors import bad_request
 
 _INTEGERS = {
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
+    f"{sign}{bits}": np.dtype(f"{sign.lower()}{bits}")
+    for sign in ("INT", "UINT")
+    for bits in (8, 16, 32, 64)
 }
 _FLOATS = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64}
 _NUMBERS: dict[str, Any] = {"BOOL": np.bool_, **_INTEGERS, **_FLOATS}

@@ -45,7 +45,7 @@ class Tracing:
         propagate: Any = importlib.import_module("opentelemetry.propagate")
         context = propagate.extract(carrier)
         with self._tracer.start_as_current_span(f"infer {protocol}", context=context) as span:
-            yield lambda **told: span.set_attributes({f"gmeta.{name}": told[name] for name in told})
+            yield lambda **values: span.set_attributes({f"gmeta.{k}": v for k, v in values.items()})
 
 
 def tracing_from_environment(exporter: Any = None) -> Tracing:
