@@ -39,29 +39,20 @@ class EncodedColumns:
 def split_rows(rows: EncodedColumns, lengths: Sequence[int]) -> list[EncodedColumns]:
     """Return consecutive stretches of `lengths` rows, as views."""
     value_ends = offsets(sum_rows(rows.lengths_NM))
-    ends = np.cumsum([0, *lengths])
-    return [
-        EncodedColumns(
-            rows.task_N[first:stop],
-            rows.label_N[first:stop],
-            rows.ids_NF[first:stop],
-            rows.dense_NK[first:stop],
-            rows.lengths_NM[first:stop],
-            rows.values_V[value_ends[first] : value_ends[stop]],
-            rows.weight_NW[first:stop],
-        )
-        for first, stop in pairwise(ends.tolist())
-    ]
+    parts = []
+    for first, stop in pairwise(np.cumsum([0, *lengths]).tolist()):
+        arrays = {name: array[first:stop] for name, array in vars(rows).items()}
+        arrays["values_V"] = rows.values_V[value_ends[first] : value_ends[stop]]
+        parts.append(EncodedColumns(**arrays))
+    return parts
 
 
 def take_rows(rows: EncodedColumns, chosen: Int64) -> EncodedColumns:
     """Return the chosen rows, in the order chosen."""
     # Values are ragged: chosen rows have values at places of their own.
     values = index_entries(offsets(sum_rows(rows.lengths_NM)), chosen)
-    arrays = vars(rows).items()
-    return EncodedColumns(
-        *(array[values if name == "values_V" else chosen] for name, array in arrays)
-    )
+    arrays = {name: array[chosen] for name, array in vars(rows).items() if name != "values_V"}
+    return EncodedColumns(**arrays, values_V=rows.values_V[values])
 
 
 def join_rows(parts: Sequence[EncodedColumns]) -> EncodedColumns:

@@ -25,9 +25,8 @@ def task_batch(
     support_E, query_E = chosen_E
     support_T, query_T = lengths_T
     # A block holds each task's support rows and then its query rows; here each side is one array.
-    order_N = reorder_row_by_row(
-        np.stack(lengths_T, axis=1), [support_E, query_E + support.num_rows]
-    )
+    sides = [support_E, query_E + support.num_rows]
+    order_N = reorder_row_by_row(np.stack(lengths_T, axis=1), sides)
     both = take_rows(join_rows([support, query]), order_N)
     rows = Rows(
         # Numbered within the batch, which may hold several pieces of one long task.

@@ -81,13 +81,13 @@ class CheckpointReader:
         return found
 
     def _empty(self, name: str) -> Tensor:
-        """Return an empty tensor of the full size, which the reader fills."""
         entry = self._reader.index.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise GMetaError(
                 f"checkpoint {self._path} has no tensor {name}: it is of another model than "
                 "the run's config. Export a step of the same run"
             )
+        # Of the full size: the reader fills in what each rank wrote.
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
@@ -127,7 +127,6 @@ def export_run(
     read = reader.read(list(names.values()))
     layers = {key: read[name] for key, name in names.items()}
     _check_finite(layers, untrained)
-
     # Read one by one: the largest table, not the model, must fit into memory.
     widths = widths_of_tables(dataset.features, config.model)
 
@@ -146,7 +145,6 @@ def export_run(
 
 
 def _check_finite(layers: Mapping[str, Tensor], untrained: Mapping[str, Tensor]) -> None:
-    """Raise NotFiniteError for a value that is not finite."""
     for name, values in layers.items():
         is_wrong = ~values.isfinite()
         if values.shape == untrained[name].shape:  # else its loading says more
@@ -209,15 +207,15 @@ def _make_description(
     recipe, place = dataset.manifest.recipe, dataset.manifest.stream
     schema = parse_schema(recipe["schema"]) if "schema" in recipe else None
     moments = {name: (mean, std) for name, (mean, std) in recipe.get("moments", {}).items()}
+    kinds = recipe.get("kinds", {})
+    columns = ExportedColumns(dataset.task, dataset.label, schema, moments, kinds)
     return ExportedConfig(
         model=config.model,
         algorithm=config.algorithm,
         loss=config.outer.loss,
         huber_delta=config.outer.huber_delta,
         features=dataset.features,
-        columns=ExportedColumns(
-            dataset.task, dataset.label, schema, moments, recipe.get("kinds", {})
-        ),
+        columns=columns,
         table_format=table_format,
         item_features=config.item_features,
         labels=config.labels,

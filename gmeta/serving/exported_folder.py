@@ -91,8 +91,7 @@ class ExportedConfig:
     @property
     def judged_scoring(self) -> Scoring:
         """Return how predictions of the judged label are measured."""
-        evaluation = EvaluationConfig(positive_rating=self.positive_rating)
-        return Scoring(self.judged_loss, evaluation)
+        return Scoring(self.judged_loss, EvaluationConfig(positive_rating=self.positive_rating))
 
 
 def table_file(index: int) -> str:
@@ -253,11 +252,9 @@ def is_export(folder: Path) -> bool:
         return True
     try:
         read_config(folder)
-    except UserError:
+    except GMetaError as error:
         # UserError: there is no model; any other: there is one that this release cannot read.
-        return False
-    except GMetaError:
-        return True
+        return not isinstance(error, UserError)
     return True
 
 
@@ -280,8 +277,7 @@ def new_folder(out: Path, overwrite: bool, kind: FolderKind = MODEL_FOLDER) -> I
     # What a killed export left at this place is removed by the next one.
     with open_exclusive_folder(out.parent / f".{out.name}.partial", str(out)) as partial:
         yield partial
-        paths = (*partial.rglob("*"), partial)
-        for path in paths:
+        for path in (paths := (*partial.rglob("*"), partial)):
             # safetensors writes for the owner alone; a model is passed around.
             path.chmod(0o755 if path.is_dir() else 0o644)
         flush_to_disk(paths)

@@ -51,7 +51,6 @@ def load(path: str | Path, verify: bool = True, device: str = "cpu") -> ServedMo
 
 
 def _load_again(folder: Path, config: ExportedConfig, device: str) -> ServedModel:
-    """Return a model that was pickled, from its folder."""
     # Checksums were compared when the model was first loaded.
     model = load(folder, verify=False, device=device)
     if model.config != config:

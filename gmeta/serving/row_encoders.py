@@ -5,8 +5,8 @@ columns, L labels."""
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import fields, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,15 +50,8 @@ class RawColumnEncoder:
     ) -> None:
         self._task = columns.task
         # Rows to predict have no split or side, and their order within a task does not matter.
-        self._schema = replace(
-            schema,
-            time=None,
-            row_id=None,
-            splits=SplitRule(),
-            membership=None,
-            negatives=None,
-            stream=None,
-        )
+        unused: Any = dict.fromkeys(("time", "row_id", "membership", "negatives", "stream"))
+        self._schema = replace(schema, splits=SplitRule(), **unused)
         fitted = FittedEncoding(dict(vocabularies), dict(columns.moments), kinds=columns.kinds)
         self._encoder = Encoder(self._schema, fitted)
         # A column of nulls alone, or of no rows, says nothing of its type: the schema does.
@@ -84,15 +77,7 @@ class RawColumnEncoder:
             batch = batch.append_column(self._task, pa.array(np.zeros(batch.num_rows, np.int64)))
         batch = _with_types(batch, self._null_types, pa.string())
         rows = self._encoder.encode(batch, with_label)
-        return EncodedColumns(
-            rows.task_N,
-            rows.label_N,
-            rows.ids_NF,
-            rows.dense_NK,
-            rows.lengths_NM,
-            rows.values_V,
-            rows.weight_NW,
-        )
+        return EncodedColumns(*(getattr(rows, array.name) for array in fields(EncodedColumns)))
 
 
 class IdColumnEncoder:
@@ -124,9 +109,8 @@ class IdColumnEncoder:
         task_N, label_N = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.float32)
         if self._columns.task in batch.schema.names:
             task = batch[self._columns.task]
-            task_N = hash_values(task, infer_kind(self._columns.task, task.type, "task")).view(
-                np.int64
-            )
+            kind = infer_kind(self._columns.task, task.type, "task")
+            task_N = hash_values(task, kind).view(np.int64)
         if with_label:
             label_N = _read_finite(self._columns.label, batch, "label")
         ids_NF = np.empty((num_rows, len(features.single)), np.int64)
@@ -232,11 +216,8 @@ def check_task_kinds(name: str, support: pa.Table, query: pa.Table) -> None:
     types = {"support": support.schema.field(name).type, "query": query.schema.field(name).type}
     # A side without rows may have no type, and matches nothing anyway.
     # 7 and "7" are different tasks, so no task would find its support rows.
-    kinds = {
-        side: infer_kind(name, kind, "task")
-        for side, kind in types.items()
-        if not pa.types.is_null(kind)
-    }
+    types = {side: kind for side, kind in types.items() if not pa.types.is_null(kind)}
+    kinds = {side: infer_kind(name, kind, "task") for side, kind in types.items()}
     if len(set(kinds.values())) > 1:
         raise UserError(
             f"task column {name} holds {kinds['support']} in the support rows and "
@@ -286,7 +267,6 @@ def _to_plain_lists(column: pa.Array) -> pa.Array:
 
 
 def _copy_list_views(views: pa.Array) -> pa.Array:
-    """Return list views as lists one after the other."""
     # Not by Arrow's own cast, which loses values.
     lengths_N = pc.fill_null(pc.list_value_length(views), 0).to_numpy()
     ends = pa.array(offsets(lengths_N.astype(np.int64)))

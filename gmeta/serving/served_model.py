@@ -68,7 +68,6 @@ class ServedModel:
         reload: "partial[ServedModel]",
         device: torch.device = HOST,
     ) -> None:
-        """Make a model whose layers compute on `device`."""
         self.config = config
         # Names the content of the folder: a state fits the model with this checksum alone.
         self.checksum = checksum
@@ -129,7 +128,16 @@ class ServedModel:
 
     def task(self, state: bytes) -> "AdaptedTask":
         """Return the task of what `AdaptedTask.state()` of this export returned, bit for bit."""
-        return AdaptedTask(self, from_bytes(state, self.checksum, self._state_shape))
+        layers = row_layers(self.learner.model).items()
+        shape = StateShape(
+            layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
+            gates_1JO=self.unadapted.gates_1JO,
+            width=self.config.model.embedding_dim,
+            num_keys=self._num_keys,
+            features=self.config.features,
+            keeps_support=self._statistics.width > 0,
+        )
+        return AdaptedTask(self, from_bytes(state, self.checksum, shape))
 
     @on_the_cpu
     def predict(self, rows: object) -> Tensor:
@@ -158,10 +166,9 @@ class ServedModel:
         """Return the predictions of encoded rows, which hold their tasks."""
 
         def run(batch: TaskBatch) -> tuple[Tensor, Tensor]:
-            prediction = self.predict_batch(batch)
-            return self._to_predictions_N(prediction.before_N), self._to_predictions_N(
-                prediction.after_N
-            )
+            found = self.predict_batch(batch)
+            before_N, after_N = map(self._to_predictions_N, (found.before_N, found.after_N))
+            return before_N, after_N
 
         return predict_tasks(run, self.config.features, support, query, allow_no_support)
 
@@ -188,17 +195,16 @@ class ServedModel:
         adapts_rows = self._inner.plan.adapts_rows
         # A length may be 0: that of a task of which nothing is known.
         with self._exclusive(), torch.enable_grad():
-            batch, fetched_row_P, num_rows = with_row_copies(
-                self._as_support(rows, lengths), adapts_rows
-            )
+            nothing = empty_rows(self.config.features), [0] * len(lengths)
+            batch = self._statistics.with_features(self._batch((rows, lengths), nothing))
+            batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
             values_PD = self._fetch_UD(batch)
             if fetched_row_P is not None:
                 values_PD = values_PD[fetched_row_P]
             # Where rows adapt, the inputs of the first layer change with each step.
-            every = make_full_side(batch, not adapts_rows, num_rows), values_PD
-            support, rows_PD, lengths_B, row_P = self._to_device(
-                (*every, batch.unique_lengths_B, fetched_row_P)
-            )
+            side = make_full_side(batch, not adapts_rows, num_rows)
+            on_host = side, values_PD, batch.unique_lengths_B, fetched_row_P
+            support, rows_PD, lengths_B, row_P = self._to_device(on_host)
             # A rate of 0: these rows do not adapt.
             working = WorkingRows(rows_PD, 0.0)
             if row_P is not None:
@@ -235,8 +241,8 @@ class ServedModel:
         """Return probabilities (bce) or ratings [N] of the rows of these tasks, in their order."""
         adapts_rows = tasks.key_P.numel() > 0
         with self._exclusive(), torch.no_grad():
-            query_batch = self._as_query(rows, lengths, tasks.supports)
-            batch, fetched_row_P, num_rows = with_row_copies(query_batch, adapts_rows)
+            batch = self._as_query(tasks, rows, lengths)
+            batch, fetched_row_P, num_rows = with_row_copies(batch, adapts_rows)
             rows_PD = self._fetch_UD(batch)
             if fetched_row_P is not None:
                 # Both ascending. Rows that the support did not use are as they were trained.
@@ -249,14 +255,9 @@ class ServedModel:
                 place_P = torch.searchsorted(known_K, key_P).clamp_(max=known_K.numel() - 1)
                 is_known_P = known_K[place_P] == key_P
                 rows_PD[is_known_P] = tasks.rows_PD[place_P[is_known_P]]
-            query, rows_PD, changes, gates = self._to_device(
-                (
-                    make_full_side(batch, constant=True, num_rows=num_rows),
-                    rows_PD,
-                    tuple(tasks.changes.values()),
-                    tuple(tasks.gates_TJO.values()),
-                )
-            )
+            side = make_full_side(batch, constant=True, num_rows=num_rows)
+            layers = tuple(tasks.changes.values()), tuple(tasks.gates_TJO.values())
+            query, rows_PD, changes, gates = self._to_device((side, rows_PD, *layers))
             adapted = self._inner.restore_adapted(
                 dict(zip(tasks.changes, changes, strict=True)),
                 dict(zip(tasks.gates_TJO, gates, strict=True)),
@@ -273,19 +274,6 @@ class ServedModel:
             (self._unadapted,) = self.adapt_encoded(nothing, [0])
         return self._unadapted
 
-    @property
-    def _state_shape(self) -> StateShape:
-        """Return what the state of any task holds."""
-        layers = row_layers(self.learner.model).items()
-        return StateShape(
-            layers={name: (layer.in_features, layer.out_features) for name, layer in layers},
-            gates_1JO=self.unadapted.gates_1JO,
-            width=self.config.model.embedding_dim,
-            num_keys=self._num_keys,
-            features=self.config.features,
-            keeps_support=self._statistics.width > 0,
-        )
-
     def _check_support_rows(self, lengths: Sequence[int]) -> None:
         if refusal := self.refusal(max(lengths, default=0)):
             raise UserError(refusal)
@@ -294,19 +282,14 @@ class ServedModel:
     def _exclusive(self) -> Iterator[None]:
         # A caller may be under inference mode, where no inner gradient could be taken, or under
         # autocast, which would answer in 8 bits.
-        with (
-            self._lock,
-            torch.inference_mode(False),
-            torch.autocast(self._device.type, enabled=False),
-        ):
+        full_width = torch.autocast(self._device.type, enabled=False)
+        with self._lock, torch.inference_mode(False), full_width:
             yield
 
     def _to_device(self, tree: Part) -> Part:
-        """Return dataclasses and tuples with their tensors where the layers are."""
         return tree if self._device == HOST else move_to_device(tree, self._device)
 
     def _to_host(self, tree: Part) -> Part:
-        """Return dataclasses and tuples with their tensors on the host."""
         return tree if self._device == HOST else move_to_device(tree, HOST)
 
     def _fetch_UD(self, batch: TaskBatch) -> Tensor:
@@ -321,29 +304,20 @@ class ServedModel:
     def _to_predictions_N(self, output_N: Tensor) -> Tensor:
         return self.learner.objectives.outer.predictions(output_N)
 
-    def _as_support(self, rows: EncodedColumns, lengths: Sequence[int]) -> TaskBatch:
-        """Return the rows of several tasks as their support sides alone."""
-        nothing = empty_rows(self.config.features), [0] * len(lengths)
-        return self._statistics.with_features(self._batch((rows, lengths), nothing))
-
     def _as_query(
-        self,
-        rows: EncodedColumns,
-        lengths: Sequence[int],
-        supports: Sequence[EncodedColumns | None],
+        self, tasks: AdaptedTensors, rows: EncodedColumns, lengths: Sequence[int]
     ) -> TaskBatch:
         """Return rows as query sides alone, with the statistics of each task's support."""
         nothing = empty_rows(self.config.features)
         batch = self._batch((nothing, [0] * len(lengths)), (rows, lengths))
         if not self._statistics.width:
             return batch
-        known = [support or nothing for support in supports]
+        known = [support or nothing for support in tasks.supports]
         known_lengths = [support.num_rows for support in known]
         # Statistics are of a task's support, so one batch has both sides to compute them; only the
         # query rows are used further.
-        both = self._statistics.with_features(
-            self._batch((join_rows(known), known_lengths), (rows, lengths))
-        )
+        sides = (join_rows(known), known_lengths), (rows, lengths)
+        both = self._statistics.with_features(self._batch(*sides))
         # Both sides stand in turn, task by task.
         turns = np.array([known_lengths, lengths], np.int64).T.ravel()
         is_query_N = np.repeat(np.tile([False, True], len(lengths)), turns)

@@ -76,11 +76,8 @@ def check_table(
     where: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], table_format: TableFormat
 ) -> StoredTable:
     """Return the table in a file's tensors. Raise GMetaError if config.json says otherwise."""
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "values": (shape, _DTYPES[table_format])
-    }
-    if table_format == "int8":
-        wanted["scale"] = (shape[:1], torch.float32)
+    scale = {"scale": (shape[:1], torch.float32)} if table_format == "int8" else {}
+    wanted: _Description = {"values": (shape, _DTYPES[table_format]), **scale}
     actual = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if actual != wanted:
         raise GMetaError(

@@ -85,13 +85,11 @@ def refuse_without_support(without: int, num_tasks: int, row: int) -> NoReturn:
 
 
 def _match_tasks(support: EncodedColumns, query: EncodedColumns) -> _MatchedRows:
-    tasks_T, query_first_T, query_rows_T = np.unique(
-        query.task_N[order_N := np.argsort(query.task_N, kind="stable")],
-        return_index=True,
-        return_counts=True,
-    )
     # Stable: rows of a task stay in the order of the file.
-    order_S = np.argsort(support.task_N, kind="stable")
+    order_N, order_S = (np.argsort(rows.task_N, kind="stable") for rows in (query, support))
+    tasks_T, query_first_T, query_rows_T = np.unique(
+        query.task_N[order_N], return_index=True, return_counts=True
+    )
     sorted_S = support.task_N[order_S]
     first_T = np.searchsorted(sorted_S, tasks_T, side="left")
     stop_T = np.searchsorted(sorted_S, tasks_T, side="right")

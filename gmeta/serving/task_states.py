@@ -58,13 +58,11 @@ def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
     # Views: each is cloned below, since a state that is kept must not keep the whole batch.
     rows, keys = adapted.rows_PD.split(counts), adapted.key_P.split(counts)
     changes = {name: _split_change(change) for name, change in adapted.changes.items()}
+    gates = {name: gate_TJO.detach().split(1) for name, gate_TJO in adapted.gates_TJO.items()}
     return [
         TaskState(
             {name: layer_changes[task] for name, layer_changes in changes.items()},
-            {
-                name: gate_TJO[task : task + 1].detach().clone()
-                for name, gate_TJO in adapted.gates_TJO.items()
-            },
+            {name: gates_1JO[task].clone() for name, gates_1JO in gates.items()},
             rows[task].clone(),
             keys[task].clone(),
             _copy_rows(adapted.supports[task]),
@@ -76,12 +74,9 @@ def split_tasks(adapted: AdaptedTensors, num_tasks: int) -> list[TaskState]:
 def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
     """Return the tasks side by side, in their order."""
     names = dict.fromkeys(name for state in states for name in state.changes)
-    changes = {
-        name: _stack_changes([state.changes.get(name) for state in states]) for name in names
-    }
-    gates_TJO = {
-        name: torch.cat([state.gates_1JO[name] for state in states]) for name in states[0].gates_1JO
-    }
+    changes = {name: _stack_changes([one.changes.get(name) for one in states]) for name in names}
+    gates = states[0].gates_1JO  # the same layers in every state
+    gates_TJO = {name: torch.cat([one.gates_1JO[name] for one in states]) for name in gates}
     counts = torch.tensor([state.key_P.numel() for state in states])
     return AdaptedTensors(
         changes,
@@ -94,19 +89,14 @@ def stack_tasks(states: Sequence[TaskState]) -> AdaptedTensors:
 
 
 def _copy_rows(rows: EncodedColumns | None) -> EncodedColumns | None:
-    if rows is None:
-        return None
-    return EncodedColumns(*(array.copy() for array in vars(rows).values()))
+    return rows and EncodedColumns(*(array.copy() for array in vars(rows).values()))
 
 
 def _split_change(change: PlainUpdate) -> list[PlainUpdate]:
     """Return the change of each task, without the rows that padded it."""
     if isinstance(change, MaterialisedUpdate):
-        pairs = zip(change.weight_TIO, change.bias_T1O, strict=True)
-        return [
-            MaterialisedUpdate(weight.unsqueeze(0).clone(), bias.unsqueeze(0).clone())
-            for weight, bias in pairs
-        ]
+        pairs = zip(change.weight_TIO.split(1), change.bias_T1O.split(1), strict=True)
+        return [MaterialisedUpdate(weight.clone(), bias.clone()) for weight, bias in pairs]
     # A row without a gradient changes nothing: that of padding, or behind a ReLU that is 0.
     counts_TS = (change.scaled_grads_TSO != 0).any(dim=2)
     counts = counts_TS.sum(dim=1).tolist()
@@ -121,9 +111,8 @@ def _split_change(change: PlainUpdate) -> list[PlainUpdate]:
 def _stack_changes(changes: Sequence[PlainUpdate | None]) -> PlainUpdate:
     """Return the changes of one layer side by side; None is no change."""
     some = next(change for change in changes if change is not None)
-    if isinstance(some, LowRankUpdate) and not any(
-        isinstance(change, MaterialisedUpdate) for change in changes
-    ):
+    are_matrices = any(isinstance(change, MaterialisedUpdate) for change in changes)
+    if isinstance(some, LowRankUpdate) and not are_matrices:
         # The bias's rate is the layer's, so it is the same for all.
         none = [tensor[:, :0] for tensor in _tensors(some)]
         nothing = LowRankUpdate(none[0], none[1], some.bias_rate)

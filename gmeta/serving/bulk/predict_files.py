@@ -26,6 +26,7 @@ from gmeta.serving.served_model import ServedModel
 from gmeta.serving.task_matching import refuse_without_support
 
 SUPPORT_ROWS = "support_rows"
+Records = npt.NDArray[np.void]  # an entry a query row, with a field for each output
 
 
 def schema_of(outputs: Sequence[Output]) -> pa.Schema:
@@ -79,7 +80,7 @@ def predict_files(
     return PredictionSummary(query.num_rows, without, clock.seconds)
 
 
-def _reserve_array(path: Path, kinds: np.dtype[np.void], num_rows: int) -> npt.NDArray[np.void]:
+def _reserve_array(path: Path, kinds: np.dtype[np.void], num_rows: int) -> Records:
     """Return an array in a new file whose disk space is reserved. Raise OSError."""
     shape = (max(num_rows, 1),)  # a file of no byte cannot be mapped
     with path.open("wb") as file:
@@ -103,11 +104,7 @@ def _check_support(support: TaskSpool, query: TaskSpool) -> None:
 
 
 def _predict_parts(
-    served: ServedModel,
-    support: TaskSpool,
-    query: TaskSpool,
-    found_N: npt.NDArray[np.void],
-    clock: ModelTimer,
+    served: ServedModel, support: TaskSpool, query: TaskSpool, found_N: Records, clock: ModelTimer
 ) -> int:
     """Fill in the predictions of each query row; return how many have no support rows."""
     without = 0
@@ -127,12 +124,7 @@ def _predict_parts(
 
 
 def _write(
-    query: RowFiles,
-    output: pa.Schema,
-    found_N: npt.NDArray[np.void],
-    path: Path,
-    suffix: str,
-    clock: ModelTimer,
+    query: RowFiles, output: pa.Schema, found_N: Records, path: Path, suffix: str, clock: ModelTimer
 ) -> None:
     schema, first = query.schema, 0
     for field in output:
@@ -140,9 +132,8 @@ def _write(
     with open_writer(path, schema, suffix) as writer:
         for batch in query.batches():
             stop = first + batch.num_rows
-            predicted = [
-                pa.array(np.ascontiguousarray(found_N[name][first:stop])) for name in output.names
-            ]
+            fields_N = (found_N[name][first:stop] for name in output.names)
+            predicted = [pa.array(np.ascontiguousarray(field_N)) for field_N in fields_N]
             columns = [*batch.columns, *predicted]
             writer.write_batch(pa.record_batch(columns, schema=schema))
             clock.advance_by(batch.num_rows)

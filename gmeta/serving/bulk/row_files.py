@@ -82,13 +82,10 @@ def check_fits(schema: pa.Schema, out: Path) -> None:
     """Raise UserError for a column that the file to be written cannot hold."""
     if out.suffix != CSV:
         return
+    unfit = pa.types.is_nested, pa.types.is_string_view, pa.types.is_binary_view
     for field in schema:
         kind = field.type
-        if (
-            pa.types.is_nested(kind)
-            or pa.types.is_string_view(kind)
-            or pa.types.is_binary_view(kind)
-        ):
+        if any(is_such(kind) for is_such in unfit):
             raise UserError(
                 f"column {field.name} has type {kind}, which CSV cannot hold: name a file "
                 "that ends with .parquet, or drop the column"

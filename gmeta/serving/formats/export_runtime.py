@@ -113,7 +113,7 @@ def _save(program: torch.export.ExportedProgram, path: Path) -> None:
 
 
 def _copy(model: Path, folder: Path) -> None:
-    """Copy the files that the model's config lists, and no others."""
+    # Only what the config lists: other files in the folder are not the model's.
     for name in (CONFIG_FILE, *read_config(model).files):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model / name, folder / name)

@@ -145,7 +145,6 @@ def adapting_sizes(features: Features) -> tuple[tuple[int, int], tuple[int, int]
 def _draw_both_sides(
     served: ServedModel, support_size: tuple[int, int], query_size: tuple[int, int]
 ) -> tuple[Example, EncodedColumns, EncodedColumns]:
-    """Return inputs of both sides, and the rows of each."""
     support, support_rows = draw_rows(served, *support_size, side=SUPPORT)
     query, query_rows = draw_rows(served, *query_size, side=QUERY)
     return {**support, **select_labels(support_rows), **query}, support_rows, query_rows
@@ -166,9 +165,8 @@ def draw_rows(
     features, rng = served.config.features, np.random.default_rng(seed + len(side))
     sizes = {table.name: table.num_rows for table in features.tables}
     shape = num_rows, len(features.multi), longest
-    ids_NF = rng.integers(
-        0, [sizes[c.table] for c in features.single], (num_rows, len(features.single))
-    )
+    rows_F = [sizes[c.table] for c in features.single]
+    ids_NF = rng.integers(0, rows_F, (num_rows, len(rows_F)))
     rows_M1 = np.array([[sizes[c.table]] for c in features.multi], np.int64).reshape(-1, 1)
     ids_NMH = rng.integers(0, np.broadcast_to(rows_M1, shape))
     lengths_NM = rng.integers(0, longest + 1, shape[:2])
@@ -201,16 +199,14 @@ def draw_rows(
 
 def name_shapes(example: Mapping[str, Tensor]) -> Shapes:
     """Return the shape of each input, with a name for each dimension that may be of any size."""
-    return {name: list(_name_dims(name, value)) for name, value in example.items()}
-
-
-def _name_dims(name: str, value: Tensor) -> list[int | str]:
-    side = name.rpartition(".")[0]
-    prefix = f"{side}_" if side else ""
-    dims: list[int | str] = [f"{prefix}rows", *value.shape[1:]]
-    if name.endswith(LISTS):
-        dims[2] = f"{prefix}longest"
-    return dims
+    shapes: Shapes = {}
+    for name, value in example.items():
+        side = name.rpartition(".")[0]
+        prefix = f"{side}_" if side else ""
+        shapes[name] = [f"{prefix}rows", *value.shape[1:]]
+        if name.endswith(LISTS):
+            shapes[name][2] = f"{prefix}longest"
+    return shapes
 
 
 def _dynamic_dims(example: Example) -> dict[str, dict[int, str]]:
@@ -265,7 +261,6 @@ def _silence_loggers() -> Iterator[None]:
 
 
 def _check(found_N: Tensor, expected_N: Tensor, what: str) -> None:
-    """Raise GMetaError unless a program predicts what the model does."""
     difference = float((found_N - expected_N).abs().max())
     scale = max(1.0, float(expected_N.abs().max()))
     # "Not at most", as NaN must fail too.

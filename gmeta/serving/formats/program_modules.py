@@ -53,9 +53,8 @@ class PaddedInputs(RowInputs):
 
     def no_rows(self) -> "PaddedInputs":
         """Return the same columns without a row."""
-        return self.of(
-            self.single_NFD[:0], self.dense_NK[:0], self.values_NMHD[:0], self.lengths_NM[:0]
-        )
+        lists = self.values_NMHD[:0], self.lengths_NM[:0]
+        return self.of(self.single_NFD[:0], self.dense_NK[:0], *lists)
 
     def bags_NHD(self, feature: int) -> History:
         """Return one multi-id feature, unpooled."""
@@ -70,7 +69,6 @@ class PaddedInputs(RowInputs):
         return sums_NMD / self.lengths_NM.clamp(min=1).to(sums_NMD.dtype).unsqueeze(2)
 
     def _masked_values(self) -> tuple[Tensor, Tensor]:
-        """Return the values with zeros in place of padding, and which of them are there."""
         places_H = torch.arange(self.values_NMHD.shape[2], device=self.lengths_NM.device)
         there_NMH = places_H < self.lengths_NM.unsqueeze(2)
         return self.values_NMHD * there_NMH.to(self.values_NMHD.dtype).unsqueeze(3), there_NMH
@@ -160,11 +158,8 @@ class ColumnKeys(nn.Module):
         are_rows_NMH = (ids_NMH >= 0) & (ids_NMH < self.size_M.unsqueeze(1))
         are_lists_NM = (lengths_NM >= 0) & (lengths_NM <= ids_NMH.shape[2])
         key_NF = torch.where(are_rows_NF, ids_NF + self.first_F, self._no_key)
-        key_NMH = torch.where(
-            are_rows_NMH & are_lists_NM.unsqueeze(2),
-            ids_NMH + self.first_M.unsqueeze(1),
-            self._no_key,
-        )
+        are_right_NMH = are_rows_NMH & are_lists_NM.unsqueeze(2)
+        key_NMH = torch.where(are_right_NMH, ids_NMH + self.first_M.unsqueeze(1), self._no_key)
         return key_NF, dense_NK, key_NMH, lengths_NM
 
 
@@ -267,7 +262,10 @@ class AdaptAndPredict(nn.Module):
         layout = _layout_of_one_task(key_SF)
         support = KeyedRows(layout, label_S, place_SF, place_SMH, dense_SK, lengths_SM, weight)
         rows_PD, inner = self.tables(key_P), self.learner.general_loop
-        working = WorkingRows(rows_PD, self._rate_of(key_P))
+        rate = self._rate
+        if isinstance(rate, Tensor):
+            rate = rate.index_select(0, self.tables.table_of(key_P))
+        working = WorkingRows(rows_PD, rate)
         with torch.enable_grad():
             # The inner loop asks for nothing else of a Side.
             adapted = inner.take_steps(working, cast(Side, support), EXPECTED_QUERY_ROWS, False)
@@ -282,37 +280,24 @@ class AdaptAndPredict(nn.Module):
         # Each key of the query has a row of its own, in their order.
         place_V = torch.arange(keys_V.shape[0], device=keys_V.device)
         place_QF, place_QMH = place_V.split([key_QF.numel(), key_QMH.numel()])
-        label_Q = dense_QK.new_zeros(dense_QK.shape[0])
-        query = KeyedRows(
-            _layout_of_one_task(key_QF),
-            label_Q,
-            place_QF.view(key_QF.shape),
-            place_QMH.view(key_QMH.shape),
-            dense_QK,
-            lengths_QM,
-        )
+        place_QF, place_QMH = place_QF.view(key_QF.shape), place_QMH.view(key_QMH.shape)
+        layout, label_Q = _layout_of_one_task(key_QF), dense_QK.new_zeros(dense_QK.shape[0])
+        query = KeyedRows(layout, label_Q, place_QF, place_QMH, dense_QK, lengths_QM)
         layers = adapted.layers
         query_inputs = inner.restore_adapted(layers.changes, layers.gates_TJO, fetched_VD)
         logits = inner.output_N(query_inputs, cast(Side, query)).detach()
         return self._losses.predictions(logits)
 
-    def _rate_of(self, key_P: Tensor) -> float | Tensor:
-        if not isinstance(self._rate, Tensor):
-            return self._rate
-        return self._rate.index_select(0, self.tables.table_of(key_P))
-
 
 def record_graph(module: AdaptAndPredict, example: dict[str, Tensor]) -> GraphModule:
     """Return the operations of the module for inputs like these, of any number of rows."""
     # Parameters and tables are no inputs: they become constants of the graph.
-    graph: GraphModule = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
-        example
-    )
+    trace = make_fx(module, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    graph: GraphModule = trace(example)
     return graph
 
 
 def _layout_of_one_task(key_NF: Tensor) -> RowLayout:
-    """Return the layout of the rows of one task, whatever their number in a trace."""
     num_rows = key_NF.shape[0]
     # Counted by an operation: an int of Python would stand in the recorded graph as a constant.
     lengths_1 = key_NF.new_ones(num_rows).sum().view(1)

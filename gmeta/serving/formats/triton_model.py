@@ -35,11 +35,10 @@ class TritonPythonModel:
         try:
             found = self._predict([_tensor(each) for each in request.inputs()])
         except (GMetaError, MetaIOError, RequestError) as error:
-            return pb_utils.InferenceResponse(
-                output_tensors=[], error=pb_utils.TritonError(str(error))
-            )
-        asked = request.requested_output_names()
-        outputs = [pb_utils.Tensor(name, found[name]) for name in found if name in asked]
+            failure = pb_utils.TritonError(str(error))
+            return pb_utils.InferenceResponse(output_tensors=[], error=failure)
+        names = request.requested_output_names()
+        outputs = [pb_utils.Tensor(name, found[name]) for name in found if name in names]
         return pb_utils.InferenceResponse(output_tensors=outputs)
 
     def _predict(self, inputs: list[Tensor]) -> dict[str, Any]:

@@ -32,11 +32,11 @@ def config_text(name: str, config: ExportedConfig) -> str:
     inputs = [each for column in columns.read for each in _input_entries("", column)]
     support = {column.name: column for column in (*columns.read, *columns.labels)}
     inputs += [each for column in support.values() for each in _input_entries(SUPPORT, column)]
-    outputs = [_tensor_entry(output.name, "FP32") for output in columns.outputs]
+    outputs, separator = [_tensor_entry(each.name, "FP32") for each in columns.outputs], ",\n"
     return (
         # 0: Triton must not take the first dimension, which differs between sides, for one batch.
         f'name: {_quote(name)}\nbackend: "python"\nmax_batch_size: 0\n'
-        f"input [\n{_join_entries(inputs)}\n]\noutput [\n{_join_entries(outputs)}\n]\n"
+        f"input [\n{separator.join(inputs)}\n]\noutput [\n{separator.join(outputs)}\n]\n"
         "instance_group [\n  { count: 1 kind: KIND_CPU }\n]\n"
     )
 
@@ -51,10 +51,6 @@ def _input_entries(prefix: str, column: InputColumn) -> Iterator[str]:
 
 def _tensor_entry(name: str, datatype: str, more: str = "") -> str:
     return f"  {{ name: {_quote(name)} data_type: {_DATATYPES[datatype]} dims: [ -1 ]{more} }}"
-
-
-def _join_entries(entries: list[str]) -> str:
-    return ",\n".join(entries)
 
 
 def _quote(text: str) -> str:

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,8 @@ def adapt_files(
                 writer.write_table(states.replace_schema_metadata(schema.metadata))
                 num_rows = pa.compute.sum(states["rows"]).as_py()
                 clock.advance_by(num_rows)
-                written = AdaptSummary(
-                    written.num_tasks + states.num_rows, written.num_rows + num_rows
-                )
+                num_tasks = written.num_tasks + states.num_rows
+                written = AdaptSummary(num_tasks, written.num_rows + num_rows)
     return written
 
 
@@ -131,9 +131,8 @@ def _worker_pool(model: ServedModel, processes: int) -> Iterator[Work]:
         yield lambda chunks: (adapt_rows(model, *chunk) for chunk in chunks)
         return
     # Forked: they share the mapped tables and what is imported.
-    pool = ProcessPoolExecutor(
-        processes, mp.get_context("fork"), initializer=_begin_worker, initargs=(model, os.getpid())
-    )
+    begin = partial(_begin_worker, model, os.getpid())
+    pool = ProcessPoolExecutor(processes, mp.get_context("fork"), initializer=begin)
 
     def work(chunks: Iterator[Chunk]) -> Iterator[pa.Table]:
         pending: deque[Future[pa.Table]] = deque()
