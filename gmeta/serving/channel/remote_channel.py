@@ -98,9 +98,9 @@ def publish(channel: Channel, url: str) -> list[int]:
             write_atomically(Path(root) / CURRENT_FILE, (channel.root / CURRENT_FILE).read_bytes())
         else:
             fs.upload_file(str(channel.root / CURRENT_FILE), f"{root}/{CURRENT_FILE}")
-        # After current.json: until then readers may be sent to a version that goes now.
         if is_own:
             kept = {channel.folder_of(number).name for number in channel.numbers()}
+            # After current.json: until then readers may be sent to a version that goes now.
             for name in set(remote_sizes) - kept:
                 remove(name)
     return copied
