@@ -96,6 +96,7 @@ class ExportedConfig:
 
 def table_file(index: int) -> str:
     """Return the name of the file of the table at this place of `features.tables`."""
+    # By place, as a table's name need not be one that a file may have.
     return f"table-{index:05d}.safetensors"
 
 

@@ -88,6 +88,7 @@ def _load_learner(folder: Path, config: ExportedConfig) -> MetaLearner:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     lacking = [name for name, value in wanted.items() if shapes.get(name) != value.shape]
     if lacking or len(tensors) > len(wanted):
+        # With nothing lacking, any further tensor is one that the model does not have.
         what = f"it lacks {lacking[0]} and {len(lacking) - 1} more" if lacking else "it holds more"
         raise GMetaError(
             f"{folder / LAYERS_FILE} does not fit config.json: {what}. "

@@ -151,6 +151,7 @@ class IdColumnEncoder:
                     "needed. Make each value a list, such as [3, 17]"
                 )
             lengths_NM[:, index] = np.diff(column.offsets.to_numpy())
+            # Not column.values, which holds what lies outside a slice too.
             values = column.flatten()
             if values.null_count:
                 raise DataError(

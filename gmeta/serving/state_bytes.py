@@ -114,6 +114,7 @@ def _to_arrays(state: TaskState) -> dict[str, npt.NDArray[Any]]:
             if isinstance(value, Tensor):
                 tensors[f"{_CHANGE}/{name}/{part}"] = value
             else:
+                # A bias's rate, a float of Python: 64 bits bring it back as it was.
                 arrays[f"{_CHANGE}/{name}/{part}"] = np.array([value], np.float64)
     arrays |= {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
     if state.support is not None:

@@ -27,6 +27,7 @@ class StoredTable:
 
     def rows_UD(self, ids_U: Tensor) -> Tensor:
         """Return these rows [U, D] as float32."""
+        # The file is mapped: only the pages of these rows are read.
         rows_UD = self.values_RD.index_select(0, ids_U).to(torch.float32)
         if self.scale_R is None:
             return rows_UD

@@ -71,6 +71,7 @@ def predict_tasks(
         # Pieces come by size; the caller's order is that of the query rows.
         before_N[place], after_N[place] = before, after
     support_rows_N = np.empty(query.num_rows, np.int64)
+    # From the order by task back to the caller's.
     support_rows_N[sides.query_order_N] = np.repeat(sides.support_rows_T, sides.query_rows_T)
     return TaskPredictions(before_N, after_N, torch.from_numpy(support_rows_N))
 

@@ -62,6 +62,7 @@ def predict_files(
     heads = support.schema.empty_table(), query.schema.empty_table()
     check_task_kinds(served.config.columns.task, *heads)
     served.choose_threads()
+    # Query rows are read, predicted and written; support rows are only read.
     clock = ModelTimer(advance, support.num_rows + 3 * query.num_rows)
     # Tasks are dealt to parts by their hash, so both sides of one are in the same part.
     num_parts = parts_for(support.num_rows + query.num_rows, part_rows)
@@ -133,6 +134,7 @@ def _write(
         for batch in query.batches():
             stop = first + batch.num_rows
             fields_N = (found_N[name][first:stop] for name in output.names)
+            # A field of records is strided, which Arrow does not take.
             predicted = [pa.array(np.ascontiguousarray(field_N)) for field_N in fields_N]
             columns = [*batch.columns, *predicted]
             writer.write_batch(pa.record_batch(columns, schema=schema))

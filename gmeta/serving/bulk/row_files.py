@@ -33,6 +33,7 @@ class RowFiles:
                 for fs, path in _find_files(one):
                     self._places.append((fs, path))
                     self.names.append(path if is_local(fs) else fs.unstrip_protocol(path))
+        # At once: files that differ are refused before any row is read.
         self._heads = [self._read_head(*place) for place in self._places]
         self.schema: pa.Schema = self._heads[0][0]
         for name, (schema, _) in zip(self.names, self._heads, strict=True):
@@ -70,6 +71,7 @@ def atomic_output(out: Path) -> Iterator[tuple[Path, Path]]:
         flush_to_disk([written])
         # On the disk before it has its name: a power cut leaves the old file or the new one.
         written.replace(out)
+        # The folder, too, which holds the file's name.
         flush_to_disk([out.parent])
 
 

@@ -96,6 +96,7 @@ def judge(
         if split in dataset.splits and not dataset.splits[split].num_episodes:
             continue
         ours.append(predict_gate(served, candidate, dataset, split))
+        # With nothing to compare, more windows would decide nothing.
         if champion_model is None or champion is None:
             break
         theirs.append(predict_gate(champion_model, champion, dataset, split))

@@ -221,6 +221,7 @@ class Channel:
                     f"{self.root} has no version {to}: it has "
                     f"{', '.join(map(str, numbers)) or 'none'}. Choose one of them"
                 )
+            # Every file of the chain is compared before anything is served by it.
             chain = self.chain(to)
             for version in (chain.base, *chain.deltas):
                 check_version(version)

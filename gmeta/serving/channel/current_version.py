@@ -29,6 +29,7 @@ def is_channel_at(place: str) -> bool:
     """Return whether a channel is at a URL."""
     fs, root = find_file_system(place)
     with translate_access_errors(place):
+        # An object store takes "//" for a folder without a name.
         return bool(fs.exists(f"{root.rstrip('/')}/{CURRENT_FILE}"))
 
 

@@ -145,6 +145,7 @@ class Follower:
         """End the thread; the model that is served stays usable."""
         self._ended.set()
         if self._thread is not None:
+            # A check that is under way ends first: nothing changes after `close`.
             self._thread.join()
 
     def __enter__(self) -> "Follower":

@@ -124,6 +124,7 @@ def _with_model_rows(batch: TaskBatch, row_maps: list[Tensor | None]) -> TaskBat
         # Several rows of the dataset may become one of the model: that of unknown values.
         unique, inverse = torch.unique(mapped, return_inverse=True)
         ids.append(unique)
+        # Positions number the rows of all tables one after the other.
         place.append(inverse + before)
         lengths.append(len(unique))
         before += len(unique)

@@ -25,6 +25,7 @@ class LoadFailure:
 
     def note_failure(self, version: str, error: Exception) -> bool:
         """Note why a version does not serve; return whether that was not reported yet."""
+        # Both were reported: a channel out of reach and a bad version may take turns.
         before, self.failure = (self.failure, self._failed_version), (version, str(error))
         # Without a name there is nothing to put off: the next look may find the channel again.
         if version:

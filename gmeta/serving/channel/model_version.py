@@ -124,6 +124,7 @@ def model_config(version: Version) -> ExportedConfig:
 
 def model_checksum(folder: Path) -> str:
     """Return the checksum of the model that a version leads to, be it full or a delta."""
+    # model.json is a copy of the model's config.json, so both kinds have the same hash.
     name = MODEL_FILE if is_delta(folder) else CONFIG_FILE
     return xxh3_hex((folder / name).read_bytes())
 
@@ -178,4 +179,5 @@ def parse_checked(
     try:
         return parse_checked_json(content, name, kind, remedy)
     except FormatError as error:
+        # metaio's errors are another tree: who uses a channel catches GMetaError.
         raise GMetaError(str(error)) from error

@@ -85,6 +85,7 @@ def publish(channel: Channel, url: str) -> list[int]:
         for number in channel.numbers():
             folder = channel.folder_of(number)
             sizes, remote_files = _local_sizes(folder), remote_sizes.get(folder.name, {})
+            # Sizes show an upload that was cut short; otherwise a version never changes.
             if not is_own or remote_files != sizes:
                 # Old files must not stay beside the new ones: a delta.json would be read in place
                 # of config.json. On a disk the folder is swapped as one.
@@ -153,6 +154,7 @@ def _download_version(
     except GMetaError:
         pass  # it is brought anew
     fs, there = find_file_system(f"{url}/{VERSIONS}/{target.name}")
+    # What is there is damaged, or of another version of this number.
     shutil.rmtree(target, ignore_errors=True)
     with open_atomic_folder(target) as partial:
         # The bytes that were checked against the chain, not those that may be there by now.

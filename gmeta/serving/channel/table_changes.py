@@ -49,11 +49,13 @@ def materialize_table(
     """Write the table file of the last version: the full one's rows with each delta's over them."""
     tensors: dict[str, Tensor] = {}
     for name, stored in read_tensors(base).items():
+        # Rows beyond the base's come with the deltas.
         tensors[name] = stored.new_empty((num_rows, *stored.shape[1:]))
         tensors[name][: len(stored)] = stored[:num_rows]
     for change in changes:
         try:
             rows = load_arrays(change)
+            # Gaps are stored in the narrowest type, in which their sum would overflow.
             ids = torch.from_numpy(np.cumsum(rows.pop(_GAPS).astype(np.int64)))
             if rows.keys() != tensors.keys():
                 raise KeyError(", ".join(rows))

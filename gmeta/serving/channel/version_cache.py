@@ -33,6 +33,7 @@ def lock_folder(folder: Path) -> Iterator[Path]:
         ) from error
     with lock:
         try:
+            # The kernel releases it with the process: one that is killed locks nobody out.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             # Some network file systems have no locks: there each process does the work again.

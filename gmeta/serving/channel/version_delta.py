@@ -98,6 +98,7 @@ def materialize_model(base: Path, deltas: Sequence[Version], out: Path) -> None:
     for file, entry in files.items():
         if not (out / file).is_file() or describe_file(out / file) != entry:
             raise _altered_error(newest, file)
+    # Copied where it can be: the hash of its bytes is what names the model.
     if files == config.files:
         shutil.copyfile(newest.folder / MODEL_FILE, out / CONFIG_FILE)
     else:

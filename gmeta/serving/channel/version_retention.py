@@ -39,5 +39,6 @@ def remove_others(channel: Channel, stay: Collection[int]) -> list[int]:
     if gone:
         flush_to_disk([folder])
     for path in folder.glob(_GOING.format("*")):  # also what a killed process left
+        # What cannot be removed now goes with the next removal.
         shutil.rmtree(path, ignore_errors=True)
     return gone

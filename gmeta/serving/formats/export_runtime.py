@@ -67,6 +67,7 @@ def export_for(
         check_onnx()
     is_triton = runtime == "triton"
     with new_folder(out, overwrite, _REPOSITORY if is_triton else _PROGRAM) as partial:
+        # Beside a program the model is removed again: nothing of it is needed to run one.
         model = partial / MODEL_FOLDER if is_triton else partial / ".model"
         if not was_exported:
             export_run(source, model, table_format or "float32", step)
@@ -101,6 +102,7 @@ def _write_program(served: ServedModel, model: Path, folder: Path, runtime: Runt
         except GMetaError as error:  # said, not silent: the other program is whole
             left_out = f"without {ADAPTED_FILE}: {error}"
     write_inputs(folder, served.config, programs)
+    # inputs.json refers to them: readers in other languages encode raw columns themselves.
     copy_folder(model / "vocabulary", folder / "vocabulary")
     return left_out
 

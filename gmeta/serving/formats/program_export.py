@@ -58,6 +58,7 @@ def export_forward(served: ServedModel) -> ExportedProgram:
     with _translate_errors(what):
         program = _export_program(UnadaptedForward(served).eval(), example)
     compute = program.module()
+    # The second was not recorded: a size that became a constant of the program shows there.
     for num_rows, longest in (_ALONE, _FEWEST):
         example, rows = draw_rows(served, num_rows, longest)
         expected = served.predict_encoded([served.unadapted], rows, [num_rows])
@@ -236,6 +237,7 @@ def _translate_errors(what: str) -> Iterator[None]:
         with warnings.catch_warnings(), _silence_loggers():
             warnings.simplefilter("ignore")
             yield
+    # One line already, or the disk's own trouble.
     except (UserError, GMetaError, OSError):
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as raised:

@@ -30,6 +30,7 @@ def write_inputs(folder: Path, config: ExportedConfig, programs: dict[str, Any])
         **_describe_labels(config),
         "source": config.source,
     }
+    # Python's NaN is no JSON, and other languages' parsers refuse it.
     text = json.dumps(body, indent=1, allow_nan=False)
     (folder / INPUTS_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -80,6 +81,7 @@ def _describe_dense(config: ExportedConfig) -> list[dict[str, Any]]:
     entries = []
     for rule in schema.dense:
         entry = {"name": rule.column, **asdict(rule)}
+        # `name` and the moments below say the same.
         del entry["column"], entry["standardise"]
         if rule.standardise:
             entry |= dict(zip(("mean", "deviation"), moments[rule.column], strict=True))

@@ -172,6 +172,7 @@ class UnadaptedForward(nn.Module):
         self.columns = ColumnKeys(served)
         self.tables = KeyedTables(served)
         # Gates made of no support rows are the same for every task, so layers can hold them.
+        # A copy, as the gates are multiplied into its weights.
         self.model = _apply_gates(deepcopy(learner.model), served.unadapted.gates_1JO)
         self.generator = learner.generator
         self._num_statistics = learner.statistics.width
@@ -203,6 +204,7 @@ def _apply_gates(model: nn.Module, gates: Mapping[str, Tensor]) -> nn.Module:
     for name, gate_1JO in gates.items():
         scale_O, *shifts = gate_1JO[0].unbind(0)
         layer = layers[name]
+        # A gate of one part has no shift.
         bias_O = scale_O.new_zeros(len(scale_O)) if layer.bias is None else layer.bias * scale_O
         layer.weight.mul_(scale_O.unsqueeze(1))
         layer.bias = nn.Parameter(sum(shifts, bias_O), requires_grad=False)

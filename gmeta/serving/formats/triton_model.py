@@ -48,6 +48,7 @@ class TritonPythonModel:
                 "the request has no rows to predict. Send inputs named like the columns"
             )
         before_N = self.model.predict(query).numpy()
+        # Without support rows both outputs are the same.
         after_N = before_N
         if support is not None:
             after_N = self.model.adapt(support).predict(query).numpy()
@@ -57,6 +58,7 @@ class TritonPythonModel:
 
 def _tensor(given: Any) -> Tensor:
     values = given.as_numpy()
+    # Triton's BYTES are an array of Python's bytes objects.
     flat = pa.array(values.ravel().tolist(), pa.binary()) if values.dtype == np.object_ else None
     try:
         array = pa.array(values.ravel()) if flat is None else flat.cast(pa.string())

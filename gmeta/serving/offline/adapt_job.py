@@ -78,6 +78,7 @@ def adapt_files(
         raise UserError(
             f"{', '.join(inputs)} has 0 rows: there is no task to adapt to. Give labelled rows"
         )
+    # Each row is read once, and adapted to once.
     clock = ModelTimer(report_progress, 2 * files.num_rows)
     with (
         # Forked first: reading Parquet starts threads.

@@ -34,6 +34,7 @@ def group_tasks(parts: Iterable[pa.Table], task: str, chunk_rows: int) -> Iterat
         joined = pa.concat_tables(held)
         # The last task may go on in the next part.
         column = joined[task]
+        # pc.index finds no null; encode refuses it in any case.
         end = pc.index(column, column[-1]).as_py() if column[-1].is_valid else num_rows
         if end > 0:
             yield joined.slice(0, end)
@@ -56,6 +57,7 @@ def adapt_partition(model: str | Path) -> Callable[[Iterable[Any]], Iterator[Any
     """
 
     def adapt(batches: Iterable[Any]) -> Iterator[Any]:
+        # Each partition loads the model: to compare checksums would read every table each time.
         served, remaining = load(model, verify=False), iter(batches)
         first = next(remaining, None)
         if first is None:

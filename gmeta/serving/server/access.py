@@ -15,6 +15,7 @@ class Right(enum.Enum):
 
     INFER = frozenset({Role.WORKER, Role.OPERATOR})
     LOOK = frozenset({Role.OPERATOR, Role.VIEWER})
+    # Whoever has a role; probes are not checked at all.
     METADATA = frozenset(Role)
 
 
@@ -52,6 +53,7 @@ class ServerAccess:
                 "(both, where it has both). Send Authorization: Bearer TOKEN, or connect with the "
                 "certificate",
             )
+        # Each must allow it: of two credentials the narrower one counts.
         for role in proven_roles:
             if role not in right.value:
                 allowed = ", ".join(sorted(each.value for each in right.value))

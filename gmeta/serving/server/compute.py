@@ -84,6 +84,7 @@ def _find_state(share: _BatchShare, model: ServedModel, version: str, cache: Tas
     if request.support is not None:
         share.support = request.support
     elif request.task_key is None:
+        # Neither rows nor a key: a task of which nothing is known.
         share.state = model.unadapted
         return
     else:
@@ -164,6 +165,7 @@ def _predict(
     shares: Sequence[_BatchShare], output: str, model: ServedModel, tasks: AdaptedTensors
 ) -> None:
     nothing = empty_rows(model.config.features)
+    # A request with support rows alone has none to predict.
     rows = [share.encoded_query or nothing for share in shares]
     lengths = [part.num_rows for part in rows]
     values_N = model.predict_adapted(tasks, join_rows(rows), lengths).numpy()
@@ -182,6 +184,7 @@ def _cut_batches(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
     if not sizes:
         return []
     support_T, query_T = np.array(sizes).T
+    # A task without rows, too, has a place in a batch.
     longest_T = np.maximum(support_T + query_T, 1)
     return [run.tolist() for run in cut_runs(np.lexsort((query_T, support_T)), longest_T)]
 

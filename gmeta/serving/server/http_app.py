@@ -170,6 +170,7 @@ async def _read_body(request: Request, max_bytes: int, timeout_s: float) -> byte
     )
     # A client that sends "Expect: 100-continue" waits with its body: it can be refused before.
     declared = request.headers.get("content-length", "0")
+    # 20 digits are beyond any limit, and Python refuses to convert thousands.
     is_large = declared.isdecimal() and int(declared[:20]) > max_bytes
     if is_large and "expect" in request.headers:
         raise too_large
@@ -217,6 +218,7 @@ def _describe_service(service: InferenceService) -> dict[str, Any]:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    # Starlette types any handler for Exception, and calls this one for what it was added for.
     assert isinstance(error, RequestError)
     headers = {}
     if error.retry_after_s is not None:

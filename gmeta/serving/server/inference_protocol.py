@@ -231,6 +231,7 @@ def _parse_outputs(
         if _parse_parameters(each).get("binary_data", everywhere) is True:
             binary.add(name)
     if not names and everywhere:
+        # Without names the answer has the default outputs.
         binary.update(output.name for output in columns.default_outputs)
     return names, frozenset(binary)
 
@@ -243,6 +244,7 @@ def render_http(
     for name, values in answer.iterate_outputs(request):
         entry: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
         if name in request.binary:
+            # In the order of the outputs: only their sizes say where each begins.
             behind.append(raw_bytes(values))
             entry["parameters"] = {"binary_data_size": len(behind[-1])}
         else:

@@ -102,6 +102,7 @@ class InferenceService:
         read: Callable[[], Any],
     ) -> tuple[InferenceRequest, InferenceAnswer]:
         """Return a request and its answer, counted, logged and traced. Raise RequestError."""
+        # 500 unless something better is known: a defect counts too.
         began_s, status, num_rows, message = time.perf_counter(), 500, 0, ""
         try:
             check()

@@ -156,6 +156,7 @@ def _to_table(columns: ModelColumns, side: Mapping[str, Tensor]) -> pa.Table | N
             )
     sizes = {name: len(array) for name, array in arrays.items()}
     if len(set(sizes.values())) > 1:
+        # The message stays one line, however many columns there are.
         sizes_text = ", ".join(f"{name} {size}" for name, size in list(sizes.items())[:6])
         raise bad_request(
             f"inputs of one side differ in rows ({sizes_text}); all need the same. Correct them"

@@ -29,6 +29,7 @@ def load_version(folder: Path | str, verify: bool = True) -> LoadedModel:
     for last in (False,) * (_TRIES - 1) + (True,):
         version = version_in(folder)
         try:
+            # model_folder has compared the files already.
             model = load(model_folder(folder, verify), verify=False)
         except GMetaError:
             # An error while the folder was replaced says nothing of either version.

@@ -44,6 +44,7 @@ class ServeConfig(Protection):
 
     def check(self) -> None:
         """Raise UserError for an address that is malformed, or that strangers could reach."""
+        # A malformed address is refused whatever protects the server.
         hosts = {option: split_address(option, at)[0] for option, at in self.addresses.items()}
         if self.workers > 1:
             for option, address in self.addresses.items():

@@ -158,6 +158,7 @@ class _ReservedFile(MmapedDict):  # type: ignore[misc]
 
     def _init_value(self, key: str) -> None:
         if self._used + _SAMPLE_BYTES > self._capacity:
+            # prometheus_client is about to double the file.
             _reserve(self._f.fileno(), self._fname, 2 * self._capacity)
         super()._init_value(key)
 

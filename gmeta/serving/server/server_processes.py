@@ -131,6 +131,7 @@ class _WorkerGroup:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+        # This process's copy: while it is open, the pipe does not end with the worker.
         its_sign.close()
         return _WorkerProcess(process, sign, pause_s)
 

@@ -97,6 +97,7 @@ async def _serve_until_stopped(config: ServeConfig, report_ready: Callable[[], N
         ending.append(asyncio.create_task(grpc_server.stop(config.drain_s)))
     # Longer than either side's own limit, which closes what is left.
     await asyncio.wait(ending, timeout=config.drain_s + 5)
+    # The watchers of versions and certificates never end by themselves.
     for task in tasks[1:]:
         task.cancel()
     service.stop()
@@ -114,6 +115,7 @@ def bind_socket(option: str, address: str, shared: bool) -> socket.socket:
         )[0]
         opened = socket.socket(family, kind, protocol)
         try:
+            # Else the address would stay taken for a while after a restart.
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if shared:
                 # The kernel divides connections among the processes of this user that have it.

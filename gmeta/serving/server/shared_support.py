@@ -48,6 +48,7 @@ class SharedSupport:
         self._is_failing = False
         self._lock = threading.Lock()
         # Nothing here must outlive the machine: no write waits for the disk.
+        # No isolation level: `_transaction` begins and ends each by itself.
         self._db = sqlite3.connect(
             file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -117,6 +118,7 @@ class SharedSupport:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        # Immediate: a reader that turns writer could find the file changed, and fail midway.
         self._db.execute("begin immediate")
         try:
             yield

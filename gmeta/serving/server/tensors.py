@@ -111,6 +111,7 @@ def _json_array(name: str, datatype: str, data: Sequence[Any], kinds: set[type])
         kind = pa.string() if datatype == "BYTES" else pa.from_numpy_dtype(_NUMBERS[datatype])
         if datatype == "FP16":
             with np.errstate(over="ignore"):  # becomes infinite, which is refused later
+                # Arrow makes 16-bit floats of NumPy's scalars alone.
                 data = [None if value is None else np.float16(value) for value in data]
         return pa.array(data, kind)
     except (pa.ArrowException, OverflowError, ValueError) as error:
@@ -137,6 +138,7 @@ def tensor_from_raw(name: str, datatype: str, shape: tuple[int, ...], content: b
     values = np.frombuffer(content, np.uint8 if datatype == "BOOL" else dtype)
     if datatype == "BOOL":
         values = values != 0
+    # Arrow takes the machine's own byte order alone.
     return Tensor(name, shape, pa.array(values.astype(values.dtype.newbyteorder("="))))
 
 
@@ -209,5 +211,6 @@ def raw_bytes(values: npt.NDArray[Any]) -> bytes:
 def _abbreviate(value: object) -> str:
     """Return a caller's value for a message: short, and without control characters."""
     text = value if isinstance(value, str) else repr(value)
+    # A caller's line ends could forge lines of the log.
     text = "".join(char if char.isprintable() else "?" for char in text[:80])
     return repr(text) if isinstance(value, str) else text

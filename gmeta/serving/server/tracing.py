@@ -53,6 +53,7 @@ def tracing_from_environment(exporter: Any = None) -> Tracing:
     name = os.environ.get(EXPORTER, "none")
     if exporter is None and name == "none":
         return Tracing()
+    # The parent first: find_spec raises for a part of a package that is not there.
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
         raise UserError(
             f"{EXPORTER} = {name} needs the extra: pip install 'gmeta[opentelemetry]'. Install it, "
