@@ -9,7 +9,7 @@ Testing).
 Shape suffixes: T tasks, N rows."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
 from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
-from gmeta.metrics.terms import Terms, sum_T
+from gmeta.metrics.terms import Terms, Value, sum_T
 from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
@@ -174,7 +174,7 @@ class _Comparison:
             interval, terms = self._difference(ours, theirs)
             margin = self._margin(terms)
             value = terms.value - candidate[self.metric].value
-            difference, champion = _measure(value, interval), _values(self._terms(theirs))
+            difference, champion = _measure(value, interval), finite_values(self._terms(theirs))
             if interval.reason:
                 reasons.append(f"{self.metric} cannot be compared: {interval.reason}")
             elif interval.low < -margin:
@@ -195,7 +195,7 @@ class _Comparison:
             margin=margin,
             difference=difference,
             calibration=calibration,
-            candidate=_values(candidate),
+            candidate=finite_values(candidate),
             champion=champion,
         )
 
@@ -241,7 +241,8 @@ def _are_finite(predicted: list[GatePredictions]) -> bool:
     return all(np.isfinite(one.prediction_N).all() for one in predicted)
 
 
-def _values(terms: dict[str, Terms]) -> dict[str, float | None]:
+def finite_values(terms: Mapping[str, Terms | Value]) -> dict[str, float | None]:
+    """Return the value of each metric by its name; None where it is undefined."""
     return {name: _finite_or_none(one.value) for name, one in terms.items()}
 
 

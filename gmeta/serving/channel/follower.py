@@ -111,8 +111,8 @@ class Follower:
     def check(self) -> bool:
         """Look for another version now; return whether it serves from here on."""
         with self._checking:
-            # Freed one look after it was replaced, in this thread: not with the last request that
-            # has it.
+            # Freed one look after it was replaced, in this thread: the last request that has it
+            # must not pay for that.
             self._retired = None
             try:
                 with translate_access_errors(self._place):

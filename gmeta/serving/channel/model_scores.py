@@ -8,6 +8,7 @@ import numpy as np
 
 from gmeta.errors import UserError
 from gmeta.metrics.scores import evaluate_split
+from gmeta.serving.channel.champion_judge import finite_values
 from gmeta.serving.channel.gate_predictions import predict_gate
 from gmeta.serving.channel.model_version import is_delta, read_version
 from gmeta.serving.model_loader import load
@@ -33,9 +34,8 @@ def score_model(model: Path, dataset: Dataset, splits: Sequence[str] = ()) -> di
     for split in chosen:
         rows = predict_gate(served, model, dataset, split)
         values = evaluate_split(rows.label_N, rows.prediction_N, rows.task_N, scoring, names)
-        finite = {name: one.value for name, one in values.items() if np.isfinite(one.value)}
-        own = {name: float(finite[name]) if name in finite else None for name in values}
-        scores[split] = {"num_tasks": len(np.unique(rows.task_N)), "scores": own}
+        finite = finite_values(values)
+        scores[split] = {"num_tasks": len(np.unique(rows.task_N)), "scores": finite}
     place = dataset.manifest.stream
     return {
         "increment": None if place is None else place.increment,

@@ -36,8 +36,7 @@ SUPPORT, QUERY, LABEL, WEIGHT = "support.", "query.", "label", "weight"
 class PaddedInputs(RowInputs):
     """Rows whose lists are padded to one length; the ragged fields of RowInputs are empty.
 
-    A model that asks for its lists by `bags_NHD` and `pooled_NMD` computes the same as from
-    those."""
+    A model that asks for its lists by `bags_NHD` and `pooled_NMD` computes the same from both."""
 
     values_NMHD: Tensor
     lengths_NM: Tensor
@@ -252,8 +251,7 @@ class AdaptAndPredict(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return probabilities (bce) or ratings [N] of the query rows.
 
-        `inputs` are those of UnadaptedForward for both sides, and the support's labels and
-        weights."""
+        `inputs` are UnadaptedForward's for both sides, and the support's labels and weights."""
         key_SF, dense_SK, key_SMH, lengths_SM = self.columns(inputs, SUPPORT)
         # A key that stands there several times has its one row where it stands first.
         key_P = torch.cat([key_SF.flatten(), key_SMH.flatten()]).sort()[0]

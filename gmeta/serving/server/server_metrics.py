@@ -44,10 +44,10 @@ class ServerMetrics:
         text = "From a request's head to its answer, with the time that its body took to come."
         name = "gmeta_serve_request_seconds"
         self.seconds = histogram(name, text, ["protocol"], buckets=_SECONDS)
-        text = (
-            "Where the time goes: parse and queue of a request; encode, adapt, predict of a batch."
+        name, text = (
+            "gmeta_serve_stage_seconds",
+            "Where the time goes: parse and queue of a request; encode, adapt, predict of a batch.",
         )
-        name = "gmeta_serve_stage_seconds"
         self.stage_seconds = histogram(name, text, ["stage"], buckets=_SECONDS)
         name, text = "gmeta_serve_batch_tasks", "Requests of a batch."
         self.batch_tasks = histogram(name, text, buckets=_TASKS)
@@ -59,7 +59,8 @@ class ServerMetrics:
         # At 0 from the start: an alert on an increase needs a value before the first.
         for result in ("loaded", "refused"):
             self.reloads.labels(result)
-        # Over all workers that live: sizes add up; an alert wants the oldest model, any refusal.
+        # Over all workers that live: sizes add up, and an alert is on the oldest model or on any
+        # refusal.
         total = partial(Gauge, registry=registry, multiprocess_mode="livesum")
         least = partial(Gauge, registry=registry, multiprocess_mode="livemin")
         most = partial(Gauge, registry=registry, multiprocess_mode="livemax")
