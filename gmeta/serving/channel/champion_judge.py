@@ -9,7 +9,7 @@ Testing).
 Shape suffixes: T tasks, N rows."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import numpy as np
 from gmeta.evaluation.report.intervals import Interval, bootstrap, percentile_interval
 from gmeta.metrics.catalogue import Scoring, loss_metric, predicted_by
 from gmeta.metrics.scores import split_terms
-from gmeta.metrics.terms import Terms, Value, sum_T
-from gmeta.serving.channel.gate_predictions import GatePredictions, predict_gate
+from gmeta.metrics.terms import Terms, sum_T
+from gmeta.serving.channel.gate_predictions import GatePredictions, finite_values, predict_gate
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
@@ -239,11 +239,6 @@ def _join_windows(predicted: list[GatePredictions]) -> tuple[Any, Any, Any]:
 
 def _are_finite(predicted: list[GatePredictions]) -> bool:
     return all(np.isfinite(one.prediction_N).all() for one in predicted)
-
-
-def finite_values(terms: Mapping[str, Terms | Value]) -> dict[str, float | None]:
-    """Return the value of each metric by its name; None where it is undefined."""
-    return {name: _finite_or_none(one.value) for name, one in terms.items()}
 
 
 def _measure(value: float, interval: Interval) -> Measure:

@@ -5,6 +5,7 @@ Table rows are matched by the values that they stand for; an unknown value is th
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids, R
 rows of tables."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gmeta.data.label_checks import check_labels
 from gmeta.errors import UserError
-from gmeta.metrics.terms import Array
+from gmeta.metrics.terms import Array, Terms, Value
 from gmeta.serving.exported_folder import ExportedConfig, read_vocabulary, vocabulary_file
 from gmeta.serving.served_model import ServedModel
 from metaio.format.dataset import Dataset, read_verified_file
@@ -57,6 +58,13 @@ def predict_gate(served: ServedModel, model: Path, dataset: Dataset, split: str)
         task_N = torch.repeat_interleave(batch.task_T, found.layout.lengths_T)
         parts.append([values_N[is_known_N] for values_N in (task_N, *judged_N)])
     return GatePredictions(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
+
+
+def finite_values(terms: Mapping[str, Terms | Value]) -> dict[str, float | None]:
+    """Return the value of each metric by its name; None where it is undefined."""
+    return {
+        name: float(one.value) if np.isfinite(one.value) else None for name, one in terms.items()
+    }
 
 
 def _map_rows(folder: Path, config: ExportedConfig, dataset: Dataset) -> list[Tensor | None]:

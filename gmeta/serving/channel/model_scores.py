@@ -8,8 +8,7 @@ import numpy as np
 
 from gmeta.errors import UserError
 from gmeta.metrics.scores import evaluate_split
-from gmeta.serving.channel.champion_judge import finite_values
-from gmeta.serving.channel.gate_predictions import predict_gate
+from gmeta.serving.channel.gate_predictions import finite_values, predict_gate
 from gmeta.serving.channel.model_version import is_delta, read_version
 from gmeta.serving.model_loader import load
 from metaio.format.dataset import Dataset
