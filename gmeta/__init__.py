@@ -1,8 +1,7 @@
 """gmeta: distributed optimisation-based meta-learning for recommendation models.
 
 `gmeta.load` serves an exported model, `gmeta.follow` the model of a channel; importing gmeta alone
-loads nothing.
-"""
+loads nothing."""
 
 from typing import TYPE_CHECKING, Any
 

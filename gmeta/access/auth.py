@@ -3,8 +3,7 @@
 Two proofs can be asked for, and each one that is configured must be given: a client certificate
 (its URI names a role) and a bearer token (its file names the role). A caller acts in the role that
 both allow. A call without its proof takes up nothing: it is judged before its message is waited
-for. Health probes show no proof, and have places of their own.
-"""
+for. Health probes show no proof, and have places of their own."""
 
 import asyncio
 import base64

@@ -1,7 +1,6 @@
 """Secrets and certificates by file: read, checked, and read again when somebody replaces them.
 
-No secret is ever part of a message, a log line or a config: only the paths of their files are.
-"""
+No secret is ever part of a message, a log line or a config: only the paths of their files are."""
 
 import functools
 import ipaddress
@@ -68,8 +67,7 @@ def end_of_certificate(pem: bytes) -> float:
     """Return when a verified certificate expires, in seconds since 1970.
 
     The standard library reads no certificate that it has not verified itself: RFC 5280, section
-    4.1, as far as `notAfter`.
-    """
+    4.1, as far as `notAfter`."""
     ((_, certificate),) = _parse_der(ssl.PEM_cert_to_DER_cert(pem.decode()))
     # 0xA0 is the version, which may be absent (section 4.1.2.1).
     fields = [value for tag, value in _parse_der(_parse_der(certificate)[0][1]) if tag != 0xA0]

@@ -24,8 +24,7 @@ class RefusedError(AntdtError):
     """The ledger (or the server's edge) refuses a call; nothing of it was applied.
 
     `code` is the name of a gRPC status code, `reason` the name of a `Reason` of the proto
-    without its prefix.
-    """
+    without its prefix."""
 
     def __init__(self, code: str, reason: str, message: str) -> None:
         super().__init__(message)

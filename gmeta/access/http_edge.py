@@ -4,8 +4,7 @@ where the service has it.
 To look, a caller shows a token of the role operator or viewer (Bearer, or as the password of
 Basic), or a client certificate of one; either is enough, so that a browser and a scraper need only
 one of them. Before that a connection is one of those that wait: when too many do, the oldest is
-closed, so that a probe, which sends its request at once, is always answered.
-"""
+closed, so that a probe, which sends its request at once, is always answered."""
 
 from __future__ import annotations
 

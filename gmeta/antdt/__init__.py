@@ -3,8 +3,7 @@ job up.
 
 from gmeta.antdt import DatasetSpec, ShardClient
 
-docs/antdt.md tells the whole story. Nothing here imports torch.
-"""
+docs/antdt.md tells the whole story. Nothing here imports torch."""
 
 from gmeta.access.errors import AntdtError
 from gmeta.antdt.client.client import ShardClient

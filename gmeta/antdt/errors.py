@@ -1,7 +1,6 @@
 """The one error tree of the data-shard service, its stores and its client.
 
-Every message has four parts: what is wrong, the value, what is allowed, what to do.
-"""
+Every message has four parts: what is wrong, the value, what is allowed, what to do."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """What a trainer measured of the model (loss, validation), kept for people who watch the job.
 
-Volatile, and nothing is decided by it: after a restart of the service the curves begin anew.
-"""
+Volatile, and nothing is decided by it: after a restart of the service the curves begin anew."""
 
 import math
 from collections.abc import Iterable, Mapping

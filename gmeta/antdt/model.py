@@ -176,8 +176,7 @@ class Backups:
     """Which shards may be leased a second time, and which two leases are of one shard.
 
     Two leases of a shard are equals: either may complete it, and the first one does. When one ends
-    in another way, the other goes on as if it had always been the only one.
-    """
+    in another way, the other goes on as if it had always been the only one."""
 
     wanted: set[int] = field(default_factory=set)  # tokens whose shard another worker may do too
     # For each token the other token of its shard; `LedgerState.drop_lease` keeps it true.
@@ -237,9 +236,8 @@ def check_name(what: str, value: str) -> None:
     if not _NAME.fullmatch(value):
         excerpt = value[:MAX_NAME_CHARS]
         raise argument_refusal(
-            f"{what} is {excerpt!r}; allowed are 1 to {MAX_NAME_CHARS} letters, digits and "
-            "_.:@/- . "
-            "Choose such a name."
+            f"{what} is {excerpt!r}; allowed are 1 to {MAX_NAME_CHARS} letters, digits and _.:@/- "
+            ". Choose such a name."
         )
 
 

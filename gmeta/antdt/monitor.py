@@ -2,8 +2,7 @@
 
 Pure: reports and the time come in, verdicts go out. "Own" time is compute, data wait and own
 transfers; the time that a rank waits for its peers says nothing about the rank (AntDT, arXiv
-2404.09679, calls the measure batch processing time; per task it survives unequal batches).
-"""
+2404.09679, calls the measure batch processing time; per task it survives unequal batches)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,7 @@ never stored.
 
 All shard state is kept by *position* in this order, so an epoch in progress is one long run of
 DONE and a few exceptions, and a checkpoint manifest stays a few hundred bytes at ten million
-shards.
-"""
+shards."""
 
 import hashlib
 import math
@@ -29,8 +28,7 @@ class ShardOrder:
     >>> sorted(order.index_of(position) for position in range(10)) == list(range(10))
     True
     >>> [order.position_of(order.index_of(position)) for position in (0, 3, 9)]
-    [0, 3, 9]
-    """
+    [0, 3, 9]"""
 
     def __init__(self, num_shards: int, seed: int, epoch: int, shuffle: bool) -> None:
         self._num_shards = num_shards

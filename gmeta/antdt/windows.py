@@ -1,7 +1,6 @@
 """Windows of a worker's time, each compared with the other workers in the same window.
 
-Pure: differences of reports go in. What follows from many windows is the monitor's business.
-"""
+Pure: differences of reports go in. What follows from many windows is the monitor's business."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,7 @@
 loop.
 
 Ctrl-C goes to all processes of a terminal. It is for the process that started these, and ends them:
-they do not hear it.
-"""
+they do not hear it."""
 
 import multiprocessing
 import os

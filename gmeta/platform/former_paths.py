@@ -1,6 +1,5 @@
 """Modules that packages of users import and that have moved: the former path still works, and warns
-with the new one.
-"""
+with the new one."""
 
 import importlib
 import sys

@@ -20,8 +20,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     values stay float32.
 
     Without torch's cache of cast weights: inner steps differentiate through the casts, and parts of
-    a step free their graphs.
-    """
+    a step free their graphs."""
     if precision != BF16:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
@@ -79,8 +78,7 @@ def keep_freed_memory(at_most: int = 2**31 - 1) -> bool:
 
     glibc gives large blocks back to the system, which then zeroes every page again when it is first
     touched: without this a step of 26 tables x 32 has 4,000 page faults in place of 60, and takes a
-    fifth longer; a large batch of requests a quarter.
-    """
+    fifth longer; a large batch of requests a quarter."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:

@@ -3,8 +3,7 @@
 Threads meet after every product, and until then they spin. With a core for each, two are 1.1 to 1.7
 times as fast as one; where another program or a container's quota takes a core from one of them,
 every product waits for the scheduler, and a step took up to fifty times as long. No number of
-threads is right for both, so it is tried out, again and again.
-"""
+threads is right for both, so it is tried out, again and again."""
 
 import statistics
 import time

@@ -1,8 +1,7 @@
 """The client's side of one stream of calls: any thread asks, the event loop sends and receives.
 
 A stream lives as long as nothing goes wrong with it. When it ends, everything unanswered fails
-with its status, and whoever wants to ask again opens another one.
-"""
+with its status, and whoever wants to ask again opens another one."""
 
 import asyncio
 import threading

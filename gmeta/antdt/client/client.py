@@ -2,8 +2,7 @@
 import torch.
 
 One process, one client. A background thread renews the leases; calls may come from several
-threads.
-"""
+threads."""
 
 import logging
 import threading
@@ -49,8 +48,7 @@ class ShardClient:
 
         `worker_id` is one per rank and stays the same over restarts. `rdzv_round` is torchrun's
         rendezvous round when the caller counts them; with a higher one, every lease of earlier
-        rounds goes back to the service.
-        """
+        rounds goes back to the service."""
         config = ConnectionConfig(
             address,
             outage_budget_s,
@@ -130,8 +128,7 @@ class ShardClient:
 
         For loops in which each worker trains by itself. The shard is completed when the loop asks
         for the next one, so its units must be in the model by then. A shard of a speculative
-        dataset the loop completes itself, with `complete`, unless it lost it.
-        """
+        dataset the loop completes itself, with `complete`, unless it lost it."""
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
             if isinstance(answer, WaitFor):
                 _log.info("waiting for shards of %s: %s", dataset, answer.reason)
@@ -183,8 +180,7 @@ class ShardClient:
 
         Leases that are finished are completed and no longer held. In a synchronous job every
         rank calls this before the checkpoint is prepared. May run in one thread while another
-        one advances leases: what was noted before the call is sent, later notes wait.
-        """
+        one advances leases: what was noted before the call is sent, later notes wait."""
         self._flush(also_speculative=True)
 
     def _flush(self, also_speculative: bool) -> None:
@@ -261,8 +257,7 @@ class ShardClient:
         the job.
 
         Returns the new generation; every process registered before is fenced. The other ranks
-        create their client after this, or hand the generation's start on with a barrier.
-        """
+        create their client after this, or hand the generation's start on with a barrier."""
         restore_id = uuid.uuid4().hex
         text = b"" if manifest is None else manifest.to_json().encode()
         with self._heartbeat.beating:

@@ -2,8 +2,7 @@
 which kind of trouble it is.
 
 An unreachable service is retried until the outage budget is spent and is then an error, never an
-end of data.
-"""
+end of data."""
 
 import logging
 import random
@@ -182,8 +181,7 @@ class ServiceConnection:
 
         `renew` registers again after a restart of the service. Raises FencedError, RefusedError,
         or ServiceUnavailableError after the outage budget (`budget_s` overrides it), which is
-        smaller once the process was asked to stop.
-        """
+        smaller once the process was asked to stop."""
         budget_s = self._config.outage_budget_s if budget_s is None else budget_s
         began_s = time.monotonic()
         pause_s, warn_after_s = _FIRST_PAUSE_S, _QUIET_S

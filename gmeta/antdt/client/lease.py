@@ -34,8 +34,7 @@ class Lease:
     """Units `start_unit + units_done` up to `end_unit` of a dataset are this worker's to train.
 
     Progress is noted here by the training loop and sent by ShardClient.flush, once it is in the
-    model.
-    """
+    model."""
 
     def __init__(self, grant: Grant, usable_until_s: float) -> None:
         self.token = grant.token

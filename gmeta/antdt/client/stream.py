@@ -3,8 +3,7 @@ loop, so that a step never waits for the service, and their units, counted when 
 model and reported in the background.
 
 A rank without a shard feeds an empty batch, and all ranks stop at the step where every one of them
-has seen `ended`.
-"""
+has seen `ended`."""
 
 import threading
 from collections import deque
@@ -130,8 +129,7 @@ class ShardFeed:
 def _wrap_defect(error: Exception) -> AntdtError:
     return AntdtError(
         f"no shard can be leased any more: {format_foreign_error(error).rstrip('.')}. That is a "
-        "defect; "
-        "report it with its traceback."
+        "defect; report it with its traceback."
     )
 
 
@@ -147,8 +145,7 @@ class UnitStream:
     """One epoch of one dataset. `take` may run any number of steps ahead of `trained`.
 
     What is in the model is the front of what was taken, because steps train their units in the
-    order in which they were taken: one number says how far.
-    """
+    order in which they were taken: one number says how far."""
 
     def __init__(self, client: ShardClient, dataset: str, epoch: int, prefetch_shards: int) -> None:
         """Begin to lease at once."""

@@ -2,8 +2,7 @@
 is refused.
 
 A worker's calls are numbered by the worker, one by one, so that a lost answer never costs or
-doubles a shard.
-"""
+doubles a shard."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The facts that the ledger records: all that is stored, and all that recovery needs.
 
-An event is one line of JSON, `[tag, field, ...]`. Deadlines, heartbeats and WAIT leave no event.
-"""
+An event is one line of JSON, `[tag, field, ...]`. Deadlines, heartbeats and WAIT leave no event."""
 
 import json
 from typing import NamedTuple

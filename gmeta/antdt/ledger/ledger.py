@@ -3,8 +3,7 @@ clock, no threads.
 
 `apply` decides which facts follow from a command, applies them through state.evolve, and returns
 them encoded for the store. What recovery replays is therefore exactly what happened. Each event
-is chained into a running sha256.
-"""
+is chained into a running sha256."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -78,8 +77,7 @@ class Ledger:
         """Decide and apply one command at monotonic time `now_s`.
 
         Raises RefusedError when the command is refused; what expired before it stays expired,
-        see take_records.
-        """
+        see take_records."""
         # First: no call may be judged by an expired lease.
         if now_s >= self._next_deadline_s:
             self._expire(now_s)

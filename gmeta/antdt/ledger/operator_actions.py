@@ -53,9 +53,8 @@ def _position(table: ShardTable, index: int, allowed: tuple[ShardState, ...]) ->
             "FAILED_PRECONDITION",
             "WRONG_STATE",
             f"shard {index} of dataset {table.spec.name!r} is {state.display_name}; allowed is "
-            f"{', '.join(s.display_name for s in allowed)}. Nothing was changed. List shards "
-            "with 'gmeta "
-            "shards ls'.",
+            f"{', '.join(s.display_name for s in allowed)}. Nothing was changed. List shards with "
+            "'gmeta shards ls'.",
         )
     return position
 

@@ -1,7 +1,6 @@
 """The ledger's state and how each event changes it. Live service and recovery share this one path.
 
-Nothing is decided here: an event that got this far is a fact.
-"""
+Nothing is decided here: an event that got this far is a fact."""
 
 from collections.abc import Callable
 from typing import Any, final

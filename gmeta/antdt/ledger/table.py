@@ -2,8 +2,7 @@
 epoch's order.
 
 The next shard to offer is always the READY one with the smallest position, so the state alone
-decides the order and there is no queue that could disagree with it.
-"""
+decides the order and there is no queue that could disagree with it."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

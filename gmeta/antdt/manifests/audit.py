@@ -2,8 +2,7 @@
 that none was seen twice.
 
 `parse_manifest` has refused a manifest that lists a shard twice or outside its dataset before
-this is reached.
-"""
+this is reached."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,7 @@ shards.json beside the weights.
 
 Canonical JSON with a digest over all of it but the digest. Positions are those of the epoch's
 seeded order (order.py), so an epoch in progress is one interval and a few exceptions. Read
-offline by audit.py.
-"""
+offline by audit.py."""
 
 import bisect
 import hashlib

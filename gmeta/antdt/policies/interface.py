@@ -1,6 +1,5 @@
 """What a policy sees and what it may ask for. A policy is one function, `decide(snapshot, config)`,
-that returns decisions and keeps no state: everything it needs is in the snapshot.
-"""
+that returns decisions and keeps no state: everything it needs is in the snapshot."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

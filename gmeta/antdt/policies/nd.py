@@ -135,8 +135,7 @@ def _overheads_ms(active: Sequence[WorkerView]) -> list[float]:
 
     It is hidden in the time that a worker waits for its peers. But the slowest worker waits for
     nobody: its wait is its overhead. A worker that computes slowly is as slow in its overhead, so
-    the others' is shorter by as much as they are faster, and nobody's is longer than its wait.
-    """
+    the others' is shorter by as much as they are faster, and nobody's is longer than its wait."""
     factors = [w.health.ratio if w.health.cause == "compute" else 1.0 for w in active]
     usual_ms = min(w.health.peer_wait_ms / x for w, x in zip(active, factors, strict=True))
     return [usual_ms * factor for factor in factors]

@@ -41,8 +41,7 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
     >>> proportional_split(13, [4.0, 4.0, 4.0, 1.0], 1)
     [4, 4, 4, 1]
     >>> proportional_split(12, [10.0, 10.0, 0.1], 2)
-    [5, 5, 2]
-    """
+    [5, 5, 2]"""
     minimum = min(minimum, total // len(speeds))
     shares = [minimum] * len(speeds)
     free = list(range(len(speeds)))
@@ -72,8 +71,7 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
     >>> fastest_split(16, [Speed(1.0), Speed(3.0)])
     [12, 4]
     >>> fastest_split(64, [Speed(20.0), Speed(20.0), Speed(20.0), Speed(80.0)])  # not 20, 20, 19, 5
-    [20, 20, 20, 4]
-    """
+    [20, 20, 20, 4]"""
     minimum = min(minimum, total // len(speeds))
     low, high = 0.0, max(speed.step_ms(total) for speed in speeds)
     # 60 halvings go below the last bit of a float64.

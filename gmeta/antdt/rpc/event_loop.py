@@ -2,8 +2,7 @@
 
 uvloop's: the standard library's costs a sixth more CPU a call (benchmarks/antdt_service.py).
 gRPC's asyncio side wakes all loops of a process through one socket, so a second loop would only
-be woken for nothing.
-"""
+be woken for nothing."""
 
 import asyncio
 import atexit

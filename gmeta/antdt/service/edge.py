@@ -2,8 +2,7 @@
 is committed.
 
 Refusals become a status whose trailing metadata names the reason, or a Refusal on a stream.
-Nothing is decided here. The handlers run on the event loop.
-"""
+Nothing is decided here. The handlers run on the event loop."""
 
 import asyncio
 import logging

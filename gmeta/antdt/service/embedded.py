@@ -2,8 +2,7 @@
 by the process that needs it.
 
 The service notices the end of its owner by the end of its standard input, so it never outlives the
-job. Store, log and address lie in one folder; a later owner's service goes on from the store.
-"""
+job. Store, log and address lie in one folder; a later owner's service goes on from the store."""
 
 import logging
 import os

@@ -1,6 +1,5 @@
 """Asynchronous training and scoring in simulated time: each worker pulls shards and waits for
-nobody. With second leases for the last shards of slow workers, as the service grants them.
-"""
+nobody. With second leases for the last shards of slow workers, as the service grants them."""
 
 import heapq
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """One job on one simulated cluster, by one method of dealing with stragglers.
 
-Shape suffix: W ranks or workers.
-"""
+Shape suffix: W ranks or workers."""
 
 from collections import deque
 from collections.abc import Callable

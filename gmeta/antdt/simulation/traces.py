@@ -1,8 +1,7 @@
 """How slow each worker is at each time: made up from a seed, or read from a recording.
 
 A worker's time is its healthy time multiplied by three factors: of its hardware (for ever), of its
-node (until it is restarted elsewhere) and of the moment.
-"""
+node (until it is restarted elsewhere) and of the moment."""
 
 import csv
 import json
@@ -185,8 +184,7 @@ def _rows_of_log(path: Path) -> Iterator[tuple[float, str, float]]:
     """Yield (time_s, worker, slowdown) of each worker at each evaluation that the log holds.
 
     The log has a line whenever a verdict changed, so nothing that got a verdict is missed. A
-    straggler was slow before it was found: its first slowdown is set to when it began.
-    """
+    straggler was slow before it was found: its first slowdown is set to when it began."""
     began_s: float | None = None
     slow: set[str] = set()
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

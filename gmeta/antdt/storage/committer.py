@@ -2,8 +2,7 @@
 it.
 
 Single-threaded and without a clock of its own, so that the fault suite drives the very code that
-serves.
-"""
+serves."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 
 The writer takes what has queued up within 0.2 ms and appends it as one group; the syncer makes all
 groups so far durable with one fsync, and only then hands their answers back. While it waits the
-writer goes on.
-"""
+writer goes on."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def is_early(answer: Answer) -> bool:
     """Return whether an answer needs no durability: a grant lost in a power cut is fenced by the
     next service epoch.
 
-    END and WAIT are not early: they speak of completions that may not be durable yet.
-    """
+    END and WAIT are not early: they speak of completions that may not be durable yet."""
     return isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply)
 
 

@@ -204,8 +204,7 @@ def _lock(path: Path) -> int:
     host.
 
     The service epoch is the real fence; it also holds where file locks do not (some network file
-    systems).
-    """
+    systems)."""
     if path.is_dir():
         raise StoreNameError(
             f"the store {path} is a folder; it must be a file. Add a file's name to --store."
@@ -266,8 +265,7 @@ def _open_wal(db: sqlite3.Connection, path: Path) -> int:
     """Return a descriptor of the WAL for `sync`, with the file and its folder entry durable.
 
     SQLite keeps this one file while the store is open; it locks the -shm file, so closing this
-    descriptor releases no lock.
-    """
+    descriptor releases no lock."""
     db.execute("BEGIN IMMEDIATE")  # makes sure that the file exists
     db.execute("UPDATE meta SET value = value WHERE key='service_epoch'")
     db.execute("COMMIT")

@@ -31,8 +31,7 @@ class Store(abc.ABC):
         """Store one batch; it survives this process, but a power cut only after `sync`.
 
         Batches are lost in a power cut from the last one backwards, never one from the middle.
-        Raises StoreTakenError when another service claimed the store.
-        """
+        Raises StoreTakenError when another service claimed the store."""
 
     @abc.abstractmethod
     def sync(self) -> None:
@@ -106,9 +105,8 @@ def check_epoch(store: str, stored_epoch: int, mine: int) -> None:
     """Raise StoreTakenError where a newer service claimed the store."""
     if stored_epoch != mine:
         raise StoreTakenError(
-            f"{store} was taken over by a service with epoch {stored_epoch}, this one has "
-            f"{mine}; a "
-            "store has one service. Stop one of the two."
+            f"{store} was taken over by a service with epoch {stored_epoch}, this one has {mine}; "
+            "a store has one service. Stop one of the two."
         )
 
 

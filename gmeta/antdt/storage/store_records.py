@@ -19,8 +19,7 @@ class StoredSnapshot:
     """The state after `num_events` events; `pages` maps (dataset, page number) to bytes.
 
     To be written: pages of the datasets in `cleared` are dropped first, then the given pages
-    replace theirs. As read back: `pages` are all pages, `cleared` is empty.
-    """
+    replace theirs. As read back: `pages` are all pages, `cleared` is empty."""
 
     num_events: int
     head: bytes

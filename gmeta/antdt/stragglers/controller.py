@@ -1,7 +1,6 @@
 """From verdicts to actions: runs a policy on a snapshot, holds it to budgets, logs what it decided.
 
-`rule` is pure, so a logged snapshot gives the same rulings again: `gmeta antdt-replay`.
-"""
+`rule` is pure, so a logged snapshot gives the same rulings again: `gmeta antdt-replay`."""
 
 import json
 import math
@@ -155,8 +154,7 @@ def held_since_s(snapshot: Snapshot, decision: Decision) -> tuple[tuple[str, ...
     """Return whom every evaluation up to this decision wanted to give fewer tasks, and since when.
 
     On an even host noise slows now one worker, now another, each for a moment: balancing around it
-    is wrong by the time it takes effect. A straggler stays the same.
-    """
+    is wrong by the time it takes effect. A straggler stays the same."""
     now = {
         worker.health.worker_id
         for worker in snapshot.workers
@@ -174,8 +172,7 @@ class _Patience:
     A worker that gets its tasks back within REGRET_WINDOWS was slow for a moment: the change took
     effect about when it became wrong. Each such moment doubles the hold, from one window up to the
     most, and each slowness that lasted halves it, down to none. So an even host on which other work
-    takes cores now and then is left alone, and where slowness lasts nobody waits.
-    """
+    takes cores now and then is left alone, and where slowness lasts nobody waits."""
 
     def __init__(self, window_s: float, most_windows: int) -> None:
         self._window_s, self._most_s = window_s, most_windows * window_s

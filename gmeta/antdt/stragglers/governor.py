@@ -1,6 +1,5 @@
 """The loop inside the service: reports go from the ledger to the monitor, verdicts to the
-controller, and its actions back to the ledger, from where heartbeats carry them.
-"""
+controller, and its actions back to the ledger, from where heartbeats carry them."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes its name once it is written and on the disk.
 
     After a failure `path` is as it was before, and nothing is left beside it; what a killed process
-    left there is removed by the next write.
-    """
+    left there is removed by the next write."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with suppress(OSError), leftover.open("rb") as killed:
             fcntl.flock(killed, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody writes it
