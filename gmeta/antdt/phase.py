@@ -1,11 +1,8 @@
 """What a job is doing now, as far as the service knows, which hears of it only from workers."""
 
-from __future__ import annotations
+from typing import Literal, get_args
 
-from typing import TYPE_CHECKING, Literal, get_args
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.ledger.ledger import Ledger
 
 # waiting: no worker has come yet. running: at least one is heard from. ended: none is, and nothing
 # is left to train. gone: none is, although something is left.

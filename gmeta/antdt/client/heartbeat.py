@@ -1,25 +1,21 @@
 """The heartbeat of a client: a thread that renews the leases, brings the newest report to the
 service and actions from it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from gmeta.access.errors import AntdtError
+from gmeta.antdt.client.held_leases import HeldLeases
+from gmeta.antdt.client.session import Session
 from gmeta.antdt.errors import FencedError
 from gmeta.antdt.metric_readings import MAX_READINGS_PER_CALL, MAX_VALUES
 from gmeta.antdt.model import MAX_NAME_CHARS
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from gmeta.antdt.client.held_leases import HeldLeases
-    from gmeta.antdt.client.session import Session
 
 _log = logging.getLogger("gmeta.antdt.client")
 

@@ -1,16 +1,12 @@
 """A leased shard as the training loop holds it: which units are left, how far it got, and whether
 it may still be used; and what a call for a lease may be answered with instead."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 from gmeta.antdt.errors import LeaseLostError
-
-if TYPE_CHECKING:
-    from gmeta.antdt.model import Grant
+from gmeta.antdt.model import Grant
 
 SAFE_FRACTION = 0.8  # of the ttl; the rest is for replies under way and clock drift
 

@@ -1,21 +1,17 @@
 """A process's registration with the service: who it is there, the number of its next call, and
 whether it may still call at all."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
+from gmeta.antdt.client.connection import ServiceConnection
+from gmeta.antdt.client.held_leases import HeldLeases
 from gmeta.antdt.client.lease import SAFE_FRACTION
 from gmeta.antdt.errors import FencedError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from gmeta.antdt.client.connection import ServiceConnection
-    from gmeta.antdt.client.held_leases import HeldLeases
 
 CLOSING_BUDGET_S = 2.0  # an outage is not waited for: leases expire anyway
 

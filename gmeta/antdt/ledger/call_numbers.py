@@ -4,18 +4,14 @@ is refused.
 A worker's calls are numbered by the worker, one by one, so that a lost answer never costs or
 doubles a shard."""
 
-from __future__ import annotations
-
 import zlib
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import Outcome, Worker
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 
 class Unrecorded(NamedTuple):
@@ -44,7 +40,7 @@ class CallNumbers:
         self._unrecorded.update(self._unstored)
         self._unstored.clear()
 
-    def take_over(self, older: CallNumbers) -> None:
+    def take_over(self, older: "CallNumbers") -> None:
         """Keep calls that left no event when the ledger is read back within one service epoch.
         Replies that stood beside events which the store did not take are forgotten too: an END may
         have been due to a completion among those."""

@@ -1,14 +1,12 @@
 """Prepare, Commit and Restore: when a manifest may be made, confirmed and taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import ManifestError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable, check_capacity
 from gmeta.antdt.manifests.shard_manifest import (
     DatasetManifest,
@@ -17,9 +15,6 @@ from gmeta.antdt.manifests.shard_manifest import (
     parse_manifest,
 )
 from gmeta.antdt.model import Checkpoint, ShardState
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 
 def prepared_before(

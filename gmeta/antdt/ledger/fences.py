@@ -1,15 +1,9 @@
 """Which calls belong to the past. Every mutation of a worker passes here before anything else is
 looked at."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from gmeta.access.errors import RefusedError
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import MAX_WORKERS, Caller, Worker
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 
 def check_process(state: LedgerState, caller: Caller) -> Worker:

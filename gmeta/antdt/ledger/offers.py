@@ -4,13 +4,10 @@ allowed.
 At the tail of a speculative dataset a shard that a slow worker holds is offered too: speculative
 execution (Dean and Ghemawat, MapReduce, OSDI 2004, section 3.6)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable
 from gmeta.antdt.model import (
     MAX_LEASES_PER_WORKER,
@@ -20,9 +17,6 @@ from gmeta.antdt.model import (
     Worker,
     argument_refusal,
 )
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a slower one came back
 OPERATOR_RETRY_MS = 1000  # waiting for a person

@@ -1,18 +1,12 @@
 """What operators and the controller may do to the ledger: requeue, skip, drain, and actions for
 the agents."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable, find_table
 from gmeta.antdt.model import MAX_ACTIONS, ShardState, Worker, argument_refusal
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 _REQUEUE_FROM = (ShardState.QUARANTINED, ShardState.SKIPPED)
 _SKIP_FROM = (ShardState.READY, ShardState.DOING, ShardState.QUARANTINED)

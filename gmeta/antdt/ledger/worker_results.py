@@ -1,17 +1,12 @@
 """What workers say of the shards that they hold: units that are in the model, whole shards, shards
 given back, shards that failed. What counts is decided here, and nothing is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from gmeta.antdt.ledger import commands as cmd
 from gmeta.antdt.ledger import events as ev
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import Outcome, Worker
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.state import LedgerState
 
 
 def judge_progress(

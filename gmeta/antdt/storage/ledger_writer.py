@@ -4,23 +4,19 @@ The writer takes what has queued up within 0.2 ms and appends it as one group; t
 groups so far durable with one fsync, and only then hands their answers back. While it waits the
 writer goes on."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from gmeta.access.errors import RefusedError
 from gmeta.access.log import event
 from gmeta.antdt.errors import StoreError, shutdown_refusal
 from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.request import AnsweredRequest, Request, is_early, refusal_of
-
-if TYPE_CHECKING:
-    from gmeta.antdt.storage.committer import Committer
 
 MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 # How long a small group waits for more. 1 ms makes larger groups for a few per cent less CPU, but

@@ -1,17 +1,13 @@
 """What the ledger's one thread is asked, and what it answers: commands, and questions in
 between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.ledger import Ledger
+from gmeta.antdt.ledger.ledger import Ledger
 
 
 class LedgerView(NamedTuple):

@@ -1,34 +1,30 @@
 """The loop inside the service: reports go from the ledger to the monitor, verdicts to the
 controller, and its actions back to the ledger, from where heartbeats carry them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.access.log import LOGGER_NAME, event
 from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.ledger.offers import leases_to_back_up
+from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import MAX_EPOCHS, ShardState
 from gmeta.antdt.monitor import CUT_AFTER, Monitor
 from gmeta.antdt.phase import Phase, phase_of, present_workers, silent_workers
 from gmeta.antdt.policies import find_policy
+from gmeta.antdt.policies.interface import Decision
 from gmeta.antdt.reports import Report, WorkerHealth
 from gmeta.antdt.storage.request import LedgerView, Request
 from gmeta.antdt.stragglers.controller import Controller, Ruling
+from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from gmeta.antdt.ledger.ledger import Ledger
-    from gmeta.antdt.ledger.state import LedgerState
-    from gmeta.antdt.policies.interface import Decision
-    from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 
 MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
