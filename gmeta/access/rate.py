@@ -1,4 +1,4 @@
-"""How many calls a second the service takes from one caller."""
+"""How many calls a second a server takes from one caller."""
 
 import threading
 import time

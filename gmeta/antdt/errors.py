@@ -1,6 +1,5 @@
-"""The one error tree of the data-shard service, its stores and its client.
-
-Every message has four parts: what is wrong, the value, what is allowed, what to do."""
+"""The error tree of the data-shard service, its stores and its client. Every message has four
+parts: what is wrong, the value, what is allowed, what to do."""
 
 from typing import Any
 
@@ -9,7 +8,7 @@ from gmeta.errors import UserError
 
 
 def shutdown_refusal() -> RefusedError:
-    """Return the refusal of a service that ends, after which a client asks its successor."""
+    """Return the refusal of a service that ends; its successor answers the retry."""
     return RefusedError(
         "UNAVAILABLE",
         "SHUTTING_DOWN",
@@ -18,8 +17,7 @@ def shutdown_refusal() -> RefusedError:
 
 
 class FencedError(AntdtError):
-    """This process belongs to the past (a newer process or generation took over): it must stop
-    training."""
+    """A newer process or generation took over: this process must stop training."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -30,8 +28,7 @@ class FencedError(AntdtError):
 
 
 class LeaseLostError(AntdtError):
-    """A lease expired, was revoked or could not be renewed in time: its shard is, or will be,
-    another worker's."""
+    """A lease expired, was revoked or not renewed in time: its shard is another worker's."""
 
 
 class ServiceUnavailableError(AntdtError):

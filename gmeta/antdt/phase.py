@@ -1,4 +1,4 @@
-"""What a job is doing now, as far as the service knows, which hears of it only from workers."""
+"""What a job is doing now, as far as its workers' calls show it."""
 
 from typing import Literal, get_args
 
@@ -11,8 +11,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
-    """Return the workers of the present generation that were not heard from for longer than a lease
-    lives: by then whatever they held is handed out again."""
+    """Return the present workers that were not heard from for longer than a lease lives."""
+    # By then whatever they held is handed out again.
     return frozenset(
         name
         for name in present_workers(ledger)
@@ -23,7 +23,7 @@ def silent_workers(ledger: Ledger, now_s: float) -> frozenset[str]:
 
 
 def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
-    """Return what the job is doing; `silent` is what `silent_workers` found."""
+    """Return what the job is doing; `silent` is what `silent_workers` returned."""
     present = present_workers(ledger)
     if not present:
         return "waiting"
@@ -34,7 +34,7 @@ def phase_of(ledger: Ledger, silent: frozenset[str]) -> Phase:
 
 
 def present_workers(ledger: Ledger) -> list[str]:
-    """Return the workers without those left over from before a restart of the job with fewer: they
-    no longer report, and must not be waited for."""
+    """Return the workers of the present generation."""
+    # Those left over from a larger job before a restart no longer report: not waited for.
     state = ledger.state
     return [n for n, worker in state.workers.items() if worker.generation == state.generation]

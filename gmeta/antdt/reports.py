@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from gmeta_keys import key
 
-# Fields of a report's message, each with _ms, and of a DatasetStatus: as people are shown them.
+# Fields of the report's message (each with _ms) and of DatasetStatus, in the order shown.
 SPENT = ("compute", "data_wait", "communication", "peer_wait")
 SHARD_STATES = ("todo", "doing", "done_open", "done_committed", "skipped", "quarantined")
 
@@ -37,8 +37,9 @@ class MonitorConfig:
 
 
 class Report(NamedTuple):
-    """Totals of one worker process since its start: a lost or repeated report does no harm."""
+    """Totals of one worker process since its start."""
 
+    # Totals, not differences: a lost or repeated report does no harm.
     step: int = 0
     tasks_done: int = 0
     compute_ms: float = 0.0

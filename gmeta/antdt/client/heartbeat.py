@@ -1,5 +1,4 @@
-"""The heartbeat of a client: a thread that renews the leases, brings the newest report to the
-service and actions from it."""
+"""The heartbeat of a client: a thread that renews the leases, sends reports and fetches actions."""
 
 import logging
 import threading
@@ -24,7 +23,7 @@ DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hur
 
 @final
 class HeartbeatSender:
-    """Beats from the beginning until the session is closed, or the process is fenced."""
+    """Beats until the session is closed, or the process is fenced."""
 
     def __init__(self, session: Session, leases: HeldLeases) -> None:
         self._session = session
@@ -52,8 +51,8 @@ class HeartbeatSender:
             self._due.set()
 
     def add_reading(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a reading to the next heartbeat, which takes only the newest ones. A name too long
-        for the service is left out: it would refuse the call, which renews the leases."""
+        """Add a reading to the next heartbeat, which takes only the newest ones."""
+        # For one name too long the service would refuse the whole call, which renews the leases.
         short_names = iter((name, x) for name, x in values.items() if len(name) <= MAX_NAME_CHARS)
         with self._lock:
             # The service puts the parts of a step together.
@@ -73,7 +72,7 @@ class HeartbeatSender:
         return actions
 
     def join(self) -> None:
-        """Wait for the thread, which no longer waits for its next beat: the session is closed."""
+        """Wait for the thread to end; the session must be closed."""
         self._due.set()
         self._thread.join()
 
@@ -89,7 +88,7 @@ class HeartbeatSender:
             try:
                 self.beat()
             except FencedError:
-                return  # the session knows, and tells whoever calls next
+                return  # the session has noted it: the next call raises it
             except AntdtError as error:
                 _log.warning("heartbeat: %s", error)
 
@@ -104,7 +103,7 @@ class HeartbeatSender:
         return min(session.ttl_s / 3, session.report_every_s)
 
     def beat(self) -> None:
-        """Send one heartbeat now. Raise FencedError, RefusedError or ServiceUnavailableError."""
+        """Send one heartbeat. Raise FencedError, RefusedError or ServiceUnavailableError."""
         with self.beating:
             self._beat()
 

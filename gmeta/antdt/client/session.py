@@ -1,5 +1,4 @@
-"""A process's registration with the service: who it is there, the number of its next call, and
-whether it may still call at all."""
+"""A process's registration with the service: its identity, its next call number, its fences."""
 
 import threading
 import time
@@ -51,7 +50,7 @@ class Session:
 
     @property
     def service_epoch(self) -> int:
-        """Return how many times the service had started on its store when it last answered."""
+        """Return how often the service had started on its store at its last answer."""
         return int(self._caller.service_epoch)
 
     @property
@@ -61,7 +60,7 @@ class Session:
 
     @property
     def _budget_s(self) -> float | None:
-        """Return how long to wait out an outage; None: as long as the connection says."""
+        """Return how long to wait out an outage; None: as long as the connection does."""
         return CLOSING_BUDGET_S if self.closed.is_set() else None
 
     def check_fence(self) -> None:
@@ -74,13 +73,11 @@ class Session:
         self._caller.run_generation = run_generation
 
     def call(self, rpc: str, budget_s: float | None = None, **fields: Any) -> Any:
-        """Return the response of one RPC, as Connection.call does; its request has these fields,
-        and the caller."""
+        """Return the response of one RPC, as ServiceConnection.call does."""
         return self._call(rpc, lambda: self._request(rpc, **fields), budget_s)
 
     def call_numbered(self, rpc: str, **fields: Any) -> Any:
-        """Return the response of one RPC under the next number; its request has these fields, the
-        caller and that number."""
+        """Return the response of one RPC under the next call number."""
         sent_to = 0  # the epoch of the service that the last attempt was meant for
 
         def build() -> Any:
@@ -115,10 +112,9 @@ class Session:
             raise
 
     def register(self) -> None:
-        """Register this process, also after a restart of the service, which answers with the
-        leases that this process still holds. Raise FencedError, RefusedError or
-        ServiceUnavailableError."""
+        """Register this process. Raise FencedError, RefusedError or ServiceUnavailableError."""
         with self._registering:
+            # Also after a restart of the service, whose answer lists the leases still held.
             sent_s, held_tokens = time.monotonic(), self._leases.tokens()
             response = self.connection.call(
                 "Register",
@@ -150,5 +146,5 @@ class Session:
             self.apply_renewal(sent_s, held_tokens, held_tokens - live)
 
     def apply_renewal(self, sent_s: float, renewed_tokens: set[int], lost_tokens: set[int]) -> None:
-        """Take in that a call sent at `sent_s` renewed the leases `named`, but for those `gone`."""
+        """Note that a call sent at `sent_s` renewed `renewed_tokens` but for `lost_tokens`."""
         self._leases.apply_renewal(sent_s + SAFE_FRACTION * self.ttl_s, renewed_tokens, lost_tokens)

@@ -1,5 +1,4 @@
-"""What operators and the controller may do to the ledger: requeue, skip, drain, and actions for
-the agents."""
+"""What operators and the controller may do: requeue, skip, drain, and actions for the agents."""
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.ledger import commands as cmd
@@ -17,6 +16,7 @@ def decide(state: LedgerState, command: cmd.Requeue | cmd.Skip | cmd.Drain) -> e
     if isinstance(command, cmd.Drain):
         return _drain(state, command)
     table = find_table(state.tables, command.dataset)
+    # Workers got END for it, and do not ask again.
     if table.finished:
         raise RefusedError(
             "FAILED_PRECONDITION",
@@ -69,8 +69,7 @@ _ADJUST_BS = 2  # of the proto
 
 
 def action_for(action: ev.ActionPosted, worker_id: str) -> cmd.PostAction | None:
-    """Return the action as it concerns this worker: its own, or its part of a global one; None
-    where it does not."""
+    """Return the action as this worker's agent gets it, None where it is not concerned."""
     if action.worker_id:
         return cmd.PostAction(*action) if action.worker_id == worker_id else None
     parameters = action.parameters

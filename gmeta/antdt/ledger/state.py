@@ -1,5 +1,4 @@
-"""The ledger's state and how each event changes it. Live service and recovery share this one path.
-
+"""The ledger's state and how each event changes it, in the live service and in recovery alike.
 Nothing is decided here: an event that got this far is a fact."""
 
 from collections.abc import Callable
@@ -174,8 +173,7 @@ class LedgerState:
         checkpoint.committed = True
         for entry in parse_manifest(checkpoint.manifest_json).datasets:
             table = self.tables[entry.spec.name]
-            # An epoch may have ended since the manifest was made; its positions mean nothing in the
-            # next.
+            # The epoch may have ended since Prepare: its positions mean nothing in the next one.
             if table.epoch == entry.epoch:
                 table.committed = list(entry.done)
 
@@ -261,8 +259,7 @@ class LedgerState:
 
 
 def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
-    """Make `table` exactly what `entry` says (None: nothing trained); shards in flight are READY
-    with their offset."""
+    """Make `table` what `entry` says, None: nothing trained."""
     table.open_epoch(0 if entry is None else entry.epoch)
     if entry is None:
         return
@@ -274,6 +271,7 @@ def restore_table(table: ShardTable, entry: DatasetManifest | None) -> None:
     ):
         for item in items:
             table.states[item.position] = state
+    # Shards that were in flight are READY again, from their offset on.
     for item in entry.exceptions:
         if item.units_done:
             table.units_done[item.position] = item.units_done

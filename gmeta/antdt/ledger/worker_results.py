@@ -1,5 +1,5 @@
-"""What workers say of the shards that they hold: units that are in the model, whole shards, shards
-given back, shards that failed. What counts is decided here, and nothing is changed."""
+"""Which of the results that workers report count: units, whole shards, returns and failures.
+Nothing is changed here."""
 
 from collections.abc import Iterable
 
@@ -40,8 +40,8 @@ def _judge_item(
 def build_give_back(
     state: LedgerState, worker: Worker, command: cmd.Complete | cmd.Release, call_crc: int
 ) -> ev.ShardsCompleted | ev.ShardsReleased:
-    """Return the event of a Complete or Release, even where none of its tokens counts: its number
-    is used up."""
+    """Return the event of a Complete or Release."""
+    # Also where none of its tokens counts: the call's number is used up.
     is_whole = isinstance(command, cmd.Complete)
     items: list[tuple[int, int]] = []
     accepted: set[int] = set()

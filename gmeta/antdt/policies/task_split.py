@@ -96,7 +96,7 @@ def fastest_split(total: int, speeds: Sequence[Speed], minimum: int = 0) -> list
 
 
 class Resplit(NamedTuple):
-    """Better shares, and how long the slowest takes now and with them."""
+    """Better shares, and how long the slowest worker takes now and with them."""
 
     shares: list[int]
     now_ms: float
@@ -106,8 +106,7 @@ class Resplit(NamedTuple):
 def improve_split(
     shares: Sequence[int], total: int, speeds: Sequence[Speed], minimum: int, min_gain: float
 ) -> Resplit | None:
-    """Return the fastest split in place of `shares`; None unless it makes the step shorter by the
-    share `min_gain`."""
+    """Return the fastest split, None unless it makes the step shorter by the share `min_gain`."""
     wanted = fastest_split(total, speeds, minimum)
     now_ms, then_ms = (
         max(speed.step_ms(n) for speed, n in zip(speeds, split, strict=True))

@@ -1,8 +1,5 @@
 """A data-shard service for one job on one machine: a process of its own, started, watched and ended
-by the process that needs it.
-
-The service notices the end of its owner by the end of its standard input, so it never outlives the
-job. Store, log and address lie in one folder; a later owner's service goes on from the store."""
+by the process that needs it. Store, log and address lie in one folder."""
 
 import logging
 import os
@@ -38,12 +35,10 @@ _log = logging.getLogger("gmeta.antdt.embedded")
 
 @final
 class EmbeddedService:
-    """Serves from construction to `close`; killed in between, it is started again on the same port
-    and store."""
+    """Serves from construction to `close`; a killed service is started again."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the service; return when it can be called. Raise AntdtError with what the service
-        said."""
+        """Start the service; return when it can be called. Raise AntdtError."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         if self._log_bytes() > MAX_LOG_BYTES:
@@ -54,7 +49,8 @@ class EmbeddedService:
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._reserved.getsockname()[1]}"
-        # The kernel closes this end of the pipe, however its holder ends.
+        # The kernel closes this end of the pipe however its holder ends, and the service ends with
+        # its standard input: it never outlives the job.
         self._stdin, self._owner_lives = os.pipe()
         self._closing = threading.Event()
         self._process = self._start()
@@ -156,4 +152,5 @@ class EmbeddedService:
             # Nobody waits until it listens: its clients try again by themselves. Where there is no
             # memory or descriptor for it now, the next round tries again.
             with suppress(OSError):
+                # On the same port and store, so its clients find it by themselves.
                 self._process = self._spawn()

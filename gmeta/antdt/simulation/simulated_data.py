@@ -1,6 +1,5 @@
-"""The job's tasks in simulated workers' hands: every shard goes through the real ledger.
-
-Shape suffix: W ranks or workers."""
+"""The job's tasks in simulated workers' hands: every shard goes through the real ledger. Shape
+suffix: W ranks or workers."""
 
 from collections import deque
 from typing import final
@@ -52,8 +51,8 @@ class SimulatedData:
         return self.ledger.state.tables[DATASET].finished
 
     def take_step(self, wanted_W: Ints, now_s: float) -> Ints:
-        """Return up to `wanted_W` tasks for each worker's next step; fewer where the data runs out.
-        They count once `finish` is called with them."""
+        """Return up to `wanted_W` tasks for each worker's next step."""
+        # They count once `finish_step` is called; fewer where the data runs out.
         for worker in np.flatnonzero(self._left_W < wanted_W).tolist():
             self._lease(worker, int(wanted_W[worker] - self._left_W[worker]), now_s)
         return np.minimum(wanted_W, self._left_W)
@@ -79,7 +78,8 @@ class SimulatedData:
             self._complete(worker, now_s)
 
     def restart(self, worker: int, process: int, now_s: float) -> None:
-        """Start a new process of the worker: the old one's shards go back, with their offsets."""
+        """Start a new process of the worker."""
+        # The old process's shards go back, with their offsets.
         held = self._held[worker]
         if held:
             token, num_tasks, _ = held[0]

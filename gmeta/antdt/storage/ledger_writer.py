@@ -1,8 +1,6 @@
-"""The one thread that owns the ledger, and the one that waits for the disk.
-
-The writer takes what has queued up within 0.2 ms and appends it as one group; the syncer makes all
-groups so far durable with one fsync, and only then hands their answers back. While it waits the
-writer goes on."""
+"""The one thread that owns the ledger, and the one that waits for the disk: the writer appends what
+has queued up as one group, the syncer makes all groups so far durable with one fsync and then hands
+their answers back. While the syncer waits, the writer goes on."""
 
 import logging
 import threading
@@ -46,11 +44,11 @@ class LedgerWriter:
         observe: Callable[[GroupStats], None],
         on_end: Callable[[], None],
     ) -> None:
-        """Prepare the threads. `deliver` gets each group's answers, `on_end` is called once when
-        nothing can be served any more: another service took the store, or the disk failed."""
+        """Prepare the threads; `deliver` gets each group's answers."""
         self._committer = committer
         self._deliver = deliver
         self._observe = observe
+        # Called once nothing can be served any more: the store was taken over, or the disk failed.
         self._on_end = on_end
         self._queue: deque[tuple[Request, Any]] = deque()
         self._in_hand: list[tuple[Request, Any]] = []  # of the queue, not answered yet
@@ -69,8 +67,7 @@ class LedgerWriter:
         self._syncer.start()
 
     def submit(self, request: Request, ticket: Any) -> None:
-        """Queue a request; `deliver` gets its answer with the ticket. Raise RefusedError when
-        overloaded."""
+        """Queue a request; `deliver` gets its answer and the ticket. Raise RefusedError."""
         if self._stopping:
             raise shutdown_refusal()
         if len(self._queue) >= MAX_QUEUED:
@@ -94,8 +91,7 @@ class LedgerWriter:
             while not self._stopping or self._queue:
                 if not self._queue:
                     self._wake.wait(TICK_S)
-                # Before the queue is looked at: a request that comes in between must not wait for
-                # the tick.
+                # Before the queue is read: a request in between must not wait for the tick.
                 self._wake.clear()
                 if 0 < len(self._queue) < GATHER_ENOUGH and not self._stopping:
                     time.sleep(GATHER_S)
@@ -134,8 +130,7 @@ class LedgerWriter:
             self._end()
 
     def _sync(self) -> None:
-        """Hand groups out in the order in which they were appended, so that an answer never
-        overtakes what it speaks of."""
+        """Hand groups out once they are durable."""
         failed: RefusedError | None = None
         try:
             while not self._written or self._unsynced:
@@ -145,6 +140,7 @@ class LedgerWriter:
                 groups = [self._unsynced.popleft() for _ in range(len(self._unsynced))]
                 if failed is None and any(needs_sync for _, needs_sync in groups):
                     failed = self._try_sync()
+                # In the order of the appends: no answer overtakes what it depends on.
                 for answered, _ in groups:
                     deliveries = [
                         AnsweredRequest(ticket, failed or answer) for ticket, answer in answered
@@ -154,19 +150,19 @@ class LedgerWriter:
             self._end()
 
     def _try_sync(self) -> RefusedError | None:
-        """Sync the store; if that fails, return what to tell the callers that wait for it. Nobody
-        knows then what is on the disk: the service ends, and its successor reads it."""
+        """Sync the store; if that fails, end the service and return the refusal."""
         try:
             self._committer.sync()
         except StoreError as error:
             event(logging.ERROR, "sync_failed", error=str(error))
+            # What is on the disk is unknown now: the service's successor reads it.
             self._end()
             return refusal_of(error)
         return None
 
     def _end(self) -> None:
-        """Take no more requests: stopped by order, by another service's take-over or by a
-        defect."""
+        """Take no more requests."""
+        # Unless `stop` was called: then it is another service's take-over, or a defect.
         if not self._stopping:
             self._stopping = True
             self._on_end()

@@ -1,5 +1,4 @@
-"""What the ledger's one thread is asked, and what it answers: commands, and questions in
-between."""
+"""Requests to the ledger's one thread, and their answers: commands, and views in between."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,22 +20,21 @@ Answer = Any  # a Reply, what a view returned, or a RefusedError
 
 
 class AnsweredRequest(NamedTuple):
-    """One request's answer with the ticket that `submit` was given."""
+    """One request's answer, with the ticket that `submit` got."""
 
     ticket: Any
     answer: Answer
 
 
 def is_early(answer: Answer) -> bool:
-    """Return whether an answer needs no durability: a grant lost in a power cut is fenced by the
-    next service epoch.
-
-    END and WAIT are not early: they speak of completions that may not be durable yet."""
+    """Return whether an answer needs no durability."""
+    # A grant lost in a power cut is fenced by the next service epoch. END and WAIT are not early:
+    # they may follow from completions that are not durable yet.
     return isinstance(answer, cmd.GrantReply | cmd.HeartbeatReply)
 
 
 def refusal_of(error: StoreError) -> RefusedError:
-    """Return what is answered to a call that the store did not take."""
+    """Return the answer to a call that the store did not take."""
     if isinstance(error, StoreFullError):
         return RefusedError("RESOURCE_EXHAUSTED", "STORE_FULL", str(error))
     if isinstance(error, StoreTakenError):

@@ -1,5 +1,4 @@
-"""A ledger's state as bytes and back: one JSON document for everything small, and the pages that
-changed since the last one."""
+"""A ledger's state as bytes and back: one JSON document, and the pages that changed since."""
 
 import hashlib
 import json
@@ -30,8 +29,7 @@ _PLAIN = (
 
 
 def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> StoredSnapshot:
-    """Return the state after `num_events` events, whose chain ends in `head`. Changes nothing; call
-    `mark_stored` once the snapshot is durable."""
+    """Return the state after `num_events` events, whose chain ends in `head`."""
     document: dict[str, Any] = {name: getattr(state, name) for name in _PLAIN}
     document["job"] = state.job
     document["tables"] = [_table_document(table) for table in state.tables.values()]
@@ -45,6 +43,7 @@ def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> StoredSna
     document["closed"] = list(state.closed.items())
     document["checkpoints"] = [asdict(checkpoint) for checkpoint in state.checkpoints.values()]
     document["actions"] = list(state.actions.values())
+    # Nothing is marked clean here: `mark_stored` does so once the snapshot is durable.
     tables = state.tables.items()
     return StoredSnapshot(
         num_events,
@@ -67,8 +66,7 @@ def mark_stored(state: LedgerState) -> None:
 
 
 def load_state(snapshot: StoredSnapshot) -> LedgerState:
-    """Return the state of a snapshot. Leases have no deadline until StartService gives them one.
-    Raise StoreFailedError for a document that no service wrote."""
+    """Return the state of a snapshot, without deadlines. Raise StoreFailedError."""
     try:
         return _load_state(snapshot)
     except (ValueError, KeyError, TypeError, RefusedError) as error:

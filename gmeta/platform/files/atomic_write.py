@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever happens while they are written."""
+"""Files that exist whole or not at all, whatever happens while they are written."""
 
 import fcntl
 import glob
@@ -14,10 +14,9 @@ _JUST_OPENED_S = 5.0  # its writer may not have its lock yet
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes its name once it is written and on the disk.
-
-    After a failure `path` is as it was before, and nothing is left beside it; what a killed process
-    left there is removed by the next write."""
+    """Open a file that takes its name only once it is written and on the disk."""
+    # After a failure `path` is as it was before and nothing is left beside it. What a killed
+    # process left there is removed by the next write.
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with suppress(OSError), leftover.open("rb") as killed:
             fcntl.flock(killed, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody writes it
@@ -43,6 +42,6 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to a file that is there whole or not at all."""
+    """Write `content` to a file that exists whole or not at all."""
     with open_atomically(path) as file:
         file.write(content)
