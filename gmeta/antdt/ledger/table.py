@@ -6,13 +6,7 @@ from dataclasses import asdict
 from typing import final
 
 from gmeta.access.errors import RefusedError
-from gmeta.antdt.model import (
-    MAX_DATASETS,
-    MAX_SHARDS_IN_ALL,
-    DatasetSpec,
-    Grant,
-    ShardState,
-)
+from gmeta.antdt.model import MAX_DATASETS, MAX_SHARDS_IN_ALL, DatasetSpec, Grant, ShardState
 from gmeta.antdt.order import ShardOrder
 
 SHARDS_PER_PAGE = 4096  # one row of the store: 1e7 shards load in 29 ms

@@ -51,11 +51,7 @@ class _PullingJob:
         self.totals = [Report()] * config.num_workers  # of the shards that are through
         self.monitor = Monitor(config.monitor, 0.0)
         controlled = replace(
-            config.controller,
-            policy="nd",
-            dry_run=False,
-            synchronous=False,
-            restarts_per_worker=0,
+            config.controller, policy="nd", dry_run=False, synchronous=False, restarts_per_worker=0
         )
         self.controller = Controller(controlled, find_policy("nd"))
 

@@ -130,10 +130,7 @@ def _end_of_step(step_s: Floats, dropped: int) -> float:
 
 
 def run_antdt(
-    policy: str,
-    config: JobConfig,
-    trace: Trace,
-    log: Callable[[str], object] | None = None,
+    policy: str, config: JobConfig, trace: Trace, log: Callable[[str], object] | None = None
 ) -> JobOutcome:
     """Run AntDT: the monitor and the controller of the service, with the policy named."""
     return _GovernedJob(policy, config, trace, log).run()
@@ -144,11 +141,7 @@ class _GovernedJob:
     """A synchronous job whose shares and processes a Controller decides about."""
 
     def __init__(
-        self,
-        policy: str,
-        config: JobConfig,
-        trace: Trace,
-        log: Callable[[str], object] | None,
+        self, policy: str, config: JobConfig, trace: Trace, log: Callable[[str], object] | None
     ) -> None:
         self.config = config
         self.cluster = _Cluster(config, trace)

@@ -241,7 +241,7 @@ def _open_durable(path: Path) -> int:
     """Return a descriptor of PATH.durable, which says how many events survive a power cut."""
     # A missing store was deleted to be built anew: what was durable of it no longer counts.
     anew = 0 if path.exists() else os.O_TRUNC
-    # SQLite reads a WAL up to the first page that does not fit, and does not say that more followed.
+    # SQLite reads a WAL up to the first page that does not fit, and does not say what lay after it.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | anew
     return os.open(path.with_name(path.name + ".durable"), flags, 0o644)
 
