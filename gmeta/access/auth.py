@@ -150,11 +150,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Check a call, and hold a place for it until it ends. Raise RefusedError."""
         try:
             self._check(method, CallerCredentials.from_context(context))
+            # After the proofs, so that strangers take up no place.
             if self._num_calls >= MAX_CALLS:
-                message = (
-                    f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause."
-                )
-                raise _busy_refusal(message)
+                text = f"{MAX_CALLS} calls are under way; no more are taken. Retry after a pause."
+                raise _busy_refusal(text)
         except RefusedError as error:
             self.on_refused(method.rpartition("/")[2], error, context.peer())
             raise

@@ -61,6 +61,7 @@ def read_tokens(path: Path) -> list[str]:
     return tokens
 
 
+# A connection shows the same certificate at each of its calls: it is parsed once.
 @functools.lru_cache(maxsize=1024)
 def end_of_certificate(pem: bytes) -> float:
     """Return when a verified certificate expires, in seconds since 1970."""
@@ -107,6 +108,7 @@ class WatchedFiles:
 
     def have_changed(self) -> bool:
         """Return whether a file has changed since the last call."""
+        # Of threads that look at once, one sees the change and reads the files.
         with self._lock:
             now = self._stat_all()
             different = now != self._seen

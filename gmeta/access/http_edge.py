@@ -97,6 +97,7 @@ class RouteServer(ThreadingHTTPServer):
     """Serves routes in threads of its own from `start` to `stop`."""
 
     daemon_threads = True
+    # A service that is started again gets its port back at once.
     allow_reuse_address = True
     request_queue_size = 2 * MAX_WAITING  # connections that the kernel holds meanwhile
 
@@ -148,9 +149,8 @@ class RouteServer(ThreadingHTTPServer):
             if certificate and ssl.cert_time_to_seconds(certificate["notAfter"]) > time.time():
                 names = certificate.get("subjectAltName", ())
                 return role_of_certificate(name for kind, name in names if kind == "URI")
-        return (
-            self._tokens.role_of(request.headers.get("Authorization", "")) if self._tokens else None
-        )
+        authorization = request.headers.get("Authorization", "")
+        return self._tokens.role_of(authorization) if self._tokens else None
 
     def answer(self, route: Route, request: HttpRequest) -> None:
         """Answer a request whose caller may look; one too many is dropped."""

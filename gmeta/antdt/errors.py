@@ -9,11 +9,8 @@ from gmeta.errors import UserError
 
 def shutdown_refusal() -> RefusedError:
     """Return the refusal of a service that ends; its successor answers the retry."""
-    return RefusedError(
-        "UNAVAILABLE",
-        "SHUTTING_DOWN",
-        "the service is shutting down; retry: its successor answers.",
-    )
+    message = "the service is shutting down; retry: its successor answers."
+    return RefusedError("UNAVAILABLE", "SHUTTING_DOWN", message)
 
 
 class FencedError(AntdtError):

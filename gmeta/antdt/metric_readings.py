@@ -34,13 +34,12 @@ class MetricHistory:
                 self._generation = generation
                 # Later readings are of a model that is gone.
                 self._by_step = {at: old for at, old in self._by_step.items() if at < step}
-            values_of_step = self._by_step.setdefault(step, {})
-            values_of_step.update(values)
+            of_step = self._by_step.setdefault(step, {})
+            of_step.update(values)
             # A step keeps as many names as one call can bring: the newest ones.
-            for name in list(values_of_step)[
-                : max(0, len(values_of_step) - MAX_READINGS_PER_CALL * MAX_VALUES)
-            ]:
-                del values_of_step[name]
+            num_surplus = max(0, len(of_step) - MAX_READINGS_PER_CALL * MAX_VALUES)
+            for name in list(of_step)[:num_surplus]:
+                del of_step[name]
         if len(self._by_step) > MAX_POINTS:
             self._drop_every_second()
 

@@ -69,16 +69,13 @@ class _WorkerHistory:
 
     def has_changed_pace(self, ratio: float) -> bool:
         """Return whether own time per task changed by `ratio` since the last window."""
-        totals_of_window = self.totals_of_window()
-        if totals_of_window is None or not self.short:
+        totals = self.totals_of_window()
+        if totals is None or not self.short:
             return False
         # Own time is compute, data wait and own transfers: waiting for peers says nothing about
         # this rank. AntDT (arXiv 2404.09679) calls it batch processing time; per task it survives
         # unequal batches.
-        now_ms, then_ms = (
-            sum(totals_of_window.own_ms) / totals_of_window.tasks_done,
-            self.short[-1].own_ms,
-        )
+        now_ms, then_ms = sum(totals.own_ms) / totals.tasks_done, self.short[-1].own_ms
         return not then_ms / ratio < now_ms < then_ms * ratio
 
 
@@ -139,12 +136,11 @@ class Monitor:
     def _cut_short(self, now_s: float) -> bool:
         """Return whether all workers have news and some became much slower or faster."""
         # They hurried their reports: the reaction need not wait for the end of the window.
+        workers, ratio = self._workers.values(), self.config.slow_ratio
         return (
             now_s >= self._may_cut_s
-            and all(worker.totals_of_window() is not None for worker in self._workers.values())
-            and any(
-                worker.has_changed_pace(self.config.slow_ratio) for worker in self._workers.values()
-            )
+            and all(worker.totals_of_window() is not None for worker in workers)
+            and any(worker.has_changed_pace(ratio) for worker in workers)
         )
 
     def _windows(self, take: Callable[[_WorkerHistory], Report | None]) -> dict[str, WorkerWindow]:

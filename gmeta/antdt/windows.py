@@ -88,6 +88,7 @@ def compare_windows(deltas: Mapping[str, Report], config: MonitorConfig) -> dict
             part - median for part, median in zip(parts[index], typical[index], strict=True)
         )
         ratio = own_ms[index] / typical_own[index] if typical_own[index] > 0 else 1.0
+        # A ratio alone would call a worker slow for some microseconds a task.
         is_slow = ratio > config.slow_ratio and own_ms[index] - typical_own[index] > config.floor_ms
         windows[name] = WorkerWindow(
             delta.tasks_done,

@@ -54,12 +54,9 @@ def update_in_backward(
     # optimizers that are compiled at import: 0.2 s of the start of each rank. If they move: what
     # TorchRec's ShardedEmbeddingCollection and its planner read of a parameter.
     for table in tables.parameters():
-        settings_by_name: Any = table
-        settings_by_name._in_backward_optimizers = []
-        settings_by_name._optimizer_classes, settings_by_name._optimizer_kwargs = (
-            [optimizer],
-            [settings],
-        )
+        parameter: Any = table
+        parameter._in_backward_optimizers = []
+        parameter._optimizer_classes, parameter._optimizer_kwargs = [optimizer], [settings]
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 # gRPC's code for a connection that broke at the wrong moment: in a write, or between two frames.
 _CUT_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
 _CUT = "Stream removed"
+# A refusal on a stream carries the number of its status code, not its name.
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 

@@ -125,6 +125,7 @@ class ShardClient:
         while not isinstance(answer := self.lease(dataset, epoch, prefetch_shards), EndOfEpoch):
             if isinstance(answer, WaitFor):
                 _log.info("waiting for shards of %s: %s", dataset, answer.reason)
+                # Not a sleep: `close` ends the wait.
                 self._session.closed.wait(answer.retry_after_s)
                 self._session.check_fence()
                 continue

@@ -5,16 +5,19 @@ import threading
 import time
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from gmeta.access.errors import AntdtError
-from gmeta.antdt.client.held_leases import HeldLeases
-from gmeta.antdt.client.session import Session
 from gmeta.antdt.errors import FencedError
 from gmeta.antdt.metric_readings import MAX_READINGS_PER_CALL, MAX_VALUES
 from gmeta.antdt.model import MAX_NAME_CHARS
 from gmeta.antdt.reports import Report
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
+
+# For types alone: at run time it would lengthen the longest chain of imports.
+if TYPE_CHECKING:
+    from gmeta.antdt.client.held_leases import HeldLeases
+    from gmeta.antdt.client.session import Session
 
 _log = logging.getLogger("gmeta.antdt.client")
 
@@ -25,7 +28,7 @@ DECIDED_AFTER_S = 0.5  # the controller's answer to reports that all workers hur
 class HeartbeatSender:
     """Beats until the session is closed, or the process is fenced."""
 
-    def __init__(self, session: Session, leases: HeldLeases) -> None:
+    def __init__(self, session: "Session", leases: "HeldLeases") -> None:
         self._session = session
         self._leases = leases
         self._report: Any = None
@@ -105,23 +108,17 @@ class HeartbeatSender:
     def beat(self) -> None:
         """Send one heartbeat. Raise FencedError, RefusedError or ServiceUnavailableError."""
         with self.beating:
-            self._beat()
-
-    def _beat(self) -> None:
-        # Taken before the call: the service counts the ttl from a later moment.
-        set_report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
-        with self._lock:
-            readings = list(self._readings)
-        response = self._session.call(
-            "Heartbeat",
-            budget_s=None if self._session.closed.is_set() else self._session.ttl_s / 3,
-            tokens=tokens,
-            report=set_report,
-            readings=readings,
-        )
-        self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))
-        with self._lock:
-            self._readings = [reading for reading in self._readings if reading not in readings]
-            # An action comes with every beat until it is answered.
-            known_ids = {action.action_id for action in self._actions}
-            self._actions += [a for a in response.actions if a.action_id not in known_ids]
+            # Taken before the call: the service counts the ttl from a later moment.
+            report, sent_s, tokens = self._report, time.monotonic(), self._leases.tokens()
+            with self._lock:
+                readings = list(self._readings)
+            # No longer than until the next beat is due.
+            budget_s = None if self._session.closed.is_set() else self._session.ttl_s / 3
+            fields = {"tokens": tokens, "report": report, "readings": readings}
+            response = self._session.call("Heartbeat", budget_s, **fields)
+            self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))
+            with self._lock:
+                self._readings = [reading for reading in self._readings if reading not in readings]
+                # An action comes with every beat until it is answered.
+                known_ids = {action.action_id for action in self._actions}
+                self._actions += [a for a in response.actions if a.action_id not in known_ids]

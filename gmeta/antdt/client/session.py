@@ -4,13 +4,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from gmeta.antdt.client.connection import ServiceConnection
-from gmeta.antdt.client.held_leases import HeldLeases
 from gmeta.antdt.client.lease import SAFE_FRACTION
 from gmeta.antdt.errors import FencedError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
+
+# For types alone: at run time it would lengthen the longest chain of imports.
+if TYPE_CHECKING:
+    from gmeta.antdt.client.held_leases import HeldLeases
 
 CLOSING_BUDGET_S = 2.0  # an outage is not waited for: leases expire anyway
 
@@ -24,7 +27,7 @@ class Session:
         connection: ServiceConnection,
         worker_id: str,
         rdzv_round: int | None,
-        leases: HeldLeases,
+        leases: "HeldLeases",
     ) -> None:
         self.connection = connection
         self.worker_id = worker_id
@@ -116,15 +119,10 @@ class Session:
         with self._registering:
             # Also after a restart of the service, whose answer lists the leases still held.
             sent_s, held_tokens = time.monotonic(), self._leases.tokens()
-            response = self.connection.call(
-                "Register",
-                lambda: pb.RegisterRequest(
-                    worker_id=self.worker_id,
-                    incarnation=self.incarnation,
-                    rdzv_round=self._rdzv_round,
-                ),
-                budget_s=self._budget_s,
+            request = pb.RegisterRequest(
+                worker_id=self.worker_id, incarnation=self.incarnation, rdzv_round=self._rdzv_round
             )
+            response = self.connection.call("Register", lambda: request, budget_s=self._budget_s)
             with self._seq_lock:
                 self._caller = pb.Caller(
                     worker_id=self.worker_id,

@@ -235,6 +235,7 @@ _TAG_OF: dict[type[Event], str] = {
     DrainSet: "drain",
 }
 _TYPE_OF = {tag: kind for kind, tag in _TAG_OF.items()}
+# Made once: json.dumps would make an encoder for each event.
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 # A grant that is lost in a power cut is fenced by the next service epoch, and the controller

@@ -54,6 +54,7 @@ def check_registration(
     # A retired process that registers anew would fence the one that replaced it.
     elif incarnation in worker.retired:
         raise superseded_refusal(worker_id, incarnation, worker.incarnation)
+    # A process from before a restart of the job, which names no newer round.
     elif (
         incarnation == worker.incarnation
         and worker.generation < state.generation

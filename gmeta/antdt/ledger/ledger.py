@@ -149,10 +149,8 @@ class Ledger:
         if rdzv_round is not None and rdzv_round > state.rdzv_round:
             self._emit(ev.GenerationStarted(state.generation + 1, rdzv_round))
         worker = state.workers.get(worker_id)
-        if worker is None or (worker.incarnation, worker.generation) != (
-            incarnation,
-            state.generation,
-        ):
+        new = (incarnation, state.generation)
+        if worker is None or (worker.incarnation, worker.generation) != new:
             if worker is not None and worker.incarnation != incarnation:
                 # Totals count from the process's own start: those of the one before would be
                 # higher, and the monitor would take nothing in until they were passed.
@@ -176,16 +174,13 @@ class Ledger:
         )
 
     def _lease(self, command: cmd.LeaseShards, now_s: float) -> cmd.Reply:
-        worker, call_crc, earlier_reply = self._look_up_call(command, now_s)
-        if earlier_reply is None:
-            earlier_reply = self._offer(worker, command, call_crc)
+        worker, call_crc, reply = self._look_up_call(command, now_s)
+        if reply is None:
+            reply = self._offer(worker, command, call_crc)
         # Only these: a lease whose grant never reached the worker must be able to expire.
-        if isinstance(earlier_reply, cmd.GrantReply):
-            self._renew(
-                [grant.token for grant in earlier_reply.grants if grant.token in worker.tokens],
-                now_s,
-            )
-        return earlier_reply
+        if isinstance(reply, cmd.GrantReply):
+            self._renew([x.token for x in reply.grants if x.token in worker.tokens], now_s)
+        return reply
 
     def _offer(self, worker: Worker, command: cmd.LeaseShards, call_crc: int) -> cmd.Reply:
         table = find_table(self.state.tables, command.dataset)
@@ -270,15 +265,8 @@ class Ledger:
         if not repeated:
             check_caller(state, command.caller)
             digest = checkpoints.check_restore(state, command.manifest_json)
-            self._emit(
-                ev.StateRestored(
-                    command.restore_id,
-                    worker.worker_id,
-                    state.generation + 1,
-                    digest,
-                    command.manifest_json,
-                )
-            )
+            made_by = (command.restore_id, worker.worker_id, state.generation + 1)
+            self._emit(ev.StateRestored(*made_by, digest, command.manifest_json))
         return cmd.RestoreReply(state.generation, state.restored_digest)
 
     def _operate(self, command: cmd.Requeue | cmd.Skip | cmd.Drain, now_s: float) -> cmd.Reply:

@@ -32,6 +32,7 @@ def refuse_grant(
         )
     if epoch < table.epoch:
         return cmd.End(seq)
+    # Once an epoch is finished, the first Lease of the next one opens it.
     if epoch > table.epoch + (1 if table.finished else 0):
         text = (
             f"epoch {table.epoch} of dataset {spec.name!r} is not finished, {epoch} comes after it"

@@ -44,9 +44,8 @@ class ShardTable:
     @property
     def finished(self) -> bool:
         """Return whether every shard is DONE or SKIPPED: END has no other condition."""
-        return (
-            self.counts[ShardState.DONE] + self.counts[ShardState.SKIPPED] == self.spec.num_shards
-        )
+        num_finished = self.counts[ShardState.DONE] + self.counts[ShardState.SKIPPED]
+        return num_finished == self.spec.num_shards
 
     @property
     def num_committed(self) -> int:
@@ -162,11 +161,9 @@ def is_new_dataset(tables: Mapping[str, ShardTable], spec: DatasetSpec) -> bool:
         check_capacity(tables, [spec])
         return True
     if table.spec != spec:
-        differing = [
-            name for name, value in asdict(spec).items() if getattr(table.spec, name) != value
-        ]
-        old = {name: getattr(table.spec, name) for name in differing}
-        new = {name: getattr(spec, name) for name in differing}
+        known, given = asdict(table.spec), asdict(spec)
+        old = {name: value for name, value in known.items() if given[name] != value}
+        new = {name: given[name] for name in old}
         raise RefusedError(
             "ALREADY_EXISTS",
             "SPEC_CONFLICT",

@@ -43,6 +43,7 @@ def check_descends(child: ShardManifest, parent: ShardManifest) -> None:
     by_name = {entry.spec.name: entry for entry in child.datasets}
     for old in parent.datasets:
         new = by_name.get(old.spec.name)
+        # Within one lineage a dataset only moves on: no epoch and no shard goes back.
         if new is None or new.spec != old.spec or _before(new, old):
             raise ManifestError(
                 f"checkpoint {child.checkpoint_id} does not continue {parent.checkpoint_id}: "

@@ -96,8 +96,9 @@ class Snapshot:
         return tuple(w for w in self.active if w.health.verdict in STRAGGLERS)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; infinities become null."""
+        """Return plain values for JSON."""
         raw = asdict(self)
+        # JSON has no infinity: null stands for it, and `from_json` puts the default in its place.
         for name in ("remaining_s", "last_adjust_s", "held_since_s"):
             if abs(raw[name]) == float("inf"):
                 raw[name] = None

@@ -61,6 +61,7 @@ def _restarts(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
             continue
         # By ratio: it includes what a slow link costs, which the speed does not.
         won_tasks_per_s = typical - typical / worker.health.ratio
+        # While a process restarts, the others wait for it if all ranks take each step together.
         stopped = total_tasks_per_s if config.restart_stops_job else worker.health.tasks_per_s
         cost_tasks = config.restart_cost_s * stopped
         # What is won begins after the restart.
@@ -84,7 +85,9 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
     # Shares are equal but for the remainder: if nobody is slow there is nothing to give back.
     if not snapshot.stragglers and max(shares) - min(shares) <= 1:
         return []
-    speeds = _speeds(active, bool(snapshot.stragglers))
+    tasks_per_s = [_tasks_per_s(worker, bool(snapshot.stragglers)) for worker in active]
+    times_ms = zip(tasks_per_s, _overheads_ms(active), strict=True)
+    speeds = [Speed(1000 / v, overhead_ms) for v, overhead_ms in times_ms]
     better = improve_split(
         shares, snapshot.tasks_per_step, speeds, config.min_tasks, config.min_gain
     )
@@ -106,13 +109,6 @@ def _adjustment(snapshot: Snapshot, config: ControllerConfig) -> list[Decision]:
         f"{slow or 'nobody any more'}{f' and {more} more' if more > 0 else ''}"
     )
     return [Decision("ADJUST_BS", "", parameters, reason)]
-
-
-def _speeds(active: Sequence[WorkerView], somebody_is_slow: bool) -> list[Speed]:
-    """Return the time of a task and a step's overhead for every worker."""
-    overheads_ms = _overheads_ms(active)
-    tasks_per_s = [_tasks_per_s(worker, somebody_is_slow) for worker in active]
-    return [Speed(1000 / v, ms) for v, ms in zip(tasks_per_s, overheads_ms, strict=True)]
 
 
 def _tasks_per_s(worker: WorkerView, somebody_is_slow: bool) -> float:

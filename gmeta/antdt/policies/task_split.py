@@ -42,6 +42,7 @@ def proportional_split(total: int, speeds: Sequence[float], minimum: int) -> lis
     [4, 4, 4, 1]
     >>> proportional_split(12, [10.0, 10.0, 0.1], 2)
     [5, 5, 2]"""
+    # A step may have fewer tasks than all minimums together.
     minimum = min(minimum, total // len(speeds))
     shares = [minimum] * len(speeds)
     free = list(range(len(speeds)))

@@ -16,6 +16,7 @@ _STOP_S = 5.0  # for the callback that runs when the process ends
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the running loop; the first call starts it."""
+    # Two threads may make the first call at once.
     with _starting:
         # Not when this is imported: a process that only reads a manifest needs no thread.
         if not _started:

@@ -33,16 +33,8 @@ MAX_STREAMS = 4096  # one a worker; workers beyond these make single calls
 GUARD_LINES_PER_S = 10.0  # of calls refused for their proof, role or rate
 # Rare calls, each of which changes who takes part or what is trained. With a line for each Lease
 # the log would hold nothing else.
-_LOGGED = {
-    "Register",
-    "RegisterDataset",
-    "Restore",
-    "Fail",
-    "PrepareCheckpoint",
-    "Requeue",
-    "Skip",
-    "Drain",
-}
+_LOGGED = {"Register", "RegisterDataset", "Restore", "Fail", "PrepareCheckpoint"}
+_LOGGED |= {"Requeue", "Skip", "Drain"}
 _RPC_OF_FIELD = {field: rpc for rpc, field in STREAMED.items()}
 
 
@@ -87,11 +79,8 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     async def _ask(self, request: Request) -> Any:
         """Return the request's answer, as `ask` does, on the event loop."""
         if self._writer is None:
-            raise RefusedError(
-                "UNAVAILABLE",
-                "SHUTTING_DOWN",
-                "the service is recovering its store; retry in a moment.",
-            )
+            message = "the service is recovering its store; retry in a moment."
+            raise RefusedError("UNAVAILABLE", "SHUTTING_DOWN", message)
         future = asyncio.get_running_loop().create_future()
         self._writer.submit(request, future)
         try:
@@ -204,15 +193,10 @@ class ShardServicer(pb_grpc.ShardServiceServicer):  # type: ignore[misc]
     async def Stream(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         """Yield the answer to each request of a worker's stream, in their order."""
         if len(self._streams) >= MAX_STREAMS:
-            await abort(
-                context,
-                RefusedError(
-                    "RESOURCE_EXHAUSTED",
-                    "LIMIT",
-                    f"{MAX_STREAMS} streams are open; no more are taken. Make the calls one by "
-                    "one.",
-                ),
+            message = (
+                f"{MAX_STREAMS} streams are open; no more are taken. Make the calls one by one."
             )
+            await abort(context, RefusedError("RESOURCE_EXHAUSTED", "LIMIT", message))
         admit = self._admission(context)
         peer, task = context.peer(), asyncio.current_task()
         try:

@@ -79,9 +79,8 @@ class EmbeddedService:
         self.close()
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "gmeta", "shard-service"]
-        command += ["--ends-with-stdin", "--insecure"]
-        command += ["--listen", self.address]
+        command = [sys.executable, "-m", "gmeta", "shard-service", "--ends-with-stdin"]
+        command += ["--insecure", "--listen", self.address]
         command += ["--store", f"sqlite:///{(self._folder / STORE_FILE).resolve()}"]
         with self._log.open("ab") as log:
             # A session of its own: the terminal's Ctrl-C ends the job, and then the job ends it.
@@ -107,6 +106,7 @@ class EmbeddedService:
                     )
                 time.sleep(0.02)
             last_line = self._last_line()
+            # The service of an owner that was just killed may hold the store for a moment.
             if TAKEN not in last_line or time.monotonic() > until_s:
                 raise AntdtError(
                     f"the shard service of this job ended with exit code {process.returncode} "

@@ -127,6 +127,7 @@ class ShardServer:
         self._health = health.aio.HealthServicer()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # The store first: a second service on it must fail before it takes any port or call.
+        # Whatever fails, store and port are released again.
         with ExitStack() as undo:
             self._store = open_store(config.store_url)
             undo.callback(self._store.close)
@@ -248,6 +249,7 @@ def serve_until_signal(config: ServiceConfig) -> int:
     if config.ends_with_stdin:
         threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
     server = ShardServer(config)
+    # Polled: a signal's handler may set no event that the thread it interrupts waits for.
     while not stop and not server.ended.wait(0.2):
         pass
     event(logging.INFO, "draining", signal=bool(stop))

@@ -1,5 +1,6 @@
-"""The job's tasks in simulated workers' hands: every shard goes through the real ledger. Shape
-suffix: W ranks or workers."""
+"""The job's tasks in simulated workers' hands: every shard goes through the real ledger.
+
+Shape suffix: W ranks or workers."""
 
 from collections import deque
 from typing import final
@@ -111,6 +112,7 @@ class SimulatedData:
         while held and self._first_left_W[worker] <= 0:
             through.append(held.popleft()[0])
             if held:
+                # Below 0 by the tasks of the step that belong to the next shard.
                 self._first_left_W[worker] += held[0][1] - held[0][2]
         self._seqs[worker] += 1
         command = cmd.Complete(self._callers[worker], self._seqs[worker], tuple(through))

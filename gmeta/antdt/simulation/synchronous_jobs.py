@@ -1,4 +1,6 @@
-"""A synchronous job on a simulated cluster, by one method. Shape suffix: W ranks or workers."""
+"""A synchronous job on a simulated cluster, by one method.
+
+Shape suffix: W ranks or workers."""
 
 from collections import deque
 from collections.abc import Callable
@@ -96,9 +98,8 @@ def _run_lb_bsp(take_steps: int, config: JobConfig, trace: Trace) -> JobOutcome:
         speeds_W[:] = np.where(speeds_W > 0, (speeds_W + seen_W) / 2, seen_W)
         # A speed of 0 would get no task, and stay unknown for ever.
         known_W = np.maximum(speeds_W, 1e-9).tolist()
-        pending.append(
-            np.array(proportional_split(config.tasks_per_step, known_W, config.min_tasks))
-        )
+        shares = proportional_split(config.tasks_per_step, known_W, config.min_tasks)
+        pending.append(np.array(shares))
         return pending.popleft()
 
     return _run_steps(_Cluster(config, trace), balance, 0)
@@ -234,11 +235,8 @@ class _GovernedJob:
 
     def _control(self) -> None:
         cluster = self.cluster
-        remaining_s = (
-            cluster.tasks_left
-            / self.config.tasks_per_step
-            * (cluster.now_s / max(1, self.num_steps))
-        )
+        step_s = cluster.now_s / max(1, self.num_steps)
+        remaining_s = cluster.tasks_left / self.config.tasks_per_step * step_s
         health = self.monitor.health
         # As in the governor: no share can be planned for workers that are not judged yet.
         if len(health) < len(self.names):

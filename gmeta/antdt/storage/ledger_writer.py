@@ -7,14 +7,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.access.errors import RefusedError
 from gmeta.access.log import event
 from gmeta.antdt.errors import StoreError, shutdown_refusal
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.storage.committer import Committer
 from gmeta.antdt.storage.request import AnsweredRequest, Request, is_early, refusal_of
+
+# For types alone: at run time it would lengthen the longest chain of imports.
+if TYPE_CHECKING:
+    from gmeta.antdt.storage.committer import Committer
 
 MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 # How long a small group waits for more. 1 ms makes larger groups for a few per cent less CPU, but
@@ -39,7 +42,7 @@ class LedgerWriter:
 
     def __init__(
         self,
-        committer: Committer,
+        committer: "Committer",
         deliver: Callable[[list[AnsweredRequest]], None],
         observe: Callable[[GroupStats], None],
         on_end: Callable[[], None],
@@ -71,11 +74,8 @@ class LedgerWriter:
         if self._stopping:
             raise shutdown_refusal()
         if len(self._queue) >= MAX_QUEUED:
-            raise RefusedError(
-                "RESOURCE_EXHAUSTED",
-                "BUSY",
-                f"{MAX_QUEUED} calls are waiting; no more are taken. Retry after a pause.",
-            )
+            message = f"{MAX_QUEUED} calls are waiting; no more are taken. Retry after a pause."
+            raise RefusedError("RESOURCE_EXHAUSTED", "BUSY", message)
         self._queue.append((request, ticket))
         self._wake.set()
 
@@ -120,6 +120,7 @@ class LedgerWriter:
         answered = [
             AnsweredRequest(ticket, x) for (_, ticket), x in zip(group, answers, strict=True)
         ]
+        # Before the sync, which these answers do not need.
         self._deliver([each for each in answered if is_early(each.answer)])
         late = [each for each in answered if not is_early(each.answer)]
         if late or appended.needs_sync:
@@ -142,10 +143,7 @@ class LedgerWriter:
                     failed = self._try_sync()
                 # In the order of the appends: no answer overtakes what it depends on.
                 for answered, _ in groups:
-                    deliveries = [
-                        AnsweredRequest(ticket, failed or answer) for ticket, answer in answered
-                    ]
-                    self._deliver(deliveries)
+                    self._deliver([AnsweredRequest(ticket, failed or x) for ticket, x in answered])
         finally:
             self._end()
 

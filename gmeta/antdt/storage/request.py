@@ -1,18 +1,21 @@
 """Requests to the ledger's one thread, and their answers: commands, and views in between."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gmeta.access.errors import RefusedError
 from gmeta.antdt.errors import StoreError, StoreFullError, StoreTakenError
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.ledger.ledger import Ledger
+
+# For types alone: at run time it would lengthen the longest chain of imports.
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.ledger import Ledger
 
 
 class LedgerView(NamedTuple):
     """A question that changes nothing, answered in turn with the commands."""
 
-    view: Callable[[Ledger, float], Any]
+    view: Callable[["Ledger", float], Any]
 
 
 Request = cmd.Command | LedgerView

@@ -45,17 +45,10 @@ def take_snapshot(state: LedgerState, num_events: int, head: bytes) -> StoredSna
     document["actions"] = list(state.actions.values())
     # Nothing is marked clean here: `mark_stored` does so once the snapshot is durable.
     tables = state.tables.items()
-    return StoredSnapshot(
-        num_events,
-        head,
-        json.dumps(document, separators=(",", ":")),
-        {
-            (name, number): table.page(number)
-            for name, table in tables
-            for number in table.dirty_pages
-        },
-        frozenset(name for name, table in tables if table.cleared),
-    )
+    pages = {(name, n): table.page(n) for name, table in tables for n in table.dirty_pages}
+    cleared = frozenset(name for name, table in tables if table.cleared)
+    text = json.dumps(document, separators=(",", ":"))
+    return StoredSnapshot(num_events, head, text, pages, cleared)
 
 
 def mark_stored(state: LedgerState) -> None:
@@ -138,15 +131,9 @@ def _digest(table: ShardTable) -> str:
 
 
 def _worker_document(worker: Worker) -> list[Any]:
-    return [
-        worker.worker_id,
-        worker.incarnation,
-        worker.generation,
-        worker.retired,
-        worker.last_seq,
-        [ev.encode(event).decode() for event in worker.last_call],
-        worker.draining,
-    ]
+    calls = [ev.encode(event).decode() for event in worker.last_call]
+    process = [worker.worker_id, worker.incarnation, worker.generation, worker.retired]
+    return [*process, worker.last_seq, calls, worker.draining]
 
 
 def _load_worker(item: list[Any]) -> Worker:

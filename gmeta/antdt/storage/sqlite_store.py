@@ -53,6 +53,7 @@ class SqliteStore(Store):
         """Create or open the file. Raise StoreError."""
         self.path = path
         self._epoch = 0
+        # A store that does not open must not keep its lock or its descriptors.
         with ExitStack() as undo:
             self._lock_fd = _lock(path)
             undo.callback(os.close, self._lock_fd)

@@ -36,6 +36,7 @@ class Ruling(NamedTuple):
 
 def rule(snapshot: Snapshot, config: ControllerConfig, policy: Policy) -> list[Ruling]:
     """Return the policy's decisions, each allowed or held back. Raise PolicyError."""
+    # A policy may be the user's own code, and raise anything.
     with translate_errors(
         lambda error: PolicyError(
             f"policy {config.policy!r} failed: {error!r}. Mend it, or set controller.policy to "

@@ -6,12 +6,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from gmeta.access.errors import AntdtError, RefusedError
 from gmeta.access.log import LOGGER_NAME, event
 from gmeta.antdt.ledger import commands as cmd
-from gmeta.antdt.ledger.ledger import Ledger
 from gmeta.antdt.ledger.offers import leases_to_back_up
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.model import MAX_EPOCHS, ShardState
@@ -25,6 +24,10 @@ from gmeta.antdt.stragglers.controller import Controller, Ruling
 from gmeta.antdt.stragglers.straggler_config import StragglerConfig
 from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
+
+# For types alone: at run time it would lengthen the longest chain of imports.
+if TYPE_CHECKING:
+    from gmeta.antdt.ledger.ledger import Ledger
 
 MAX_TICK_S = 0.2  # within DECIDED_AFTER_S of the client
 STEPS_AHEAD = 1  # a global action takes effect after the newest step that anybody reported
@@ -58,7 +61,7 @@ class RulingRecord(NamedTuple):
     note: str
 
 
-def read_ledger(ledger: Ledger, now_s: float) -> LedgerReading:
+def read_ledger(ledger: "Ledger", now_s: float) -> LedgerReading:
     """Return the workers of the present generation, and the data still to train."""
     state = ledger.state
     workers = {}

@@ -18,6 +18,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
     # After a failure `path` is as it was before and nothing is left beside it. What a killed
     # process left there is removed by the next write.
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        # A writer holds a lock on its file; the lock of a killed one is gone.
         with suppress(OSError), leftover.open("rb") as killed:
             fcntl.flock(killed, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody writes it
             if time.time() - os.fstat(killed.fileno()).st_mtime > _JUST_OPENED_S:
@@ -34,6 +35,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    # The new name survives a power cut only once its folder is on the disk, too.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
