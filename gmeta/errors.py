@@ -35,5 +35,5 @@ class ConfigError(UserError):
 def is_of_memory(error: Exception) -> bool:
     """Return whether memory ran out."""
     # torch raises RuntimeError for it; the last text is for a size beyond 64 bits.
-    told = ("out of memory", "allocate memory", "size calculation overflowed")
-    return isinstance(error, MemoryError) or any(one in str(error) for one in told)
+    texts = ("out of memory", "allocate memory", "size calculation overflowed")
+    return isinstance(error, MemoryError) or any(one in str(error) for one in texts)

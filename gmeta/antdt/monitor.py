@@ -178,7 +178,7 @@ class Monitor:
         long = worker.long
         if len(long.windows) < config.long_windows or long.num_slow < config.long_slow:
             return "transient"
-        # The share of all its windows that is asked of the long ones, without a division.
+        # Of all its windows as large a share as of the long ones must be slow; without a division.
         always = worker.num_slow * config.long_windows >= worker.num_windows * config.long_slow
         of_hardware = worker.slow_from_the_start and always
         steady = of_hardware and long.spread() <= config.steady_spread

@@ -72,7 +72,7 @@ class WorkerHealth:
     tasks_per_s: float = 0.0  # by compute and data wait alone, in the short windows
     tasks_per_s_long: float = 0.0
     tasks_per_s_newest: float = 0.0  # in the newest window alone
-    overhead_ms: float = 0.0  # of a step, apart from its tasks; needs batches of two sizes
+    overhead_ms: float = 0.0  # of a step, beside its tasks; needs batches of two sizes
     slow_for_s: float = 0.0
     evidence: str = ""
     peer_wait_ms: float = 0.0  # of a step, the least of the short windows

@@ -38,7 +38,7 @@ _WARN_EVERY_S = 10.0
 # The budget of a process that was asked to stop: long enough for a restart of the service, and
 # Kubernetes kills the process 30 s after it asked.
 STOPPING_BUDGET_S = 5.0
-_LOOK_EVERY_S = 0.25  # in a pause, whether it was asked to stop
+_LOOK_EVERY_S = 0.25  # in a pause, at `is_stopping`
 # A cut link is UNAVAILABLE after keepalive time + timeout; without keepalive it hangs for ever.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -46,7 +46,7 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Reconnect quickly after a restart of the service: a refused connection costs nobody anything.
+    # Reconnect quickly after a restart of the service: a refused connection costs nothing.
     # The pauses grow by 1.6, by default to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -104,7 +104,7 @@ class ServiceConnection:
         self._opening = threading.Lock()  # one stream is opened at a time
         self._stream: CallStream | None = None
         self._has_streams = True  # until the service says otherwise
-        # Whether the process was asked to stop. Asked in pauses: a signal's handler may set no
+        # Whether the process is to stop. Called in pauses: a signal's handler may set no
         # event that the thread it interrupts waits for.
         self.is_stopping: Callable[[], bool] = lambda: False
 

@@ -1,11 +1,18 @@
 """The answer to a Lease call: shards, WAIT with its cause, or END, and when END is allowed."""
 
 from gmeta.access.errors import RefusedError
-from gmeta.antdt.ledger import (commands as cmd, events as ev)
+from gmeta.antdt.ledger import commands as cmd
+from gmeta.antdt.ledger import events as ev
 from gmeta.antdt.ledger.state import LedgerState
 from gmeta.antdt.ledger.table import ShardTable
-from gmeta.antdt.model import (MAX_LEASES_PER_WORKER, ShardState, TOKEN_COUNTER_BITS, TOKEN_COUNTER_MASK, Worker, argument_refusal)
-
+from gmeta.antdt.model import (
+    MAX_LEASES_PER_WORKER,
+    TOKEN_COUNTER_BITS,
+    TOKEN_COUNTER_MASK,
+    ShardState,
+    Worker,
+    argument_refusal,
+)
 
 WAIT_RETRY_MS = 200  # the longest a worker sits idle after the last shard of a slower one came back
 OPERATOR_RETRY_MS = 1000  # waiting for a person

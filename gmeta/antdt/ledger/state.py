@@ -96,7 +96,7 @@ class LedgerState:
             retired = [] if worker is None else [*worker.retired, worker.incarnation][-MAX_RETIRED:]
             for token in [] if worker is None else list(worker.tokens):
                 self._return(token, counts_attempt=False)
-            # A restart that was asked for has happened: the new process must not end again.
+            # The restart that they demanded has happened: the new process must not end again.
             self._drop_actions(event.worker_id)
             fresh = Worker(event.worker_id, event.incarnation, self.generation, retired)
             # An operator drains a worker id, not its process.

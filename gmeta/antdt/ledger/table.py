@@ -147,7 +147,7 @@ def find_table(tables: Mapping[str, ShardTable], dataset: str) -> ShardTable:
         raise RefusedError(
             "NOT_FOUND",
             "UNKNOWN_DATASET",
-            # Neither the asked name nor all names: either could be more than a status may carry.
+            # Cut, both the name and the list: either could be more than a status may carry.
             f"dataset {dataset!r:.130} is unknown; registered: "
             f"{', '.join(sorted(tables)[:20]) or 'none'}. Name one of these, or register it.",
         )

@@ -143,7 +143,7 @@ def _matching(table: ShardTable, state: int, start: int) -> Iterator[int]:
     if state == pb.SHARD_STATE_DONE_COMMITTED:
         runs = table.committed
     elif state == pb.SHARD_STATE_DONE_OPEN:
-        # Between the committed runs, which may hold millions of shards that are not asked for.
+        # Between the committed runs, which may hold millions of shards of the other state.
         edges = [0, *chain.from_iterable(table.committed), table.spec.num_shards]
         runs = zip(edges[::2], edges[1::2], strict=True)
     for left, right in runs:

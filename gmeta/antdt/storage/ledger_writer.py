@@ -25,7 +25,7 @@ MAX_GROUP = 256  # operations in one transaction; SQLite gains little above 128
 GATHER_S = 0.0002
 GATHER_ENOUGH = 32  # a group of this size goes at once
 MAX_QUEUED = 16_384  # more requests than this are refused for now
-TICK_S = 0.1  # how late an expiry may be noticed when nobody calls
+TICK_S = 0.1  # how late an expiry may be noticed without a call
 
 
 class GroupStats(NamedTuple):
@@ -103,7 +103,7 @@ class LedgerWriter:
             self._written = True
             self._sync_wake.set()
             self._end()
-            # After a defect some are left: nobody may wait for an answer that cannot come.
+            # After a defect some are left: no caller may wait for an answer that cannot come.
             left = [*self._in_hand, *self._queue]
             self._deliver([AnsweredRequest(ticket, shutdown_refusal()) for _, ticket in left])
 
