@@ -115,7 +115,7 @@ class HeartbeatSender:
             # No longer than until the next beat is due.
             budget_s = None if self._session.closed.is_set() else self._session.ttl_s / 3
             fields = {"tokens": tokens, "report": report, "readings": readings}
-            response = self._session.call("Heartbeat", budget_s, **fields)
+            response = self._session.call("Heartbeat", budget_s=budget_s, **fields)
             self._session.apply_renewal(sent_s, tokens, set(response.revoked_tokens))
             with self._lock:
                 self._readings = [reading for reading in self._readings if reading not in readings]
