@@ -1,7 +1,7 @@
 """Encoded rows, ids and numbers in NumPy arrays: split, chosen and joined.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns."""
+columns"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

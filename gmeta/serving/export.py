@@ -1,36 +1,46 @@
 """Export: a run's checkpoint as a folder that serves without ranks, TorchRec or the dataset."""
 
-import torch
 import warnings
-from collections.abc import (Callable, Mapping)
-from dataclasses import (dataclass, replace)
-from datetime import (UTC, datetime)
-from gmeta.config.algorithm import AlgorithmConfig
-from gmeta.config.table_names import weight_name
-from gmeta.config.table_widths import widths_of_tables
-from gmeta.config.train_config import TrainConfig
-from gmeta.errors import (GMetaError, NotFiniteError, UserError)
-from gmeta.platform.files.checksums import describe_file
-from gmeta.platform.files.tensor_files import translate_write_errors
-from gmeta.runs.build import (build, check_registered, find_plugins)
-from gmeta.runs.checkpoints.choice import (check_config, checkpoint_to_use)
-from gmeta.runs.checkpoints.index import IndexedReader
-from gmeta.runs.checkpoints.integrity import (check_files, translate_damage)
-from gmeta.runs.chosen_adaptation import read_chosen_adaptation
-from gmeta.runs.environment import package_versions
-from gmeta.runs.run_folder import (RunFolder, list_checkpoints, parse_checkpoint_step)
-from gmeta.serving.exported_folder import (ExportedColumns, ExportedConfig, LAYERS_FILE, check_free, new_folder, table_file, vocabulary_file, write_config)
-from gmeta.serving.stored_tables import store_table
-from gmeta.serving.table_format import TableFormat
-from metaio.errors import NoDatasetError
-from metaio.format.dataset import (Dataset, read_verified_file)
-from metaio.prepare.schema.schema_file import parse_schema
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
+from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.table_names import weight_name
+from gmeta.config.table_widths import widths_of_tables
+from gmeta.config.train_config import TrainConfig
+from gmeta.errors import GMetaError, NotFiniteError, UserError
+from gmeta.platform.files.checksums import describe_file
+from gmeta.platform.files.tensor_files import translate_write_errors
+from gmeta.runs.build import build, check_registered, find_plugins
+from gmeta.runs.checkpoints.choice import check_config, checkpoint_to_use
+from gmeta.runs.checkpoints.index import IndexedReader
+from gmeta.runs.checkpoints.integrity import check_files, translate_damage
+from gmeta.runs.chosen_adaptation import read_chosen_adaptation
+from gmeta.runs.environment import package_versions
+from gmeta.runs.run_folder import RunFolder, list_checkpoints, parse_checkpoint_step
+from gmeta.serving.exported_folder import (
+    LAYERS_FILE,
+    ExportedColumns,
+    ExportedConfig,
+    check_free,
+    new_folder,
+    table_file,
+    vocabulary_file,
+    write_config,
+)
+from gmeta.serving.stored_tables import store_table
+from gmeta.serving.table_format import TableFormat
+from metaio.errors import NoDatasetError
+from metaio.format.dataset import Dataset, read_verified_file
+from metaio.prepare.schema.schema_file import parse_schema
 
 # How ShardedLearner names its parts in the state dict of a checkpoint.
 _LAYER_KEY = "model.learner.{}"

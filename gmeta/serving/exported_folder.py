@@ -2,35 +2,36 @@
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
 import pyarrow as pa
 import pyarrow.parquet as pq
-from collections.abc import (Callable, Iterator)
-from contextlib import contextmanager
-from dataclasses import (dataclass, field)
+
 from gmeta.config.algorithm import AlgorithmConfig
 from gmeta.config.evaluation import EvaluationConfig
-from gmeta.config.inputs import (ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig)
-from gmeta.config.labels import (LabelsConfig, Loss)
+from gmeta.config.inputs import ItemFeaturesConfig, LabelPrior, SupportFeaturesConfig
+from gmeta.config.labels import LabelsConfig, Loss
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.config.train_config import config_from_dict
-from gmeta.errors import (ConfigError, GMetaError, UserError)
+from gmeta.errors import ConfigError, GMetaError, UserError
 from gmeta.metrics.catalogue import Scoring
 from gmeta.platform.files.checked_json import read_json
-from gmeta.platform.files.checksums import (FileChecksum, find_differences, parse_entries)
-from gmeta.serving.table_format import (TABLE_FORMATS, TableFormat)
+from gmeta.platform.files.checksums import FileChecksum, find_differences, parse_entries
+from gmeta.serving.table_format import TABLE_FORMATS, TableFormat
 from gmeta_models.model_config import ModelConfig
 from metaio.errors import MetaIOError
-from metaio.format.atomic_folder import (flush_to_disk, open_exclusive_folder, replace_folder)
+from metaio.format.atomic_folder import flush_to_disk, open_exclusive_folder, replace_folder
 from metaio.format.features import Features
-from metaio.format.manifest import (add_checksum, compute_checksum, xxh3_hex)
+from metaio.format.manifest import add_checksum, compute_checksum, xxh3_hex
 from metaio.format.names import is_name
 from metaio.format.typed_json import parse_typed
 from metaio.prepare.schema.schema import Schema
 from metaio.prepare.schema.schema_file import parse_schema
 from metaio.prepare.schema.values import Kind
-from pathlib import Path
-from typing import (Any, NamedTuple, cast, get_args)
-
 
 FORMAT_NAME = "gmeta-model"
 FORMAT_VERSION = 1

@@ -1,6 +1,6 @@
 """What predictions are called, in files and in answers alike: a name for each label.
 
-Shape suffixes: N rows, L labels."""
+Shape suffixes: N rows, L labels"""
 
 from typing import NamedTuple, TypeVar
 

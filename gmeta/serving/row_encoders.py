@@ -1,7 +1,7 @@
 """From columns of rows, raw or already table ids, to encoded rows: where input is checked.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, L labels."""
+columns, L labels"""
 
 import difflib
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ The engine's own learner and inner loop compute, on any device; tables and resul
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
 dense columns, B tables, U unique ids, D embedding width, P task-row pairs, O outputs, J parts of a
-gate, E chosen episodes."""
+gate, E chosen episodes"""
 
 import threading
 from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@ Nothing in the bytes is run, and each tensor is checked: the bytes may come from
 
 Shape suffixes: T tasks, N rows, S support rows, F single-id or pooled features, M multi-id
 features, V values, K dense columns, D embedding width, P task-row pairs, I inputs, O outputs, J
-parts of a gate."""
+parts of a gate"""
 
 import struct
 from collections.abc import Mapping

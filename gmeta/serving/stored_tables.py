@@ -1,6 +1,6 @@
 """Embedding tables as an exported model holds them: float32, float16, or int8 with row scales.
 
-Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width."""
+Shape suffixes: B tables, U unique ids, R rows of tables, D embedding width"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Many tasks at once: rows of both sides in any order, matched by task, in even batches.
 
-Shape suffixes: T tasks, N rows, S support rows, E chosen episodes."""
+Shape suffixes: T tasks, N rows, S support rows, E chosen episodes"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

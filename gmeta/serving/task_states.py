@@ -1,7 +1,7 @@
 """A task's adaptation as plain tensors: taken out of a batch, kept, and stacked with others.
 
 Shape suffixes: T tasks, S support rows, D embedding width, P task-row pairs, I inputs, O outputs, J
-parts of a gate."""
+parts of a gate"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

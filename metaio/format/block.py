@@ -4,7 +4,7 @@ In a split of bundles (consecutive episodes) ids are distinct in each bundle ins
 bundles then copies them, and looks no position up.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids."""
+dense columns, B tables, U unique ids"""
 
 import itertools
 import threading

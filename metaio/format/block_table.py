@@ -1,6 +1,6 @@
 """The block table of a split: counts and checksums of its blocks, read when a dataset is opened.
 
-Shape suffixes: B tables, Z blocks."""
+Shape suffixes: B tables, Z blocks"""
 
 from dataclasses import dataclass
 

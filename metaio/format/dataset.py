@@ -1,6 +1,6 @@
 """Opens a prepared dataset and reads one block at a time, each checked at its first read.
 
-Shape suffixes: B tables, Z blocks."""
+Shape suffixes: B tables, Z blocks"""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,7 @@
 """Checks and decodes the row groups of one block.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids."""
+dense columns, B tables, U unique ids"""
 
 import itertools
 import weakref

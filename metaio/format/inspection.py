@@ -1,7 +1,7 @@
 """Summarises a prepared dataset: episode sizes, use of ids and its skew; finds damaged files.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, L labels, B tables, U
-unique ids, R rows of tables."""
+unique ids, R rows of tables"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

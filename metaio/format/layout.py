@@ -1,6 +1,6 @@
 """The on-disk format, version 1: files, columns, Arrow types, encodings; docs/format.md in code.
 
-Shape suffixes: T tasks, N rows, V values, U unique ids."""
+Shape suffixes: T tasks, N rows, V values, U unique ids"""
 
 from __future__ import annotations
 

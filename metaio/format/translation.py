@@ -2,7 +2,7 @@
 becomes the row of its value in that model's tables, row 0 where it has none.
 
 Shape suffixes: N rows, F single-id or pooled features, V values, K dense columns, B tables, U
-unique ids, R rows of tables."""
+unique ids, R rows of tables"""
 
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -1,7 +1,7 @@
 """TaskBatch: the episodes of one rank's share of a step as tensors, ready for one embedding lookup.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, B
-tables, U unique ids, K dense columns, P task-row pairs."""
+tables, U unique ids, K dense columns, P task-row pairs"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields

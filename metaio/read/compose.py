@@ -1,7 +1,7 @@
 """Composes a TaskBatch of chosen episodes of decoded blocks: positions are renumbered, not hashed.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, E chosen episodes."""
+dense columns, B tables, U unique ids, E chosen episodes"""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -4,7 +4,7 @@ Blocks are put in a random order and dealt to lanes, round robin; in a lane, win
 blocks are shuffled episode by episode (or bundle by bundle). A step takes its episodes lane by
 lane, a rank a contiguous slice of the step: the world size never moves an episode to another step.
 
-Shape suffixes: E chosen episodes, Z blocks."""
+Shape suffixes: E chosen episodes, Z blocks"""
 
 import itertools
 from dataclasses import dataclass

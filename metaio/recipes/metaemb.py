@@ -2,7 +2,7 @@
 steps of 20 ratings. Source: Pan et al.: Warm up cold-start advertisements, SIGIR 2019 (arXiv
 1904.11547), and its code.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 # Old movies have at least 300 ratings, new ones 80 to 299. In file order rows 1 to 20, 21 to 40 and
 # 41 to 60 of a new movie are warm-a to warm-c, the rest is test. A click is a rating of 4 or 5.

@@ -2,7 +2,7 @@
 = query. Source: Lee et al.: MeLU, KDD 2019 (arXiv 1908.00413), and its code.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, A items."""
+dense columns, A items"""
 
 # Movies up to 1997 and a random 80 % of the users are warm; within a state only users with 13 to
 # 100 ratings take part.

@@ -1,6 +1,6 @@
 """Reads the files of MovieLens-1M, and MeLU's additions to them if they exist.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 import io
 import json

@@ -1,6 +1,6 @@
 """The behaviour history of every rating: what its user liked, as far as support rows tell.
 
-Shape suffixes: T tasks, N rows, M multi-id features, V values."""
+Shape suffixes: T tasks, N rows, M multi-id features, V values"""
 
 import numpy as np
 

@@ -6,7 +6,7 @@ latent vector v_i = g_genre + brand offset + tag offsets + noise. A row is a cli
 P(click) = sigmoid(scale * t_u . v_i + popularity_i + age and hour effects + bias).
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, V values, K dense columns, D embedding width, A items."""
+features, V values, K dense columns, D embedding width, A items"""
 
 # No visible feature of a user (age, region, device) tells the taste, and no embedding learns it:
 # the user id is no feature, and test users are new.

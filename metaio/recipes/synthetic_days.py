@@ -1,6 +1,6 @@
 """Synthetic click logs day by day, for streams: users and items come and go, and fashion moves.
 
-Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items."""
+Shape suffixes: T tasks, N rows, H longest list or task, D embedding width, A items"""
 
 # As `synthetic`, but each day a tenth of the items and a fifth of the users are new, and each
 # genre's log-odds take a step of a random walk: yesterday's model is worse today.

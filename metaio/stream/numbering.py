@@ -1,6 +1,6 @@
 """Gives values their table rows, in the order of admission: appended or reused, never moved.
 
-Shape suffixes: N rows, V values, U unique ids, R rows of tables."""
+Shape suffixes: N rows, V values, U unique ids, R rows of tables"""
 
 # A value gets its row by (time of its k-th occurrence in training rows, value), so that it does not
 # matter where the log was cut into increments; rarer values are counted on.

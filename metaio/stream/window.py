@@ -1,6 +1,6 @@
 """Summarises the rows of an increment: its window, the occurrences of values, statistics to judge.
 
-Shape suffixes: N rows, V values."""
+Shape suffixes: N rows, V values"""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace

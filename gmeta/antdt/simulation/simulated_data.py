@@ -1,6 +1,6 @@
 """The job's tasks in simulated workers' hands: every shard goes through the real ledger.
 
-Shape suffix: W ranks or workers."""
+Shape suffix: W ranks or workers"""
 
 from collections import deque
 from typing import final

@@ -1,6 +1,6 @@
 """A synchronous job on a simulated cluster, by one method.
 
-Shape suffix: W ranks or workers."""
+Shape suffix: W ranks or workers"""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Predictions for files of any size: encoded rows are spooled by task and predicted part by part.
 
-Shape suffixes: T tasks, N rows."""
+Shape suffixes: T tasks, N rows"""
 
 import os
 from collections.abc import Sequence

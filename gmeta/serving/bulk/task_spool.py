@@ -1,6 +1,6 @@
 """Encoded rows on disk, dealt by task to files that fit into memory one at a time.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 import time
 from collections.abc import Callable, Iterator

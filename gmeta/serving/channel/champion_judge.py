@@ -6,7 +6,7 @@ labels' within 10 %, or nearer to it than the champion's, and its loss is at mos
 95 %: a test of non-inferiority (Walker & Nowacki 2011, Understanding Equivalence and Noninferiority
 Testing).
 
-Shape suffixes: T tasks, N rows."""
+Shape suffixes: T tasks, N rows"""
 
 import math
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
 Table rows are matched by the values that they stand for; an unknown value is the model's row 0.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique ids, R
-rows of tables."""
+rows of tables"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -4,21 +4,41 @@ A version's description goes up last and current.json after all versions, so tha
 version before or the new one, wherever a writer was stopped."""
 
 import shutil
-from gmeta.errors import (GMetaError, UserError)
-from gmeta.platform.files.atomic_write import write_atomically
-from gmeta.platform.files.local_paths import is_url
-from gmeta.serving.channel.channel import (CURRENT_FILE, Channel, CurrentVersion, PROMOTIONS, VERSIONS)
-from gmeta.serving.channel.current_version import (read_current_file, translate_access_errors)
-from gmeta.serving.channel.model_version import (DELTA_FORMAT, ParentVersion, check_version, description_of, files_of, parse_checked, read_version)
-from gmeta.serving.channel.version_cache import (cache_folder, lock_folder)
-from gmeta.serving.channel.version_retention import remove_others
-from gmeta.serving.exported_folder import (CONFIG_FILE, DELTA_FILE)
-from metaio.errors import MetaIOError
-from metaio.format.atomic_folder import (open_atomic_folder, remove_folder, upload_file, upload_folder)
-from metaio.format.manifest import xxh3_hex
-from metaio.format.storage import (find_file_system, is_local)
 from pathlib import Path
 from typing import Any
+
+from gmeta.errors import GMetaError, UserError
+from gmeta.platform.files.atomic_write import write_atomically
+from gmeta.platform.files.local_paths import is_url
+from gmeta.serving.channel.channel import (
+    CURRENT_FILE,
+    PROMOTIONS,
+    VERSIONS,
+    Channel,
+    CurrentVersion,
+)
+from gmeta.serving.channel.current_version import read_current_file, translate_access_errors
+from gmeta.serving.channel.model_version import (
+    DELTA_FORMAT,
+    ParentVersion,
+    check_version,
+    description_of,
+    files_of,
+    parse_checked,
+    read_version,
+)
+from gmeta.serving.channel.version_cache import cache_folder, lock_folder
+from gmeta.serving.channel.version_retention import remove_others
+from gmeta.serving.exported_folder import CONFIG_FILE, DELTA_FILE
+from metaio.errors import MetaIOError
+from metaio.format.atomic_folder import (
+    open_atomic_folder,
+    remove_folder,
+    upload_file,
+    upload_folder,
+)
+from metaio.format.manifest import xxh3_hex
+from metaio.format.storage import find_file_system, is_local
 
 
 def channel_at(place: str | Path, cache: Path | None = None) -> Channel:

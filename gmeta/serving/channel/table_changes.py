@@ -1,6 +1,6 @@
 """Which rows of a table's file differ between two versions, and those rows put over the old.
 
-Shape suffix: R rows of tables."""
+Shape suffix: R rows of tables"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Rows are spooled by task, as for `gmeta predict`; chunks of entire tasks then go to processes.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 import multiprocessing as mp
 import os

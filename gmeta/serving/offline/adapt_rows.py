@@ -1,6 +1,6 @@
 """From encoded, labelled rows of many tasks to a row a task: raw id, state, number of rows.
 
-Shape suffixes: T tasks, N rows."""
+Shape suffixes: T tasks, N rows"""
 
 import numpy as np
 import pyarrow as pa

@@ -3,7 +3,7 @@
 DuckDB, Spark and prediction share it, so that they agree to the byte.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, L labels."""
+columns, L labels"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

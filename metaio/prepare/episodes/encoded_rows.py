@@ -1,7 +1,7 @@
 """Rows of a log as ids and numbers: what the encoder makes for buckets, episodes and streams.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns."""
+columns"""
 
 from dataclasses import dataclass
 from typing import Any

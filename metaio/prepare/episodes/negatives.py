@@ -1,7 +1,7 @@
 """Draws negatives for logs of positives alone: rows of items that a task does not have, label 0.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, A items."""
+columns, A items"""
 
 # Items come from a catalogue gathered while rows are encoded, so memory follows the number of
 # items; negatives are drawn where a bucket's episodes are built, a portion at a time.

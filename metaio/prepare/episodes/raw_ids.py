@@ -3,7 +3,7 @@
 raw_ids/task.parquet has the text behind each task's hash; integer tasks are stored as they are.
 raw_ids/item.parquet has the values behind the item's hashed rows; else its vocabulary does.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 from pathlib import Path
 

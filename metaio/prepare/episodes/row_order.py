@@ -1,6 +1,6 @@
 """Sorts a bucket's rows by task, side, time, and what distinguishes the rows of a task.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Assigns rows to splits: by a column, by the hash of their task, or by windows of time.
 
-Shape suffixes: N rows, V values."""
+Shape suffixes: N rows, V values"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

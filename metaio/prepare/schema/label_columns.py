@@ -1,6 +1,6 @@
 """Labels and weights of raw rows, as their columns and masks give them.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 import numpy as np
 import numpy.typing as npt

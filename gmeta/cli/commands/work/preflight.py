@@ -12,18 +12,8 @@ from gmeta.runs.resolve import resolve
 
 
 def check_for_ranks(config: TrainConfig, is_new: bool) -> None:
-    """Check what ranks would only find once they have started.
-    <<<<<<< OURS
-
-    =======
-
-
-        Raises:
-            ConfigError, FormatError: see check_on_data and resolve. UserError: see
-            check_new_mirror.
-
-    >>>>>>> THEIRS
-    """
+    """Check what ranks would only find once they have started. Raises ConfigError, FormatError: see
+    check_on_data and resolve; UserError: see check_new_mirror."""
     if is_new:
         check_new_mirror(config.run.mirror, Path(config.run.dir))
     check_on_data(resolve(config))
