@@ -88,7 +88,7 @@ def work_on_rank(ranks: Ranks, config: TrainConfig, rebuild: bool) -> tuple[Any,
     def noted(batches: Iterator[Any], agent: LeasedStepAgent, epoch: int) -> Iterator[Any]:
         for number, made in enumerate(batches):
             planned = (
-                made if made.plan is not None else made.planned(local.exchange.planner.plan(made))
+                made if made.plan is not None else made.with_plan(local.exchange.planner.plan(made))
             )
             parts = agent._worker.plan.micro_batches
             tasks = sorted(made.task_T.tolist())
