@@ -53,9 +53,7 @@ _BLOCKS_AT_ONCE = 16
 
 
 class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
-    """In place of DistributedDataParallel where there is no other rank to average with, or
-    LayerAverage does it."""
-
+    # In place of DistributedDataParallel with one rank, or where LayerAverage averages.
     def wrap(self, dmp: DistributedLearner, env: ShardingEnv, device: torch.device) -> None:
         """Leave the layers as they are."""
 
@@ -63,12 +61,8 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
 def shard_learner(
     learner: "MetaLearner", features: Features, config: TrainConfig, ranks: Ranks
 ) -> DistributedLearner:
-    """Spread the tables over the ranks by the config's plan, with their optimizer fused into
-    backward, and replicate the layers.
-
-    The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm. A row's
-    initial values depend on `run.seed`, its table and its number alone: not on the plan, the number
-    of ranks, or how many rows the table has."""
+    """Return the learner with its tables sharded by the config's plan, their optimizer fused into
+    backward, and its layers replicated."""
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
@@ -104,6 +98,7 @@ def shard_learner(
         LayerAverage(learner.parameters(), ranks)
     elif config.sharding.dense_wire_dtype == "bfloat16" and ranks.world_size > 1:
         _data_parallel(sharded).register_comm_hook(None, _bfloat16_allreduce)
+    # The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
     inner = sharded.local
     if is_ours:
         inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
@@ -116,8 +111,7 @@ def shard_learner(
 def _choose_shapes(
     learner: "MetaLearner", config: TrainConfig, device: torch.device, rank: int
 ) -> None:
-    """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
-    if graphs were asked for, tell why there are none."""
+    """Set whether batches have few shapes and steps run as graphs; log why they do not."""
     buckets, on_cuda = config.run.shape_buckets, device.type == "cuda"
     learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
     if config.run.cuda_graphs == "off":
@@ -130,13 +124,12 @@ def _choose_shapes(
 
 
 def _data_parallel(sharded: DistributedLearner) -> DistributedDataParallel:
-    """Return the wrapper that averages the layers' gradients."""
     (wrapper,) = (m for m in sharded.modules() if isinstance(m, DistributedDataParallel))
     return wrapper
 
 
 def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average gradients in bfloat16. torch's own hook for it is refused without NCCL."""
+    # torch's own hook for it is refused without NCCL.
     gradient = bucket.buffer()
     half = gradient.div(dist.get_world_size()).bfloat16()
     work = dist.all_reduce(half, async_op=True)
@@ -147,7 +140,7 @@ def _bfloat16_allreduce(_: None, bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:
-    """Return a sharder with TorchRec's codecs, which its own exchange uses."""
+    # The codecs are for TorchRec's own exchange.
     types = {"float32": CommType.FP32, "bfloat16": CommType.BF16, "float16": CommType.FP16}
     precision = types[wire_dtype]
     codecs = QCommsConfig(forward_precision=precision, backward_precision=precision)
@@ -156,8 +149,8 @@ def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollection
 
 
 def check_sparse_optimizer(name: str, device: torch.device) -> None:
-    """Raise ConfigError for an optimizer for which fbgemm has no kernel on this kind of device: one
-    of Adam's kinds on a CPU."""
+    """Raise ConfigError for an optimizer without a kernel of fbgemm on this kind of device."""
+    # Of Adam's kinds fbgemm has none on a CPU.
     if device.type == "cpu" and name in CUDA_SPARSE_OPTIMIZERS:
         others = [known for known in SPARSE_OPTIMIZERS if known not in CUDA_SPARSE_OPTIMIZERS]
         raise ConfigError(
@@ -168,9 +161,9 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
 
 
 def initialise_tables(sharded: DistributedLearner, std: float, seed: int) -> None:
-    """Fill every table shard of this rank with normal values of this deviation, the same under any
-    plan, at any world size and of a table with any number of rows: one that grows later has the
-    rows that it would have had from the start."""
+    """Fill every table shard of this rank with normal values of this deviation."""
+    # From `run.seed`, the table and the row alone: equal under any plan, at any world size and
+    # table size, so that a table that grows has the rows that it would have had from the start.
     state = sharded.state_dict()
     tables = [name for name in state if name.startswith(TABLES_PREFIX)]
     tables.sort(key=lambda name: name.rpartition("embeddings.")[2])  # whatever their widths
@@ -212,7 +205,7 @@ def _mixed_seed(seed: int, table: int, block: int) -> int:
 
 
 def describe_sharding(sharded: DistributedLearner, ranks: Ranks) -> dict[str, Any]:
-    """Return where the rows of every table live, see plan.describe_plan."""
+    """Return where the rows of every table live, see describe_plan."""
     plan = merge_plans(sharded.plan.plan)
     return describe_plan(plan, ranks.world_size)
 
