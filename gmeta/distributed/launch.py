@@ -113,7 +113,6 @@ def _pass_over_ended_ranks() -> Iterator[None]:
 def _check_port(port: int) -> None:
     if port == 0:
         return
-    # torchrun itself would fail with a traceback, minutes later.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -48,8 +48,7 @@ _PROGRAM = (
 
 
 def resolve_num_processes(configured: int, device: torch.device, is_local: bool) -> int:
-    """Return the number of processes of a rank on this device; `is_local`: its data is no
-    store's."""
+    """Return the number of processes of a rank on this device; `is_local`: its data is on disk."""
     if configured >= 0 or device.type == "cpu":
         return max(configured, 0)
     # Each process reads all blocks: the page cache serves that, a store would send them to each.

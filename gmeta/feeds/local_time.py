@@ -42,8 +42,7 @@ class ReadOverlap:
 
     def __init__(self, batches_ahead: int) -> None:
         # Once a slow reader's share is small, its peers' compute hides its reading; with its old
-        # share all would wait again. A rank's own time is max(reading, computing), whatever others
-        # do.
+        # share all would wait again. So a rank's own time is max(reading, computing).
         self._batches_ahead = batches_ahead
         self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
 

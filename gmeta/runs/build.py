@@ -1,6 +1,5 @@
-"""From a config to its dataset and model.
-
-Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything."""
+"""From a config to its dataset and model, without ranks or TorchRec: a launcher checks a config
+before it starts any rank."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,8 +45,8 @@ from metaio.quantities import format_count
 
 
 def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
-    """Open the dataset and build the part of the model that every rank replicates. Raises
-    ConfigError: the config does not fit the dataset, or the model does not fit the algorithm."""
+    """Return the dataset, and the part of the model that every rank replicates. Raises ConfigError:
+    the config does not fit the dataset, or the model the algorithm."""
     dataset = open_data(config.data)
     for key, split in (
         ("train_split", config.data.train_split),
@@ -110,7 +109,6 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
 
 
 def _check_plain_epochs(config: TrainConfig) -> None:
-    """Raise ConfigError where plain epochs leave the algorithm none, or would teach nothing."""
     algorithm, epochs = config.algorithm, config.run.epochs
     if algorithm.name == PLAIN or not algorithm.plain_epochs:
         return
@@ -127,7 +125,6 @@ def _check_plain_epochs(config: TrainConfig) -> None:
 
 
 def _check_early_stop_label(config: TrainConfig, dataset: Dataset) -> None:
-    """Raise ConfigError where the metric that decides is of a label that the dataset lacks."""
     _, label = label_of(config.run.early_stop_metric)
     if label and label not in [one.name for one in scored_labels(config, dataset)]:
         raise ConfigError(
@@ -137,24 +134,18 @@ def _check_early_stop_label(config: TrainConfig, dataset: Dataset) -> None:
 
 
 def check_on_data(config: TrainConfig) -> None:
-    """Check all that can be checked of a config and its dataset without a rank: the launcher must
-    report it before any rank starts.
-
-    Raises:
-        ConfigError: see build and check_first_labels.
-        FormatError: the first block is damaged."""
+    """Check all of a config that its dataset shows, for a launcher. Raises ConfigError: see build
+    and check_first_labels; FormatError: the first block is damaged."""
     check_hooks(config)
     dataset, _ = build(config)
     check_first_labels(config, dataset)
 
 
 def check_hooks(config: TrainConfig) -> None:
-    """Check that the metrics, loggers and callbacks of a run are available.
-
-    Raises:
-        ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
-        GMetaError: a metric fails, which would otherwise show at the first validation."""
+    """Check that a run's metrics, loggers and callbacks are available. Raises ConfigError: one
+    cannot be imported; GMetaError: a metric fails."""
     make_early_stop(config)
+    # A metric that fails would otherwise show at the first validation.
     for name in _list_custom_metrics(config):
         try_out(name)
     find_hooks(config.run)
@@ -168,9 +159,8 @@ def _list_custom_metrics(config: TrainConfig) -> list[str]:
 def check_registered(
     path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
 ) -> None:
-    """Check that the model and the algorithm of a run or an export at `path` are available here;
-    `made_on` is what it says of where it was made: see find_plugins. Raises GMetaError: it was made
-    with another release, or with a package that is not here, or not trusted."""
+    """Raise GMetaError unless this machine has, and trusts, the model and algorithm of a run or
+    export at `path`; `made_on` is its environment."""
     for registry, name in _list_registered_names(model, algorithm):
         try:
             registry.check_trusted(name)
@@ -180,7 +170,7 @@ def check_registered(
 
 
 def find_plugins(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
-    """Return package and version of what comes from a package of somebody's own, by config key."""
+    """Return package and version of each model and algorithm of another package, by config key."""
     found = {
         registry.key: registry.package_of(name)
         for registry, name in _list_registered_names(model, algorithm)
@@ -189,7 +179,7 @@ def find_plugins(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, di
 
 
 def find_all_plugins(config: TrainConfig) -> dict[str, dict[str, str]]:
-    """Return these of all that a run needs, its metrics, loggers and callbacks included."""
+    """Return these of the metrics, loggers and callbacks of a run, too."""
     run = config.run
     names_by_registry: list[tuple[Registry[Any], str]] = [
         *((NAMED_METRICS, name) for name in _list_custom_metrics(config)),
@@ -233,7 +223,6 @@ def check_source(data: DataConfig) -> None:
 
 
 def _resolve_statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
-    """Return the statistics that the config asks for, with the prior of its training labels."""
     settings = config.support_features
     if settings.is_used and LabelPrior.from_config(settings) is None:
         settings = replace(settings, label_prior=estimate_label_prior(config, dataset))
@@ -244,15 +233,15 @@ def estimate_label_prior(config: TrainConfig, dataset: Dataset) -> LabelPrior:
     """Return mean and deviation of the labels of the training split's first block."""
     label_N = dataset.read_block(config.data.train_split, 0).label_N
     label_N = label_N.reshape(len(label_N), -1)[:, 0]
-    # What the loss does not take is refused elsewhere, with its row.
+    # Labels that the loss does not take are refused elsewhere, with their row.
     return LabelPrior.of(label_N[defined_labels_N(config.outer.loss, label_N)])
 
 
 def build_statistics(
     config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
 ) -> SupportStatistics:
-    """Return the statistics of a config that states their prior; those of `items` are inputs before
-    them. Raises ValueError: it names a column that is not there, or its prior is not valid."""
+    """Return the statistics of a config that has a prior. Raises ValueError: it names a column that
+    is not there, or its prior is not valid."""
     prior = LabelPrior.from_config(config) or NO_PRIOR
     return SupportStatistics.of(config, features, prior, items)
 
@@ -267,9 +256,8 @@ def build_learner(
     item_features: ItemFeaturesConfig | None = None,
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
 ) -> MetaLearner:
-    """Return a freshly initialised model and the way it adapts: its inputs are these columns, what
-    training rows say of their values, and the statistics of support rows. Raises ValueError: the
-    model or the algorithm is unknown, or they do not fit each other or the columns."""
+    """Return a freshly initialised model and the way it adapts. Raises ValueError: one is unknown,
+    or they do not fit each other or the columns."""
     sizes = measure_inputs(features)
     objectives = make_objectives(loss, huber_delta, labels, features.labels)
     items = None
@@ -312,8 +300,8 @@ def build_learner(
 def _start_as_bias_model(
     model: nn.Module, num_dense: int, loss: str, statistics: SupportStatistics
 ) -> None:
-    """Let a fresh model's output be mean + item + task: support_features.bias_start. Raise
-    ValueError where the inputs that say so are not there, or the model does not take them."""
+    """Set a fresh model's output to mean + item + task (support_features.bias_start). Raises
+    ValueError: it lacks these inputs."""
     item, kind, prior = statistics.expected_place, predicted_by(loss), statistics.prior
     is_of_clicks = kind == "probability"
     if item is None or not statistics.of_task or kind == "score":
@@ -334,7 +322,7 @@ def _start_as_bias_model(
 
 
 def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:
-    """Raise ValueError for what needs one label that every row has: named ones may be unknown."""
+    # Labels with names may be unknown in a row; these parts read the label of every row.
     requirements = {
         f"algorithm.name = {algorithm!r}": learner.encoder is not None,
         "support_features": learner.statistics.width > 0,
@@ -349,7 +337,7 @@ def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearne
 
 
 def measure_inputs(features: Features) -> InputSizes:
-    """Return what a model needs to know of a dataset's columns."""
+    """Return the sizes and names of a dataset's columns, for a model."""
     return InputSizes(
         len(features.single),
         len(features.multi),

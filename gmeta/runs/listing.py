@@ -1,4 +1,4 @@
-"""Run folders side by side: what each trains, how far it came, and in which keys they differ."""
+"""Run folders side by side: algorithm, model, progress, and the keys in which they differ."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from gmeta.metrics.catalogue import Scoring, custom_names, label_of
 from gmeta.metrics.own import check_trusted
 from gmeta.runs.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
-MAX_DEPTH = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
+MAX_DEPTH = 3  # folders below the given one: runs/DATA/NAME, and one more
 NOT_COMPARED = ("run.dir",)  # never the same
 
 
@@ -58,7 +58,7 @@ def _is_run(folder: Path) -> bool:
 def summarise_run(folder: RunFolder) -> RunSummary:
     """Return a run's line."""
     config, history = folder.read_config(), folder.read_metrics()
-    # The first, or that of early stopping, decides; to know what is better its code is loaded.
+    # The first metric, or that of early stopping, decides; its code says what is better.
     metric_name = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
     check_trusted(folder.root, custom_names(metric_name), folder.read_environment())
     metric, is_better = _choose_early_stop_metric(config)
@@ -86,7 +86,6 @@ def summarise_run(folder: RunFolder) -> RunSummary:
 
 
 def _choose_early_stop_metric(config: TrainConfig) -> tuple[str, bool]:
-    """Return the metric that validation goes by, and whether more of it is better."""
     named, label = label_of(config.run.early_stop_metric)
     scoring = Scoring(config.loss_of(label), config.evaluation)
     name = named or scoring.names[0]
@@ -95,7 +94,7 @@ def _choose_early_stop_metric(config: TrainConfig) -> tuple[str, bool]:
 
 
 def find_differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
-    """Return the keys whose values are not the same in all configs, each with its values."""
+    """Return the keys whose values differ between configs, each with its values."""
     resolved = [config.by_key() for config in configs]
     by_key = {key: [config[key] for config in resolved] for key in resolved[0]}
     return [

@@ -1,5 +1,4 @@
-"""Whether a run can go on from a checkpoint with the config and the data that it is given now, and
-what a new run begins with."""
+"""Whether a run can go on from a checkpoint with its config and data, or start from another's."""
 
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from gmeta.runs.run_progress import RunProgress
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
 
-# What decides which episodes a static step of an epoch holds. The service keeps its own account.
+# These decide which episodes a static step of an epoch holds; the service keeps its own account.
 ORDER_KEYS = (
     "data.train_split",
     "data.tasks_per_step",
@@ -30,11 +29,10 @@ ORDER_KEYS = (
 def check_resumable(
     folder: RunFolder, checkpoint: Path, config: TrainConfig, dataset: Dataset
 ) -> None:
-    """Refuse what would train some episodes twice and others never, or on ids that mean something
-    else, or lose what the optimizers have gathered. A run folder that does not say what it was
-    trained with passes unchecked. Raises UserError: model, algorithm, loss, an optimizer, what is
-    judged, or the order of a half-done epoch was changed. Raises GMetaError: the dataset is
-    another."""
+    """Raise UserError for a change of model, algorithm, loss, optimizer, score or the order of a
+    half-done epoch, GMetaError for another dataset."""
+    # Else some episodes would be trained twice and others never, ids would change their meaning, or
+    # optimizer state would be lost. A run folder without a config is not checked.
     if folder.trained_on():
         folder.check_dataset(dataset.url, dataset.fingerprint)
     check_config(checkpoint, config)
@@ -48,8 +46,7 @@ def check_resumable(
 
 
 def _check_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
-    """Refuse another loss or optimizer: what the optimizers have gathered belongs to the old one,
-    and torch would drop what it does not know."""
+    # torch would drop the optimizer state that it does not know.
     changed = dict.fromkeys(
         find_changed_optimizer_keys(before, now), ", whose state is of no use to the other"
     )
@@ -65,7 +62,7 @@ def _check_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) ->
 
 
 def find_changed_optimizer_keys(before: OuterConfig, now: OuterConfig) -> list[str]:
-    """Return the keys by which an optimizer would keep another state than it did before."""
+    """Return the keys by which an optimizer would keep another state than before."""
     # AdamW keeps Adam's.
     previous, requested = (
         outer.dense_optimizer.replace("adamw", "adam") for outer in (before, now)
@@ -81,7 +78,7 @@ def find_changed_optimizer_keys(before: OuterConfig, now: OuterConfig) -> list[s
 def _check_scores(
     folder: RunFolder, before: TrainConfig, now: TrainConfig, progress: RunProgress
 ) -> None:
-    """Refuse another metric or validation split: the best score so far compares with neither."""
+    # The best score so far compares with no other metric or split.
     if progress.best_score is None or not now.data.valid_splits:
         return  # there is nothing to compare
     for key, previous, requested in (
@@ -103,8 +100,6 @@ def _check_scores(
 
 
 def _find_positive_threshold(config: TrainConfig) -> float | None:
-    """Return from which label on the metric that decides counts rows as positive; None: it asks for
-    no such label."""
     name, label = label_of(make_early_stop(config).metric)
     return make_scoring(config, label).threshold_of(name)
 
@@ -124,8 +119,8 @@ def _check_order(
 
 
 def find_start_checkpoint(config: TrainConfig, dataset: Dataset) -> Path | None:
-    """Return the checkpoint whose weights a new run begins with; None if `run.start_from` is empty.
-    Raises GMetaError: it was trained on another dataset, in which an id may mean another value."""
+    """Return the checkpoint whose weights a new run begins with; None without `run.start_from`.
+    Raises GMetaError: it was trained on another dataset."""
     if not config.run.start_from:
         return None
     folder, found = named_checkpoint("run.start_from", config.run.start_from)

@@ -1,5 +1,5 @@
-"""What the data decides of a config, settled before a run begins: the increment of a stream, what
-its model's inputs are measured by, and which of several labels headline metrics are of."""
+"""Resolves what the data decides of a config before a run begins: the increment of a stream, the
+label prior of its inputs, and the judged label."""
 
 from dataclasses import replace
 
@@ -13,13 +13,8 @@ from metaio.format.dataset import Dataset
 
 
 def settled(config: TrainConfig) -> TrainConfig:
-    """Return the config of a run with what its stream decides filled in: the number of the
-    increment, and, for the statistics of support rows, the label prior of the stream's first run:
-    that of another day's labels would change what the inputs mean. Of several labels the first is
-    judged, if none is named. An increment is not validated on splits in which it has no task.
-
-    Raises:
-        ConfigError, UserError, FormatError: the stream has no such increment, or is damaged."""
+    """Return the config with its increment, label prior and judged label. Raises ConfigError,
+    UserError, FormatError: the stream lacks the increment, or is damaged."""
     config, dataset = with_names(config)
     config, inputs = _validated(config, dataset), config.support_features
     if not inputs.is_used or inputs.label_prior:
@@ -29,14 +24,15 @@ def settled(config: TrainConfig) -> TrainConfig:
     before = config_of_begun_run(config)
     if before is None and config.run.continue_from:
         before = named_checkpoint("run.continue_from", config.run.continue_from)[0].read_config()
+    # The stream's first run decides: another day's prior would change the inputs' meaning.
     known = before.support_features.label_prior if before else ()
     prior = known or tuple(estimate_label_prior(config, dataset))
     return replace(config, support_features=replace(inputs, label_prior=prior))
 
 
 def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Return the config as rank 0 settles it, for an increment may land in between: see settled.
-    Where the data is stays each machine's own. Collective."""
+    """Return the config as rank 0 resolves it. Collective."""
+    # By rank 0 alone: an increment may land in between. Paths of the data stay each machine's own.
     found = [config]
     run_on_first(lambda: found.append(settled(config)), ranks)
     first = found[-1]
@@ -59,8 +55,7 @@ def settled_by_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
 
 def passed_over(asked: TrainConfig, config: TrainConfig) -> list[str]:
-    """Return what to tell of the validation splits that `settled` left out of the config asked
-    for."""
+    """Return the lines on validation splits that `settled` left out."""
     splits = [name for name in asked.data.valid_splits if name not in config.data.valid_splits]
     then = "" if config.data.valid_splits else ": no validation, no early stopping in this run"
     increment = config.data.increment
@@ -68,8 +63,6 @@ def passed_over(asked: TrainConfig, config: TrainConfig) -> list[str]:
 
 
 def _validated(config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config without the validation splits in which an increment has no task: a loop may
-    get small increments, whose gate may be empty."""
     data = config.data
     if dataset.manifest.stream is None:
         return config
