@@ -89,6 +89,7 @@ class TrainingRun:
         self._start_messages = [*messages, *describe_in_words(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
+        # Before checkpoints are listed: no other process changes them from here on.
         run_on_first(lambda: resources.enter_context(lock_run_folder(self.folder.root)), ranks)
         run_on_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         newest = next(reversed(list_checkpoints(self.folder.checkpoints)), None)
@@ -205,6 +206,7 @@ class TrainingRun:
 
     def _after_step(self) -> None:
         run, step = self._config.run, self._progress.step
+        # By the steps since the last reading, not by the step: a resumed run begins a new reading.
         if self._meter.steps == run.log_every_steps:
             self._write_reading(self._progress.epoch)
         if is_due(run.valid_every_steps, step):
@@ -218,6 +220,7 @@ class TrainingRun:
         last = self._is_run_over() or (epoch_over and epoch + 1 == config.run.epochs)
         if last and self._meter.steps:
             self._write_reading(epoch)
+        # First: a checkpoint of this step says that training goes on with the next epoch.
         if epoch_over:
             self._progress = replace(self._progress, epoch=epoch + 1, epoch_step=0)
         if (

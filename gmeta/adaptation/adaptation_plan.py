@@ -79,6 +79,7 @@ class AdaptationPlan:
         decision = linear_layers(model.decision_layers)
         inside = (*decision, *linear_layers(model.dense_layers))
         is_fused = (
+            # StillLoop puts a ReLU behind the first decision layer: it must not be the last.
             model.is_in_parts()
             and len(decision) > 1
             and all(layer in inside for layer in self.layers.values())

@@ -172,6 +172,7 @@ def device_trees(parts: tuple[Episodes, ...]) -> list[Any]:
 def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
     """Return the parts with these in place of their `device_trees`."""
     plan = parts[0].plan
+    # The first part carries the plan of all: it is needed once.
     plans = [plan if plan is None else RowPlan(plan.known, trees[-1])] + [None] * len(parts)
     return tuple(
         replace(part, held=tree, plan=own)

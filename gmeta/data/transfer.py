@@ -184,6 +184,7 @@ def _iterate_tree(part: Any) -> Iterator[Any]:
 def _in_one_copy(block: Tensor, device: torch.device) -> Tensor:
     computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
     with torch.cuda.stream(copying):
+        # Pinned memory: the copy runs on while the host goes on.
         there = block.to(device, non_blocking=True)
     computing.wait_stream(copying)
     there.record_stream(computing)  # or its memory would be given out while a step reads it

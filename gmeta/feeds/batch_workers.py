@@ -113,6 +113,7 @@ class BatchWorkers:
         self._requested: deque[tuple[_BatchWorker, BatchRequest]] = deque()  # and not yet received
         self._coming: deque[Future[Episodes | MicroBatches]] = deque()  # received, not yet used
         self._shares: Iterator[Episodes | MicroBatches] | None = None
+        # One thread: replies come in the order of the requests.
         self._receiver = ThreadPoolExecutor(1, "receive", ranks.enter_thread)
         self.wait_s = 0.0
         self.num_tasks_composed = 0  # of all received batches, also of dropped ones

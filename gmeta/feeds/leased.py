@@ -224,6 +224,7 @@ class LeasedBatchSource(BatchSource):
         # After a change of share, batches made ahead are planned anew, from decoded blocks.
         while not stream.ended:
             planned: deque[int] = deque()  # tasks of each batch that is made ahead
+            # Closed before the stream takes units back: no more of them are read then.
             with closing(maker(self._iterate_ranges(stream, planned), step)) as batches:
                 for batch in batches:
                     step += 1
@@ -333,4 +334,5 @@ class LeasedBatchSource(BatchSource):
 
 
 def _share_of(num_tasks: int, rank: int, world_size: int) -> int:
+    # Differences of rounded multiples: the ranks' shares add up to all tasks.
     return (rank + 1) * num_tasks // world_size - rank * num_tasks // world_size

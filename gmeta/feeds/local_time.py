@@ -63,6 +63,7 @@ class LocalClock:
 
     def start(self, rows_UD: Tensor) -> None:
         """Start the clock: the rows are here. It stops when backward reaches them."""
+        # Predictions have no backward that would stop the clock.
         if not rows_UD.requires_grad:
             return
         if rows_UD.is_cuda:
@@ -78,6 +79,7 @@ class LocalClock:
 
     def take_s(self) -> float:
         """Return the seconds since the last call; on CUDA of kernels that have ended."""
+        # Only events that have happened: waiting for others would hold up the host.
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._spent_s += begin.elapsed_time(end) / 1000

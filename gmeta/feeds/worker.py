@@ -86,6 +86,7 @@ def work(connection: int, *blocks: int) -> None:
     and blocks are descriptors."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text("gmeta-batches")  # as `top` shows it
+    # A process counts as one core of its rank's: see resolve_num_processes.
     torch.set_num_threads(1)
     keep_freed_memory()
     with Connection(connection) as rank, suppress(EOFError, ConnectionError):

@@ -39,6 +39,7 @@ class LabelLosses(NamedTuple):
 
     def logits(self, output: Tensor) -> Tensor:
         """Return the labels' logits: the model's outputs, or the product's for the entire space."""
+        # No label is of the entire space.
         if max(self.before) < 0:
             return output
         own = in_float32(output).unbind(dim=1)
@@ -81,6 +82,7 @@ class LabelLosses(NamedTuple):
         """Return the values times the labels' weights: [N, L] from [N, L] or [N, 1]."""
         if len(self.weights) > 1:
             return values * _tensor(self.weights, values.dtype, values.device)
+        # One label of weight 1 is the common case, and costs no product.
         return values if self.weights == (1.0,) else values * self.weights[0]
 
     def losses_NL(
@@ -240,6 +242,7 @@ def make_objectives(
             )
     weights = tuple(config.weight.get(name, 1.0) for name in names)
     adapts = config.adapt or names
+    # The inner loop leaves a label out by the weight 0: the outputs stay the same.
     inner = tuple(
         weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
     )

@@ -64,6 +64,7 @@ def _known_names() -> list[str]:
 
 
 def _is_mistyped(name: str) -> bool:
+    # A metric of ours that is misspelt, as in `aucc:click`, must not be imported as a module.
     if "." in name or not difflib.get_close_matches(name, _known_names(), n=1):
         return False
     try:
@@ -126,6 +127,7 @@ class Scoring:
     def check(self, key: str, name: str) -> None:
         """Raise ConfigError unless `name`, the value of `key`, is a metric of this loss."""
         family, at = parse_name(name)
+        # A custom metric may mean something for any loss: its package decides.
         if not family and is_metric(name):
             try:
                 NAMED_METRICS.find(name)

@@ -69,6 +69,7 @@ def split_terms(
     it, -1 for other rows. Without `resampled` custom metrics have a value alone, in 1/50 of the
     time."""
     label_N, score_N, task_N = _check_arrays(label, prediction, task)
+    # Dense codes: terms are arrays with a place for each task.
     ids_T = np.unique(task_N) if tasks is None else tasks
     code_N = np.searchsorted(ids_T, task_N)
     chosen = tuple(names) or scoring.names

@@ -224,6 +224,7 @@ def check_source(data: DataConfig) -> None:
 
 def _resolve_statistics(config: TrainConfig, dataset: Dataset) -> SupportStatistics:
     settings = config.support_features
+    # A config may have the prior of an earlier run: then the inputs mean the same.
     if settings.is_used and LabelPrior.from_config(settings) is None:
         settings = replace(settings, label_prior=estimate_label_prior(config, dataset))
     return build_statistics(settings, dataset.features, config.item_features)
@@ -264,6 +265,7 @@ def build_learner(
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
     width = statistics.width + (items.width if items is not None else 0)
+    # Statistics reach the model as dense columns.
     sizes = replace(sizes, num_dense=sizes.num_dense + width)
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)

@@ -90,6 +90,7 @@ class RunFolder:
 
     def trained_on(self) -> str:
         """Return the fingerprint of the run's dataset; "" if unknown."""
+        # The file may be damaged: its text goes into messages.
         found = self.read_environment().get("dataset_fingerprint", "")
         return found if isinstance(found, str) and found.isprintable() else ""
 

@@ -34,6 +34,7 @@ class CrossLayers(nn.Module):
 def _cross_weights(width: int, rank: int) -> nn.Module:
     if not rank:
         return nn.Linear(width, width)
+    # U (V x) + b: one bias is enough.
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
 
 
@@ -67,6 +68,7 @@ class ParallelDCN(nn.Module):
         width = sizes.side_by_side(config.embedding_dim)
         self.cross = CrossLayers(width, config.cross_layers, config.cross_rank)
         self.deep = mlp([width, *config.hidden], activate_last=True)
+        # Without hidden layers the MLP is empty and passes its inputs on.
         deep = [width, *config.hidden][-1]
         self.output = nn.Linear(width + deep, sizes.outputs)
 

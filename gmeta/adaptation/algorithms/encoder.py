@@ -38,6 +38,7 @@ def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: S
     share = inner_loop.config.cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     loss_sum = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
+    # A weight of 0 would still cost the pass without support.
     if not share:
         return loss_sum
     unadapted = inner_loop.unadapted(rows, tasks.query)

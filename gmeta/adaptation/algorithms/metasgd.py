@@ -82,6 +82,7 @@ class LearnedRates(nn.Module):
             chosen = tuple(place_B) if chosen is None else chosen
             place_B = [chosen.index(b) if b in chosen else len(chosen) for b in place_B]
             columns = 1 if config.learned_rates == "layer" else tables.width
+            # Rates have the precision and device of the layers that they move.
             like = next((layer.weight for layer in layers.values()), torch.empty(0))
             self.tables_BC = _rates((len(chosen), columns), config.inner_lr, like)
         self.register_buffer("_place_B", torch.tensor(place_B), persistent=False)

@@ -26,6 +26,7 @@ class RowLayout:
         num_tasks = lengths_T.numel()
         longest = int(lengths_T.max()) if num_tasks else 0
         num_rows = int(lengths_T.sum())
+        # All tasks are equally long: padding is a view, without a copy.
         if num_rows == num_tasks * longest:
             return cls(lengths_T, num_rows, longest, None)
         task_N = torch.repeat_interleave(

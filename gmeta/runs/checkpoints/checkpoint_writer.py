@@ -87,6 +87,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: GMetaError | None = None
         if ranks.rank == 0:
+            # From a writer that was killed.
             for left_over in folder.glob(f"{TEMPORARY_PREFIX}*"):
                 shutil.rmtree(left_over, ignore_errors=True)
 
@@ -225,6 +226,7 @@ class CheckpointWriter:
         temporary.rename(final)
         flush_to_disk([self._folder])
         shutil.rmtree(replaced, ignore_errors=True)
+        # Only now that the new one has its name: until then an older one may be the last good one.
         best = checkpoint_name(progress.best_step) if self._keep_best else ""
         for old in list_checkpoints(self._folder)[: -self._keep_last]:
             if old.name != best:

@@ -23,6 +23,7 @@ def checkpoint_to_use(folder: Path, config: TrainConfig) -> Path | None:
     if not checkpoints:
         return None
     if config.run.early_stop_patience:
+        # A run that stops early has trained on past its best validation.
         best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
         if best in checkpoints:
             return best

@@ -39,6 +39,7 @@ def find_continued_checkpoint(
     skipped = find_skipped_increments(lineage, dataset, skip, checkpoint)
     check_config(checkpoint, config)
     before = folder.read_config()
+    # The run folder is named, not one of its checkpoints.
     if folder.root == Path(named):
         _check_finished(folder, before)
     _check_same_training(folder, before, config)

@@ -149,6 +149,7 @@ def _decode_state(record: Any, kind: str) -> Any:
 
 
 def _check_type(kind: type, value: Any) -> Any:
+    # `type(...) is`, not isinstance: True is an int, too, and no count.
     negative = isinstance(value, int) and value < 0
     if type(value) is not kind or negative:
         raise ValueError(f"its index holds {value!r:.60} where {kind.__name__} belongs")

@@ -81,6 +81,7 @@ def find_file_problems(
 ) -> Iterator[str]:
     """Yield one line for each file, of one part of all, that is not what was written; without
     `contents` by sizes alone."""
+    # Sorted: every rank cuts the same list into the same parts.
     files = dict(sorted(read_file_entries(about).items())[part::num_parts])
     if "files" in about:
         yield from find_differences(path, files, PROGRESS_FILE, contents=contents)

@@ -21,6 +21,7 @@ Lineage = tuple[TrainedIncrement, ...]
 def read_lineage(about: Mapping[str, Any]) -> Lineage:
     """Return a progress.json's lineage; empty outside a stream. Raises ValueError: it is none."""
     entries = about.get("lineage", [])
+    # Classes, as this file does not postpone annotations; exact ones, as True is an int, too.
     wanted = TrainedIncrement.__annotations__
     if not isinstance(entries, list):
         raise ValueError(f"its lineage is {entries!r:.60}, not a list")

@@ -41,6 +41,7 @@ def check_resumable(
     before, progress = folder.read_config(), read_progress(checkpoint)
     _check_training(folder, before.outer, config.outer)
     _check_scores(folder, before, config, progress)
+    # Between epochs the order may change.
     if config.data.source == "static" and progress.epoch_step:
         _check_order(folder, before, config, progress.epoch_step)
 

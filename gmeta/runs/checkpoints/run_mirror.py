@@ -134,6 +134,7 @@ class RunMirror:
 
     def _list_copies(self) -> list[_MirroredCheckpoint]:
         with self._translate_errors():
+            # File systems cache listings, and another process may have written since.
             self._fs.invalidate_cache()
             found = self._fs.glob(f"{self._root}/checkpoints/*/{PROGRESS_FILE}")
         matches = [_COPY.fullmatch(str(path).split("/")[-2]) for path in found]

@@ -22,6 +22,7 @@ class JsonLines(Logger):
     def log(self, reading: Reading) -> None:
         """Write a line."""
         line = {"step": reading.step, "epoch": reading.epoch, **reading.values}
+        # Flushed: a killed run keeps every line.
         print(json.dumps(line), file=self._file, flush=True)
 
     def end(self, status: Status) -> None:

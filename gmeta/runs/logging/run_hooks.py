@@ -132,6 +132,7 @@ class RunHooks:
                 OSError,
             ):
                 logger.begin(self._info)
+            # Those that did not begin are not ended.
             self._loggers[name] = logger
 
     def _begin_callbacks(self) -> None:

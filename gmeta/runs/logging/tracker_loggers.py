@@ -39,6 +39,7 @@ def _run_id_path(run: RunInfo, tracker: str) -> Path:
 
 def _read_run_id(run: RunInfo, tracker: str) -> str | None:
     path = _run_id_path(run, tracker)
+    # A new run in an old folder is a new run there, too.
     return path.read_text().strip() if run.done_steps and path.exists() else None
 
 
