@@ -5,7 +5,7 @@ support -> adapt -> query loss, for all tasks of a rank's batch at once (meta-gr
 2401.04338, algorithm 1; the outer loss is the mean over all tasks of all ranks).
 
 Shape suffixes: T tasks, N rows, K dense columns, B tables, U unique ids, D embedding width, P
-task-row pairs."""
+task-row pairs"""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from gmeta.adaptation.layout.padded_layout import PaddedTasks, kind_of_device
 from gmeta.adaptation.layout.ragged import RowLayout
 from gmeta.adaptation.layout.sides import Side, Sides, TaskGroups, WorkingRows
 from gmeta.adaptation.learned_parts import NOTHING_LEARNED
-from gmeta.config.algorithm import AlgorithmConfig
+from gmeta.config.algorithm import ALGORITHM_OPTIONS, AlgorithmConfig
 from gmeta.data.collate import CollateOptions
 from gmeta.data.cuda_graphs import Capture, LossGraphs
 from gmeta.data.episodes import Episodes, collate_support_query
@@ -83,6 +83,8 @@ class MetaLearner(nn.Module):
         objectives = Objectives.of(loss) if isinstance(loss, str) else loss
         self.objectives = objectives
         self._algorithm = find_algorithm(config.name)
+        if config.name not in ALGORITHM_OPTIONS:
+            config = config.with_options_of(self._algorithm.options)
         self._config = self._algorithm.preset(model, config)
         algorithm = self._algorithm
         if algorithm.solves:
@@ -96,7 +98,8 @@ class MetaLearner(nn.Module):
         if not self._config.train_base:
             if self._parts == NOTHING_LEARNED:
                 raise ValueError(
-                    f'algorithm.train_base = false with algorithm.name = "{config.name}": nothing '
+                    "algorithm.options.train_base = false with algorithm.name = "
+                    f'"{config.name}": nothing '
                     "would learn. Set it to true, or choose encoder or metaemb, which learn a part "
                     "of their own"
                 )
@@ -257,7 +260,7 @@ class MetaLearner(nn.Module):
         """Return what `predict` does after each of these ascending numbers of inner steps."""
         if not isinstance(episodes.rows, Sides):
             raise ValueError(
-                "episodes arranged for training have no sides of all tasks: use arrange_to_predict"
+                "episodes arranged for training have no sides of all tasks: use collate_to_predict"
             )
         inner, (support, query) = self.general_loop, episodes.rows
         started_UD = self.starting_rows_UD(rows_UD.detach(), episodes.rows_of_tables)

@@ -174,7 +174,7 @@ def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.
 def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, InnerPath]:
     """Return the config's path of each adapted layer, by name. Raises ValueError: an entry of
     `layer_paths` matches no layer, or names no path."""
-    paths = dict.fromkeys(layers, config.inner_path)
+    paths: dict[str, InnerPath] = dict.fromkeys(layers, "auto")
     for entry in config.layer_paths:
         pattern, _, path = entry.partition("=")
         if path not in get_args(InnerPath):
@@ -183,7 +183,7 @@ def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, I
                 f"{', '.join(get_args(InnerPath))}"
             )
         matched = [name for name in layers if fnmatchcase(name, pattern)]
-        if not matched:
+        if not matched and pattern != "*":
             raise ValueError(
                 f"algorithm.layer_paths: {pattern!r} matches no layer that adapts; those are "
                 f"{', '.join(layers) or 'none'}. Name one of them, or remove the entry"

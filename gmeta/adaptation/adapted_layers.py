@@ -2,7 +2,7 @@
 GEMM for all tasks and the change inside each task (plain_update.py).
 
 Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs, J parts of a
-gate."""
+gate"""
 
 from __future__ import annotations
 

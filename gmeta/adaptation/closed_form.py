@@ -10,7 +10,7 @@ outputs' errors in the space of their gradients, with as many unknowns as suppor
 
 So a row's gradient counts s_n instead of g_n; for a small, s is g and w a gradient step.
 
-Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs."""
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs"""
 
 from __future__ import annotations
 

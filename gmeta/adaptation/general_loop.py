@@ -6,7 +6,7 @@ with them. fused/fused_loop.py does the same for models that end in an MLP, in l
 for the chosen linear layers and, if the config says so, for the task's copies of embedding rows.
 
 Shape suffixes: T tasks, N rows, S support rows, D embedding width, P task-row pairs, O outputs, X
-all inputs side by side, J parts of a gate."""
+all inputs side by side, J parts of a gate"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

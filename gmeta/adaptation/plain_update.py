@@ -10,7 +10,7 @@ back through it, as
 where c a is the rate of the bias: c is 1, or algorithm.bias_rate in the last layer. This is exact
 in any order of differentiation: the second order flows through A and G.
 
-Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs."""
+Shape suffixes: T tasks, S support rows, H longest list or task, I inputs, O outputs"""
 
 from __future__ import annotations
 

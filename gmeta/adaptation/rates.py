@@ -1,6 +1,6 @@
 """Inner rates: what multiplies the inner gradients of a layer, and of an embedding row.
 
-Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs."""
+Shape suffixes: B tables, D embedding width, P task-row pairs, I inputs, O outputs"""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

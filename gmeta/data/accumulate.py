@@ -1,6 +1,6 @@
 """Gradient accumulation: a step's tasks in parts, one after the other, and still one exact step.
 
-Shape suffixes: T tasks, B tables, U unique ids, D embedding width."""
+Shape suffixes: T tasks, B tables, U unique ids, D embedding width"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

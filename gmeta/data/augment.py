@@ -2,7 +2,7 @@
 surprise.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, V values, B tables, U unique
-ids."""
+ids"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

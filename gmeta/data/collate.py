@@ -1,7 +1,7 @@
 """Collating: from a TaskBatch to the episodes that a learner takes, padded for the fused loop.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, C jagged lists, V values, K dense columns, U unique ids, P task-row pairs."""
+features, C jagged lists, V values, K dense columns, U unique ids, P task-row pairs"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

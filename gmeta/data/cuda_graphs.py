@@ -4,7 +4,7 @@ What is captured is a pure function of tensors that stay where they are: the emb
 step, the block of its batch, and the layers. A step copies its rows and its block there, replays
 the graph and reads loss and gradients. Exchange, averaging and optimizers stay outside.
 
-Shape suffixes: U unique ids, D embedding width."""
+Shape suffixes: U unique ids, D embedding width"""
 
 import gc
 import logging

@@ -2,7 +2,7 @@
 sides. All of it is integer bookkeeping on the host.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, B tables, U unique ids, D embedding width, P task-row pairs."""
+dense columns, B tables, U unique ids, D embedding width, P task-row pairs"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Random numbers by hashing, each a pure function of a key and a name; and rows in such an order.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns."""
+dense columns"""
 
 from dataclasses import replace
 

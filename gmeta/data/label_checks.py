@@ -1,7 +1,7 @@
 """The labels of a dataset's rows: which of them predictions are scored by, and a check that refuses
 those for which a loss is not defined.
 
-Shape suffixes: T tasks, N rows, L labels."""
+Shape suffixes: T tasks, N rows, L labels"""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.labels import LabelsConfig
 from gmeta.errors import ConfigError
 from gmeta.losses.row_losses import defined_labels_N
 from gmeta.metrics.scored_label import ScoredLabel
@@ -17,32 +17,26 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 
 
-def scored_labels(config: TrainConfig, dataset: Dataset) -> list[ScoredLabel]:
+def scored_labels(config: LabelsConfig, dataset: Dataset) -> list[ScoredLabel]:
     """Return the labels that predictions are scored by, in the dataset's order, then those of the
     entire space, each given the label that it takes place among."""
     names = dataset.features.labels
-    headline = config.labels.judged_index(names)
+    headline = config.judged_index(names)
     labels = [ScoredLabel(name, at == headline, at) for at, name in enumerate(names or ("",))]
     conditional = [
         ScoredLabel(f"{name}|{among}", False, names.index(name), names.index(among))
-        for name, among in config.labels.entire_space.items()
+        for name, among in config.entire_space.items()
     ]
     return labels + conditional
 
 
-def kinds_of(config: TrainConfig, dataset: Dataset) -> tuple[str, ...]:
-    """Return the loss of each label."""
-    return config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
-
-
-def check_first_labels(config: TrainConfig, dataset: Dataset) -> None:
-    """Check the training split's first block. Raises ConfigError: a loss does not take a label."""
+def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> None:
+    """Check the training split's first block. Raises ConfigError: a loss of `kinds` does not take a
+    label."""
     # Ratings taken for clicks would train to the end, and mean nothing. A launcher calls this
     # before the job's service makes its store in the run folder, rank 0 again for torchrun and
     # callers of train(); `check_labels` sees the later blocks.
-    split = config.data.train_split
     label_N = dataset.read_block(split, 0).label_N
-    kinds = kinds_of(config, dataset)
     defined_NL = _defined_NL(kinds, label_N, dataset)
     for at, loss in enumerate(kinds):
         wrong_N = label_N.reshape(defined_NL.shape)[~defined_NL[:, at], at]

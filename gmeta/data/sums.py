@@ -1,6 +1,6 @@
 """Sums that both the learner's statistics and the boosted trees are made of.
 
-Shape suffixes: N rows, V values."""
+Shape suffixes: N rows, V values"""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,6 +1,6 @@
 """Views of stored episodes for an evaluation: support and query rows drawn anew, or less support.
 
-Shape suffixes: T tasks, N rows."""
+Shape suffixes: T tasks, N rows"""
 
 from dataclasses import dataclass
 

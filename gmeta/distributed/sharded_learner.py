@@ -1,7 +1,7 @@
 """The embedding tables and the layers behind them as one module, as every rank holds it once the
 tables are sharded.
 
-Shape suffixes: U unique ids, D embedding width."""
+Shape suffixes: U unique ids, D embedding width"""
 
 import time
 from collections.abc import Sequence

@@ -19,13 +19,18 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from gmeta.config.train_config import TrainConfig
 from gmeta.data.accumulate import MicroBatches
 from gmeta.data.episodes import Episodes
 from gmeta.data.shared_batch import BlockDescription, read_from_block
 from gmeta.distributed.ranks import Ranks
 from gmeta.errors import GMetaError
-from gmeta.feeds.batch_request import BatchReply, BatchRequest, BatchWork, places_from
+from gmeta.feeds.batch_request import (
+    BatchReply,
+    BatchRequest,
+    BatchSettings,
+    BatchWork,
+    places_from,
+)
 from gmeta.feeds.shared_block import SharedBlock
 from metaio.format.dataset import Dataset
 
@@ -103,9 +108,9 @@ class BatchWorkers:
     """Processes that make the batches of a rank in turns."""
 
     # They end with their connections, which the system closes when a rank ends, in any way.
-    def __init__(self, number: int, config: TrainConfig, ranks: Ranks) -> None:
+    def __init__(self, number: int, settings: BatchSettings, ranks: Ranks) -> None:
         """Start `number` processes; `make_batches` sends them the work."""
-        self._config, self._ranks = config, ranks
+        self._settings, self._ranks = settings, ranks
         self._workers = [_BatchWorker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
         self.number = number
@@ -127,8 +132,8 @@ class BatchWorkers:
         """Return the batches of an epoch, from `first_step` on, of a rank with a fixed share."""
         if self._shares is None:
             # Epochs follow one another: those after the first are under way before they are needed.
-            places = places_from((epoch, first_step), num_steps, self._config.run.epochs)
-            num_parts = self._config.outer.accumulate_steps
+            places = places_from((epoch, first_step), num_steps, self._settings.run.epochs)
+            num_parts = self._settings.num_parts
             requests = (BatchRequest(place, None, num_parts) for place in places)
             self._shares = self.make_batches(local, requests, BLOCKS * self.number)
         return islice(self._shares, num_steps - first_step)
@@ -167,7 +172,7 @@ class BatchWorkers:
 
     def _send_work(self, local: "ShardedLearner") -> None:
         self._has_work = True
-        options = self._config, local.learner.collate_options(), local.exchange.planner
+        options = self._settings, local.learner.collate_options(), local.exchange.planner
         work = BatchWork(*options, self._ranks.rank, self._ranks.world_size, self.number)
         for worker in self._workers:
             self._send(worker, work)
@@ -234,10 +239,10 @@ class BatchWorkers:
         self._close()
 
 
-def start_workers(config: TrainConfig, dataset: Dataset, ranks: Ranks) -> BatchWorkers | None:
+def start_workers(settings: BatchSettings, dataset: Dataset, ranks: Ranks) -> BatchWorkers | None:
     """Return the processes that make a rank's batches; None: its threads do."""
-    number = resolve_num_processes(config.data.processes, ranks.device, dataset.is_local)
-    return BatchWorkers(number, config, ranks) if number else None
+    number = resolve_num_processes(settings.data.processes, ranks.device, dataset.is_local)
+    return BatchWorkers(number, settings, ranks) if number else None
 
 
 def _end_workers(workers: list[_BatchWorker], receiver: ThreadPoolExecutor) -> None:

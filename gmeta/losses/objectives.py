@@ -9,7 +9,7 @@ the click and b the model's own output, the logit of the product is
 
     z' = b - softplus(softplus(b) - z)
 
-Shape suffixes: N rows, L labels, O outputs."""
+Shape suffixes: N rows, L labels, O outputs"""
 
 from __future__ import annotations
 

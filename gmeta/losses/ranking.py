@@ -11,7 +11,7 @@ From Pairwise Approach to Listwise Approach", ICML 2007), or the mean loss of a 
 (Burges et al., ICML 2005), BPR's where labels are 0 and 1 (Rendle et al., arXiv 1205.2618). A list
 of equal labels, or of one row, has the loss 0. Each label has lists of its own.
 
-Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side."""
+Shape suffixes: T tasks, N rows, H longest list or task, L labels, X all inputs side by side"""
 
 from __future__ import annotations
 

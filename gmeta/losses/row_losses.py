@@ -1,7 +1,7 @@
 """The losses of single rows by one output, and their first derivatives; objectives.py has several
 labels.
 
-Shape suffix: N rows."""
+Shape suffix: N rows"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ranking losses as metrics: a model trained with one is also judged by it.
 
-Shape suffixes: T tasks, N rows."""
+Shape suffixes: T tasks, N rows"""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
 """The labels that predictions are scored by.
 
-Shape suffixes: N rows, L labels."""
+Shape suffixes: N rows, L labels"""
 
 from typing import Any, NamedTuple
 

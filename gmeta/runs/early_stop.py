@@ -19,7 +19,6 @@ class EarlyStop:
     metric: str
     higher_is_better: bool
     patience: int
-    min_delta: float
 
     def update(self, progress: RunProgress, score: float | None) -> RunProgress:
         """Return the progress after a validation; an undefined score is never better."""
@@ -29,7 +28,7 @@ class EarlyStop:
         sign = 1.0 if self.higher_is_better else -1.0
         best = progress.best_score
         # The very first score is the best so far, however bad.
-        if best is not None and sign * (score - best) <= self.min_delta:
+        if best is not None and sign * (score - best) <= 0:
             return replace(progress, stale=progress.stale + 1)
         return replace(progress, stale=0, best_score=score, best_step=progress.step)
 
@@ -88,5 +87,4 @@ def make_early_stop(config: TrainConfig) -> EarlyStop:
         f"{metric}:{label}" if is_other else metric,
         scoring.info(metric).higher_is_better,
         run.early_stop_patience,
-        run.early_stop_min_delta,
     )

@@ -1,6 +1,6 @@
 """The contract of models that end in an MLP over pooled features: what the fused inner loop reads.
 
-Shape suffixes: N rows, K dense columns, X all inputs side by side."""
+Shape suffixes: N rows, K dense columns, X all inputs side by side"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Predic
 (arXiv 1703.04247), section 2.
 
 Shape suffixes: N rows, F single-id or pooled features, K dense columns, D embedding width, O
-outputs."""
+outputs"""
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,6 @@
 """The contract of models whose initial parameters depend on the task: gates on decision layers.
 
-Shape suffixes: T tasks, O outputs, X all inputs side by side."""
+Shape suffixes: T tasks, O outputs, X all inputs side by side"""
 
 from abc import abstractmethod
 

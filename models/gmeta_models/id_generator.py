@@ -3,7 +3,7 @@
 Pan et al., "Warm Up Cold-start Advertisements: Improving CTR Predictions via Learning to Learn ID
 Embeddings", SIGIR 2019 (arXiv 1904.11547), section 3.
 
-Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width."""
+Shape suffixes: N rows, F single-id or pooled features, M multi-id features, D embedding width"""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def content_columns(
     for name in content:
         if name not in known:
             raise ValueError(
-                f"algorithm.content names {name!r}: the columns that may describe "
+                f"algorithm.options.content names {name!r}: the columns that may describe "
                 f"{readers[0]!r} are {', '.join(known) or 'none'}. Name some of them"
             )
     if not content:
         raise ValueError(
-            'algorithm.content = [] with algorithm.name = "metaemb": an embedding is generated '
+            'algorithm.options.content = [] with algorithm.name = "metaemb": an embedding is '
+            "generated "
             f"from columns that describe {readers[0]!r}. Name some of {', '.join(known)}"
         )
     return ContentColumns(

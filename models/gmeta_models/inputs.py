@@ -1,7 +1,7 @@
 """The inputs of a model for a set of rows: fetched embedding rows and dense columns.
 
 Shape suffixes: N rows, H longest list or task, F single-id or pooled features, M multi-id features,
-C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side."""
+C jagged lists, V values, K dense columns, D embedding width, X all inputs side by side"""
 
 from __future__ import annotations
 

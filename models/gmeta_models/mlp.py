@@ -1,6 +1,6 @@
 """The multilayer perceptron that all models share.
 
-Shape suffixes: N rows, O outputs."""
+Shape suffixes: N rows, O outputs"""
 
 from collections.abc import Sequence
 from itertools import pairwise

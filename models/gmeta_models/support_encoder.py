@@ -6,7 +6,7 @@ Row codes, pooled, are a Conditional Neural Process (Garnelo et al., arXiv 1807.
 et al., arXiv 1709.07871), the scale alone is the gate of POSO (Dai et al., arXiv 2108.04690) and
 PEPNet (Chang et al., arXiv 2302.01115).
 
-Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side, J parts of a gate."""
+Shape suffixes: T tasks, N rows, O outputs, X all inputs side by side, J parts of a gate"""
 
 from __future__ import annotations
 

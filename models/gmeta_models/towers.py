@@ -1,6 +1,6 @@
 """The contract of models with a tower for each output above what the outputs share.
 
-Shape suffixes: N rows, O outputs, X all inputs side by side."""
+Shape suffixes: N rows, O outputs, X all inputs side by side"""
 
 from abc import ABC, abstractmethod
 

@@ -30,13 +30,14 @@ FEATURES = Features(
     dense=("age",),
 )
 ITEM, YEAR, GENRE = 1, 2, 0
-MODEL = ModelConfig(name="melu", embedding_dim=4, hidden=(8, 5), bottom=(3,), clusters=3)
+MODEL = ModelConfig(
+    name="melu", embedding_dim=4, hidden=(8, 5), options={"bottom": (3,), "clusters": 3}
+)
 PAPER = AlgorithmConfig(
     name="metaemb",
     inner_lr=0.2,
     adapt_embeddings=("item",),
-    content=("genre", "year"),
-    cold_weight=0.3,
+    options={"content": ("genre", "year"), "cold_weight": 0.3},
 )
 Tables = dict[str, Tensor]
 
@@ -187,7 +188,7 @@ def test_a_frozen_base_learns_nothing_and_the_generator_the_same() -> None:
     batch = reference.batch_of(tasks, FEATURES)
     grads = []
     for train_base in (True, False):
-        learner, tables = drawn(replace(PAPER, train_base=train_base))
+        learner, tables = drawn(replace(PAPER, options={**PAPER.options, "train_base": train_base}))
         learner(fetched(batch, tables), learner.collate(batch), weight=0.5).backward()
         generator = learner.generator
         grads.append([parameter.grad for parameter in generator.parameters()])
@@ -242,12 +243,14 @@ def test_what_no_embedding_can_be_generated_of_is_refused() -> None:
         "algorithm.adapt_embeddings = ['item', 'user'] with algorithm.name = \"metaemb\": it "
         'generates the embeddings of exactly 1 table. Name it, such as ["item"]'
     )
-    assert refusal(content=()) == (
-        'algorithm.content = [] with algorithm.name = "metaemb": an embedding is generated from '
+    assert refusal(options={"content": ()}) == (
+        'algorithm.options.content = [] with algorithm.name = "metaemb": an embedding is '
+        "generated from "
         "columns that describe 'item'. Name some of user, year, genre, tags"
     )
-    assert refusal(content=("item",)) == (
-        "algorithm.content names 'item': the columns that may describe 'item' are user, year, "
+    assert refusal(options={"content": ("item",)}) == (
+        "algorithm.options.content names 'item': the columns that may describe 'item' are user, "
+        "year, "
         "genre, tags. Name some of them"
     )
     assert refusal(adapt_embeddings=("genre",)) == (

@@ -5,7 +5,7 @@
 A are the inputs of the support rows; c is 1, for the bias, and more where x is not all of a row's
 inputs (common_features.py). mlp.py does the layers above.
 
-Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs."""
+Shape suffixes: T tasks, N rows, S support rows, H longest list or task, I inputs, O outputs"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ derivatives written out, for mlp.py.
 
 `sides` are the rectangles of the rows, and those of the support rows that the factors are of.
 
-Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs."""
+Shape suffixes: T tasks, N rows, S support rows, I inputs, O outputs"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 fraction of the operations of general_loop.py, which does the same for any model.
 
 Shape suffixes: T tasks, N rows, S support rows, K dense columns, L labels, D embedding width, P
-task-row pairs, I inputs, O outputs, X all inputs side by side."""
+task-row pairs, I inputs, O outputs, X all inputs side by side"""
 
 from __future__ import annotations
 

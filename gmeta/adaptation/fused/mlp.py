@@ -12,7 +12,7 @@ activations, and back for the gradients d_l at the outputs,
 
     d_{l-1} = [h_{l-1} > 0] * ((g_l * d_l) W_l^T - sum_j (d_l (a G_jl)^T) A_jl),   d_0 without [...]
 
-Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs."""
+Shape suffixes: T tasks, N rows, S support rows, L labels, I inputs, O outputs"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ products of two rows (plain_update.py), the bias has |u|^2 + 1 instead of 1. Exa
 differentiation.
 
 Shape suffixes: T tasks, D embedding width, P task-row pairs, I inputs, O outputs, X all inputs side
-by side."""
+by side"""
 
 from dataclasses import dataclass
 from functools import cache

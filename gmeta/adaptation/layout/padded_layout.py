@@ -2,7 +2,7 @@
 host, so that products inside each task need no copies.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, K dense
-columns, D embedding width, P task-row pairs, X all inputs side by side."""
+columns, D embedding width, P task-row pairs, X all inputs side by side"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ragged rows of many tasks as padded [T, rows, ...] blocks and back, for products inside each
 task.
 
-Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side."""
+Shape suffixes: T tasks, N rows, H longest list or task, X all inputs side by side"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The support rows, or the query rows, of all tasks of a batch, and the embedding rows they read.
 
 Shape suffixes: N rows, F single-id or pooled features, M multi-id features, V values, K dense
-columns, D embedding width, P task-row pairs."""
+columns, D embedding width, P task-row pairs"""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Weighted sums of chosen rows: a sparse matrix in compressed rows, and its transpose for backward.
 
-Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs."""
+Shape suffixes: C jagged lists, V values, D embedding width, P task-row pairs"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -10,7 +10,7 @@ for a value without training rows and for unknown ids. A multi-id column has the
 known ids. The 2 of a suffix: mean and number.
 
 Shape suffixes: T tasks, N rows, H longest list or task, F single-id or pooled features, M multi-id
-features, V values, K dense columns, U unique ids, R rows of tables."""
+features, V values, K dense columns, U unique ids, R rows of tables"""
 
 from __future__ import annotations
 

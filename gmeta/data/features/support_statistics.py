@@ -16,7 +16,7 @@ m: with p the probability that they expect of each of the n rows, and P the sum 
 and all other statistics are of y - p.
 
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, U unique ids, P task-row pairs."""
+dense columns, U unique ids, P task-row pairs"""
 
 from __future__ import annotations
 

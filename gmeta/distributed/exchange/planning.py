@@ -2,7 +2,7 @@
 then this one.
 
 Shape suffixes: N rows, B tables, U unique ids, W ranks or workers, G groups of tables, Y shards of
-tables."""
+tables"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ One AlltoAll each way a step for all kinds of sharding, support and query togeth
 each block of the batch.
 
 Shape suffixes: B tables, U unique ids, D embedding width, W ranks or workers, G groups of tables, Y
-shards of tables."""
+shards of tables"""
 
 import math
 from typing import Any

@@ -4,7 +4,7 @@ The norm counts the layers' averaged gradients once, and each row's gradient sum
 once, by the rank that holds it: the norm that one rank with dense gradients would find (Pascanu et
 al., arXiv 1211.5063, algorithm 1), at any number of ranks.
 
-Shape suffixes: N rows, R rows of tables, D embedding width."""
+Shape suffixes: N rows, R rows of tables, D embedding width"""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """The rows that a group of tables sends in a step, and which of them repeat: worked out on the
 host.
 
-Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width."""
+Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width"""
 
 import threading
 from dataclasses import dataclass

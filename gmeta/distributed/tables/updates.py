@@ -34,9 +34,10 @@ class _RowStore(ABC):
     def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
         """Copy these rows into `values_UD`."""
 
+    # No row may repeat among those to write.
     @abstractmethod
     def write(self, row_U: Tensor, values_UD: Tensor) -> None:
-        """Replace these rows, none of which repeats."""
+        """Replace these rows, none of which stands twice."""
 
 
 @final

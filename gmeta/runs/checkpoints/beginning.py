@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import OuterConfig, TrainConfig
 from gmeta.distributed.optim.optimizers import OuterOptimizer
 from gmeta.distributed.ranks import Ranks
 from gmeta.distributed.sharded_learner import DistributedLearner
@@ -53,7 +53,7 @@ class Beginning:
 
     def load(
         self,
-        config: TrainConfig,
+        outer: OuterConfig,
         sharded: DistributedLearner,
         optimizer: OuterOptimizer,
         ranks: Ranks,
@@ -69,7 +69,7 @@ class Beginning:
             load_checkpoint(self.checkpoint, sharded, None, ranks, PARTS_OF_ALGORITHMS)
         else:
             rows = self.reset_rows
-            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, config.outer, rows)
+            load_into_grown_tables(self.checkpoint, sharded, optimizer, ranks, outer, rows)
         return RunProgress()
 
 
@@ -81,7 +81,7 @@ def beginning_of(
     if newest is not None:
         check_resumable(folder, newest, config, dataset)
         return Beginning("resumed", newest, read_lineage(read_about(newest)), {})
-    if start := find_start_checkpoint(config, dataset):
+    if start := find_start_checkpoint(config.run, dataset):
         # The same data, so its increment is the last of theirs; the optimizers begin anew.
         seen = tuple(replace(one, steps=0) for one in read_lineage(read_about(start)))
         return Beginning("weights", start, seen or extend_lineage((), dataset), {})

@@ -1,6 +1,6 @@
 """Products of many rows with a matrix, in float32 on a CPU.
 
-Shape suffixes: N rows, I inputs, O outputs."""
+Shape suffixes: N rows, I inputs, O outputs"""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """The dot products of all pairs of a row's vectors, with derivatives that touch each value once.
 
-Shape suffixes: N rows, F single-id or pooled features, D embedding width."""
+Shape suffixes: N rows, F single-id or pooled features, D embedding width"""
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from gmeta.config.train_config import TrainConfig
+from gmeta.config.train_config import DataConfig, RunConfig, TrainConfig
 from gmeta.data.opening import open_data, parse_increment
 from gmeta.errors import UserError
 from gmeta.runs.checkpoints.choice import named_checkpoint
@@ -18,27 +18,26 @@ def with_names(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
     """Return the config with its increment's number and its judged label, by default the first; and
     its dataset. Raises ConfigError, UserError, FormatError: the stream lacks the increment, or is
     damaged; NoDatasetError."""
-    data = replace(config.data, increment=_increment(config))
+    data = replace(config.data, increment=_increment(config.data, config.run))
     config, dataset = replace(config, data=data), open_data(data)
     if (names := dataset.features.labels) and not config.labels.judged:
         config = replace(config, labels=replace(config.labels, judged=names[0]))
     return config, dataset
 
 
-def config_of_begun_run(config: TrainConfig) -> TrainConfig | None:
+def config_of_begun_run(run_dir: str) -> TrainConfig | None:
     """Return the config of the run in run.dir, if there is one."""
-    folder = RunFolder(Path(config.run.dir))
+    folder = RunFolder(Path(run_dir))
     return folder.read_config() if (folder.root / CONFIG_FILE).exists() else None
 
 
-def _increment(config: TrainConfig) -> str:
+def _increment(data: DataConfig, run: RunConfig) -> str:
     """Return the number of a run's increment, as text; "" outside a stream."""
-    data, run = config.data, config.run
     if data.increment != "next":
         return str(parse_increment(data.increment)) if data.increment else ""
     # "next" is the increment of the run in run.dir, if there is one, else the first after the last
     # of run.continue_from that is not skipped, else the first.
-    if (before := config_of_begun_run(config)) and before.data.increment:
+    if (before := config_of_begun_run(run.dir)) and before.data.increment:
         return before.data.increment
     last = 0
     if run.continue_from:
