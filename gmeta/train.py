@@ -168,6 +168,7 @@ class TrainingRun:
                 self._progress,
                 stop,
             ),
+            # A rank that runs out of data takes part with this batch, which has no tasks.
             self._learner.collate(
                 batch_without_tasks(self._dataset.features), self._progress.epoch
             ),

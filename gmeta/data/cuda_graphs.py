@@ -190,8 +190,7 @@ class _ReplayedLoss(torch.autograd.Function):
 
 
 def _loss_and_gradients(module: _LossSum, rows_UD: Tensor, episodes: Episodes) -> Results:
-    # Leaves of its own: autograd ties a layer to the stream that first used it, not the capturing
-    # one.
+    # Leaves of its own: autograd ties a layer to the stream that first used it.
     layers = {name: layer.detach() for name, layer in module.named_parameters()}
     wanted = [rows_UD.detach().requires_grad_()]
     for name, layer in module.named_parameters():
@@ -214,6 +213,5 @@ def packed_inputs(episodes: Episodes) -> Packed[LearnerInputs]:
 
 
 def graph_key(episodes: Episodes) -> Hashable:
-    """Return what batches must have in common to share a graph: shapes, and numbers beside
-    tensors."""
+    """Return what batches share if they share a graph: all shapes, and numbers beside tensors."""
     return packed_inputs(episodes).layout, episodes.num_fetched

@@ -99,8 +99,7 @@ class Episodes:
         constant: bool = False,
         device: str = "cpu",
     ) -> "Episodes":
-        """Return the batch's episodes with these collated rows; `constant` ones have no
-        gradient."""
+        """Return the batch's episodes with these collated rows; no gradient of `constant` ones."""
         copies = None
         if fetched_row_P is not None:
             copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant, device)
@@ -294,6 +293,7 @@ def _make_side(
     lengths_NM = batch.multi_lengths_NM.index_select(0, index)
     bag_sizes = lengths_NM.reshape(-1).to(torch.int64)
     values_N = batch.multi_lengths_NM.sum(dim=1)
+    # Values stand row by row: a row's mask holds for all of its values.
     bag_positions_V = batch.multi_positions_V[torch.repeat_interleave(mask_N, values_N)]
     single_positions_V = batch.positions_NF.index_select(0, index).flatten()
     label_N = batch.label_N.index_select(0, index)

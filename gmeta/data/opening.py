@@ -9,8 +9,7 @@ from metaio.stream.chain import is_stream, open_stream
 
 
 def open_data(data: DataConfig) -> Dataset:
-    """Return the dataset of a resolved config. Raises ConfigError: data.increment is no
-    number."""
+    """Return the dataset of a resolved config. Raises ConfigError: its increment is no number."""
     if not data.increment:
         return open_dataset(data.path)
     return open_stream(data.path).dataset(parse_increment(data.increment))

@@ -71,8 +71,7 @@ def estimate(
     cluster: Cluster,
     speeds: Speeds,
 ) -> ShardingEstimate:
-    """Return what a plan of `describe_plan` takes of each rank; `sizes` are tables' rows and
-    width."""
+    """Return what a plan of `describe_plan` takes of each rank; `sizes`: tables' rows and width."""
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
     device_W, host_W, copied_W, requested_W, sent_W, from_host_W = np.zeros((6, num_ranks))
@@ -219,6 +218,7 @@ def suggest_fits(
     if needed <= usable:
         return ['sharding.default = "row_wise"']
     if usable > 0:
+        # Whole machines, rounded up.
         hosts = -(-needed * cluster.world_size // (usable * cluster.ranks_per_host))
         ways.append(f"--gpus {int(hosts) * cluster.ranks_per_host}")
     narrower = [width for width in widths if on_each("device", width)[0] <= usable]

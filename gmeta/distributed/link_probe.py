@@ -30,8 +30,7 @@ class LinkProbe:
         )
 
     def swap_s(self) -> float:
-        """Collective. Return the seconds of a swap with the faster neighbour; 0 below three
-        ranks."""
+        """Collective. Return the seconds of a swap with the faster neighbour; 0 below 3 ranks."""
         # Of two ranks none can tell whose link is slow.
         times_s = [self._time_swaps_s(peer) for peer in self._peers]
         return min(times_s, default=0.0)

@@ -65,6 +65,7 @@ def plan_on(
     ConfigError: a kind does not fit the device, the width or the number of ranks; NoPlaceError: the
     planner finds no place."""
     kinds, placements = _check_tables(tables, config, cluster)
+    # The planner is needed only if it has something to choose.
     if None in kinds.values():
         return plan_by_torchrec(tables, kinds, placements, config.exchange, tasks_per_step, cluster)
     collections = collections_in(tables)
@@ -132,6 +133,7 @@ def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[st
     tables = {}
     for name, sharding in plan.items():
         spec = sharding.sharding_spec
+        # A data-parallel table has no shards: every rank holds all of it.
         shards = [] if spec is None else spec.shards
         tables[table_of(name)] = {
             "kind": sharding.sharding_type,

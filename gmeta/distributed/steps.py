@@ -111,9 +111,8 @@ def iterate_steps(
             # Before the lookup: fbgemm takes the rate of an update with it.
             begin()
             if now.episodes.fetch is not None:
-                # Only now, after the updates of the step before: the losses are those of one step
-                # after the other. First of all: no rank then waits for one that is late at
-                # collating.
+                # Only now, after the updates of the step before: losses are those of one step after
+                # the other. First of all: no rank then waits for one that is late at collating.
                 now.episodes.fetch.look_up()
         # On all ranks alike: the batch enqueued last is planned anew, its ids have not travelled.
         if adopt_new_plan():

@@ -47,6 +47,7 @@ def _collections(features: Features, model: ModelConfig) -> nn.Module:
             )
             for name in names
         ]
+        # On the meta device: no rank makes memory for whole tables.
         found[path] = EmbeddingCollection(tables=configs, device=torch.device("meta"))
     if len(found) == 1:
         return found.popitem()[1]

@@ -201,6 +201,7 @@ class BatchWorkers:
         except (EOFError, ConnectionError) as error:
             raise self._describe_exit(worker) from error
         assert reply.place == request.place, f"{reply.place}, where {request.place} was asked for"
+        # Also for a batch that failed: the process has had its turn with that block.
         block = next(worker.turns)
         if isinstance(reply.result, Exception):
             raise reply.result
@@ -220,6 +221,7 @@ class BatchWorkers:
 
     def _describe_exit(self, worker: _BatchWorker) -> GMetaError:
         try:
+            # Its connection closes a little before it ends.
             code = worker.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             ending = "closed its connection"

@@ -130,6 +130,7 @@ def iterate_batches(
     epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
     collate = local.learner.collate_options().collator_of(epoch)
     worker_batches = feed.episodes(local, epoch, step)
+    # Processes check and augment by themselves.
     if worker_batches is not None:
         return idle_on_error(worker_batches, collate(batch_without_tasks(features)), stop)
     split, seed = settings.split, settings.run.seed
@@ -188,6 +189,7 @@ class LeasedStepAgent(StepAgent):
         exposed_s = self._overlap.exposed_s(task_s * num_tasks, compute_s)
         data_s = max(wait_s - self._wait_s, exposed_s)
         own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
+        # What is left of the step was waiting for peers.
         peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
         times_s = (compute_s, data_s, own_transfers_s, peers_s)
         changed = self._worker.count_step(num_tasks, *(1000 * seconds for seconds in times_s))

@@ -27,6 +27,7 @@ def read_item_statistics(
             for checked in check_labels([batch], settings.kinds, dataset, split.name):
                 items.add(sums, checked)
 
+    # A rank that failed alone would leave the others in the sum.
     run_on_all(add_split, ranks)
     add_arrays_over_ranks([sums.total_by_fold, *sums.columns], ranks)
     items.set_from_sums(sums)

@@ -113,8 +113,7 @@ class LabelLosses(NamedTuple):
         # From the last label to the first: what a label takes place among stands before it.
         for at in reversed(range(len(found))):
             if (before := self.before[at]) >= 0:
-                # z' = b - softplus(softplus(b) - z): dz'/dz is this share, dz'/db = 1 - share
-                # sigmoid(b).
+                # z' = b - softplus(softplus(b) - z): dz'/dz = share, dz'/db = 1 - share sigmoid(b).
                 share_N = torch.sigmoid(_softplus(own[at]) - joint[before])
                 found[before] = found[before] + found[at] * share_N
                 found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
@@ -137,8 +136,7 @@ class LabelLosses(NamedTuple):
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
-                # By logits alone: a product of two small probabilities would lose its digits in
-                # float32.
+                # By logits alone: float32 would lose the digits of a product of two probabilities.
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 

@@ -51,8 +51,7 @@ def list_losses(
 def list_grads(
     kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
 ) -> Tensor:
-    """Return the gradient of the weighted sum of these losses at the outputs, differentiable
-    again."""
+    """Return the gradient of these losses' weighted sum at the outputs, differentiable again."""
     of_block = _softmax_grads if kind == "softmax" else _pair_grads
     return _by_list(of_block, lists, output, label, weight)
 

@@ -209,8 +209,7 @@ def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
 
 
 def parse_name(name: str) -> tuple[str, int | None]:
-    """Return the family of a metric's name and its K, if it has one; no family for a custom
-    metric."""
+    """Return the family of a metric's name and its K, if any; no family for a custom metric."""
     if name in WHOLE_NAMES:
         return name, None
     match = re.fullmatch(rf"({'|'.join(CUT_NAMES)})@([0-9]{{1,6}})", name)

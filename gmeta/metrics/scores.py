@@ -134,6 +134,7 @@ def _terms_by_name(
 
     def make_terms(name: str) -> Terms:
         family, k = parse_name(name)
+        # Functions: only the named metric is computed.
         makers: dict[str, Callable[[], Terms]] = {
             "auc": lambda: auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
             "pr_auc": lambda: pr_auc_terms(label_N >= threshold, score_N, code_N, num_tasks),

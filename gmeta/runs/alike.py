@@ -21,6 +21,7 @@ def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
     """Raise UserError on all ranks, with the keys that differ from rank 0's. Collective."""
     everyone = gather_values(dict(told), ranks) or []
     problem = ""
+    # The first rank that differs is enough for one line.
     for rank, other in enumerate(everyone):
         if other != everyone[0] and not problem:
             differing = ", ".join(

@@ -212,6 +212,7 @@ def _list_registered_names(
 
 def check_source(data: DataConfig) -> None:
     """Raise ConfigError for a key that has no meaning for the data source."""
+    # Keys without an effect are refused: they would hide a mistake.
     if data.source == "static":
         if data.service:
             raise ConfigError(

@@ -29,6 +29,7 @@ def read_chosen_adaptation(
         return None
     try:
         saved = read_json(path)
+        # The choice for another checkpoint does not hold for this one.
         if saved["step"] != step:
             return None
         rate, steps = float(saved["inner_lr"]), saved["inner_steps"]

@@ -66,6 +66,7 @@ def make_early_stop(config: TrainConfig) -> EarlyStop:
         ("early_stop_patience", run.early_stop_patience),
         ("valid_every_steps", run.valid_every_steps),
     ):
+        # Without an effect they would hide a forgotten valid_split.
         if value and not config.data.valid_splits:
             raise ConfigError(
                 f"run.{key} = {value}, but there is no split to score. Set data.valid_split, "

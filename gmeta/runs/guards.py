@@ -101,6 +101,7 @@ class StepGuard:
             more = f" and {len(tasks) - NAMED_TASKS} more" if len(tasks) > NAMED_TASKS else ""
             rank = self._ranks.rank
             own_problem = f"{found} on rank {rank}, in a batch of tasks {named}{more}, {saved}"
+        # Collective: a rank to blame is known to itself alone.
         everyone = gather_values(own_problem, self._ranks)
         blamed = [one for one in everyone or [] if one]
         message = "the gradient of the layers is not finite, though each rank's loss and rows are"

@@ -64,8 +64,7 @@ class RunFolder:
         return self.read_config_and_digest()[0]
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
-        """Return the config and its digest in checkpoints. Raises UserError: this is no run
-        folder."""
+        """Return the config and its digest in checkpoints. Raises UserError: no run folder."""
         saved = self._read_config_json()
         try:
             # The digest of the file as it is, without keys that later releases added.

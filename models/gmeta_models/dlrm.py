@@ -48,8 +48,7 @@ class DLRM(DecisionModel):
             )
             self.dots = PairwiseDots(num_vectors)
         else:
-            # Behind v_0, if there is one. Dot products are of several features: there they stand
-            # nowhere.
+            # Behind v_0, if there is one; with `dot` the features stand nowhere side by side.
             self.features_from = 0 if self.bottom is None else width
         self.top = mlp([top_width, *config.hidden, sizes.outputs], activate_last=False)
 

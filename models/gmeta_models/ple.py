@@ -38,6 +38,7 @@ class ExtractionLevel(nn.Module):
         """Return the mixtures of the outputs, then the shared one if there is a level above, each
         [N, O], from inputs in the same order, each [N, X]."""
         *own_inputs, shared_NX = inputs
+        # Once for all gates that mix them.
         shared = [expert(shared_NX) for expert in self.shared]
         own = [
             [expert(own_NX) for expert in cast(nn.ModuleList, mine)]

@@ -57,6 +57,7 @@ def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSize
         )
     sizes = tables.inputs
     width = sizes.side_by_side(tables.width)
+    # 0 columns: the learner was made without TableSizes.
     if not width:
         raise ValueError(
             f'algorithm.name = "{config.name}" reads the support rows, and 0 columns are known: '

@@ -166,6 +166,7 @@ class Bags:
                 if is_cpu
                 else ScatterMatrix.of(forward, lengths_C, num_rows, multi_row)
             )
+        # Padded after transposing: forward and backward pad in ways of their own.
         if num_entries:
             forward = forward.pad_to(num_entries)
             backward = None if backward is None else backward.pad_to(num_entries)

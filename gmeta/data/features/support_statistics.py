@@ -72,6 +72,7 @@ class SupportStatistics:
         known = [column.name for column in features.sparse]
         chosen = choose_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
+        # In the order in which `features_NK` puts the statistics side by side.
         names = ["task mean", "task count", "task spread"] if config.task else []
         for name, is_chosen in zip(known, chosen, strict=True):
             names += [f"{name} mean", f"{name} count"] if is_chosen else []

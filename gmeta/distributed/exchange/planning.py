@@ -185,6 +185,7 @@ class WirePlanner:
         routes = self._routes
         request = routes.make_request(episodes.unique_ids_U, episodes.unique_lengths_B)
         to_send = None
+        # A single rank knows all requests before any message: they are its own.
         if self._is_alone:
             to_send = self.plan_send(request.counts_Y[np.newaxis], request.row_of_shard)
         known = KnownCounts(

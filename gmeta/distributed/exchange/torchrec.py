@@ -45,6 +45,7 @@ class _TorchRecFetch(RowFetch):
         self._tables = tables
         self._names = names
         self._context = tables.create_context()
+        # The numbers of ids are under way from here on; the first wait is for them.
         self._travelling = tables.input_dist(self._context, ids)
         self._on_gradient = on_gradient
         self._sent = False

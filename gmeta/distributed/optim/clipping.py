@@ -114,6 +114,7 @@ class GradientClipping:
             return
         for group in table_groups(sharded):
             held = _HoldingGroup(group)
+            # TorchRec has the module already, so its forward is replaced in place.
             group.forward = held
             self._groups.append(held)
 

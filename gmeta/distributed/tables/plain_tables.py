@@ -1,6 +1,6 @@
 """The rows of a rank's tables and of their optimizer, as plain torch tensors on any device.
 
-Shape suffixes: R rows of tables, D embedding width."""
+Shape suffixes: R rows of tables, D embedding width"""
 
 from itertools import accumulate
 from typing import Any, NamedTuple, final
@@ -94,6 +94,7 @@ class PlainTables(nn.Module):
         by_table = zip(*map(self._split_tables, self.state.values()), strict=True)
         return [
             {
+                # As fbgemm gives them, which TorchRec's checkpoints know.
                 name: part.squeeze(1) if name in of_rows else part
                 for name, part in zip(self.state, parts, strict=True)
             }

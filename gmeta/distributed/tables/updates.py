@@ -1,6 +1,6 @@
 """Lookup and fused update of embedding tables in plain torch, on any device.
 
-Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width."""
+Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -60,6 +60,7 @@ class Beginning:
     ) -> RunProgress:
         """Fill a fresh model and its optimizer; return the run's progress. Raises on every rank
         alike GMetaError: the checkpoint is damaged; UserError: it is of another model."""
+        # Adam's bias correction goes on with the steps of the runs before.
         optimizer.steps_before = count_earlier_steps(self.lineage)
         if self.checkpoint is None:
             return RunProgress()

@@ -43,8 +43,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """`about` is progress.json; `problems` is empty if all is there; old releases lack
-    checksums."""
+    """`about` is progress.json; `problems` is empty if all is there; old ones lack checksums."""
 
     path: Path
     about: dict[str, Any]

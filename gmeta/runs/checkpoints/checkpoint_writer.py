@@ -1,5 +1,4 @@
-"""Writes checkpoints beside training: a step waits for a copy of its state in host memory, no
-more."""
+"""Writes checkpoints beside training: a step waits only for a copy of its state in host memory."""
 
 import shutil
 import threading

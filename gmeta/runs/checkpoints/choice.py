@@ -17,8 +17,7 @@ from gmeta.runs.run_folder import (
 
 
 def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
-    """Return the checkpoint that stands for a run, if any: the best if it stops early, or the
-    newest."""
+    """Return the checkpoint that stands for a run: its best if it stops early, or the newest."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None

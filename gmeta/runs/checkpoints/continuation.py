@@ -61,8 +61,7 @@ def extend_lineage(before: Lineage, dataset: Dataset) -> Lineage:
 def find_skipped_increments(
     lineage: Lineage, dataset: Dataset, skip: Collection[int], checkpoint: Path
 ) -> list[Dataset]:
-    """Return the increments between a checkpoint's last and `dataset`, newest first: those that
-    `skip` names."""
+    """Return the increments of `skip` between a checkpoint's last and `dataset`, newest first."""
     place = dataset.manifest.stream
     if place is None:
         raise UserError(

@@ -62,6 +62,7 @@ def _iterate_table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _list_local_parts(value):
                 yield table, first_row, part
+    # Item statistics are replicated: every rank holds all rows.
     if (items := sharded.local.learner.items) is not None:
         yield from ((table, 0, values) for table, values in items.table_buffers())
 

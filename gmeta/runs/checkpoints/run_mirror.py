@@ -59,8 +59,7 @@ class RunMirror:
         return list(dict.fromkeys(names))
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a finished checkpoint and the run's description; remove checkpoints that the run
-        dropped."""
+        """Copy a finished checkpoint and the run's description; remove those the run dropped."""
         self._late.add(checkpoint.name)
         try:
             self.finish()

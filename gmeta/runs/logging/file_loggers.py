@@ -49,8 +49,7 @@ class TensorBoard(Logger):
         threading.excepthook = self._hide_disk_errors
         # Readings of a killed run after its last checkpoint are dropped.
         self._writer = SummaryWriter(folder, purge_step=run.done_steps + 1)
-        # Not add_hparams, which writes a folder of its own: HPARAMS shows these scalars' newest
-        # values.
+        # Not add_hparams, which writes a folder of its own: HPARAMS shows these scalars then.
         for summary in hparams(run.parameters(), {"loss": 0.0, f"valid/{run.metric}": 0.0}):
             self._writer.file_writer.add_summary(summary)
 

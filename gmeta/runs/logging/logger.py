@@ -31,8 +31,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers of a step by name, of a split in a dict; None: undefined. `epoch` counts from
-    0."""
+    """The numbers of a step by name, of a split in a dict; None: undefined."""
 
     step: int
     epoch: int

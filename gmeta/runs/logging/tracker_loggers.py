@@ -81,8 +81,7 @@ class MLflow(Logger):
         self._mlflow: Any = None
 
     def begin(self, run: RunInfo) -> None:
-        """Begin a run there with the config as parameters, or go on. Raises UserError: no
-        mlflow."""
+        """Begin a run there with the config as parameters, or go on. Raises UserError."""
         mlflow = _import_tracker("mlflow")
         known = _read_run_id(run, "mlflow")
         begun = mlflow.start_run(run_id=known, run_name=None if known else run.folder.name)
