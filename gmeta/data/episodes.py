@@ -225,6 +225,7 @@ def collate_task_groups(
     batch: TaskBatch, rows_per_task: bool, least_gain: float, device: str
 ) -> Episodes:
     """Return both sides of every task in groups; a cut saves at least `least_gain` padding rows."""
+    # By the stored rows: copies of embedding rows change no task's length.
     groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = with_row_copies(batch, rows_per_task)
     rows = TaskGroups(_make_sides(batch, groups, num_rows, device=device))

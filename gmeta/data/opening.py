@@ -39,6 +39,7 @@ def data_config_for(data: DataConfig, dataset: Dataset) -> DataConfig:
 
 def parse_increment(text: str) -> int:
     """Return the number of an increment, from data.increment."""
+    # isdecimal is true of other scripts' digits, too.
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
         raise ConfigError(
             f"data.increment = {text!r} is no increment: a number is needed, or, to train, next. "

@@ -56,6 +56,7 @@ def gather_stop_reason(stop: Stop, ranks: Ranks) -> str:
 
 def _raise_first(problem: Exception | None, ranks: Ranks) -> None:
     if problem is not None and ranks.world_size > 1:
+        # The line then names the rank; a single one needs no number.
         problem.add_note(f"met by rank {ranks.rank}")
     problems = gather_values(problem, ranks) or []
     first = broadcast_value(next((one for one in problems if one is not None), None), ranks)

@@ -37,6 +37,7 @@ class LinkProbe:
 
     def _time_swaps_s(self, peer: int) -> float:
         self._swap(peer, self._token)  # both are here
+        # The fastest counts: a process that once was not scheduled has no slow link.
         times_s = []
         for _ in range(REPEATS):
             began_s = time.perf_counter()

@@ -53,6 +53,7 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
             'Set run.device = "cpu" or install the driver'
         )
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    # One rank without torchrun has none of these variables.
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:

@@ -98,6 +98,7 @@ class ShardedLearner(nn.Module):
     def fetch(self, episodes: Collated, gradient_unit: float = 1.0) -> tuple[Collated, Tensor]:
         """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
         the episodes that index them."""
+        # Training enqueues ahead of the step; predictions begin here.
         if episodes.fetch is None:
             episodes = self.exchange.enqueue(episodes)
         assert episodes.fetch is not None

@@ -46,6 +46,7 @@ def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
     """Yield the places of a run with `num_steps` steps an epoch, from this one on."""
     epoch, step = place
     for at in range(epoch, epochs):
+        # Only the first epoch may begin in its middle.
         for of_epoch in range(step if at == epoch else 0, num_steps):
             yield at, of_epoch
 

@@ -32,6 +32,7 @@ class StaticBatchSource(BatchSource):
         self.num_steps = self._reader.num_steps()
         # Both while the model and the run folder are prepared.
         self.workers = start_workers(settings, dataset, ranks)
+        # A resumed run begins somewhere in its epoch: its first blocks are others.
         if is_fresh and self.workers is None:
             self._reader.prefetch(epoch=0)
 

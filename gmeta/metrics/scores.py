@@ -112,6 +112,7 @@ def _check_arrays(label: Array, score: Array, task: Array) -> tuple[Floats, Floa
             f"label, prediction and task have the shapes {shapes}: they must be one-dimensional "
             "and equally long, one entry per row. Pass the columns of one table."
         )
+    # In float64: sums over many rows keep their digits.
     return np.asarray(label, np.float64), np.asarray(score, np.float64), np.asarray(task, np.int64)
 
 

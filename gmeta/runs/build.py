@@ -286,6 +286,7 @@ def build_learner(
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
+    # An unfit head would only show as wrong shapes in the first loss.
     num_outputs = sum(head.out_features for head in head_layers(built).values())
     if num_outputs != sizes.outputs:
         raise ValueError(
@@ -295,6 +296,7 @@ def build_learner(
             "one each is needed. Define the head last, with sizes.outputs outputs"
         )
     check_outputs(built, model, sizes)
+    # By names that modules may have: these hold no dot.
     width_of = {
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }
@@ -334,6 +336,7 @@ def _start_as_bias_model(
             f"= {str(is_of_clicks).lower()}. Set it so"
         )
     weight = 1.0 if is_of_clicks else prior.deviation
+    # Outputs for bce are logits: the mean becomes its log-odds.
     base_output = float(log_odds(prior.mean)) if is_of_clicks else prior.mean
     # Counted from the last dense column: the statistics of the task stand behind all others.
     start_as_sum(model, {item - num_dense: weight, -statistics.width: weight}, base_output)

@@ -23,6 +23,7 @@ class EarlyStop:
     def update(self, progress: RunProgress, score: float | None) -> RunProgress:
         """Return the progress after a validation; an undefined score is never better."""
         progress = replace(progress, scored_step=progress.step)
+        # Undefined: as a validation that was no better.
         if score is None or math.isnan(score):
             return replace(progress, stale=progress.stale + 1)
         sign = 1.0 if self.higher_is_better else -1.0

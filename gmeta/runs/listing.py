@@ -45,6 +45,7 @@ def _iterate_below(root: Path, depth: int) -> Iterator[RunFolder]:
         yield RunFolder(root)
     elif depth:
         with os.scandir(root) as entries:
+            # Sorted: scandir's order is the file system's.
             folders = sorted(entry.path for entry in entries if entry.is_dir())
         for folder in folders:
             yield from _iterate_below(Path(folder), depth - 1)

@@ -131,6 +131,7 @@ class RunFolder:
 def _parse_reading(line: str) -> dict[str, Any]:
     """Return one line of the log. Raises ValueError unless it is one that a run writes."""
     reading = json_object(line)
+    # Scores of a split stand in a dict of their own.
     values = [value for name, value in reading.items() if name != "valid"]
     scores = reading.get("valid", {})
     if not isinstance(scores, dict) or not isinstance(reading.get("step"), int):

@@ -73,6 +73,7 @@ class StepProfiler:
         (self._folder / SUMMARY_FILE).write_text(
             f"torch {torch.__version__}, {torch.get_num_threads()} threads, rank 0\n{table}\n"
         )
+        # A viewer that watches the folder must not open half a trace.
         temporary = self._folder / f"tmp-{TRACE_FILE}"
         recorded.export_chrome_trace(str(temporary))
         temporary.rename(self._folder / TRACE_FILE)

@@ -66,6 +66,7 @@ class PLE(TowerModel):
         self.pooling = config.pooling
         self.towers = make_towers(config, options, sizes.outputs)
         widths = [sizes.side_by_side(config.embedding_dim)]
+        # Levels above the first read experts' outputs.
         widths += [options.expert[-1]] * (options.levels - 1)
         self.levels = nn.ModuleList(
             ExtractionLevel(options, sizes.outputs, width, is_last=level + 1 == options.levels)

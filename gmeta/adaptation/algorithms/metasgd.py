@@ -89,6 +89,7 @@ class LearnedRates(nn.Module):
             # Rates have the precision and device of the layers that they move.
             like = next((layer.weight for layer in layers.values()), torch.empty(0))
             self.tables_BC = _rates((len(chosen), columns), config.inner_lr, like)
+        # Not for checkpoints: it follows from the config.
         self.register_buffer("_place_B", torch.tensor(place_B), persistent=False)
 
     def of_layer(self, name: str) -> LayerRate:

@@ -56,6 +56,7 @@ class _TorchRecFetch(RowFetch):
         self._sent = True
 
     def look_up(self) -> None:
+        # Predictions look up without a `send` before.
         if not self._sent:
             self.send()
         ids = self._travelling.wait()

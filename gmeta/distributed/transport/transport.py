@@ -73,6 +73,7 @@ class Transport:
     def add(self, values: Tensor) -> Pending:
         """Start to replace flat values by their element-wise sum over the ranks."""
         if self._control.size() == 1:
+            # A single rank's values are their own sum.
             done: torch.futures.Future[None] = torch.futures.Future()
             done.set_result(None)
             return done

@@ -80,6 +80,7 @@ def _summarise(
         ),
         disk_bytes=sum(file.stat().st_size for file in path.iterdir()),
         problems=tuple(find_file_problems(path, about, index, contents=verify)),
+        # Older releases wrote none.
         has_checksums="files" in about,
     )
 

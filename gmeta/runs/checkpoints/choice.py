@@ -24,6 +24,7 @@ def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
     if run.early_stop_patience:
         # A run that stops early has trained on past its best validation.
         best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
+        # It may be gone: run.keep_best = false.
         if best in checkpoints:
             return best
     return checkpoints[-1]

@@ -55,6 +55,7 @@ class RunHooks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        # A run that a callback stopped raises nothing.
         is_stopped = isinstance(error, StoppedError) or (kind is None and self._stop.is_agreed)
         status: Status = "stopped" if is_stopped else "finished" if kind is None else "failed"
         ended: Status = "failed"

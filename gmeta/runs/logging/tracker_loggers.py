@@ -84,6 +84,7 @@ class MLflow(Logger):
         """Begin a run there with the config as parameters, or go on. Raises UserError."""
         mlflow = _import_tracker("mlflow")
         known = _read_run_id(run, "mlflow")
+        # A resumed run keeps the name that it has there.
         begun = mlflow.start_run(run_id=known, run_name=None if known else run.folder.name)
         self._mlflow = mlflow
         write_atomically(_run_id_path(run, "mlflow"), begun.info.run_id.encode())
