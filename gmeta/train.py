@@ -96,7 +96,7 @@ class TrainingRun:
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_batch_source(batches, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config.outer, self._sharded, self._optimizer, ranks)
-        self._start_messages += self._beginning.told
+        self._start_messages += self._beginning.messages
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:

@@ -85,13 +85,13 @@ class CollateOptions:
 
 
 def collate_in_parts(
-    arrange: Callable[[TaskBatch], Episodes], num_parts: int
+    collate: Callable[[TaskBatch], Episodes], num_parts: int
 ) -> Callable[[TaskBatch], Episodes | MicroBatches]:
     """Return a function that collates the batch of a step in `num_parts` parts."""
     if num_parts == 1:
-        return arrange
+        return collate
     return lambda batch: MicroBatches(
-        tuple(arrange(part) for part in split_tasks(batch, num_parts))
+        tuple(collate(part) for part in split_tasks(batch, num_parts))
     )
 
 

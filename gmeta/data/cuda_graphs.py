@@ -85,6 +85,7 @@ class LossGraphs:
         self._module = _LossSum(learner, loss_sum)
         self._capture = capture
         self._seen: Counter[Hashable] = Counter()
+        self._has_warned = False
         self._graphs: dict[Hashable, _LossGraph] = {}
         self.replays = 0  # of all graphs
 
@@ -108,8 +109,8 @@ class LossGraphs:
     def _has_room(self) -> bool:
         if len(self._graphs) < MOST_GRAPHS:
             return True
-        if len(self._graphs) == MOST_GRAPHS and "told" not in self._seen:
-            self._seen["told"] = 1
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "run.cuda_graphs: %d shapes have a graph, and batches of more come twice: the "
                 "others are taken eagerly",

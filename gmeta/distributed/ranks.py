@@ -67,7 +67,7 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
     if store is None and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        # One rank meets nobody: a store in its own memory needs no port.
+        # One rank meets no other: a store in its own memory needs no port.
         dist.init_process_group(
             backend, store=store or HashStore(), rank=rank, world_size=world_size, timeout=timeout
         )

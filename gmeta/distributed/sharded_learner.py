@@ -126,6 +126,6 @@ class DistributedLearner(DistributedModelParallel):  # type: ignore[misc]
     def local(self) -> ShardedLearner:
         """Return this rank's part, inside the data-parallel wrapper."""
         wrapped = self.module
-        # DistributedDataParallel is left out where there is nobody to average with.
+        # Without other ranks to average with there is no DistributedDataParallel.
         learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped
         return learner

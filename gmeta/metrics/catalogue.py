@@ -21,7 +21,7 @@ OF_SCORES = ("ndcg@10", "auc", "gauc")
 LIST_LOSSES = ("softmax", "pairwise")
 WHOLE_NAMES = ("auc", "gauc", "pr_auc", "logloss", "ece", "mae", "rmse", "mrr", *LIST_LOSSES)
 CUT_NAMES = ("ndcg", "hr", "p", "recall")  # of the K best rows of a task
-# More than any list that somebody looks at; discounts are tabled up to it.
+# More than any list that people look at; discounts are tabled up to it.
 MOST_K = 10_000
 OF_PROBABILITIES = ("logloss", "ece")
 OF_VALUES = ("mae", "rmse")

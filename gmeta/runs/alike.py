@@ -17,9 +17,9 @@ def settings_of_all(by_key: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in by_key.items() if key not in OF_ONE_MACHINE}
 
 
-def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
+def check_alike(settings: Mapping[str, Any], ranks: Ranks) -> None:
     """Raise UserError on all ranks, with the keys that differ from rank 0's. Collective."""
-    everyone = gather_values(dict(told), ranks) or []
+    everyone = gather_values(dict(settings), ranks) or []
     problem = ""
     # The first rank that differs is enough for one line.
     for rank, other in enumerate(everyone):

@@ -8,8 +8,9 @@ from typing import Any
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring, custom_names, label_of
+from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.own import check_trusted
+from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
 MAX_DEPTH = 3  # folders below the given one: runs/DATA/NAME, and one more
@@ -62,16 +63,16 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     # The first metric, or that of early stopping, decides; its code says what is better.
     metric_name = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
     check_trusted(folder.root, custom_names(metric_name), folder.read_environment())
-    scoring = Scoring(config.loss_of(label_of(config.run.early_stop_metric)[1]), config.evaluation)
-    metric, is_better = _choose_early_stop_metric(
-        config.run.early_stop_metric, config.labels.judged, scoring
-    )
+    early_stop = make_early_stop(config)
+    metric = early_stop.metric
     scored = [
         (line["valid"][metric], line["step"])
         for line in history
         if line.get("valid", {}).get(metric) is not None
     ]
-    best = (max if is_better else min)(scored, key=lambda pair: pair[0], default=(None, None))
+    best = (max if early_stop.higher_is_better else min)(
+        scored, key=lambda pair: pair[0], default=(None, None)
+    )
     valid = {line["step"]: line["valid"] for line in history if line.get("valid")}
     losses = [line["loss"] for line in history if line.get("loss") is not None]
     return RunSummary(
@@ -87,15 +88,6 @@ def summarise_run(folder: RunFolder) -> RunSummary:
         scores=valid.get(best[1], {}),
         logged_s=folder.metrics.stat().st_mtime if history else None,
     )
-
-
-def _choose_early_stop_metric(
-    early_stop_metric: str, judged: str, scoring: Scoring
-) -> tuple[str, bool]:
-    named, label = label_of(early_stop_metric)
-    name = named or scoring.names[0]
-    is_other = label not in ("", judged)
-    return f"{name}:{label}" if is_other else name, scoring.info(name).higher_is_better
 
 
 def find_differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:

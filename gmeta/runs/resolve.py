@@ -50,9 +50,9 @@ def resolve_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     return replace(first, data=replace(first.data, **own))
 
 
-def passed_over(asked: DataConfig, data: DataConfig) -> list[str]:
+def passed_over(configured: DataConfig, data: DataConfig) -> list[str]:
     """Return the lines on validation splits that `resolve` left out."""
-    splits = [name for name in asked.valid_splits if name not in data.valid_splits]
+    splits = [name for name in configured.valid_splits if name not in data.valid_splits]
     then = "" if data.valid_splits else ": no validation, no early stopping in this run"
     return [f"split {name} has no task in increment {data.increment}{then}" for name in splits]
 

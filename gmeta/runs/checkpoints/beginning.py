@@ -36,7 +36,7 @@ class Beginning:
     reset_rows: dict[str, Int64]
 
     @property
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Return the lines on it for the screen."""
         if self.how == "weights":
             return [f"begins with the weights of {self.checkpoint}"]

@@ -68,12 +68,12 @@ def best_not_kept(run: RunFolder) -> str:
 def check_config(path: Path, config: TrainConfig) -> None:
     """Compare the config's inputs, model, algorithm and loss with a checkpoint's. Raises UserError:
     one differs; GMetaError: this release does not have the checkpoint's."""
-    told = read_about(path).get("config")
-    if told is None:
+    saved = read_about(path).get("config")
+    if saved is None:
         return
     try:
         # Through the settings: this release may have more keys, with defaults.
-        before = tied_config(config_from_dict(told, is_saved=True))
+        before = tied_config(config_from_dict(saved, is_saved=True))
     except ConfigError as error:
         raise GMetaError(
             f"checkpoint {path} was trained with what this release does not have ({error}). "
