@@ -210,7 +210,7 @@ def life(ranks: Ranks, config: TrainConfig) -> tuple[str, list[list[int]]]:
             steps.append(episodes.task_T.tolist())
             yield episodes, totals
 
-    with mock.patch("gmeta.train.in_step", noted):
+    with mock.patch("gmeta.train.iterate_steps", noted):
         try:
             train(config, ranks)
         except GMetaError as error:
