@@ -89,6 +89,7 @@ class MetaLearner(nn.Module):
         algorithm = self._algorithm
         if algorithm.solves:
             check_solvable(config.name, objectives)
+        # The preset comes first: it may choose what adapts.
         self._plan = AdaptationPlan.of(model, self._config, algorithm.takes_steps, algorithm.solves)
         self.rates = self._algorithm.rates(self._plan, tables)
         self._parts = self._algorithm.parts(model, self._config, tables)
@@ -137,6 +138,7 @@ class MetaLearner(nn.Module):
 
     def use_graphs(self, capture: Capture) -> str:
         """Run steps as CUDA graphs from now on; return why not, "" if it does."""
+        # A replay repeats kernels alone: Python code of another package would run at capture only.
         own = [part for part in (*self.model.modules(), self.rates) if not is_ours(part)]
         if self.route != "fused":
             return f"{self._config.name} adapts this model in the general loop"

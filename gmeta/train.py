@@ -1,6 +1,4 @@
-"""Training, top to bottom: data -> sharded learner -> steps -> metrics -> checkpoints.
-
-Every rank runs this; what differs between them is inside `parallel` and the feed."""
+"""Training, top to bottom: data -> sharded learner -> steps -> metrics -> checkpoints."""
 
 import sys
 from contextlib import ExitStack
@@ -54,7 +52,7 @@ from gmeta.runs.step_profiler import StepProfiler
 
 def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     """Train as `config` says, from the run folder's newest checkpoint if there is one. Raises
-    StoppedError: SIGTERM asked a rank to stop; a checkpoint holds every step that was done."""
+    StoppedError: SIGTERM ended it; a checkpoint holds every step."""
     is_resumed, config = config, resolve_on_first(config, ranks)
     if config.run.deterministic:
         make_deterministic()
@@ -62,7 +60,7 @@ def train(config: TrainConfig, ranks: Ranks) -> RunFolder:
     with ExitStack() as resources:
         resources.callback(torch.set_num_threads, torch.get_num_threads())  # steps choose their own
         run = TrainingRun(config, ranks, resources, passed_over(is_resumed.data, config.data))
-        # Closed from right to left: the feed hears of the last checkpoint before it closes.
+        # Closed from right to left: the source hears of the last checkpoint before it closes.
         with run.hooks, run.feed, run.writer, run.profiler, stop_on_sigterm() as stop:
             run.work(stop)
     return run.folder
@@ -75,14 +73,14 @@ class TrainingRun:
     def __init__(
         self, config: TrainConfig, ranks: Ranks, resources: ExitStack, messages: list[str]
     ) -> None:
-        """Build the learner, or take it from the newest checkpoint, and make the run folder, which
-        is this run's alone until `held` closes; lines of `told` are printed as it begins."""
+        """Build the learner, or load it from the newest checkpoint, and make the run folder, which
+        is this run's alone until `resources` closes; `messages` are printed as it begins."""
         self._config = config
         self._ranks = ranks
         self.hooks = RunHooks(config, ranks)
         self._dataset, self._learner = build(config)
         check_alike({"the fingerprint of data.path": self._dataset.fingerprint}, ranks)
-        # By one rank for all: what it reads is not its own part of the data.
+        # By one rank for all: the first block is not this rank's own part of the data.
         self._batches = batches = BatchSettings.of(config, self._dataset)
         run_on_first(lambda: check_first_labels(batches.split, batches.kinds, self._dataset), ranks)
         self._sharded = shard_learner(self._learner, self._dataset.features, config, ranks)
@@ -91,13 +89,14 @@ class TrainingRun:
         self._start_messages = [*messages, *describe_in_words(plan)]
         self._optimizer = build_optimizer(self._sharded, config.outer)
         self.folder = RunFolder(Path(config.run.dir))
+        # Before checkpoints are listed: no other process changes them from here on.
         run_on_first(lambda: resources.enter_context(lock_run_folder(self.folder.root)), ranks)
         run_on_first(lambda: restore_replaced(self.folder.checkpoints), ranks)
         newest = next(reversed(list_checkpoints(self.folder.checkpoints)), None)
         self._beginning = beginning_of(self.folder, newest, config, self._dataset)
         self.feed = open_batch_source(batches, self._dataset, ranks, newest)
         self._progress = self._beginning.load(config.outer, self._sharded, self._optimizer, ranks)
-        self._start_messages += self._beginning.told
+        self._start_messages += self._beginning.messages
         self._forecasts = self._beginning.how == "continued" and config.run.prequential
         # Of this dataset, whatever weights the run begins with; a forecast may not know its labels.
         if not self._forecasts:
@@ -127,7 +126,6 @@ class TrainingRun:
         return read_item_statistics(self._learner.items, self._batches, self._dataset, self._ranks)
 
     def _describe_run(self, plan: dict[str, Any]) -> None:
-        """Make the run folder, or bring it to where the checkpoint stands."""
         fingerprint, plugins = self._dataset.fingerprint, find_all_plugins(self._config)
         ran_on = describe_environment(self._ranks.world_size, fingerprint, plugins)
         create_run_folder(self._config, ran_on)
@@ -136,8 +134,7 @@ class TrainingRun:
         truncate_metrics(self.folder, self._progress.step)
 
     def work(self, stop: Stop) -> None:
-        """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM asked a rank
-        to stop."""
+        """Train epoch after epoch, to the end of the run. Raises StoppedError: SIGTERM ended it."""
         self.hooks.begin(self._progress, self._total_steps, stop, self.feed.loggers)
         self.hooks.show_lines(self._start_messages)
         if self._forecasts:
@@ -157,13 +154,10 @@ class TrainingRun:
         self.hooks.show_lines(self.profiler.summary_lines())
 
     def _is_run_over(self) -> bool:
-        """Return whether the run ends here, wherever in its epoch it is."""
         return self._progress.step >= self._step_limit or self._early_stop.is_over(self._progress)
 
     def _take_steps(self, stop: Stop) -> None:
-        """Take the steps of an epoch, until it ends, or the run does.
-
-        stored batches -> augmented -> arranged episodes -> announced to all ranks -> a step."""
+        """Take an epoch's steps: stored batches -> augmented -> collated -> enqueued -> a step."""
         for episodes, totals in iterate_steps(
             iterate_batches(
                 self._batches,
@@ -174,6 +168,7 @@ class TrainingRun:
                 self._progress,
                 stop,
             ),
+            # A rank that runs out of data takes part with this batch, which has no tasks.
             self._learner.collate(
                 batch_without_tasks(self._dataset.features), self._progress.epoch
             ),
@@ -211,8 +206,8 @@ class TrainingRun:
         return loss
 
     def _after_step(self) -> None:
-        """Log, validate and save what is due after this step."""
         run, step = self._config.run, self._progress.step
+        # By the steps since the last reading, not by the step: a resumed run begins a new reading.
         if self._meter.steps == run.log_every_steps:
             self._write_reading(self._progress.epoch)
         if is_due(run.valid_every_steps, step):
@@ -221,12 +216,12 @@ class TrainingRun:
             self._save()
 
     def _end_epoch(self) -> None:
-        """Log, validate and save what is due after the last step of an epoch, or of the run."""
         config, epoch = self._config, self._progress.epoch
         epoch_over = self.feed.is_epoch_over(self._progress.epoch_step)
         last = self._is_run_over() or (epoch_over and epoch + 1 == config.run.epochs)
         if last and self._meter.steps:
             self._write_reading(epoch)
+        # First: a checkpoint of this step says that training goes on with the next epoch.
         if epoch_over:
             self._progress = replace(self._progress, epoch=epoch + 1, epoch_step=0)
         if (
@@ -244,7 +239,6 @@ class TrainingRun:
             self._save()
 
     def _end_early(self, reason: str) -> None:
-        """Save every step that was done, and end the run: for a callback's reason, or SIGTERM."""
         if self._meter.steps:
             self._write_reading(self._progress.epoch)
         # Equal where the stop came right behind a checkpoint, or before a resumed run's first step.
@@ -272,7 +266,6 @@ class TrainingRun:
         self._saved_step = self._progress.step
 
     def _confirm_checkpoint(self, checkpoint: Path) -> None:
-        """Tell who waits for it that a checkpoint has its name."""
         self.feed.confirm_checkpoint()
         self.hooks.record_checkpoint(checkpoint)
 
@@ -286,7 +279,7 @@ class TrainingRun:
         self._progress = self._early_stop.update(self._progress, score)
 
     def _forecast(self) -> None:
-        """Score the increment that is trained next, with the model as it came from the last."""
+        # Before training: the model as it came from the increment before.
         with self._meter.exclude_time():
             self.hooks.show_lines(score_before_training(self._scored, self._beginning.lineage))
 

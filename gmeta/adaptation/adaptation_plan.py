@@ -58,6 +58,7 @@ class AdaptationPlan:
                 "them for the plain baseline"
             )
         heads = tuple(head_layers(model))
+        # bias_rate is of the last layers alone: if these stay, it would change nothing.
         still = [head for head in heads if head not in layers]
         if config.bias_rate != 1.0 and still:
             raise ValueError(
@@ -79,6 +80,7 @@ class AdaptationPlan:
         decision = linear_layers(model.decision_layers)
         inside = (*decision, *linear_layers(model.dense_layers))
         is_fused = (
+            # StillLoop puts a ReLU behind the first decision layer: it must not be the last.
             model.is_in_parts()
             and len(decision) > 1
             and all(layer in inside for layer in self.layers.values())
@@ -153,9 +155,10 @@ def linear_layers(layers: nn.Sequential | None) -> tuple[nn.Linear, ...]:
 
 
 def adaptable_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the row layers that match a pattern, by name. Raises ValueError: a pattern matches
-    none."""
+    """Return the row layers that match a pattern, by name. Raises ValueError: one matches no
+    layer."""
     linears = row_layers(model)
+    # Every pattern must match: a misspelt layer would not adapt, and no one would notice.
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
             raise ValueError(
@@ -187,5 +190,6 @@ def resolve_paths(config: AlgorithmConfig, layers: Sequence[str]) -> dict[str, I
                 f"algorithm.layer_paths: {pattern!r} matches no layer that adapts; those are "
                 f"{', '.join(layers) or 'none'}. Name one of them, or remove the entry"
             )
+        # A later entry wins.
         paths |= dict.fromkeys(matched, cast(InnerPath, path))
     return paths

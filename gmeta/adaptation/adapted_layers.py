@@ -30,8 +30,7 @@ Gates = Mapping[str, tuple[nn.Linear, Tensor]]
 
 @dataclass
 class Tape:
-    """Inputs and outputs of the layers that adapt, in order of a pass; `called` has gated layers
-    too."""
+    """Inputs and outputs of the layers that adapt, in a pass's order; `called` has gated ones."""
 
     layout: RowLayout
     called: set[str] = field(default_factory=set)
@@ -42,6 +41,7 @@ class Tape:
     def record_rows(self, name: str, args: tuple[Tensor, ...]) -> Tensor:
         """Return the rows that a layer was called on, and note the call. Raises ConfigError: no
         layer that is called so can adapt."""
+        # Forward hooks see positional arguments alone: layer(input=x) has none here.
         if len(args) != 1:
             raise _uncalled_layer_error(name)
         (rows,) = args

@@ -96,6 +96,7 @@ class GeneralLoop:
 
     def unadapted(self, rows: WorkingRows, side: Side) -> AdaptedModel:
         """Return the meta-parameters as they are, for tasks of which nothing is known yet."""
+        # No layer adapts, so none needs a hook.
         nothing = replace(self.plan, layers={})
         gates = self._gates(rows, side, known=False)
         return AdaptedModel(
@@ -108,6 +109,7 @@ class GeneralLoop:
         """Return tasks that adapted earlier, from the changes and gates of their layers."""
         layers = row_layers(self._model)
         gates = {name: (layers[name], gate_TJO) for name, gate_TJO in gates_TJO.items()}
+        # No further step is taken, so the size chooses no path.
         unmoved = AdaptedLayers(self.plan, self.rates, TaskSize(0, 0), gates)
         return AdaptedModel(unmoved.with_changes(changes), rows_PD)
 
@@ -171,6 +173,7 @@ class GeneralLoop:
         # A view: the step's gradient must not see what the same rows do elsewhere, in the gates.
         rows_PD = before_PD.view_as(before_PD) if second_order or keep_path else before_PD.detach()
         if adapts_rows and not rows_PD.requires_grad:
+            # Predictions fetch rows without a gradient, but their inner steps need one.
             rows_PD.requires_grad_()
         with adapted.layers.apply(support.layout) as tape:
             output_N = self._model(self._inputs(support, rows_PD))

@@ -68,6 +68,7 @@ class MaterialisedUpdate:
     def output_change_THO(self, rows_THI: Tensor, has_bias: bool = True) -> Tensor:
         """Return what to subtract from the shared layer's outputs: x (A^T a G) + c sum_s a G_s."""
         if has_bias:
+            # Bias and product in one kernel.
             return torch.baddbmm(self.bias_T1O, rows_THI, self.weight_TIO)
         return rows_THI @ self.weight_TIO
 

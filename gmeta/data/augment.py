@@ -102,8 +102,7 @@ def drop_ids(
     is_oov_U = dropped_B[table_U] & (
         (draw_uniform(named_U, key, ID_STREAM) < rate) | (ids_U == OOV_ROW)
     )
-    # All dropped ids of a table share one position with its unknown id: no episode sees an id at
-    # two.
+    # All dropped ids of a table share its unknown id's position: no episode sees an id at two.
     kept_U, kept_B, position_U = merge_unknown_ids(ids_U, is_oov_U, table_U, len(dropped_B))
     return replace(
         batch,

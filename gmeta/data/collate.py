@@ -85,13 +85,13 @@ class CollateOptions:
 
 
 def collate_in_parts(
-    arrange: Callable[[TaskBatch], Episodes], num_parts: int
+    collate: Callable[[TaskBatch], Episodes], num_parts: int
 ) -> Callable[[TaskBatch], Episodes | MicroBatches]:
     """Return a function that collates the batch of a step in `num_parts` parts."""
     if num_parts == 1:
-        return arrange
+        return collate
     return lambda batch: MicroBatches(
-        tuple(arrange(part) for part in split_tasks(batch, num_parts))
+        tuple(collate(part) for part in split_tasks(batch, num_parts))
     )
 
 
@@ -207,8 +207,7 @@ def collate_padded(batch: TaskBatch, groups: Sequence[TaskGroup], layout: FusedL
 
 
 def _common_features(batch: TaskBatch, layout: FusedLayout) -> torch.Tensor | None:
-    """Return which single-id features are equal on all rows of every task: bool [F]; None: too
-    few."""
+    """Return which single-id features are equal on all rows of each task [F]; None: too few."""
     weights, least_work = layout.first_layer_weights, LEAST_COMMON_WORK[layout.device]
     num_features = batch.positions_NF.shape[1] + batch.multi_lengths_NM.shape[1]
     if batch.num_rows * weights < least_work:
@@ -348,6 +347,7 @@ def _make_history(
     lengths_N[there_N] = lengths_N1[:, 0]
     longest, num_entries = int(lengths_N.max(initial=0)), 0
     if layout.in_buckets:
+        # At least 1: no list at all would be one more shape.
         longest = ROWS_OF_LONG.round_up(max(longest, 1))
         num_entries = VALUES.round_up(max(values_V.size, 1))
     there_NH = torch.from_numpy(np.arange(longest) < lengths_N[:, None])

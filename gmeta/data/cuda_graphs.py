@@ -85,6 +85,7 @@ class LossGraphs:
         self._module = _LossSum(learner, loss_sum)
         self._capture = capture
         self._seen: Counter[Hashable] = Counter()
+        self._has_warned = False
         self._graphs: dict[Hashable, _LossGraph] = {}
         self.replays = 0  # of all graphs
 
@@ -108,8 +109,8 @@ class LossGraphs:
     def _has_room(self) -> bool:
         if len(self._graphs) < MOST_GRAPHS:
             return True
-        if len(self._graphs) == MOST_GRAPHS and "told" not in self._seen:
-            self._seen["told"] = 1
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "run.cuda_graphs: %d shapes have a graph, and batches of more come twice: the "
                 "others are taken eagerly",
@@ -190,8 +191,7 @@ class _ReplayedLoss(torch.autograd.Function):
 
 
 def _loss_and_gradients(module: _LossSum, rows_UD: Tensor, episodes: Episodes) -> Results:
-    # Leaves of its own: autograd ties a layer to the stream that first used it, not the capturing
-    # one.
+    # Leaves of its own: autograd ties a layer to the stream that first used it.
     layers = {name: layer.detach() for name, layer in module.named_parameters()}
     wanted = [rows_UD.detach().requires_grad_()]
     for name, layer in module.named_parameters():
@@ -214,6 +214,5 @@ def packed_inputs(episodes: Episodes) -> Packed[LearnerInputs]:
 
 
 def graph_key(episodes: Episodes) -> Hashable:
-    """Return what batches must have in common to share a graph: shapes, and numbers beside
-    tensors."""
+    """Return what batches share if they share a graph: all shapes, and numbers beside tensors."""
     return packed_inputs(episodes).layout, episodes.num_fetched

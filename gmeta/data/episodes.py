@@ -99,8 +99,7 @@ class Episodes:
         constant: bool = False,
         device: str = "cpu",
     ) -> "Episodes":
-        """Return the batch's episodes with these collated rows; `constant` ones have no
-        gradient."""
+        """Return the batch's episodes with these collated rows; no gradient of `constant` ones."""
         copies = None
         if fetched_row_P is not None:
             copies = Bags.single(fetched_row_P, batch.unique_ids_U.numel(), constant, device)
@@ -172,6 +171,7 @@ def device_trees(parts: tuple[Episodes, ...]) -> list[Any]:
 def with_trees(parts: tuple[Episodes, ...], trees: list[Any]) -> tuple[Episodes, ...]:
     """Return the parts with these in place of their `device_trees`."""
     plan = parts[0].plan
+    # The first part carries the plan of all: it is needed once.
     plans = [plan if plan is None else RowPlan(plan.known, trees[-1])] + [None] * len(parts)
     return tuple(
         replace(part, held=tree, plan=own)
@@ -225,6 +225,7 @@ def collate_task_groups(
     batch: TaskBatch, rows_per_task: bool, least_gain: float, device: str
 ) -> Episodes:
     """Return both sides of every task in groups; a cut saves at least `least_gain` padding rows."""
+    # By the stored rows: copies of embedding rows change no task's length.
     groups = group_tasks(*side_lengths(batch), least_gain)
     batch, fetched_row_P, num_rows = with_row_copies(batch, rows_per_task)
     rows = TaskGroups(_make_sides(batch, groups, num_rows, device=device))
@@ -293,6 +294,7 @@ def _make_side(
     lengths_NM = batch.multi_lengths_NM.index_select(0, index)
     bag_sizes = lengths_NM.reshape(-1).to(torch.int64)
     values_N = batch.multi_lengths_NM.sum(dim=1)
+    # Values stand row by row: a row's mask holds for all of its values.
     bag_positions_V = batch.multi_positions_V[torch.repeat_interleave(mask_N, values_N)]
     single_positions_V = batch.positions_NF.index_select(0, index).flatten()
     label_N = batch.label_N.index_select(0, index)

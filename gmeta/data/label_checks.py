@@ -31,8 +31,7 @@ def scored_labels(config: LabelsConfig, dataset: Dataset) -> list[ScoredLabel]:
 
 
 def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> None:
-    """Check the training split's first block. Raises ConfigError: a loss of `kinds` does not take a
-    label."""
+    """Check the training split's first block. Raises ConfigError: a loss does not take it."""
     # Ratings taken for clicks would train to the end, and mean nothing. A launcher calls this
     # before the job's service makes its store in the run folder, rank 0 again for torchrun and
     # callers of train(); `check_labels` sees the later blocks.
@@ -50,11 +49,11 @@ def check_first_labels(split: str, kinds: Sequence[str], dataset: Dataset) -> No
 def check_labels(
     batches: Iterable[TaskBatch], kinds: Sequence[str], dataset: Dataset, split: str
 ) -> Iterator[TaskBatch]:
-    """Yield the same batches, checked. Raises ConfigError: a loss does not take the label of a
-    row."""
+    """Yield the same batches, checked. Raises ConfigError: a loss does not take a row's label."""
     for batch in batches:
         defined_NL = _defined_NL(kinds, batch.label_N.numpy(), dataset)
         if not defined_NL.all():
+            # argmin of truth values: the first label that is not defined.
             row, at = divmod(int(np.argmin(defined_NL)), len(kinds))
             episode = int(torch.searchsorted(batch.row_offsets_T1, row, right=True)) - 1
             raise ConfigError(

@@ -9,8 +9,7 @@ from metaio.stream.chain import is_stream, open_stream
 
 
 def open_data(data: DataConfig) -> Dataset:
-    """Return the dataset of a resolved config. Raises ConfigError: data.increment is no
-    number."""
+    """Return the dataset of a resolved config. Raises ConfigError: its increment is no number."""
     if not data.increment:
         return open_dataset(data.path)
     return open_stream(data.path).dataset(parse_increment(data.increment))
@@ -40,6 +39,7 @@ def data_config_for(data: DataConfig, dataset: Dataset) -> DataConfig:
 
 def parse_increment(text: str) -> int:
     """Return the number of an increment, from data.increment."""
+    # isdecimal is true of other scripts' digits, too.
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
         raise ConfigError(
             f"data.increment = {text!r} is no increment: a number is needed, or, to train, next. "

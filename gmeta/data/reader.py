@@ -26,6 +26,7 @@ def open_reader(
             rank=rank,
             world_size=world_size,
             seed=seed,
+            # Only training shuffles: evaluations read a split as it is stored.
             shuffle=training and data.shuffle,
             blocks_per_step=data.blocks_per_step if training else 0,
             threads=data.threads,

@@ -28,6 +28,7 @@ def write_to_block(
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
     trees = device_trees(parts)
     rest = with_trees(parts, [None] * len(trees))
+    # What a device needs stands first: it is copied as one piece of the block.
     *found, last = pack([*trees, rest], memory=memory)
     return BlockDescription(
         last.full_block.nbytes,

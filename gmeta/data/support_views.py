@@ -26,6 +26,7 @@ class SupportView:
 
     def of(self, batch: TaskBatch) -> TaskBatch:
         """Return the batch with this view's rows alone."""
+        # The common case takes no copy of the batch.
         if self == STORED:
             return batch
         rows = (batch.task_T, batch.row_offsets_T1, batch.support_lengths_T)

@@ -53,6 +53,7 @@ def group_tasks(support_T: Int64, query_T: Int64, least_gain: float = 1) -> list
         best = max(groups, key=lambda group: group.gain)
         if best.gain < least_gain:
             break
+        # Both halves may be cut again.
         groups.remove(best)
         groups += [_SizeGroup.of(half, support_T, query_T) for half in best.halves]
     return [group.tasks for group in groups]

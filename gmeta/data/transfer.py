@@ -104,6 +104,7 @@ def pack(
     of the number of bytes."""
     laid = [lay_out(tree) for tree in trees]
     num_bytes = sum(layout.num_bytes for layout, _ in laid)
+    # Another process's batch is written right into the shared memory that `memory` returns.
     if memory is None:
         full_block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     else:
@@ -154,6 +155,7 @@ def map_tree(tree: T, function: Callable[[Any], Any], kind: type = Tensor) -> T:
         if names := _names_of_fields(own):
             return own(*[of(getattr(part, name)) for name in names])
         if isinstance(part, tuple):
+            # A NamedTuple takes its parts one by one, a tuple as one iterable.
             parts = map(of, part)
             return own(*parts) if hasattr(part, "_fields") else tuple(parts)
         return part
@@ -184,6 +186,7 @@ def _iterate_tree(part: Any) -> Iterator[Any]:
 def _in_one_copy(block: Tensor, device: torch.device) -> Tensor:
     computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
     with torch.cuda.stream(copying):
+        # Pinned memory: the copy runs on while the host goes on.
         there = block.to(device, non_blocking=True)
     computing.wait_stream(copying)
     there.record_stream(computing)  # or its memory would be given out while a step reads it

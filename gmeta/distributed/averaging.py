@@ -1,4 +1,4 @@
-"""The layers' gradients averaged over ranks on the CPU, in place of DistributedDataParallel."""
+"""Averages the layers' gradients over ranks on the CPU, in place of DistributedDataParallel."""
 
 from collections.abc import Iterable
 
@@ -12,10 +12,8 @@ from gmeta.platform.internals import call_after_backward
 
 
 class LayerAverage:
-    """Every backward leaves the mean over the ranks in the layers' gradients.
-
-    All gradients travel as one message as soon as the last is there, while the rest of backward
-    takes those of the rows to their owners. The layers start as those of rank 0."""
+    """Leaves the mean over the ranks in the layers' gradients after every backward. The layers
+    start as those of rank 0."""
 
     def __init__(self, layers: Iterable[nn.Parameter], ranks: Ranks) -> None:
         self._ranks = ranks
@@ -25,6 +23,8 @@ class LayerAverage:
         self._sum: tuple[Tensor, Pending] | None = None
         for layer in self._layers:
             dist.broadcast(layer.detach(), src=0, group=ranks.control)
+            # All gradients travel as one message once the last is there, while the rest of backward
+            # takes those of the rows to their owners.
             layer.register_post_accumulate_grad_hook(self._ready)
 
     def _ready(self, _: Tensor) -> None:
@@ -37,8 +37,7 @@ class LayerAverage:
             self._sum = total, self._ranks.transport.add(total)
 
     def _finish(self) -> None:
-        """Wait for the sum behind the last operation of backward, and hand every layer its mean
-        gradient."""
+        # Behind the last operation of backward: nothing waits for the sum before.
         missing, self._missing = self._missing, len(self._layers)
         if self._sum is None:
             raise RuntimeError(f"backward gave {missing} of the layers no gradient to average")

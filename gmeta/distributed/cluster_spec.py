@@ -1,5 +1,4 @@
-"""What a plan is made for: the machines, and what of the data is stated. Without torch, so that
-`gmeta plan` tells of a wrong option at once."""
+"""What a plan is made for: the machines, and what the command line says of the data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,8 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cluster:
-    """What tables are placed on: ranks, all alike, and the memory of each, which only the planner
-    asks for."""
+    """Where tables are placed: ranks, all alike, and the memory of each, for the planner alone."""
 
     world_size: int
     ranks_per_host: int
@@ -19,8 +17,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one GPU does in a second: bytes of its memory, of its host's, to the GPUs of its host
-    and to those of others, each way; and floating-point operations."""
+    """One GPU in a second: bytes of its memory, of its host's, to the GPUs of its host and to those
+    of others, each way; and floating-point operations."""
 
     hbm: float
     pcie: float
@@ -31,8 +29,8 @@ class Speeds:
 
 @dataclass(frozen=True)
 class CapacityOverrides:
-    """What is stated where the dataset does not say it: rows of tables, rows of a task (support and
-    query), and the distinct share of the ids that a rank's rows have of a table; 0: as measured."""
+    """Values in place of the dataset's: rows of tables, rows of a task (support and query), and the
+    distinct share of a table's ids among a rank's rows; 0: as measured."""
 
     rows: Mapping[str, int]
     rows_per_task: float = 0.0

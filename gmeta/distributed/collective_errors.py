@@ -1,4 +1,4 @@
-"""Raise one rank's failure on all ranks, so that none hangs in a collective."""
+"""Raises one rank's failure on all ranks, so that none hangs in a collective."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from metaio.errors import MetaIOError
 
 
 def run_on_first(work: Callable[[], object], ranks: Ranks) -> None:
-    """Run `work` on rank 0 while every rank waits; raise on all ranks what it raised."""
+    """Run `work` on rank 0 while every rank waits; raise its error on all ranks. Collective."""
     problem: Exception | None = None
     if ranks.rank == 0:
         try:
@@ -23,8 +23,7 @@ def run_on_first(work: Callable[[], object], ranks: Ranks) -> None:
 
 
 def run_on_all(work: Callable[[], object], ranks: Ranks) -> None:
-    """Run every rank's part of `work`, wait for the others, and raise on all ranks what the first
-    of them raised."""
+    """Run every rank's part of `work`; raise the first rank's error on all ranks. Collective."""
     problem: Exception | None = None
     try:
         work()
@@ -35,22 +34,21 @@ def run_on_all(work: Callable[[], object], ranks: Ranks) -> None:
 
 @contextmanager
 def request_stop_on_error(stop: Stop) -> Iterator[None]:
-    """Turn a failure of this rank inside a step that all take into a request that all ranks stop
-    before one of the next steps; `raise_first_problem` is to follow."""
+    """Turn this rank's error into a request that all ranks stop before one of the next steps."""
     try:
+        # Raised here it would leave the others in a collective: `raise_first_problem` follows.
         yield
     except (GMetaError, OSError) as error:
         stop.problem, stop.is_requested = error, True
 
 
 def raise_first_problem(stop: Stop, ranks: Ranks) -> None:
-    """Raise on all ranks what asked the first of them to stop, if it was a problem. Collective."""
+    """Collective. If an error made a rank ask to stop, raise the lowest rank's on every rank."""
     _raise_first(stop.problem, ranks)
 
 
 def gather_stop_reason(stop: Stop, ranks: Ranks) -> str:
-    """Return on all ranks why a callback of the first of them asked to stop; "" where SIGTERM did.
-    Collective."""
+    """Collective. Return on all ranks the first callback's reason to stop; "" for SIGTERM."""
     raise_first_problem(stop, ranks)
     reasons = gather_values(stop.reason, ranks) or []
     return broadcast_value(next(filter(None, reasons), ""), ranks)
@@ -58,6 +56,7 @@ def gather_stop_reason(stop: Stop, ranks: Ranks) -> str:
 
 def _raise_first(problem: Exception | None, ranks: Ranks) -> None:
     if problem is not None and ranks.world_size > 1:
+        # The line then names the rank; a single one needs no number.
         problem.add_note(f"met by rank {ranks.rank}")
     problems = gather_values(problem, ranks) or []
     first = broadcast_value(next((one for one in problems if one is not None), None), ranks)

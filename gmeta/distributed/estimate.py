@@ -1,8 +1,5 @@
-"""What a sharding plan asks of each rank: memory, bytes on the wire and time of a step, by
-arithmetic from counts and stated speeds. docs/scaling.md has the formulas.
-
-Ids are taken to spread evenly over a table's rows, as after hashing, and every rank to ask for as
-many.
+"""Estimates of a sharding plan for each rank: memory, bytes on the wire and time of a step, by
+arithmetic from counts and speeds. docs/scaling.md has the formulas.
 
 Shape suffix: W ranks or workers"""
 
@@ -20,6 +17,7 @@ from gmeta.distributed.cluster_spec import Cluster, Speeds
 from gmeta.distributed.tables.plain_tables import STATES
 from gmeta.distributed.unsharded import SPARSE_OPTIMIZERS
 
+# Ids are taken to spread evenly over a table's rows, as after hashing, and over the ranks that ask.
 Values = npt.NDArray[np.float64]
 FLOAT_BYTES = 4
 # Share of a GPU's memory for activations and what libraries keep: as TorchRec's planner reserves.
@@ -35,8 +33,8 @@ PASSES_OF_HOLDER, PASSES_OF_ASKER = 6, 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one rank has to do in a step: its tasks and rows, the ids asked of each table, the
-    operations of the layers, and how many weights these have."""
+    """One rank's work in a step: its tasks and rows, the ids of each table, the operations of the
+    layers and the number of their weights."""
 
     tasks: float
     rows: float
@@ -47,8 +45,8 @@ class StepWork:
 
 @dataclass(frozen=True)
 class ShardingEstimate:
-    """Tables, each with its place, bytes and what it sends in a step; memory by rank, in bytes; and
-    the parts of a step as bytes of the busiest rank and seconds."""
+    """Tables, each with its place, bytes and traffic in a step; memory by rank, in bytes; and the
+    parts of a step as bytes of the busiest rank and seconds."""
 
     tables: dict[str, dict[str, Any]]
     device_bytes_W: Values
@@ -59,7 +57,8 @@ class ShardingEstimate:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step: the sum of its parts, as if none ran beside another."""
+        """Return the seconds of a step."""
+        # As if no part ran beside another: an upper bound.
         return sum(seconds for _, seconds in self.parts.values())
 
 
@@ -72,8 +71,7 @@ def estimate(
     cluster: Cluster,
     speeds: Speeds,
 ) -> ShardingEstimate:
-    """Return what a plan, as describe_plan gives it, asks of each rank; `sizes` are rows and width
-    of each table."""
+    """Return what a plan of `describe_plan` takes of each rank; `sizes`: tables' rows and width."""
     num_ranks = cluster.world_size
     wire_bytes = 4 if sharding.wire_dtype == "float32" else 2
     device_W, host_W, copied_W, requested_W, sent_W, from_host_W = np.zeros((6, num_ranks))
@@ -148,8 +146,9 @@ def estimate(
 
 
 def table_bytes(placement: str, rows: Any, columns: Any, outer: OuterConfig) -> tuple[Any, Any]:
-    """Return the bytes of a table, or of each rank's part of it, with its optimizer's state, in the
-    GPU's memory and in the host's. fbgemm keeps what is one number a row on the GPU in any case."""
+    """Return the bytes of a table, or of each rank's part, with its optimizer's state, in the GPU's
+    memory and in the host's."""
+    # fbgemm keeps states of one number a row on the GPU in any case.
     of_values, of_rows = _count_states(outer)
     weights, row_states = FLOAT_BYTES * rows * columns, FLOAT_BYTES * of_rows * rows
     table_size = weights * (1 + of_values)
@@ -168,14 +167,13 @@ def _count_states(outer: OuterConfig) -> tuple[int, int]:
 
 
 def _pinned_bytes(num_bytes: Values) -> Values:
-    """Return what `num_bytes` take in pinned memory, which torch gives out in powers of two."""
+    # torch gives pinned memory out in powers of two.
     return np.where(num_bytes > 0, 2.0 ** np.ceil(np.log2(np.maximum(num_bytes, 1))), 0.0)
 
 
 def _held_rows(
     table: Mapping[str, Any], num_rows: int, width: int, num_ranks: int
 ) -> tuple[Values, Values]:
-    """Return how many rows and columns of a table each rank holds."""
     if table["kind"] == "data_parallel":
         return np.full(num_ranks, float(num_rows)), np.full(num_ranks, float(width))
     rows_W, columns_W = np.zeros(num_ranks), np.zeros(num_ranks)
@@ -186,8 +184,8 @@ def _held_rows(
 
 
 def _busiest(sent_W: Values, ranks_per_host: int) -> tuple[float, float]:
-    """Return the bytes that the busiest rank sends, or takes in, within its host and beyond it,
-    where each rank gives every other one `given_W`."""
+    """Return the bytes that the busiest rank sends, or receives, within its host and beyond it."""
+    # Each rank sends every other one `sent_W`.
     host_W = np.arange(len(sent_W)) // ranks_per_host
     of_host_W = np.bincount(host_W, sent_W)[host_W]
     peers_W = np.bincount(host_W)[host_W]
@@ -203,7 +201,7 @@ def suggest_fits(
     sharding: ShardingConfig,
     cluster: Cluster,
 ) -> list[str]:
-    """Return what could be changed so that tables cut by rows fit: each in words."""
+    """Return, in words, changes by which tables cut by rows would fit."""
     usable = cluster.device_bytes * (1 - RESERVED) - estimated.fixed_bytes
     sizes = [(table["rows"], table["width"]) for table in estimated.tables.values()]
     ways = []
@@ -220,6 +218,7 @@ def suggest_fits(
     if needed <= usable:
         return ['sharding.default = "row_wise"']
     if usable > 0:
+        # Whole machines, rounded up.
         hosts = -(-needed * cluster.world_size // (usable * cluster.ranks_per_host))
         ways.append(f"--gpus {int(hosts) * cluster.ranks_per_host}")
     narrower = [width for width in widths if on_each("device", width)[0] <= usable]

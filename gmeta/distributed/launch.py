@@ -14,8 +14,7 @@ from gmeta.errors import GMetaError, UserError
 
 
 def has_agent() -> bool:
-    """Return whether an agent of torchrun (`launch` is one) started this process and looks after
-    it."""
+    """Return whether an agent of torchrun (`launch` is one) looks after this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -25,17 +24,16 @@ def under_torchrun() -> bool:
 
 
 def restarts() -> tuple[int, int]:
-    """Return how many times torchrun's agent has started all ranks again, and how many times it
-    may."""
+    """Return how often torchrun's agent has started all ranks again, and how often it may."""
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     used, allowed = (int(os.environ.get(name, "0")) for name in names)
     return used, allowed
 
 
 def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restarts: int) -> int:
-    """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks, wait for them, and return the
-    job's exit code. Raises GMetaError: a rank was killed."""
-    # Not os.cpu_count(): a container may have been given fewer.
+    """Run `python -m gmeta ARGUMENTS` as `nproc_per_node` ranks; return the job's exit code. Raises
+    GMetaError: a rank was killed."""
+    # Not os.cpu_count(): a container may have fewer.
     cores = len(os.sched_getaffinity(0))
     # Imported here: a single rank, and --help, need no agent.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -45,20 +43,18 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
     _check_port(port)
     # The ranks share the cores: without this every rank starts as many threads as there are cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc_per_node)))
-    # With the shared store, gloo's keys of a dead generation survive a restart and the next hangs
-    # on them.
+    # With the shared store, gloo's keys of a dead generation survive a restart, and the next hangs.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # The agent hands SIGTERM on, then waits so long for the ranks' checkpoint before it kills them.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
-    # The ranks tell their own story: torch would print a C++ stack where Ctrl-C meets a rank as it
-    # joins the others.
+    # The ranks report errors: torch would print a C++ stack where Ctrl-C meets one that joins.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in [*logging.root.manager.loggerDict]:
         # Each has a level of its own.
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        # Its folder is for what ranks redirect and for their errors; left to itself it stays.
+        # For what ranks redirect and for their errors; by itself the agent would leave its folder.
         with TemporaryDirectory(prefix="gmeta-ranks-") as folder:
             config = LaunchConfig(
                 min_nodes=1,
@@ -74,7 +70,7 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
             with _pass_over_ended_ranks():
                 elastic_launch(config, sys.executable)("-m", "gmeta", *arguments)
     except SignalException as stopped:
-        return 128 + stopped.sigval  # the ranks have told what they kept
+        return 128 + stopped.sigval  # the ranks have said what they kept
     except ChildFailedError as error:
         failures = error.failures
         # A killed rank is the cause even where a survivor that lost contact with it was seen first.
@@ -97,9 +93,8 @@ def launch(arguments: Sequence[str], nproc_per_node: int, port: int, max_restart
 
 @contextmanager
 def _pass_over_ended_ranks() -> Iterator[None]:
-    """Have torchrun's agent pass over ranks that have ended by the time when it ends them. It
-    signals the process group of each; if a group is gone, the job would report that failure in
-    place of its first rank's."""
+    # The agent signals the process group of each rank as it ends the job. If a group is gone
+    # already, the job would report that failure in place of its first rank's.
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     close = SubprocessHandler.close

@@ -1,4 +1,4 @@
-"""How fast each rank's own network link is, which no collective tells: all wait for the slowest."""
+"""Measures the speed of each rank's own network link."""
 
 import time
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ import torch.distributed as dist
 
 from gmeta.distributed.ranks import Ranks
 
+# No collective tells it: all ranks wait for the slowest.
 SWAP_BYTES = 65_536  # much more than a link's latency, much less than a step
 REPEATS = 2
 
 
 @final
 class LinkProbe:
-    """Swaps some bytes with both neighbours on a ring, one after the other.
-
-    A pair is as slow as the slower link of the two. A healthy rank beside a slow one has its other
-    pair fast; a rank both of whose pairs are slow is slow itself."""
+    """Swaps some bytes with both neighbours on a ring, one after the other."""
 
     def __init__(self, ranks: Ranks) -> None:
+        # A pair is as slow as its slower link: a healthy rank beside a slow one has its other pair
+        # fast, and a rank both of whose pairs are slow is slow itself.
         self._group = ranks.control
         self._peers = list(_order_neighbours(ranks.rank, ranks.world_size))
         self._token = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -30,13 +30,14 @@ class LinkProbe:
         )
 
     def swap_s(self) -> float:
-        """Return the seconds of a swap with the faster neighbour; 0 where there are only two ranks,
-        of which nobody can say whose link it is. Collective: every rank calls it."""
+        """Collective. Return the seconds of a swap with the faster neighbour; 0 below 3 ranks."""
+        # Of two ranks none can tell whose link is slow.
         times_s = [self._time_swaps_s(peer) for peer in self._peers]
         return min(times_s, default=0.0)
 
     def _time_swaps_s(self, peer: int) -> float:
         self._swap(peer, self._token)  # both are here
+        # The fastest counts: a process that once was not scheduled has no slow link.
         times_s = []
         for _ in range(REPEATS):
             began_s = time.perf_counter()
@@ -57,9 +58,9 @@ class LinkProbe:
 
 
 def _order_neighbours(rank: int, world_size: int) -> Iterator[int]:
-    """Yield the rank's neighbours, in an order in which every pair meets at the same time."""
     if world_size < 3:
         return
+    # In an order in which every pair meets at the same time, or ranks would wait for each other.
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     # Pair i is (i, i + 1): even ones first, then odd ones, then the last one of an odd ring.
     rounds = {pair: pair % 2 for pair in range(world_size)}

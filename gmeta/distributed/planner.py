@@ -1,4 +1,4 @@
-"""TorchRec's planner: which table goes where, by its estimates of memory and time."""
+"""TorchRec's planner: places tables by its estimates of memory and time."""
 
 from collections.abc import Mapping
 
@@ -38,9 +38,8 @@ def plan_by_torchrec(
     tasks_per_step: int,
     cluster: Cluster,
 ) -> dict[str, EmbeddingModuleShardingPlan]:
-    """Return TorchRec's plan of each collection in `tables`; kinds and placements are by the names
-    of modules, and where a kind is None it is the planner's choice. Raises NoPlaceError: it finds
-    none."""
+    """Return TorchRec's plan of each collection in `tables`; kinds and placements are by names of
+    modules, None: the planner chooses. Raises NoPlaceError: it finds none."""
     collections = collections_in(tables)
     configs = [table for one in collections.values() for table in one.embedding_configs()]
     on_cuda = cluster.device == "cuda"
@@ -86,7 +85,6 @@ def plan_by_torchrec(
 
 
 def _kernels(placement: Placement, is_torchrecs: bool) -> list[str] | None:
-    """Return what the planner may choose from for a table; None: all there are."""
     if placement == "auto" and is_torchrecs:
         return None
     if placement in ("auto", "device"):

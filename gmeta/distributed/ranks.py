@@ -26,30 +26,26 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Ranks:
     """This process among all; `control` is a gloo group for small messages between hosts, `rows`
-    carries ids, and on the CPU rows and their gradients: beside the AllReduce of the layers, which
-    several ranks may start at different points of backward. `transport` is what carries them."""
+    carries ids, and on the CPU rows and their gradients; `transport` uses both."""
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
+    # Apart from the AllReduce of the layers, which ranks start at different points of backward.
     rows: dist.ProcessGroup
     transport: Transport
 
     def enter_thread(self) -> None:
-        """Have the thread that calls it, a new one, ask CUDA for this rank's GPU: threads begin on
-        the first of the machine, where the rank would take memory of another's."""
+        """Have a new thread use this rank's GPU."""
+        # Threads begin on the machine's first GPU, and would take memory of another rank's.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
 
 def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Ranks:
-    """Join the process group that torchrun describes in the environment (one rank without
-    torchrun).
-
-    A `store` replaces the rendezvous that the environment names; rank and world size still come
-    from there. Raises UserError: cuda is asked for where no GPU is visible, or there are fewer than
-    ranks."""
+    """Join the process group that torchrun describes in the environment; one rank without torchrun.
+    A `store` replaces the rendezvous. Raises UserError: no GPU is visible, or fewer than ranks."""
     quieten()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -57,6 +53,7 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
             'Set run.device = "cpu" or install the driver'
         )
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    # One rank without torchrun has none of these variables.
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -70,7 +67,7 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
     if store is None and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        # One rank meets nobody: a store in its own memory needs no port.
+        # One rank meets no other: a store in its own memory needs no port.
         dist.init_process_group(
             backend, store=store or HashStore(), rank=rank, world_size=world_size, timeout=timeout
         )
@@ -81,8 +78,7 @@ def start_ranks(device: str, timeout_s: int, store: Store | None = None) -> Rank
 
 
 def _check_gpu(local_rank: int, visible: int) -> None:
-    """Raise UserError where the rank has no GPU of its own, which CUDA calls an "invalid device
-    ordinal"."""
+    # CUDA would say "invalid device ordinal", and nothing of ranks.
     if local_rank >= visible:
         raise UserError(
             f"LOCAL_RANK = {local_rank}, and torch sees {visible} GPUs on this machine: each rank "
@@ -92,7 +88,7 @@ def _check_gpu(local_rank: int, visible: int) -> None:
 
 
 def quieten() -> None:
-    """Hide what TorchRec's own calls set off and no user of ours can act on."""
+    """Hide warnings of TorchRec's own calls, which no user can act on."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec|torch\.distributed")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="fbgemm_gpu")
@@ -103,9 +99,9 @@ def quieten() -> None:
 
 @contextmanager
 def explain_lost_peers() -> Iterator[None]:
-    """Turn a broken collective into one line: the rank that caused it tells its own story. Raises
-    GMetaError: a peer died or did not answer within the timeout."""
+    """Turn a broken collective into one line. Raises GMetaError: a peer died or kept silent."""
     try:
+        # The rank that caused it reports the cause itself.
         yield
     except RuntimeError as error:
         if lost := lost_contact(error):
@@ -129,8 +125,7 @@ def lost_contact(error: BaseException) -> GMetaError | None:
 
 
 def _is_gloos(message: str) -> bool:
-    """Return whether a message comes from gloo: it names one of gloo's files, or says what gloo
-    says after a late message."""
+    # Its messages name one of gloo's files, or say this after a late message.
     return "gloo" in message or "Application timeout caused pair closure" in message
 
 
@@ -140,8 +135,8 @@ def stop_ranks() -> None:
 
 
 def sum_over_ranks(values: list[float], ranks: Ranks) -> list[float]:
-    """Return the element-wise sum of every rank's values, added in float64."""
-    # In float32 counts of rows beyond 2**24 would no longer be exact.
+    """Return the element-wise sum of every rank's values. Collective."""
+    # In float64: in float32 counts of rows beyond 2**24 would no longer be exact.
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, group=ranks.control)
     summed: list[float] = total.tolist()
@@ -155,8 +150,7 @@ def add_arrays_over_ranks(arrays: Sequence[npt.NDArray[np.float64]], ranks: Rank
 
 
 def add_over_ranks(value: Tensor) -> None:
-    """Replace a tensor by its element-wise sum over the ranks, on its device; does not wait for
-    it."""
+    """Replace a tensor by its element-wise sum over the ranks, on its device, without waiting."""
     dist.all_reduce(value)
 
 
@@ -171,11 +165,11 @@ def start_any_rank(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
             return bool(number.item())
 
         return answer
-    # On CUDA among the devices, and to memory of the host that an event guards: to read `number`
-    # itself would be to wait for all kernels that are queued by then, the next step's too.
+    # On CUDA among the devices, and to memory of the host that an event guards: reading `number`
+    # itself would wait for all kernels in the queue, the next step's too.
     if ranks.world_size > 1:
         dist.all_reduce(number)
-    # gloo notices a rank that is gone; the device would wait for its answer for ever.
+    # gloo notices a rank that is gone; the device would wait for it for ever.
     hosts = ranks.transport.add(torch.zeros(1))
     received = torch.empty(1, dtype=number.dtype, pin_memory=True)
     received.copy_(number, non_blocking=True)
@@ -191,10 +185,8 @@ def start_any_rank(flag: Tensor, ranks: Ranks) -> Callable[[], bool]:
 
 
 def new_control_group() -> dist.ProcessGroup:
-    """Return another gloo group, for a thread of its own; every rank must make it in the same
-    place.
-
-    With torch's timeout (30 minutes), not that of a step: a disk may be slow."""
+    """Return another gloo group, for one thread; every rank must make it in the same place."""
+    # With torch's timeout (30 minutes), not that of a step: a disk may be slow.
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
 
@@ -205,21 +197,20 @@ def barrier(ranks: Ranks) -> None:
 
 
 def wait_for_hosts(ranks: Ranks) -> None:
-    """Wait for the hosts of all ranks, before a wait for a GPU: gloo notices a rank that is gone,
-    where a kernel of NCCL would wait for it until somebody ends this rank."""
+    """Wait for the hosts of all ranks, before a wait for a GPU."""
     if ranks.device.type == "cuda":
         barrier(ranks)
 
 
 def broadcast_value(value: T, ranks: Ranks) -> T:
-    """Return rank 0's value on every rank; also a barrier. It travels pickled."""
+    """Return rank 0's value, which travels pickled, on every rank; also a barrier."""
     box = [value]
     dist.broadcast_object_list(box, src=0, group=ranks.control)
     return box[0]
 
 
 def gather_values(value: T, ranks: Ranks) -> list[T] | None:
-    """Return every rank's value by rank, on rank 0; None elsewhere. Values travel pickled."""
+    """Return every rank's value by rank, on rank 0; None elsewhere. They travel pickled."""
     received: list[Any] | None = [None] * ranks.world_size if ranks.rank == 0 else None
     dist.gather_object(value, received, dst=0, group=ranks.control)
     return received

@@ -1,5 +1,5 @@
 """The embedding tables and the layers behind them as one module, as every rank holds it once the
-tables are spread.
+tables are sharded.
 
 Shape suffixes: U unique ids, D embedding width"""
 
@@ -30,15 +30,15 @@ TABLES_PREFIX = "tables."
 
 
 class ComputeClock(Protocol):
-    """Measures what a rank computes by itself."""
+    """Measures the time that a rank computes by itself."""
 
     def start(self, rows_UD: Tensor) -> None:
         """Start to measure: the rows have arrived."""
 
 
 class ShardedLearner(nn.Module):
-    """The embedding tables in front of a MetaLearner: what DistributedModelParallel shards and
-    replicates."""
+    """The embedding tables in front of a MetaLearner: DistributedModelParallel shards the tables
+    and replicates the rest."""
 
     def __init__(
         self, tables: nn.Module, learner: "MetaLearner", precision: str = "float32"
@@ -49,15 +49,14 @@ class ShardedLearner(nn.Module):
         self._precision = precision
         self._threads = ThreadChoice(torch.get_num_threads())
         self._threads_to_predict = ThreadChoice(torch.get_num_threads())
-        # When it began, its work and its threads; None: something else came since.
+        # Its start, work and threads; None: something else came since.
         self._last_step: tuple[float, int, int] | None = None
         self._num_weights = sum(parameter.numel() for parameter in learner.parameters())
         self.exchange: Exchange  # set once the tables are sharded
-        self.clock: ComputeClock | None = None  # told when the rows of a step have arrived
+        self.clock: ComputeClock | None = None  # starts when the rows of a step have arrived
 
     def forward(self, episodes: Episodes | MicroBatches, weight: float) -> Tensor:
-        """Return the rank's weighted loss, see MetaLearner.forward; `weight` is the same on all
-        ranks."""
+        """Return the rank's weighted loss, see MetaLearner.forward; all ranks have one `weight`."""
         self._set_threads(episodes.num_rows * self._num_weights)
         episodes, rows_UD = self.fetch(episodes, weight)
         if self.clock is not None:
@@ -69,8 +68,7 @@ class ShardedLearner(nn.Module):
             return loss
 
     def translate_model_errors(self) -> translate_errors:
-        """Return a context that raises ConfigError, in one line, for what a model of somebody's own
-        raises inside."""
+        """Return a context that raises ConfigError for an error of another package's model."""
         return translate_errors(self._translate_error, GMetaError)
 
     def _translate_error(self, error: Exception) -> Exception:
@@ -88,7 +86,7 @@ class ShardedLearner(nn.Module):
         return ConfigError(message)
 
     def _set_threads(self, work: int) -> None:
-        """Choose the number of threads for the step that begins, from what earlier steps took."""
+        # The time of a step is known only as the next one begins: it ends in the optimizer.
         now = time.perf_counter()
         if self._last_step is not None:
             began, *last = self._last_step
@@ -99,21 +97,20 @@ class ShardedLearner(nn.Module):
 
     def fetch(self, episodes: Collated, gradient_unit: float = 1.0) -> tuple[Collated, Tensor]:
         """Return the rows of `episodes.unique_ids_U` [U, D], from whichever rank holds them, and
-        the episodes as they index them."""
+        the episodes that index them."""
+        # Training enqueues ahead of the step; predictions begin here.
         if episodes.fetch is None:
             episodes = self.exchange.enqueue(episodes)
         assert episodes.fetch is not None
         return episodes, episodes.fetch.rows_UD(gradient_unit)
 
     def predict(self, episodes: Episodes) -> "QueryPrediction":
-        """Return the outputs on the query rows, see MetaLearner.predict; every rank must call it
-        for each step, also without episodes."""
+        """Collective, also without episodes. Return the outputs on the query rows."""
         return self.predict_along(episodes, (self.learner.inner_steps,))[0]
 
     @torch.no_grad()
     def predict_along(self, episodes: Episodes, steps: Sequence[int]) -> "list[QueryPrediction]":
-        """Return what `predict` does after each of these numbers of inner steps, see
-        MetaLearner.predict_along."""
+        """Return what `predict` does after each of these numbers of inner steps. Collective."""
         self._last_step = None
         episodes, rows_UD = self.fetch(episodes)
         work = work_to_predict(episodes.num_rows, self._num_weights, steps[-1])
@@ -129,6 +126,6 @@ class DistributedLearner(DistributedModelParallel):  # type: ignore[misc]
     def local(self) -> ShardedLearner:
         """Return this rank's part, inside the data-parallel wrapper."""
         wrapped = self.module
-        # DistributedDataParallel is left out where there is nobody to average with.
+        # Without other ranks to average with there is no DistributedDataParallel.
         learner: ShardedLearner = wrapped.module if hasattr(wrapped, "module") else wrapped
         return learner

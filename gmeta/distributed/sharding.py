@@ -51,9 +51,7 @@ _BLOCKS_AT_ONCE = 16
 
 
 class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
-    """In place of DistributedDataParallel where there is no other rank to average with, or
-    LayerAverage does it."""
-
+    # In place of DistributedDataParallel with one rank, or where LayerAverage averages.
     def wrap(self, dmp: DistributedLearner, env: ShardingEnv, device: torch.device) -> None:
         """Leave the layers as they are."""
 
@@ -61,12 +59,8 @@ class _NoAveraging(DataParallelWrapper):  # type: ignore[misc]
 def shard_learner(
     learner: "MetaLearner", features: Features, config: TrainConfig, ranks: Ranks
 ) -> DistributedLearner:
-    """Spread the tables over the ranks by the config's plan, with their optimizer fused into
-    backward, and replicate the layers.
-
-    The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm. A row's
-    initial values depend on `run.seed`, its table and its number alone: not on the plan, the number
-    of ranks, or how many rows the table has."""
+    """Return the learner with its tables sharded by the config's plan, their optimizer fused into
+    backward, and its layers replicated."""
     outer = config.outer
     is_ours = config.sharding.exchange == "host"
     if not is_ours:
@@ -98,6 +92,7 @@ def shard_learner(
         )
     if is_average_ours and ranks.world_size > 1:
         LayerAverage(learner.parameters(), ranks)
+    # The exchange and the tables' arithmetic are ours, or those of TorchRec and fbgemm.
     inner = sharded.local
     if is_ours:
         inner.exchange = WireExchange(inner.tables, plan, config.sharding.wire_dtype, ranks)
@@ -108,8 +103,7 @@ def shard_learner(
 
 
 def _choose_shapes(learner: "MetaLearner", run: RunConfig, ranks: Ranks) -> None:
-    """Have the learner arrange batches in few shapes, and take them as graphs, as the config says;
-    if graphs were asked for, tell why there are none."""
+    """Set whether batches have few shapes and steps run as graphs; log why they do not."""
     buckets, on_cuda = run.shape_buckets, ranks.device.type == "cuda"
     learner.in_buckets = buckets == "on" or (buckets == "auto" and on_cuda)
     if run.cuda_graphs == "off":
@@ -122,7 +116,7 @@ def _choose_shapes(learner: "MetaLearner", run: RunConfig, ranks: Ranks) -> None
 
 
 def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollectionSharder:
-    """Return a sharder with TorchRec's codecs, which its own exchange uses."""
+    # The codecs are for TorchRec's own exchange.
     types = {"float32": CommType.FP32, "bfloat16": CommType.BF16, "float16": CommType.FP16}
     precision = types[wire_dtype]
     codecs = QCommsConfig(forward_precision=precision, backward_precision=precision)
@@ -131,8 +125,8 @@ def _sharder(wire_dtype: WireDtype, device: torch.device) -> EmbeddingCollection
 
 
 def check_sparse_optimizer(name: str, device: torch.device) -> None:
-    """Raise ConfigError for an optimizer for which fbgemm has no kernel on this kind of device: one
-    of Adam's kinds on a CPU."""
+    """Raise ConfigError for an optimizer without a kernel of fbgemm on this kind of device."""
+    # Of Adam's kinds fbgemm has none on a CPU.
     if device.type == "cpu" and name in CUDA_SPARSE_OPTIMIZERS:
         others = [known for known in SPARSE_OPTIMIZERS if known not in CUDA_SPARSE_OPTIMIZERS]
         raise ConfigError(
@@ -143,9 +137,9 @@ def check_sparse_optimizer(name: str, device: torch.device) -> None:
 
 
 def initialise_tables(sharded: DistributedLearner, std: float, seed: int) -> None:
-    """Fill every table shard of this rank with normal values of this deviation, the same under any
-    plan, at any world size and of a table with any number of rows: one that grows later has the
-    rows that it would have had from the start."""
+    """Fill every table shard of this rank with normal values of this deviation."""
+    # From `run.seed`, the table and the row alone: equal under any plan, at any world size and
+    # table size, so that a table that grows has the rows that it would have had from the start.
     state = sharded.state_dict()
     tables = [name for name in state if name.startswith(TABLES_PREFIX)]
     tables.sort(key=lambda name: name.rpartition("embeddings.")[2])  # whatever their widths
@@ -187,7 +181,7 @@ def _mixed_seed(seed: int, table: int, block: int) -> int:
 
 
 def describe_sharding(sharded: DistributedLearner, ranks: Ranks) -> dict[str, Any]:
-    """Return where the rows of every table live, see plan.describe_plan."""
+    """Return where the rows of every table live, see describe_plan."""
     plan = merge_plans(sharded.plan.plan)
     return describe_plan(plan, ranks.world_size)
 

@@ -1,7 +1,4 @@
-"""The sharding plan: which rank holds which rows and columns of which table.
-
-Tables are placed by hand, so that every rank gets about the same share of them, or by TorchRec's
-planner where the config leaves a table to it."""
+"""The sharding plan: which rank holds which rows and columns of which table."""
 
 import heapq
 import os
@@ -46,8 +43,7 @@ def make_plan(
     tables: nn.Module, config: ShardingConfig, tasks_per_step: int, ranks: Ranks
 ) -> dict[str, EmbeddingModuleShardingPlan]:
     """Return the sharding plan of each collection of tables in a ShardedLearner's `tables`, by the
-    collection's name in the learner; the same on every rank. Raises ConfigError: a kind does not
-    fit the device, the width or the number of ranks."""
+    collection's name; equal on every rank. Raises ConfigError: a kind does not fit here."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cluster = Cluster(ranks.world_size, local_size, ranks.device.type)
     if config.default != "planner":
@@ -65,10 +61,11 @@ def make_plan(
 def plan_on(
     tables: nn.Module, config: ShardingConfig, tasks_per_step: int, cluster: Cluster
 ) -> dict[str, EmbeddingModuleShardingPlan]:
-    """Return the sharding plan of each collection, as `make_plan`, for ranks that need not be here.
-    Raises ConfigError: a kind does not fit the device, the width or the number of ranks. Raises
-    NoPlaceError: TorchRec's planner finds no place for the tables."""
+    """Return the sharding plan of each collection, for ranks that need not be here. Raises
+    ConfigError: a kind does not fit the device, the width or the number of ranks; NoPlaceError: the
+    planner finds no place."""
     kinds, placements = _check_tables(tables, config, cluster)
+    # The planner is needed only if it has something to choose.
     if None in kinds.values():
         return plan_by_torchrec(tables, kinds, placements, config.exchange, tasks_per_step, cluster)
     collections = collections_in(tables)
@@ -94,14 +91,14 @@ def plan_on(
 def merge_plans(
     plans: Mapping[str, EmbeddingModuleShardingPlan], names: Sequence[str] = ()
 ) -> EmbeddingModuleShardingPlan:
-    """Return the plan of the tables of all collections, in the order of `names` if given."""
+    """Return the plan of the tables of all collections, in the order of `names`, if any."""
     merged = {name: table for plan in plans.values() for name, table in plan.items()}
     return EmbeddingModuleShardingPlan({name: merged[name] for name in names or merged})
 
 
 def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
-    """Raise ConfigError for clipping where every rank holds a whole table: a row's gradient must be
-    summed by its one holder."""
+    """Raise ConfigError for clipping with a data-parallel table."""
+    # A row's gradient must be summed by its one holder, or the norm would count it several times.
     copied = [name for name, table in plan.items() if table.sharding_type == "data_parallel"]
     if clip_norm and copied:
         name = table_of(copied[0])
@@ -113,8 +110,8 @@ def check_clipping(plan: EmbeddingModuleShardingPlan, clip_norm: float) -> None:
 
 
 def check_lookups(plan: EmbeddingModuleShardingPlan) -> None:
-    """Raise ConfigError if row-wise tables are so small that a rank gets no row: fbgemm takes its
-    lookup for one on CUDA."""
+    """Raise ConfigError if row-wise tables are so small that a rank gets no row."""
+    # fbgemm takes its lookup for one on CUDA then.
     by_rows = {name: one for name, one in plan.items() if one.sharding_type == "row_wise"}
     rows_of_rank: dict[int, int] = {}
     for one in by_rows.values():
@@ -132,10 +129,11 @@ def check_lookups(plan: EmbeddingModuleShardingPlan) -> None:
 
 
 def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[str, Any]:
-    """Return what plan.json holds: the kind of each table and its shards."""
+    """Return the content of plan.json: the kind of each table and its shards."""
     tables = {}
     for name, sharding in plan.items():
         spec = sharding.sharding_spec
+        # A data-parallel table has no shards: every rank holds all of it.
         shards = [] if spec is None else spec.shards
         tables[table_of(name)] = {
             "kind": sharding.sharding_type,
@@ -156,7 +154,7 @@ def describe_plan(plan: EmbeddingModuleShardingPlan, world_size: int) -> dict[st
 
 
 def describe_in_words(description: dict[str, Any]) -> list[str]:
-    """Return the described plan in words: how many tables of each kind, what each rank holds."""
+    """Return the described plan in words: tables of each kind, bytes of each rank."""
     tables = description["tables"]
     by_kind: dict[str, list[str]] = {}
     values_of_rank = [0] * description["world_size"]
@@ -182,7 +180,6 @@ def _list_names(names: list[str]) -> str:
 
 
 def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:
-    """Return the cluster with the memory of a rank like this one."""
     # The ranks of a host share its memory.
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // cluster.ranks_per_host
     is_cuda = cluster.device == "cuda"
@@ -193,9 +190,8 @@ def _with_memory(cluster: Cluster, device: torch.device) -> Cluster:
 def _check_tables(
     tables: nn.Module, config: ShardingConfig, cluster: Cluster
 ) -> tuple[dict[str, Kind | None], dict[str, Placement]]:
-    """Return the kind (None: the planner is to choose) and the placement of each table, by its
-    module's name. Raise ConfigError for one that does not fit the device, the width or the ranks,
-    and for several widths with TorchRec's exchange."""
+    """Return kind (None: the planner chooses) and placement of each table, by its module's name.
+    Raises ConfigError: one does not fit here."""
     collections = collections_in(tables)
     if config.exchange == "torchrec" and len(collections) > 1:
         raise ConfigError(
@@ -222,7 +218,6 @@ def _check_tables(
 def _check_kind(
     name: str, kind: Kind | None, width: int, config: ShardingConfig, cluster: Cluster
 ) -> None:
-    """Raise ConfigError where a table cannot be sharded this way here."""
     on_cuda = cluster.device == "cuda"
     if kind == "data_parallel" and not on_cuda:
         raise ConfigError(
@@ -249,7 +244,7 @@ def _by_hand(
     num_values: dict[str, int],
     world_size: int,
 ) -> dict[str, ParameterShardingGenerator]:
-    """Place whole tables, largest first, on the rank that holds the least of such tables so far."""
+    # Whole tables, largest first, go to the rank with the fewest values of such tables so far.
     held = [(0, rank) for rank in range(world_size)]
     placed: dict[str, ParameterShardingGenerator] = {}
     for name in sorted(kinds, key=lambda name: -num_values[name]):

@@ -1,4 +1,4 @@
-"""The steps that all ranks take together: whoever runs out of data still joins every collective."""
+"""The steps that all ranks take together: a rank without data still joins every collective."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks together bring to a step."""
+    """The sums over all ranks for a step."""
 
     num_terms: int
     num_reported: int
@@ -32,21 +32,17 @@ class StepTotals:
 
     @property
     def terms_per_reported(self) -> float:
-        """Return the factor that turns a mean over all terms into the mean over those shown; 0
-        where none is shown."""
+        """Return the factor from a mean over all terms to one over reported ones; 0 without any."""
         return self.num_terms / self.num_reported if self.num_reported else 0.0
 
 
 @dataclass(frozen=True)
 class _EnqueuedStep(Generic[Collated]):
-    """A step that this rank has told the others about."""
-
     episodes: Collated
     counts: Tensor
     work: Pending
 
     def totals(self) -> StepTotals:
-        """Wait for all ranks' counts, and return their sums."""
         self.work.wait()
         return StepTotals(*self.counts.tolist())
 
@@ -63,35 +59,25 @@ def iterate_steps(
     """Yield this rank's episodes of each step and the totals of all ranks, until no rank has data
     left.
 
-    A rank that runs out takes part with the `idle` episodes, so its peers' collectives complete;
-    where no rank has a row there is no step. What three steps do in a turn of the loop, from top to
-    bottom; `~~>` is under way, beside what follows (ids and their numbers only with `sharded`:
-    without, every step sends its own):
+    Three steps in a turn of the loop, from top to bottom; `~~>` is under way, beside what follows
+    (ids and their numbers only with `sharded`: without, every step sends its own):
 
         turn k - 2   | step k           |                  |
-                     | arranged         |                  |
+                     | collated         |                  |
           k - 2      | their number ~~> |                  |
           computes   | and totals   ~~> | step k + 1       |
-        turn k - 1   | ids ~~~~~~~~~~~> | arranged         |
+        turn k - 1   | ids ~~~~~~~~~~~> | collated         |
           k - 1      | to the ranks     | their number ~~> |
           computes   | with the rows    | and totals   ~~> | step k + 2
         turn k       | totals are known |                  |
                      | `begin`          |                  |
                      | rows looked up   |                  |
-                     | rows ~~~~~~~~~~> | ids ~~~~~~~~~~~> | arranged
+                     | rows ~~~~~~~~~~> | ids ~~~~~~~~~~~> | collated
           k computes | forward,         | to the ranks     | their number ~~>
-          (yielded)  | backward, update | with the rows    | and totals   ~~>
-
-    Rows are only looked up when their step begins, after the updates of the step before: the losses
-    are those of one step after the other. `begin` comes before, as fbgemm takes the rate of an
-    update with the lookup.
-
-    With the totals every rank learns that one was asked to stop, and `stop.agreed` ends the steps
-    on all of them. Where `adopt_new_plan` says before a step (on all ranks alike) that the last
-    episodes asked for are planned anew, they are asked for and announced again: their ids have not
-    travelled yet."""
+          (yielded)  | backward, update | with the rows    | and totals   ~~>"""
 
     def enqueue() -> _EnqueuedStep[Collated]:
+        # A rank that runs out takes part with the `idle` episodes: its peers' collectives complete.
         batch = next(episodes, None)
         mine = idle if batch is None else batch
         if sharded is not None:
@@ -118,14 +104,17 @@ def iterate_steps(
     now, following = send(enqueue()), enqueue()
     while (totals := now.totals()).ranks_with_data:
         if stop is not None and totals.ranks_asked_to_stop:
+            # With the totals every rank learns of a request to stop: all end before the same step.
             stop.is_agreed = True
             return
         if totals.num_rows:
+            # Before the lookup: fbgemm takes the rate of an update with it.
             begin()
             if now.episodes.fetch is not None:
-                # First of all, so that nobody waits for rows of a rank that is late at arranging a
-                # batch.
+                # Only now, after the updates of the step before: losses are those of one step after
+                # the other. First of all: no rank then waits for one that is late at collating.
                 now.episodes.fetch.look_up()
+        # On all ranks alike: the batch enqueued last is planned anew, its ids have not travelled.
         if adopt_new_plan():
             # Its sum is under way on all ranks: it ends before another takes its place.
             following.work.wait()
@@ -140,13 +129,12 @@ def iterate_steps(
 def stop_on_error(
     batches: Iterator[TaskBatch], features: Features, stop: Stop
 ) -> Iterator[TaskBatch]:
-    """Yield the same batches. One that cannot be read or leased, or that the config does not fit,
-    asks all ranks to stop before its step; `together.raise_first_problem` is to follow."""
+    """Yield the same batches; after an error ask all ranks to stop before its step."""
     return idle_on_error(batches, batch_without_tasks(features), stop)
 
 
 def idle_on_error(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
-    """Do as `stop_on_error` with batches in any form, of which `idle` is one without tasks."""
+    """Do as `stop_on_error` with batches in any form; `idle` has no tasks."""
     try:
         yield from batches
         return
@@ -157,7 +145,7 @@ def idle_on_error(batches: Iterator[T], idle: T, stop: Stop) -> Iterator[T]:
 
 
 def batch_without_tasks(features: Features) -> TaskBatch:
-    """Return a batch without tasks, which keeps the collectives of a rank's peers whole."""
+    """Return a batch without tasks, with which a rank joins its peers' collectives."""
     return empty_batch(
         len(features.tables),
         len(features.single),

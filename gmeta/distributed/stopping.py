@@ -1,5 +1,4 @@
-"""Ending a run early without losing a step: SIGTERM asks one rank, all ranks stop before the same
-step."""
+"""Ends a run early without losing a step: SIGTERM reaches one rank, all stop before one step."""
 
 import ctypes
 import os
@@ -19,16 +18,16 @@ AGENT_SERVES_VARIABLE = "GMETA_AGENT_SERVES"  # set: the job's shard service end
 
 
 class StoppedError(GMetaError):
-    """The run was asked to stop and has kept every step that was done. Ends like a process that
-    SIGTERM ended, so that torchrun and Kubernetes know that the work is not finished."""
+    """The run was asked to stop and has kept every step."""
 
+    # As a process that SIGTERM ended: torchrun and Kubernetes know that work is left.
     exit_code = 128 + signal.SIGTERM
 
 
 @dataclass
 class Stop:
-    """Whether this rank was asked to stop, and whether all ranks know that one was; `problem` is
-    what asked this rank, or `reason` why a callback did, if not SIGTERM."""
+    """Whether this rank was asked to stop, and whether all ranks know that one was; `problem` or a
+    callback's `reason` asked, if not SIGTERM."""
 
     is_requested: bool = False
     is_agreed: bool = False
@@ -37,11 +36,9 @@ class Stop:
 
 
 def end_with_agent() -> None:
-    """Have Linux end this rank once the agent of torchrun that started it is gone, however it
-    ended. Its ranks would train on, where nobody sees them, and keep the run folder to themselves.
-
-    By SIGTERM, which keeps every step; by SIGKILL where the shard service went with the agent:
-    without it no checkpoint is written, and a rank would wait for it for minutes."""
+    """Have Linux end this rank once torchrun's agent, which started it, is gone."""
+    # The ranks would train on unseen and hold the run folder. SIGTERM keeps every step; where the
+    # shard service went with the agent, SIGKILL: a rank would wait for it for minutes.
     if sys.platform == "linux" and has_agent():
         number = signal.SIGKILL if AGENT_SERVES_VARIABLE in os.environ else signal.SIGTERM
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -49,10 +46,9 @@ def end_with_agent() -> None:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[Stop]:
-    """Yield a Stop that SIGTERM asks, instead of ending the process; Kubernetes sends it before it
-    takes a pod away. Outside the main thread, which alone may handle signals, SIGTERM stays as it
-    is."""
+    """Yield a Stop that SIGTERM sets, instead of ending the process."""
     stop = Stop()
+    # Kubernetes sends it before it takes a pod away. Only the main thread may handle signals.
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -1,4 +1,4 @@
-"""The tables before they are placed: collections of TorchRec's, with their optimizer."""
+"""The tables before sharding: TorchRec's collections with their optimizer."""
 
 import torch
 import torchrec.optim
@@ -24,10 +24,8 @@ ADAGRAD_EPSILON = 1e-8
 
 
 def make_unsharded_tables(features: Features, model: ModelConfig, outer: OuterConfig) -> nn.Module:
-    """Return the tables in a collection of TorchRec's, or in one for each width that they have,
-    with `outer.sparse_optimizer` fused into their backward.
-
-    They have no values yet: each rank makes those of its own shards, see initialise_tables."""
+    """Return the tables in a collection, or in one for each width, with `outer.sparse_optimizer`
+    fused into their backward; without values: see initialise_tables."""
     tables = _collections(features, model)
     epsilon = {} if outer.sparse_optimizer == "sgd" else {"eps": ADAGRAD_EPSILON}
     settings = {"lr": outer.sparse_lr, **epsilon}
@@ -49,6 +47,7 @@ def _collections(features: Features, model: ModelConfig) -> nn.Module:
             )
             for name in names
         ]
+        # On the meta device: no rank makes memory for whole tables.
         found[path] = EmbeddingCollection(tables=configs, device=torch.device("meta"))
     if len(found) == 1:
         return found.popitem()[1]

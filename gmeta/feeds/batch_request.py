@@ -1,4 +1,4 @@
-"""What a rank (processes.py) and the processes that make its batches (worker.py) say."""
+"""The messages between a rank (batch_workers.py) and the makers of its batches (worker.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Place = tuple[int, int]  # epoch, step
 
 
 class BatchRequest(NamedTuple):
-    """A batch that a rank asks for."""
+    """A rank's request for a batch."""
 
     place: Place
     # [R, 2]: first episode of the training split, and how many; None: the rank's fixed share.
@@ -35,17 +35,18 @@ class BatchRequest(NamedTuple):
 
 
 class BatchReply(NamedTuple):
-    """Where the batch stands that was asked for, or why it cannot be made."""
+    """The batch's place in shared memory, or why it cannot be made."""
 
     place: Place
     result: BlockDescription | Exception
-    seconds: float  # that it took
+    seconds: float  # of work
 
 
 def places_from(place: Place, num_steps: int, epochs: int) -> Iterator[Place]:
-    """Yield the places of a run, whose epochs have `num_steps` steps, from this one on."""
+    """Yield the places of a run with `num_steps` steps an epoch, from this one on."""
     epoch, step = place
     for at in range(epoch, epochs):
+        # Only the first epoch may begin in its middle.
         for of_epoch in range(step if at == epoch else 0, num_steps):
             yield at, of_epoch
 
@@ -74,7 +75,7 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class BatchWork:
-    """How a process makes batches."""
+    """What a process needs to make batches."""
 
     settings: BatchSettings
     collate_options: CollateOptions
@@ -84,7 +85,7 @@ class BatchWork:
     num_processes: int  # processes that are asked in turns
 
     def collate(self, batch: TaskBatch, request: BatchRequest) -> Episodes | MicroBatches:
-        """Return a batch that was read as the learner and its exchange take it."""
+        """Return a stored batch as the learner and its exchange take it."""
         collate = self.collate_options.collator_of(request.place[0])
         episodes = collate_in_parts(collate, request.num_parts)(batch)
         return episodes.with_plan(self.planner.plan(episodes))

@@ -1,7 +1,4 @@
-"""Where a rank's batches come from.
-
-What differs between a fixed share of every step and leased shards is behind this: when an epoch is
-over, and what a checkpoint must hold so that no episode is trained twice or never."""
+"""The source of a rank's batches: a fixed share of every step, or leased shards."""
 
 import abc
 from collections.abc import Iterator, Mapping
@@ -21,42 +18,37 @@ if TYPE_CHECKING:
 class BatchSource(abc.ABC):
     """A rank's batches, epoch by epoch. Every rank makes one and calls it in the same places."""
 
+    # Sources differ in when an epoch is over, and in what a checkpoint must hold so that no episode
+    # is trained twice or never.
     num_steps: int  # of an epoch; with leased shards the last ones may be smaller and a few more
-    loggers: Mapping[str, Logger] = MappingProxyType(
-        {}
-    )  # of whoever watches the feed, by name; rank 0's are asked
-
+    loggers: Mapping[str, Logger] = MappingProxyType({})  # by name; rank 0's are used
     workers: "BatchWorkers | None" = None  # that make the batches, where threads do not
 
     @abc.abstractmethod
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        """Yield this rank's batch of each step of `epoch` from `first_step` on, empty where it has
-        none now."""
+        """Yield this rank's batch of each step of `epoch` from `first_step` on; it may be empty."""
 
     @abc.abstractmethod
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int
     ) -> Iterator[Episodes | MicroBatches] | None:
-        """Return the same batches as the learner and its exchange take them, made by processes;
-        None: the rank has none, and makes them itself."""
+        """Return the batches as processes collate them; None: there are no processes."""
 
     @abc.abstractmethod
     def report_trained(self, num_tasks: int) -> None:
-        """Take note, after the optimizer's step, that `num_tasks` tasks of this rank's batches are
-        in the model."""
+        """Record, after the optimizer's step, that it took `num_tasks` tasks of this rank."""
 
     @abc.abstractmethod
     def is_epoch_over(self, epoch_step: int) -> bool:
-        """Return whether every episode of the epoch is in the model, on whichever rank."""
+        """Return whether every episode of the epoch is in the model, on any rank."""
 
     @abc.abstractmethod
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
-        """Return what must lie beside the model of this step: names and texts, on rank 0.
-        Collective."""
+        """Return the files beside the model of this step, texts by name, on rank 0. Collective."""
 
     @abc.abstractmethod
     def confirm_checkpoint(self) -> None:
-        """Take note that the checkpoint with the last `checkpoint_files` has its final name."""
+        """Record that the checkpoint with the last `checkpoint_files` has its final name."""
 
     @property
     @abc.abstractmethod
@@ -71,7 +63,7 @@ class BatchSource(abc.ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the process ends: whatever is left is the next one's, so wait for nobody.
+        # After an error the process ends: what is left is the next one's, so wait for no one.
         if kind is None:
             self.close()
         if self.workers is not None:

@@ -1,11 +1,4 @@
-"""A rank's batches, read and arranged by processes beside it (worker.py).
-
-Threads that read and arrange take turns with the one that launches a step's kernels: an interpreter
-runs the Python of one thread at a time. For a batch from a process the rank copies one block, from
-shared memory into the memory that goes to the device, and no thread waits for that. It asks each
-process for several, so that one is made while others wait to be taken, and may drop what it asked
-for. The processes end with their connections: the system closes these when a rank ends, however it
-does, and nothing is left behind."""
+"""A rank's batches, read and collated by processes beside it (worker.py)."""
 
 import os
 import signal
@@ -44,12 +37,14 @@ from metaio.format.dataset import Dataset
 if TYPE_CHECKING:
     from gmeta.distributed.sharded_learner import ShardedLearner
 
-BLOCKS = 3  # of each process: batches that were asked for and not yet taken
+# Threads that read and collate take turns with the one that launches a step's kernels: an
+# interpreter runs one thread's Python at a time. For a batch from a process the rank copies one
+# block, from shared memory into the memory that goes to the device, and no thread waits for that.
+BLOCKS = 3  # of each process: one is written while others wait for the rank
 MOST_BY_DEFAULT = 4  # eight were no faster on an H200
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 END_TIMEOUT_S = 10.0  # of a process whose connection has ended: it is exiting
-# Whoever wants the job to end tells the ranks, which may take a last step and save it first: a
-# signal to all processes of a job is for them.
+# A signal to all processes of a job is for the ranks, which may take a last step and save it.
 _PROGRAM = (
     "import signal, sys; "
     "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -58,20 +53,17 @@ _PROGRAM = (
 
 
 def resolve_num_processes(configured: int, device: torch.device, is_local: bool) -> int:
-    """Return `asked`, or what data.processes = -1 is for a rank that computes on this device and
-    reads from a disk, or from a store that is further away."""
+    """Return the number of processes of a rank on this device; `is_local`: its data is on disk."""
     if configured >= 0 or device.type == "cpu":
         return max(configured, 0)
-    # Batches are drawn from the same blocks, so each process reads them all: the page cache serves
-    # that, a store would have to send them once for each.
+    # Each process reads all blocks: the page cache serves that, a store would send them to each.
     return min(MOST_BY_DEFAULT if is_local else 1, _cores_of_rank() - 1)
 
 
 def _cores_of_rank() -> int:
-    """Count the cores that this process may use, and the CPU time of its container, as a rank's
-    share of those of its host."""
+    # A container's CPU time may be less than its cores; ranks of a host share both.
     cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no container's quota, or none that is told there
+    with suppress(OSError, ValueError):  # no container, or no quota
         quota_us, period_us = map(int, _QUOTA.read_text().split())
         cores = min(cores, quota_us // period_us)
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -90,8 +82,7 @@ class _BatchWorker:
         blocks = [SharedBlock.make() for _ in range(BLOCKS)]
         with theirs:
             passed = [theirs.fileno(), *(block.fileno() for block in blocks)]
-            # Modules are found where this process finds them, and (-P) nowhere else. What it does
-            # needs no GPU, and would take memory of one.
+            # The same modules as here, and (-P) no others. A GPU would only cost memory.
             own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, *map(str, passed)],
@@ -103,12 +94,10 @@ class _BatchWorker:
         return cls(process, ours, blocks, cycle(blocks))
 
     def end(self) -> None:
-        """End it; what it holds is read again by whoever needs it."""
         self.process.kill()
         self.process.wait()
 
     def close(self) -> None:
-        """Let go of what it had; no thread waits for it any more."""
         self.connection.close()
         for block in self.blocks:
             block.close()
@@ -118,32 +107,31 @@ class _BatchWorker:
 class BatchWorkers:
     """Processes that make the batches of a rank in turns."""
 
+    # They end with their connections, which the system closes when a rank ends, in any way.
     def __init__(self, number: int, settings: BatchSettings, ranks: Ranks) -> None:
-        """Start `number` processes; `made` tells them what to do."""
+        """Start `number` processes; `make_batches` sends them the work."""
         self._settings, self._ranks = settings, ranks
         self._workers = [_BatchWorker.start() for _ in range(number)]
         self._turns = cycle(self._workers)
         self.number = number
         self._has_work = False
         self._requested: deque[tuple[_BatchWorker, BatchRequest]] = deque()  # and not yet received
-        self._coming: deque[Future[Episodes | MicroBatches]] = (
-            deque()
-        )  # received, and not yet taken
+        self._coming: deque[Future[Episodes | MicroBatches]] = deque()  # received, not yet used
         self._shares: Iterator[Episodes | MicroBatches] | None = None
+        # One thread: replies come in the order of the requests.
         self._receiver = ThreadPoolExecutor(1, "receive", ranks.enter_thread)
         self.wait_s = 0.0
-        self.num_tasks_composed = 0  # of batches that were asked for, also of those nobody took
-        self._made_s = 0.0  # what these took
-        # Also where nobody closes it, as the run could not begin.
+        self.num_tasks_composed = 0  # of all received batches, also of dropped ones
+        self._made_s = 0.0  # the processes' time for these
+        # Also if the run could not begin, and never closes this.
         self._close = weakref.finalize(self, _end_workers, list(self._workers), self._receiver)
 
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int, num_steps: int
     ) -> Iterator[Episodes | MicroBatches]:
-        """Return the batches of an epoch of `num_steps` steps, from `first_step` on, of a rank
-        whose share is fixed. Epochs follow one another: those behind the first are under way before
-        anybody asks."""
+        """Return the batches of an epoch, from `first_step` on, of a rank with a fixed share."""
         if self._shares is None:
+            # Epochs follow one another: those after the first are under way before they are needed.
             places = places_from((epoch, first_step), num_steps, self._settings.run.epochs)
             num_parts = self._settings.num_parts
             requests = (BatchRequest(place, None, num_parts) for place in places)
@@ -153,14 +141,13 @@ class BatchWorkers:
     def make_batches(
         self, local: "ShardedLearner", requests: Iterator[BatchRequest], batches_ahead: int
     ) -> Generator[Episodes | MicroBatches]:
-        """Yield the batch of each of `asks`, as the learner and its exchange take it. They are
-        drawn in the caller's thread, `batches_ahead` ahead. What an earlier call drew and nobody
-        took is dropped."""
+        """Yield each request's batch as the learner and its exchange take it. The caller's thread
+        draws requests, `batches_ahead` ahead; what an earlier call drew is dropped."""
         assert batches_ahead <= BLOCKS * self.number, "a block is written before it is read"
         if not self._has_work:
             self._send_work(local)
         began_s = perf_counter()
-        self._receive(len(self._requested))  # what their processes say next is still about them
+        self._receive(len(self._requested))  # the processes' next replies are still about these
         wait(self._coming)
         self._coming.clear()
         self.wait_s += perf_counter() - began_s
@@ -169,8 +156,7 @@ class BatchWorkers:
                 request := next(requests, None)
             ):
                 self._request(next(self._turns), request)
-            # While a step is taken the next one is copied, and no more: what is used soon after it
-            # was copied is still in the core's caches.
+            # One batch is copied while a step runs: later ones would leave the core's caches again.
             self._receive(2 - len(self._coming))
             if not self._coming:
                 return
@@ -181,12 +167,10 @@ class BatchWorkers:
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds that the batches that were asked for have taken if all processes were
-        at work at all times."""
+        """Return the seconds of the batches so far, as if all processes had worked all the time."""
         return self._made_s / self.number
 
     def _send_work(self, local: "ShardedLearner") -> None:
-        """Tell the processes how batches are made."""
         self._has_work = True
         options = self._settings, local.learner.collate_options(), local.exchange.planner
         work = BatchWork(*options, self._ranks.rank, self._ranks.world_size, self.number)
@@ -204,7 +188,6 @@ class BatchWorkers:
         self._requested.append((worker, request))
 
     def _receive(self, most: int) -> None:
-        """Receive up to `most` of the batches that were asked for, in their order."""
         for _ in range(min(most, len(self._requested))):
             self._coming.append(
                 self._receiver.submit(self._receive_batch, *self._requested.popleft())
@@ -218,6 +201,7 @@ class BatchWorkers:
         except (EOFError, ConnectionError) as error:
             raise self._describe_exit(worker) from error
         assert reply.place == request.place, f"{reply.place}, where {request.place} was asked for"
+        # Also for a batch that failed: the process has had its turn with that block.
         block = next(worker.turns)
         if isinstance(reply.result, Exception):
             raise reply.result
@@ -229,15 +213,15 @@ class BatchWorkers:
     def _copy_from_block(
         self, description: BlockDescription, block: SharedBlock
     ) -> Episodes | MicroBatches:
-        """Return the batch that stands in a block."""
         on_gpu = self._ranks.device.type == "cuda"
+        # Into pinned memory of its own: the process writes the next batch into the block.
         copy = torch.empty(description.num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
         copy.copy_(block.first(description.num_bytes))
         return read_from_block(description, copy)
 
     def _describe_exit(self, worker: _BatchWorker) -> GMetaError:
-        """Return what to say of a process that ended before its work was done."""
         try:
+            # Its connection closes a little before it ends.
             code = worker.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             ending = "closed its connection"
@@ -264,7 +248,7 @@ def start_workers(settings: BatchSettings, dataset: Dataset, ranks: Ranks) -> Ba
 
 
 def _end_workers(workers: list[_BatchWorker], receiver: ThreadPoolExecutor) -> None:
-    # First the processes: the thread may be waiting for what they say.
+    # First the processes: the thread may be waiting for their replies.
     for worker in workers:
         worker.end()
     receiver.shutdown()

@@ -1,6 +1,4 @@
-"""Shards that a rank leases from the data-shard service, and who starts it (docs/antdt.md).
-
-An error of the service that one rank alone meets waits until all can hear of it."""
+"""Shards that a rank leases from the data-shard service (docs/antdt.md)."""
 
 import logging
 import os
@@ -35,11 +33,11 @@ from metaio.read.reader import DEFAULT_CACHE_BYTES, EpisodeRange, RangeReader
 if TYPE_CHECKING:
     from gmeta.distributed.sharded_learner import ShardedLearner
 
-# Shards of a split that a reader can hold decoded: small, so that steps mix tasks from all over it.
+# For a split that a reader holds decoded: small, so that steps mix tasks from all over it.
 SMALL_SHARD_TASKS = 16
 MIN_SHARDS = 4096  # of a split with enough episodes
-# Batches made ahead, by each process where there are some; more only where more threads make them.
-# What a rank holds ahead, its peers cannot take when the data runs out.
+# Batches made ahead, by each process where there are some; more only with more threads: the peers
+# cannot take them when the data runs out.
 PREFETCH_BATCHES = 2
 WARN_AFTER_S = 30.0  # without a shard; an operator may have drained the service, and forgotten it
 IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their last shards
@@ -47,45 +45,39 @@ IDLE_PAUSE_S = 0.002  # between empty batches in a row: the others are at their 
 _log = logging.getLogger("gmeta.feed")
 
 Batch = TypeVar("Batch", TaskBatch, Episodes | MicroBatches)
-# Makes a batch of each of the groups, from this step on; it draws some groups ahead.
+# Makes a batch of each of the groups, from this step on; draws some groups ahead.
 _BatchMaker = Callable[[Iterator[list[UnitRange]], int], Generator[Batch]]
 
 
 def tasks_per_shard(split_name: str, dataset: Dataset) -> int:
-    """Return how many tasks a shard has, which depends on the data alone: any run may go on with
-    it.
-
-    Small where a reader holds the whole split decoded. Elsewhere one block's worth: a smaller shard
-    would decode the same block again and again, a larger one mixes tasks less. For a split in
-    bundles it is a number of whole bundles."""
+    """Return `data.tasks_per_shard`, or a size that depends on the data alone."""
     split = dataset.split(split_name)
     if int(dataset.block_bytes(split.name).sum()) <= DEFAULT_CACHE_BYTES:
         size = max(1, min(SMALL_SHARD_TASKS, split.num_episodes // MIN_SHARDS))
     else:
+        # One block's worth: smaller shards decode a block repeatedly, larger ones mix tasks less.
         size = max(1, split.num_episodes // split.num_blocks)
-    # Whole bundles are composed without a look at their ids, in a quarter of the time. Blocks hold
-    # whole ones.
+    # Whole bundles are composed without a look at their ids, in a quarter of the time.
     bundle = split.blocks.bundle_tasks
     return max(size - size % bundle, bundle) if bundle else size
 
 
 @final
 class LivePageLogger(Logger):
-    """The readings that the live page of the data-shard service draws."""
+    """Readings for the live page of the data-shard service."""
 
+    # `share` is the number of tasks that this rank takes for each batch.
     def __init__(self, client: ShardClient) -> None:
         self._client = client
 
     def log(self, reading: Reading) -> None:
-        """Hand the reading to the next heartbeat."""
+        """Pass the reading to the next heartbeat."""
         self._client.report_metrics(reading.step, reading.scalars())
 
 
 @final
 class LeasedBatchSource(BatchSource):
-    """Shards leased from the data-shard service: each rank takes the next ones when it needs them.
-
-    `share` is how many tasks this rank takes for each batch."""
+    """Shards leased from the data-shard service: each rank leases the next ones at its own pace."""
 
     def __init__(
         self, settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
@@ -96,6 +88,7 @@ class LeasedBatchSource(BatchSource):
         self._ranks = ranks
         self._split = split.name
         self.num_steps = -(-split.num_episodes // data.tasks_per_step)
+        # A rank without a share would never notice that the service ended an epoch.
         if data.tasks_per_step < ranks.world_size:
             raise UserError(
                 f"data.tasks_per_step = {data.tasks_per_step} is less than the {ranks.world_size} "
@@ -119,7 +112,7 @@ class LeasedBatchSource(BatchSource):
         self._stream: UnitStream | None = None
         self._epoch_ended = False
         self._manifest: ShardManifest | None = None
-        # The error of the service that this rank alone met, until all can hear of it.
+        # An error of the service that this rank alone met, until all can raise it.
         self._problem: AntdtError | None = None
         with ExitStack() as undo:
             self._reader = undo.enter_context(
@@ -137,7 +130,7 @@ class LeasedBatchSource(BatchSource):
                 self._restore(spec, checkpoint, run.dir)
 
             run_on_first(begin, ranks)
-            # Behind the roll-back: who registers before it is of the generation that it ends.
+            # After the roll-back, which ends the generation of workers that registered before it.
             address = broadcast_value(address, ranks)
             run_on_all(join if ranks.rank else lambda: None, ranks)
             self.workers = start_workers(settings, dataset, ranks)
@@ -174,9 +167,9 @@ class LeasedBatchSource(BatchSource):
             ) from error
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        """Lease shards and yield their tasks as batches; the service knows where in the epoch the
-        model stands. Raises AntdtError: of this rank alone: the others may be in a collective."""
+        """Lease shards and yield their tasks as batches. Raises AntdtError, on this rank alone."""
 
+        # The service knows where in the epoch the model stands: the step is not needed.
         def make_batches(groups: Iterator[list[UnitRange]], _: int) -> Generator[TaskBatch]:
             return self._reader.batches(
                 [EpisodeRange(self._split, *part) for part in group] for group in groups
@@ -188,8 +181,7 @@ class LeasedBatchSource(BatchSource):
         self, local: "ShardedLearner", epoch: int, first_step: int
     ) -> Iterator[Episodes | MicroBatches] | None:
         """Lease shards and have the processes make the batches, if there are any. Raises
-        AntdtError: of this rank alone: the others may be in a collective. Raises GMetaError: a
-        process has ended."""
+        AntdtError, on this rank alone, or GMetaError: a process has ended."""
         if self.workers is None:
             return None
         processes = self.workers
@@ -215,24 +207,22 @@ class LeasedBatchSource(BatchSource):
         self._epoch_ended = True
 
     def change_share(self, num_tasks: int, num_parts: int) -> None:
-        """Take `num_tasks` for each batch from now on, whatever was made ahead, and work through
-        them in `num_parts` parts: the batch that was asked for last is dropped and asked for again,
-        on every rank, so that their steps stay whole."""
+        """Take `num_tasks` for each batch from now on, in `num_parts` parts."""
+        # Every rank drops its last request and repeats it: their steps stay whole.
         self.share, self._num_parts = num_tasks, num_parts
         self._replan = True
 
     def _shards_ahead(self) -> int:
-        """Return how many shards to lease while those of a batch are used up: another batch's
-        worth."""
+        # Another batch's worth is leased while that of a batch is used up.
         return min(2 * -(-max(self.share, 1) // self._units_per_shard), MAX_SHARDS_PER_LEASE_CALL)
 
     def _iterate_batches(
         self, stream: UnitStream, maker: _BatchMaker[Batch], step: int
     ) -> Iterator[Batch]:
-        """Yield the batches of a stream from this step on; after a change of share, those made
-        ahead are dropped and planned anew, from blocks that are decoded already."""
+        # After a change of share, batches made ahead are planned anew, from decoded blocks.
         while not stream.ended:
             planned: deque[int] = deque()  # tasks of each batch that is made ahead
+            # Closed before the stream takes units back: no more of them are read then.
             with closing(maker(self._iterate_ranges(stream, planned), step)) as batches:
                 for batch in batches:
                     step += 1
@@ -246,7 +236,6 @@ class LeasedBatchSource(BatchSource):
             stream.lease_ahead(self._shards_ahead())
 
     def _iterate_ranges(self, stream: UnitStream, planned: deque[int]) -> Iterator[list[UnitRange]]:
-        """Yield the episodes of this rank's next batches, until the epoch has ended."""
         warn_at_s = time.perf_counter() + WARN_AFTER_S
         while not stream.ended:
             began_s = time.perf_counter()
@@ -254,7 +243,7 @@ class LeasedBatchSource(BatchSource):
             if ranges:
                 warn_at_s = began_s + WARN_AFTER_S
             else:
-                # Its peers have data, or the end is being confirmed: they must not be held up.
+                # Its peers have data, or the end is being confirmed: do not hold them up.
                 time.sleep(IDLE_PAUSE_S)
             if began_s > warn_at_s:
                 warn_at_s = began_s + WARN_AFTER_S
@@ -264,8 +253,7 @@ class LeasedBatchSource(BatchSource):
             yield ranges
 
     def report_trained(self, num_tasks: int) -> None:
-        """Report the tasks to the service. Where a lease was lost, the next batch and the next
-        checkpoint tell."""
+        """Report the tasks to the service. A lost lease shows at the next batch or checkpoint."""
         if self._stream is None:
             raise RuntimeError("trained() needs an epoch: call batches() first")
         with self._defer_problems():
@@ -274,14 +262,14 @@ class LeasedBatchSource(BatchSource):
     def is_epoch_over(self, epoch_step: int) -> bool:
         """Return whether the service has ended the epoch."""
         if self._stream is not None and not self._epoch_ended:
-            # The last step of a run, and this rank has not asked for a batch since.
+            # After a run's last step this rank has not asked for a batch.
             with self._defer_problems():
                 self._epoch_ended = self._stream.ended
         return self._epoch_ended
 
     def checkpoint_files(self, step: int) -> Mapping[str, str]:
         """Return the shard manifest: exactly what of the data is in the model of this step. Raises
-        AntdtError: on all ranks; one of them lost a lease, or the service."""
+        AntdtError, on all ranks: one of them lost a lease, or the service."""
         files: dict[str, str] = {}
 
         def prepare() -> None:
@@ -289,7 +277,7 @@ class LeasedBatchSource(BatchSource):
             files[MANIFEST_FILE_NAME] = self._manifest.to_json()
 
         run_on_all(self._flush, self._ranks)  # every rank's progress is with the service
-        run_on_first(prepare, self._ranks)  # nobody reports the next step before it is taken
+        run_on_first(prepare, self._ranks)  # no rank reports the next step before this is done
         return files
 
     def _flush(self) -> None:
@@ -305,10 +293,9 @@ class LeasedBatchSource(BatchSource):
 
     @contextmanager
     def _defer_problems(self) -> Iterator[None]:
-        """Keep an error of the service until the next batch or checkpoint: the others may be in a
-        collective now."""
         try:
             yield
+        # The others may be in a collective now: kept until the next batch or checkpoint.
         except AntdtError as error:
             self._problem = self._problem or error
 
@@ -323,8 +310,7 @@ class LeasedBatchSource(BatchSource):
 
     @property
     def read_s(self) -> float:
-        """Return the seconds that reading has taken, also where nobody had to wait for it; with
-        processes also arranging."""
+        """Return the seconds of reading, with processes also of collating, waited for or not."""
         return self._made_by.busy_s + self._lease_wait_s
 
     @property
@@ -346,4 +332,5 @@ class LeasedBatchSource(BatchSource):
 
 
 def _share_of(num_tasks: int, rank: int, world_size: int) -> int:
+    # Differences of rounded multiples: the ranks' shares add up to all tasks.
     return (rank + 1) * num_tasks // world_size - rank * num_tasks // world_size

@@ -1,6 +1,4 @@
-"""What of a step's time is a rank's own, whatever its peers do: reading and computing.
-
-A controller goes by it (docs/stragglers.md): by how long steps take, all ranks are alike."""
+"""A rank's own part of a step's time, whatever its peers do: reading and computing."""
 
 import time
 from typing import final
@@ -8,30 +6,27 @@ from typing import final
 import torch
 from torch import Tensor
 
+# A controller goes by it (docs/stragglers.md): steps take all ranks equally long.
 READING_KEPT = 0.75  # from step to step: a block is read in one and used in some
 
 
 @final
 class ReadTime:
-    """How long a rank takes to read a task, over the last steps; where processes make batches,
-    arranging them counts too.
-
-    Counted by the tasks that were read, not by those of the step: batches are read ahead. After a
-    change of the shares, batches that were read ahead are read again from memory, which says
-    nothing about the storage."""
+    """The time a rank takes to read a task, over the last steps; processes collate in it, too."""
 
     def __init__(self) -> None:
+        # Of the tasks that were read, not of the step's: batches are read ahead.
         self._seen_s, self._seen = 0.0, 0  # totals
         self._newest_s, self._newest = 0.0, 0.0  # the newest steps weigh most
         self._steps_to_skip = 0
 
     def skip(self, num_steps: int) -> None:
-        """Leave out the next `num_steps` steps, whose tasks are in memory already."""
+        """Leave out the next `num_steps` steps."""
+        # After a change of shares these tasks come from memory, and say nothing of the storage.
         self._steps_to_skip = max(self._steps_to_skip, num_steps)
 
     def task_s(self, read_s: float, tasks_read: int) -> float:
-        """Return the seconds that reading a task takes, from the totals of the rank's reader;
-        called once a step."""
+        """Return the seconds of reading a task, from the reader's totals. Call it once a step."""
         if self._steps_to_skip:
             self._steps_to_skip -= 1
         else:
@@ -43,19 +38,16 @@ class ReadTime:
 
 @final
 class ReadOverlap:
-    """How much of the reading the rank's own computation does not hide.
-
-    Batches are read while the rank computes, and while it waits for its peers. Nobody waits for a
-    slow reader any more once its share has become small, because its peers' computation hides it;
-    it is as slow as before, and with its old share all would wait for it again. So a rank's own
-    time is max(reading, computing), whatever the others do."""
+    """Data-loading time that this rank's compute does not overlap."""
 
     def __init__(self, batches_ahead: int) -> None:
+        # Once a slow reader's share is small, its peers' compute hides its reading; with its old
+        # share all would wait again. So a rank's own time is max(reading, computing).
         self._batches_ahead = batches_ahead
         self._credit_s = 0.0  # computed while nothing was read: a later batch may take as long
 
     def exposed_s(self, read_s: float, compute_s: float) -> float:
-        """Return how much of its reading shows in a step that read and computed for this long."""
+        """Return the part of its reading that shows in a step that read and computed this long."""
         exposed_s = read_s - compute_s - self._credit_s
         self._credit_s = min(max(0.0, -exposed_s), self._batches_ahead * compute_s)
         return max(0.0, exposed_s)
@@ -63,8 +55,7 @@ class ReadOverlap:
 
 @final
 class LocalClock:
-    """Time from the rows' arrival to their gradient's departure: what this rank computes by itself,
-    whatever its peers do."""
+    """Time from the rows' arrival to their gradient's departure: this rank's own computing."""
 
     def __init__(self) -> None:
         self._spent_s = 0.0
@@ -72,6 +63,7 @@ class LocalClock:
 
     def start(self, rows_UD: Tensor) -> None:
         """Start the clock: the rows are here. It stops when backward reaches them."""
+        # Predictions have no backward that would stop the clock.
         if not rows_UD.requires_grad:
             return
         if rows_UD.is_cuda:
@@ -86,7 +78,8 @@ class LocalClock:
         self._spent_s += seconds
 
     def take_s(self) -> float:
-        """Return the seconds since the last call; on CUDA those of kernels that are through."""
+        """Return the seconds since the last call; on CUDA of kernels that have ended."""
+        # Only events that have happened: waiting for others would hold up the host.
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._spent_s += begin.elapsed_time(end) / 1000

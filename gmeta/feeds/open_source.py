@@ -1,4 +1,4 @@
-"""Which feed a run reads: data.source says it, and its checkpoint must agree."""
+"""Opens a run's batch source."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from metaio.format.dataset import Dataset
 def open_batch_source(
     settings: BatchSettings, dataset: Dataset, ranks: Ranks, checkpoint: Path | None
 ) -> BatchSource:
-    """Return the feed that `data.source` names, at the place in the data where `checkpoint` stands.
-    Raises UserError: the checkpoint was trained with the other source, or from other data."""
+    """Return the source that `data.source` names, where `checkpoint` stands in the data. Raises
+    UserError: the checkpoint was trained with the other source, or from other data."""
     leased = settings.data.source == "service"
     if checkpoint is not None and (checkpoint / MANIFEST_FILE_NAME).exists() != leased:
         raise UserError(

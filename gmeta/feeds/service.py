@@ -1,4 +1,4 @@
-"""Which data-shard service a training job talks to. Loads no torch: a launcher asks as well."""
+"""Finds, or starts, the data-shard service of a training job. Loads no torch, for launchers."""
 
 import os
 from pathlib import Path
@@ -7,14 +7,14 @@ from gmeta.antdt.client.client import ShardClient
 from gmeta.antdt.service.embedded import EmbeddedService
 from gmeta.config.train_config import DataConfig
 
-# The same that `gmeta shards` reads.
+# `gmeta shards` reads it, too.
 SERVICE_VARIABLE = "GMETA_SHARD_SERVICE"
 
 SHARDS_FOLDER = "shards"  # in the run folder: store, log and address of the job's own service
 
 
 def service_address(data: DataConfig) -> str:
-    """Return HOST:PORT of the service that was named for the job; "" if it is to start its own."""
+    """Return HOST:PORT of the service that was named for the job; "": the job starts its own."""
     return data.service or os.environ.get(SERVICE_VARIABLE, "")
 
 
@@ -24,8 +24,7 @@ def needs_own_service(data: DataConfig) -> bool:
 
 
 def start_embedded_service(run_dir: str) -> EmbeddedService:
-    """Return the job's service, its store in the run folder; it ends with this process at the
-    latest."""
+    """Return the job's service, its store in the run folder; it ends with this process."""
     return EmbeddedService(Path(run_dir) / SHARDS_FOLDER)
 
 
@@ -37,7 +36,7 @@ def connect(address: str, rank: int) -> ShardClient:
     )
     return ShardClient(
         address,
-        # The same in every life of the job: a restarted rank takes the place of its last process.
+        # The same after a restart: the rank then takes the place of its last process.
         f"rank{rank}",
         token_file=token_file,
         tls_ca=tls_ca,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class StaticBatchSource(BatchSource):
-    """Every rank its share of every step, worked out from the seed alone."""
+    """A rank's share of every step, computed from the seed alone."""
 
     def __init__(
         self, settings: BatchSettings, dataset: Dataset, ranks: Ranks, *, is_fresh: bool
@@ -30,13 +30,14 @@ class StaticBatchSource(BatchSource):
         )
         self._num_epochs = run.epochs
         self.num_steps = self._reader.num_steps()
-        # Both while the model and the run folder are made ready.
+        # Both while the model and the run folder are prepared.
         self.workers = start_workers(settings, dataset, ranks)
+        # A resumed run begins somewhere in its epoch: its first blocks are others.
         if is_fresh and self.workers is None:
             self._reader.prefetch(epoch=0)
 
     def batches(self, epoch: int, first_step: int) -> Iterator[TaskBatch]:
-        """Read this rank's share of each step, in the order that the seed gives."""
+        """Read this rank's share of each step, in the seed's order."""
         yield from self._reader.batches(epoch, first_step=first_step)
         if epoch + 1 < self._num_epochs:
             self._reader.prefetch(epoch + 1)  # while this epoch is validated and saved
@@ -44,7 +45,7 @@ class StaticBatchSource(BatchSource):
     def episodes(
         self, local: "ShardedLearner", epoch: int, first_step: int
     ) -> Iterator[Episodes | MicroBatches] | None:
-        """Take them from the processes, if there are any."""
+        """Return the processes' batches, if there are any."""
         if self.workers is None:
             return None
         return self.workers.episodes(local, epoch, first_step, self.num_steps)
@@ -61,7 +62,7 @@ class StaticBatchSource(BatchSource):
         return {}
 
     def confirm_checkpoint(self) -> None:
-        """Do nothing: nobody waits for it."""
+        """Do nothing: no service waits for it."""
 
     @property
     def wait_s(self) -> float:

@@ -1,11 +1,5 @@
-"""How a rank's batches are arranged, and in how many parts: as the config says, or as a controller
-does; what the controller is told about the steps, and how its change of batches reaches all ranks
-in the same step (docs/stragglers.md).
-
-Ranks ask each other behind a step what is new and take the answer once the rows of the next one
-travel, so that they wait for both at once.
-
-A change of batches is no change of the gradient: terms are weighted by their global number."""
+"""Collates a rank's batches, in as many parts as the config or a controller says, and reports the
+steps to the controller (docs/stragglers.md)."""
 
 import abc
 import time
@@ -42,8 +36,8 @@ from metaio.read.batch import TaskBatch
 PROBE_EVERY_STEPS = 16  # 1 ms each on one machine: 0.1 ms a step
 # The fastest of this many probes counts: a rank that once was not scheduled has no slow link.
 PROBES_KEPT = 4
-# A step's collectives one after the other: numbers of ids, totals, ids, rows, gradients of rows and
-# of layers. Each takes a slow link at least as long as a swap.
+# A step's collectives in turn: numbers of ids, totals, ids, rows, gradients of rows and of layers.
+# Each takes a slow link at least as long as a swap.
 MEETINGS_PER_STEP = 6
 
 CollateFunction = Callable[[TaskBatch], Episodes]  # of one epoch
@@ -52,29 +46,27 @@ CollateFunction = Callable[[TaskBatch], Episodes]  # of one epoch
 class StepAgent(abc.ABC):
     """Called once a step, and for every batch."""
 
-    wait_s = 0.0  # that steps have waited for batches to be arranged, beside what the feed counts
+    wait_s = 0.0  # that steps have waited for collating, beside what the source counts
 
     @abc.abstractmethod
     def collate_batches(
         self, batches: Iterator[TaskBatch], collate: CollateFunction
     ) -> Iterator[Episodes | MicroBatches]:
-        """Yield each batch as the learner takes it, in parts where a step is worked through in
-        several."""
+        """Yield each batch as the learner takes it, in parts if its step has several."""
 
     @abc.abstractmethod
     def finish_step(self, num_tasks: int) -> None:
-        """Take note that the optimizer's step is done. Collective: every rank calls it for every
-        step."""
+        """Record that the optimizer's step is done. Collective: for every step."""
 
     def adopt_new_plan(self) -> bool:
-        """Say whether the shares changed behind the last step, so that the batch that was asked for
-        last is planned anew. Called before each step; the same on all ranks."""
+        """Return whether the shares changed after the last step, so that the batch requested last
+        is planned anew; equal on all ranks. Call it before each step."""
         return False
 
 
 @final
 class StaticStepAgent(StepAgent):
-    """Shares are fixed and nobody watches."""
+    """Fixed shares, without a controller."""
 
     def __init__(
         self,
@@ -83,8 +75,7 @@ class StaticStepAgent(StepAgent):
         threads: int,
         on_thread_start: Callable[[], object] = lambda: None,
     ) -> None:
-        """Arrange in `threads` threads for a GPU, each of which calls `enter` as it begins; 0: in
-        the thread that asks for batches."""
+        """Collate in `threads` threads, for a GPU; 0: in the caller's thread."""
         self._exchange = sharded.local.exchange
         self._micro_batches = micro_batches
         self._threads = threads
@@ -93,7 +84,7 @@ class StaticStepAgent(StepAgent):
     def collate_batches(
         self, batches: Iterator[TaskBatch], collate: CollateFunction
     ) -> Iterator[Episodes | MicroBatches]:
-        """Yield each batch arranged, always in as many parts as the config says."""
+        """Yield each batch collated, always in as many parts as the config says."""
         collate_parts = collate_in_parts(collate, self._micro_batches)
         if not self._threads:
             return map(collate_parts, batches)
@@ -107,7 +98,7 @@ class StaticStepAgent(StepAgent):
         self.wait_s += seconds
 
     def finish_step(self, num_tasks: int) -> None:
-        """Do nothing: nobody asks."""
+        """Do nothing: no controller needs it."""
 
 
 def open_agent(
@@ -117,10 +108,9 @@ def open_agent(
     ranks: Ranks,
     stop: Stop,
 ) -> StepAgent:
-    """Return an agent that watches where ranks lease shards, and may therefore take unequal shares
-    of a step."""
+    """Return the agent of the batch source; with leased shards it may change ranks' shares."""
     if not isinstance(feed, LeasedBatchSource):
-        # Cores that compute have no time to arrange beside it.
+        # Cores that compute have no time to collate beside it.
         threads = settings.data.threads if ranks.device.type == "cuda" else 0
         return StaticStepAgent(sharded, settings.num_parts, threads, ranks.enter_thread)
     return LeasedStepAgent(settings.num_parts, feed, sharded, ranks, stop)
@@ -136,10 +126,11 @@ def iterate_batches(
     stop: Stop,
 ) -> Iterator[Episodes | MicroBatches]:
     """Yield this rank's batches from where `progress` stands in its epoch: checked, augmented and
-    arranged. One that is wrong asks all ranks to stop before its step."""
+    collated. After an error all ranks stop before its step."""
     epoch, step, features = progress.epoch, progress.epoch_step, dataset.features
     collate = local.learner.collate_options().collator_of(epoch)
     worker_batches = feed.episodes(local, epoch, step)
+    # Processes check and augment by themselves.
     if worker_batches is not None:
         return idle_on_error(worker_batches, collate(batch_without_tasks(features)), stop)
     split, seed = settings.split, settings.run.seed
@@ -161,10 +152,11 @@ class LeasedStepAgent(StepAgent):
         ranks: Ranks,
         stop: Stop,
     ) -> None:
+        # Other batches, same gradient: terms are weighted by their global number.
         self._feed = feed
         self._ranks = ranks
         self._stop = stop
-        # A rank whose service refuses every lease would answer SIGTERM only when its patience ends.
+        # Or a rank without leases would answer SIGTERM only when its patience ends.
         feed.client.stop_when(lambda: stop.is_requested)
         self._worker = WorkerAgent(feed.client, feed.share, self._end_for_restart, num_parts)
         self._clock = LocalClock()
@@ -181,9 +173,9 @@ class LeasedStepAgent(StepAgent):
     def collate_batches(
         self, batches: Iterator[TaskBatch], collate: CollateFunction
     ) -> Iterator[Episodes | MicroBatches]:
-        """Yield each batch arranged, in as many parts as the plan says by then; the time counts as
-        this rank's own. Where processes arrange, nobody asks for this."""
+        """Yield each batch collated, in as many parts as the plan says by then."""
         for batch in batches:
+            # The time counts as this rank's own. Processes collate without this.
             began_s = time.perf_counter()
             episodes = collate_in_parts(collate, self._worker.plan.micro_batches)(batch)
             self._collate_s += time.perf_counter() - began_s
@@ -197,6 +189,7 @@ class LeasedStepAgent(StepAgent):
         exposed_s = self._overlap.exposed_s(task_s * num_tasks, compute_s)
         data_s = max(wait_s - self._wait_s, exposed_s)
         own_transfers_s = MEETINGS_PER_STEP * min(self._swaps_s, default=0.0)
+        # What is left of the step was waiting for peers.
         peers_s = max(0.0, now_s - self._ended_s - compute_s - data_s - own_transfers_s)
         times_s = (compute_s, data_s, own_transfers_s, peers_s)
         changed = self._worker.count_step(num_tasks, *(1000 * seconds for seconds in times_s))
@@ -208,15 +201,16 @@ class LeasedStepAgent(StepAgent):
             self._swaps_s.append(self._probe.swap_s())
 
     def adopt_new_plan(self) -> bool:
-        """Adopt the plan that was asked about if it is the newest of all ranks: they all hear so
-        behind the same step, so it is in force for the same batch everywhere. If the speed of any
-        rank changed, all report at once, and the controller sees the same step of everybody."""
+        """Adopt the plan if it is the newest of all ranks; return whether it was."""
+        # All ranks get the answers after the same step, so a plan holds for the same batch
+        # everywhere. They were asked for a step ago, to wait for them beside that step's rows.
         if self._plan_swap is None:
             return False
         (plan, mine, swap), self._plan_swap = self._plan_swap, None
         answers = torch.stack([mine, *swap.parts()])
         versions, any_changed = answers[:, 0], bool(answers[:, 1].any())
         if any_changed:
+            # If any rank's speed changed, all report at once: the controller sees one step of all.
             self._feed.client.hurry()
         if plan.version == self._worker.plan.version or bool((versions != plan.version).any()):
             return False
@@ -228,11 +222,10 @@ class LeasedStepAgent(StepAgent):
         return True
 
     def _start_plan_swap(self, changed: bool) -> None:
-        """Ask all ranks which plan is their newest, and whether the speed of any changed."""
         plan = self._worker.newest
         mine = torch.tensor([plan.version, int(changed)])
-        # From each to each: an all-reduce of gloo goes round all of them, twice, and at every stop
-        # may wait for a rank that is not scheduled.
+        # From each to each: gloo's all-reduce goes round all ranks, twice, and at every stop may
+        # wait for one that is not scheduled.
         others = self._ranks.world_size - 1
         counts = [mine.numel()] * others
         self._plan_swap = (
@@ -242,8 +235,7 @@ class LeasedStepAgent(StepAgent):
         )
 
     def _end_for_restart(self) -> str:
-        """Ask all ranks to keep the steps so far and end; torchrun starts them again. Return why
-        that cannot be, or ""."""
+        """Ask all ranks to save and end, as torchrun starts them again; return why not, or ""."""
         used, allowed = restarts()
         if used >= allowed:
             return f"torchrun has used {used} of {allowed} restarts; raise --max-restarts"

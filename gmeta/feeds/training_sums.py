@@ -1,4 +1,4 @@
-"""What the rows of the training split say of each value, before a run takes its first step."""
+"""Statistics of the training split's rows, before a run takes its first step."""
 
 import numpy as np
 
@@ -14,9 +14,8 @@ from metaio.read.compose import compose
 def read_item_statistics(
     items: ItemStatistics | None, settings: BatchSettings, dataset: Dataset, ranks: Ranks
 ) -> list[str]:
-    """Read the training split once, each rank its share of the blocks, fill `items` with what it
-    says, and return what to tell of it: nothing where there are none. Collective. Raises
-    ConfigError: a label is not one that the loss takes."""
+    """Read the training split once, each rank its share of the blocks, into `items`; return the
+    lines to print. Collective. Raises ConfigError: a loss does not take a label."""
     if items is None:
         return []
     sums, split = items.empty_sums(), dataset.split(settings.split)
@@ -28,6 +27,7 @@ def read_item_statistics(
             for checked in check_labels([batch], settings.kinds, dataset, split.name):
                 items.add(sums, checked)
 
+    # A rank that failed alone would leave the others in the sum.
     run_on_all(add_split, ranks)
     add_arrays_over_ranks([sums.total_by_fold, *sums.columns], ranks)
     items.set_from_sums(sums)

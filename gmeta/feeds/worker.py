@@ -1,9 +1,4 @@
-"""A process that reads and arranges every n-th batch of a rank, for processes.py, which starts it.
-
-It hears how, once, and is then asked for one batch after the other. Each goes into the next of its
-blocks of shared memory; the rank hears where the tensors stand in it. While one is arranged the
-next is read: with a fixed share, also those that nobody has asked for yet. A batch is a function of
-the config, the dataset and what was asked for: the one that the rank itself would make."""
+"""A process that reads and collates every n-th batch of a rank (batch_workers.py)."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -31,12 +26,12 @@ from metaio.format.dataset import Dataset
 from metaio.read.batch import TaskBatch
 from metaio.read.reader import BatchReader, EpisodeRange, RangeReader
 
-_ERRORS = GMetaError, MetaIOError, OSError  # of reading, told to the rank
+_ERRORS = GMetaError, MetaIOError, OSError  # of reading, raised on the rank
 
 
 @final
 class TrainingSplit:
-    """Reads the training split, which is opened when a batch is first asked for."""
+    """Reads the training split, which is opened at the first request."""
 
     def __init__(self, work: BatchWork, held: ExitStack) -> None:
         """Read as long as `held` is open."""
@@ -60,8 +55,9 @@ class TrainingSplit:
         return self._held.enter_context(RangeReader(self._dataset, threads=threads))
 
     def begin(self, request: BatchRequest) -> Iterator[TaskBatch]:
-        """Return what yields the batch that was asked for, checked and augmented; it is read in the
-        background until then."""
+        """Return an iterator of the requested batch, checked and augmented."""
+        # It is read in the background until then. From settings, dataset and request alone: the
+        # batch that the rank itself would make.
         settings, dataset = self._work.settings, self._dataset
         split, seed = settings.split, settings.run.seed
         if request.ranges is None:
@@ -73,10 +69,9 @@ class TrainingSplit:
         return augment_batches(checked, settings.augment, dataset.features, seed, *request.place)
 
     def _share_of(self, place: Place) -> TaskBatch:
-        """Return the rank's share of a step. Those that this process will be asked for are read
-        ahead."""
         found = next(self._share, None)
         if found is None:  # the first, or behind one that could not be read
+            # The batches that this process will be asked for are read ahead.
             work, reader = self._work, self._share_reader
             to_come = places_from(place, reader.num_steps(), work.settings.run.epochs)
             places, planned = tee(islice(to_come, 0, None, work.num_processes))
@@ -88,10 +83,11 @@ class TrainingSplit:
 
 
 def work(connection: int, *blocks: int) -> None:
-    """Do what the rank says at the other end of a connection, until it closes that or is gone;
-    connection and blocks are given by their descriptors."""
+    """Serve the rank at the other end of a connection, until it closes that or is gone; connection
+    and blocks are descriptors."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text("gmeta-batches")  # as `top` shows it
+    # A process counts as one core of its rank's: see resolve_num_processes.
     torch.set_num_threads(1)
     keep_freed_memory()
     with Connection(connection) as rank, suppress(EOFError, ConnectionError):
@@ -99,12 +95,13 @@ def work(connection: int, *blocks: int) -> None:
 
 
 def serve_requests(rank: Connection, work: BatchWork, blocks: list[SharedBlock]) -> None:
-    """Make the batches that the rank asks for, one after the other, until it is gone (EOFError,
+    """Make the batches that the rank requests, one after the other, until it is gone (EOFError,
     ConnectionError). It never has more batches to copy than there are blocks."""
     turns, pending = cycle(blocks), deque[tuple[BatchRequest, Iterator[TaskBatch] | Exception]]()
     with ExitStack() as held:
         split = TrainingSplit(work, held)
         while True:
+            # All requests so far are begun first: while one batch is collated the next is read.
             while not pending or rank.poll():
                 request: BatchRequest = rank.recv()
                 try:
@@ -119,5 +116,5 @@ def serve_requests(rank: Connection, work: BatchWork, blocks: list[SharedBlock])
                     raise batches
                 result = write_to_block(work.collate(next(batches), request), block.first)
             except _ERRORS as error:
-                result = error  # of this one: the rank may have dropped it
+                result = error  # of this batch alone: the rank may have dropped it
             rank.send(BatchReply(request.place, result, perf_counter() - began_s))

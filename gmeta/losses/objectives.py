@@ -39,6 +39,7 @@ class LabelLosses(NamedTuple):
 
     def logits(self, output: Tensor) -> Tensor:
         """Return the labels' logits: the model's outputs, or the product's for the entire space."""
+        # No label is of the entire space.
         if max(self.before) < 0:
             return output
         own = in_float32(output).unbind(dim=1)
@@ -81,6 +82,7 @@ class LabelLosses(NamedTuple):
         """Return the values times the labels' weights: [N, L] from [N, L] or [N, 1]."""
         if len(self.weights) > 1:
             return values * _tensor(self.weights, values.dtype, values.device)
+        # One label of weight 1 is the common case, and costs no product.
         return values if self.weights == (1.0,) else values * self.weights[0]
 
     def losses_NL(
@@ -111,8 +113,7 @@ class LabelLosses(NamedTuple):
         # From the last label to the first: what a label takes place among stands before it.
         for at in reversed(range(len(found))):
             if (before := self.before[at]) >= 0:
-                # z' = b - softplus(softplus(b) - z): dz'/dz is this share, dz'/db = 1 - share
-                # sigmoid(b).
+                # z' = b - softplus(softplus(b) - z): dz'/dz = share, dz'/db = 1 - share sigmoid(b).
                 share_N = torch.sigmoid(_softplus(own[at]) - joint[before])
                 found[before] = found[before] + found[at] * share_N
                 found[at] = found[at] * (1.0 - share_N * torch.sigmoid(own[at]))
@@ -135,8 +136,7 @@ class LabelLosses(NamedTuple):
         joint = list(own)
         for at, before in enumerate(self.before):
             if before >= 0:
-                # By logits alone: a product of two small probabilities would lose its digits in
-                # float32.
+                # By logits alone: float32 would lose the digits of a product of two probabilities.
                 joint[at] = own[at] - _softplus(_softplus(own[at]) - joint[before])
         return joint
 
@@ -240,6 +240,7 @@ def make_objectives(
             )
     weights = tuple(config.weight.get(name, 1.0) for name in names)
     adapts = config.adapt or names
+    # The inner loop leaves a label out by the weight 0: the outputs stay the same.
     inner = tuple(
         weight if name in adapts else 0.0 for name, weight in zip(names, weights, strict=True)
     )

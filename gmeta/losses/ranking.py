@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 # Pairs that are in memory at once: 1 MB in float32, a few times.
 MOST_PAIRS = 1 << 18
+# Finite: with -inf a list without a known row would be NaN.
 NO_SCORE = -1e30  # its share of a softmax is 0, also in float32
 
 
@@ -50,8 +51,7 @@ def list_losses(
 def list_grads(
     kind: str, output: Tensor, label: Tensor, weight: Tensor | None, lists: TaskLists
 ) -> Tensor:
-    """Return the gradient of the weighted sum of these losses at the outputs, differentiable
-    again."""
+    """Return the gradient of these losses' weighted sum at the outputs, differentiable again."""
     of_block = _softmax_grads if kind == "softmax" else _pair_grads
     return _by_list(of_block, lists, output, label, weight)
 
@@ -186,6 +186,7 @@ class _Pairs(NamedTuple):
 
 def _pairs(output_TH: Tensor, label_TH: Tensor) -> Iterator[_Pairs]:
     num_lists, longest = output_TH.shape
+    # At most MOST_PAIRS pairs: some rows of one long list, or several short lists.
     rows = min(longest, max(1, MOST_PAIRS // longest))
     lists = max(1, MOST_PAIRS // (rows * longest))
     for first in range(0, num_lists, lists):
@@ -208,5 +209,6 @@ def _sums_over_pairs(
         below_TH[pairs.lists] += terms_ThH.sum(1)
         count_T1[pairs.lists] += pairs.is_pair_ThH.sum((1, 2)).unsqueeze(1)
     num_known_T1 = label_TH.isfinite().sum(1, keepdim=True)
+    # Sums of a list without a pair are 0, and the 1 keeps them from 0 / 0.
     each_T1 = num_known_T1 / (2.0 * count_T1).clamp(min=1.0)
     return above_TH * each_T1, below_TH * each_T1

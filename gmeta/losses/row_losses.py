@@ -18,8 +18,7 @@ RANKING = ("softmax", "pairwise")
 
 
 def defined_labels_N(kind: str, label_N: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Return where the loss is defined: `bce` on [0, 1], `softmax` from 0 on, else finite
-    labels."""
+    """Return where the loss is defined: `bce` on [0, 1], `softmax` from 0 on, others if finite."""
     # NaN is neither below nor above anything.
     if kind == "bce":
         return (label_N >= 0) & (label_N <= 1)

@@ -21,7 +21,7 @@ OF_SCORES = ("ndcg@10", "auc", "gauc")
 LIST_LOSSES = ("softmax", "pairwise")
 WHOLE_NAMES = ("auc", "gauc", "pr_auc", "logloss", "ece", "mae", "rmse", "mrr", *LIST_LOSSES)
 CUT_NAMES = ("ndcg", "hr", "p", "recall")  # of the K best rows of a task
-# More than any list that somebody looks at; discounts are tabled up to it.
+# More than any list that people look at; discounts are tabled up to it.
 MOST_K = 10_000
 OF_PROBABILITIES = ("logloss", "ece")
 OF_VALUES = ("mae", "rmse")
@@ -64,6 +64,7 @@ def _known_names() -> list[str]:
 
 
 def _is_mistyped(name: str) -> bool:
+    # A metric of ours that is misspelt, as in `aucc:click`, must not be imported as a module.
     if "." in name or not difflib.get_close_matches(name, _known_names(), n=1):
         return False
     try:
@@ -126,6 +127,7 @@ class Scoring:
     def check(self, key: str, name: str) -> None:
         """Raise ConfigError unless `name`, the value of `key`, is a metric of this loss."""
         family, at = parse_name(name)
+        # A custom metric may mean something for any loss: its package decides.
         if not family and is_metric(name):
             try:
                 NAMED_METRICS.find(name)
@@ -207,8 +209,7 @@ def metric_infos(scoring: Scoring) -> dict[str, MetricInfo]:
 
 
 def parse_name(name: str) -> tuple[str, int | None]:
-    """Return the family of a metric's name and its K, if it has one; no family for a custom
-    metric."""
+    """Return the family of a metric's name and its K, if any; no family for a custom metric."""
     if name in WHOLE_NAMES:
         return name, None
     match = re.fullmatch(rf"({'|'.join(CUT_NAMES)})@([0-9]{{1,6}})", name)

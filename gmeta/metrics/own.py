@@ -18,6 +18,7 @@ from gmeta_keys.translate_errors import format_foreign_error, translate_errors
 
 # The standard error of an interval is itself off by 1/sqrt(2 (G - 1)): 10 %.
 NUM_GROUPS = 50
+# The same groups, and so the same interval, in every evaluation.
 SEED = 0
 KEY = "evaluation.metrics"
 
@@ -64,6 +65,7 @@ def check_trusted(path: Path, names: Iterable[str], made_on: Mapping[str, Any]) 
 def try_out(name: str) -> None:
     """Call a custom metric on 200 made-up rows of 20 tasks. Raises GMetaError: it fails."""
     place_N = np.arange(200)
+    # Both labels in every task and no equal scores: no metric has a reason to be undefined.
     label_N, score_N = (place_N % 2).astype(np.float64), (place_N + 1) / 201
     try:
         custom_terms(name, label_N, score_N, place_N // 10, 20, resampled=False)

@@ -73,6 +73,7 @@ def rank_within_tasks(label_N: Floats, score_N: Floats, code_N: Ints, num_tasks:
 
 def find_ties(ranked: RankedRows, threshold: float) -> Ties:
     """Return the ties; a label of at least `threshold` is positive."""
+    # The first row of a tie is where the tie begins.
     first_R = np.flatnonzero(ranked.tie_first_N == np.arange(ranked.tie_first_N.size))
     end_R = ranked.tie_end_N[first_R]
     # Sums over runs of rows as differences of one running sum.

@@ -29,6 +29,7 @@ class ScoredLabel(NamedTuple):
         own_N: npt.NDArray[Any] = label_NL[:, self.at]
         if self.among < 0:
             return own_N
+        # Rows without the event before are no trials of this one: unknown, not negative.
         conditional_N: npt.NDArray[Any] = np.where(label_NL[:, self.among] == 1, own_N, np.nan)
         return conditional_N
 

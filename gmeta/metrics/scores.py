@@ -69,6 +69,7 @@ def split_terms(
     it, -1 for other rows. Without `resampled` custom metrics have a value alone, in 1/50 of the
     time."""
     label_N, score_N, task_N = _check_arrays(label, prediction, task)
+    # Dense codes: terms are arrays with a place for each task.
     ids_T = np.unique(task_N) if tasks is None else tasks
     code_N = np.searchsorted(ids_T, task_N)
     chosen = tuple(names) or scoring.names
@@ -111,6 +112,7 @@ def _check_arrays(label: Array, score: Array, task: Array) -> tuple[Floats, Floa
             f"label, prediction and task have the shapes {shapes}: they must be one-dimensional "
             "and equally long, one entry per row. Pass the columns of one table."
         )
+    # In float64: sums over many rows keep their digits.
     return np.asarray(label, np.float64), np.asarray(score, np.float64), np.asarray(task, np.int64)
 
 
@@ -133,6 +135,7 @@ def _terms_by_name(
 
     def make_terms(name: str) -> Terms:
         family, k = parse_name(name)
+        # Functions: only the named metric is computed.
         makers: dict[str, Callable[[], Terms]] = {
             "auc": lambda: auc_terms(label_N >= threshold, score_N, code_N, num_tasks),
             "pr_auc": lambda: pr_auc_terms(label_N >= threshold, score_N, code_N, num_tasks),

@@ -1,5 +1,4 @@
-"""Ranks that people start by hand may have been told different things: they would train a model
-that nobody asked for, or wait for each other for ever."""
+"""Checks that all ranks of a run have the same config and data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,16 +10,18 @@ from gmeta.errors import UserError
 OF_ONE_MACHINE = ("data.path", "data.service", "data.threads", "data.processes")
 
 
+# Ranks that people start by hand may differ: they would train a model that no one configured, or
+# wait for each other for ever.
 def settings_of_all(by_key: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config's values by section.key without those that are a machine's own."""
     return {key: value for key, value in by_key.items() if key not in OF_ONE_MACHINE}
 
 
-def check_alike(told: Mapping[str, Any], ranks: Ranks) -> None:
-    """Raise UserError on all ranks, with the keys that differ, where one was told something else
-    than rank 0. Collective."""
-    everyone = gather_values(dict(told), ranks) or []
+def check_alike(settings: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raise UserError on all ranks, with the keys that differ from rank 0's. Collective."""
+    everyone = gather_values(dict(settings), ranks) or []
     problem = ""
+    # The first rank that differs is enough for one line.
     for rank, other in enumerate(everyone):
         if other != everyone[0] and not problem:
             differing = ", ".join(

@@ -1,6 +1,5 @@
-"""From a config to its dataset and model.
-
-Needs neither ranks nor TorchRec: a launcher finds what is wrong before it starts anything."""
+"""From a config to its dataset and model, without ranks or TorchRec: a launcher checks a config
+before it starts any rank."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,8 +46,8 @@ from metaio.quantities import format_count
 
 
 def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
-    """Open the dataset and build the part of the model that every rank replicates. Raises
-    ConfigError: the config does not fit the dataset, or the model does not fit the algorithm."""
+    """Return the dataset, and the part of the model that every rank replicates. Raises ConfigError:
+    the config does not fit the dataset, or the model the algorithm."""
     dataset = open_data(config.data)
     for key, split in (
         ("train_split", config.data.train_split),
@@ -118,7 +117,6 @@ def build(config: TrainConfig) -> tuple[Dataset, MetaLearner]:
 
 
 def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
-    """Raise ConfigError where plain epochs leave the algorithm none, or would teach nothing."""
     if algorithm.name == PLAIN or not algorithm.plain_epochs:
         return
     if algorithm.plain_epochs >= epochs:
@@ -137,7 +135,6 @@ def _check_plain_epochs(algorithm: AlgorithmConfig, epochs: int) -> None:
 def _check_early_stop_label(
     metric: str, labels: LabelsConfig, data: DataConfig, dataset: Dataset
 ) -> None:
-    """Raise ConfigError where the metric that decides is of a label that the dataset lacks."""
     _, label = label_of(metric)
     if label and label not in [one.name for one in scored_labels(labels, dataset)]:
         raise ConfigError(
@@ -147,12 +144,8 @@ def _check_early_stop_label(
 
 
 def check_on_data(config: TrainConfig) -> None:
-    """Check all that can be checked of a config and its dataset without a rank: the launcher must
-    report it before any rank starts.
-
-    Raises:
-        ConfigError: see build and check_first_labels.
-        FormatError: the first block is damaged."""
+    """Check all of a config that its dataset shows, for a launcher. Raises ConfigError: see build
+    and check_first_labels; FormatError: the first block is damaged."""
     check_hooks(config)
     dataset, _ = build(config)
     kinds = config.labels.loss_kinds(config.outer.loss, dataset.features.labels)
@@ -160,12 +153,10 @@ def check_on_data(config: TrainConfig) -> None:
 
 
 def check_hooks(config: TrainConfig) -> None:
-    """Check that the metrics, loggers and callbacks of a run are available.
-
-    Raises:
-        ConfigError: a metric, a logger or a callback is unknown or cannot be imported.
-        GMetaError: a metric fails, which would otherwise show at the first validation."""
+    """Check that a run's metrics, loggers and callbacks are available. Raises ConfigError: one
+    cannot be imported; GMetaError: a metric fails."""
     make_early_stop(config)
+    # A metric that fails would otherwise show at the first validation.
     for name in _list_custom_metrics(config.evaluation, config.run.early_stop_metric):
         try_out(name)
     find_hooks(config.run)
@@ -178,9 +169,8 @@ def _list_custom_metrics(evaluation: EvaluationConfig, early_stop_metric: str) -
 def check_registered(
     path: Path, model: ModelConfig, algorithm: AlgorithmConfig, made_on: Mapping[str, Any]
 ) -> None:
-    """Check that the model and the algorithm of a run or an export at `path` are available here;
-    `made_on` is what it says of where it was made: see find_plugins. Raises GMetaError: it was made
-    with another release, or with a package that is not here, or not trusted."""
+    """Raise GMetaError unless this machine has, and trusts, the model and algorithm of a run or
+    export at `path`; `made_on` is its environment."""
     for registry, name in _list_registered_names(model, algorithm):
         try:
             registry.check_trusted(name)
@@ -190,7 +180,7 @@ def check_registered(
 
 
 def find_plugins(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
-    """Return package and version of what comes from a package of somebody's own, by config key."""
+    """Return package and version of each model and algorithm of another package, by config key."""
     found = {
         registry.key: registry.package_of(name)
         for registry, name in _list_registered_names(model, algorithm)
@@ -199,7 +189,7 @@ def find_plugins(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[str, di
 
 
 def find_all_plugins(config: TrainConfig) -> dict[str, dict[str, str]]:
-    """Return these of all that a run needs, its metrics, loggers and callbacks included."""
+    """Return these of the metrics, loggers and callbacks of a run, too."""
     run = config.run
     names_by_registry: list[tuple[Registry[Any], str]] = [
         *(
@@ -222,6 +212,7 @@ def _list_registered_names(
 
 def check_source(data: DataConfig) -> None:
     """Raise ConfigError for a key that has no meaning for the data source."""
+    # Keys without an effect are refused: they would hide a mistake.
     if data.source == "static":
         if data.service:
             raise ConfigError(
@@ -249,26 +240,25 @@ def _resolve_statistics(
     loss: Loss,
     dataset: Dataset,
 ) -> SupportStatistics:
-    """Return the statistics that are asked for, with the prior of the labels of a training
-    split."""
+    # A config may have the prior of an earlier run: then the inputs mean the same.
     if settings.is_used and LabelPrior.from_config(settings) is None:
         settings = replace(settings, label_prior=estimate_label_prior(split, loss, dataset))
     return build_statistics(settings, dataset.features, items)
 
 
 def estimate_label_prior(split: str, loss: Loss, dataset: Dataset) -> LabelPrior:
-    """Return mean and deviation of the labels of a split's first block."""
+    """Return mean and deviation of the labels of the training split's first block."""
     label_N = dataset.read_block(split, 0).label_N
     label_N = label_N.reshape(len(label_N), -1)[:, 0]
-    # What the loss does not take is refused elsewhere, with its row.
+    # Labels that the loss does not take are refused elsewhere, with their row.
     return LabelPrior.of(label_N[defined_labels_N(loss, label_N)])
 
 
 def build_statistics(
     config: SupportFeaturesConfig, features: Features, items: ItemFeaturesConfig
 ) -> SupportStatistics:
-    """Return the statistics of a config that states their prior; those of `items` are inputs before
-    them. Raises ValueError: it names a column that is not there, or its prior is not valid."""
+    """Return the statistics of a config that has a prior. Raises ValueError: it names a column that
+    is not there, or its prior is not valid."""
     prior = LabelPrior.from_config(config) or NO_PRIOR
     return SupportStatistics.of(config, features, prior, items)
 
@@ -283,19 +273,20 @@ def build_learner(
     item_features: ItemFeaturesConfig | None = None,
     labels: LabelsConfig = LabelsConfig(),  # noqa: B008 - frozen
 ) -> MetaLearner:
-    """Return a freshly initialised model and the way it adapts: its inputs are these columns, what
-    training rows say of their values, and the statistics of support rows. Raises ValueError: the
-    model or the algorithm is unknown, or they do not fit each other or the columns."""
+    """Return a freshly initialised model and the way it adapts. Raises ValueError: one is unknown,
+    or they do not fit each other or the columns."""
     sizes = measure_inputs(features)
     objectives = make_objectives(loss, huber_delta, labels, features.labels)
     items = None
     if item_features is not None and item_features.columns:
         items = ItemStatistics(item_features, features)
     width = statistics.width + (items.width if items is not None else 0)
+    # Statistics reach the model as dense columns.
     sizes = replace(sizes, num_dense=sizes.num_dense + width)
     names = tuple(table.name for table in features.tables)
     tables = TableSizes(len(names), model.embedding_dim, names, sizes)
     built = build_model(model, sizes)
+    # An unfit head would only show as wrong shapes in the first loss.
     num_outputs = sum(head.out_features for head in head_layers(built).values())
     if num_outputs != sizes.outputs:
         raise ValueError(
@@ -305,6 +296,7 @@ def build_learner(
             "one each is needed. Define the head last, with sizes.outputs outputs"
         )
     check_outputs(built, model, sizes)
+    # By names that modules may have: these hold no dot.
     width_of = {
         module_name(name): width for name, width in widths_of_tables(features, model).items()
     }
@@ -328,8 +320,8 @@ def build_learner(
 def _start_as_bias_model(
     model: nn.Module, num_dense: int, loss: str, statistics: SupportStatistics
 ) -> None:
-    """Let a fresh model's output be mean + item + task: support_features.bias_start. Raise
-    ValueError where the inputs that say so are not there, or the model does not take them."""
+    """Set a fresh model's output to mean + item + task (support_features.bias_start). Raises
+    ValueError: it lacks these inputs."""
     item, kind, prior = statistics.expected_place, predicted_by(loss), statistics.prior
     is_of_clicks = kind == "probability"
     if item is None or not statistics.of_task or kind == "score":
@@ -344,13 +336,14 @@ def _start_as_bias_model(
             f"= {str(is_of_clicks).lower()}. Set it so"
         )
     weight = 1.0 if is_of_clicks else prior.deviation
+    # Outputs for bce are logits: the mean becomes its log-odds.
     base_output = float(log_odds(prior.mean)) if is_of_clicks else prior.mean
     # Counted from the last dense column: the statistics of the task stand behind all others.
     start_as_sum(model, {item - num_dense: weight, -statistics.width: weight}, base_output)
 
 
 def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearner) -> None:
-    """Raise ValueError for what needs one label that every row has: named ones may be unknown."""
+    # Labels with names may be unknown in a row; these parts read the label of every row.
     requirements = {
         f"algorithm.name = {algorithm!r}": learner.encoder is not None,
         "support_features": learner.statistics.width > 0,
@@ -365,7 +358,7 @@ def _check_one_label(names: tuple[str, ...], algorithm: str, learner: MetaLearne
 
 
 def measure_inputs(features: Features) -> InputSizes:
-    """Return what a model needs to know of a dataset's columns."""
+    """Return the sizes and names of a dataset's columns, for a model."""
     return InputSizes(
         len(features.single),
         len(features.multi),

@@ -1,5 +1,4 @@
-"""How a run adapts, in place of what its config says: as an evaluation chose on validation splits
-for one of its checkpoints, in adapting.json of its folder. Exports of that checkpoint adapt so."""
+"""Inner rate and steps that an evaluation chose for a checkpoint, in adapting.json of its run."""
 
 import math
 from dataclasses import replace
@@ -16,7 +15,7 @@ CHOSEN_ADAPTATION_FILE = "adapting.json"
 def write_chosen_adaptation(
     folder: RunFolder, step: int, rate: float, steps: int, **provenance: Any
 ) -> None:
-    """Keep the rate and steps that were chosen for a run's checkpoint; `told` says how."""
+    """Write rate and steps for a run's checkpoint; `provenance` says how they were chosen."""
     chosen = {"step": step, "inner_lr": rate, "inner_steps": steps, **provenance}
     write_json(folder.root / CHOSEN_ADAPTATION_FILE, chosen)
 
@@ -24,13 +23,13 @@ def write_chosen_adaptation(
 def read_chosen_adaptation(
     folder: RunFolder, run_algorithm: AlgorithmConfig, step: int
 ) -> AlgorithmConfig | None:
-    """Return `own`, the algorithm of the run's config, with what was chosen for the checkpoint of
-    this step; None where nothing was chosen."""
+    """Return `run_algorithm` with the choice for this step's checkpoint; None without one."""
     path = folder.root / CHOSEN_ADAPTATION_FILE
     if not path.exists():
         return None
     try:
         saved = read_json(path)
+        # The choice for another checkpoint does not hold for this one.
         if saved["step"] != step:
             return None
         rate, steps = float(saved["inner_lr"]), saved["inner_steps"]

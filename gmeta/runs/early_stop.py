@@ -1,7 +1,4 @@
-"""Which validation score is the best so far, and when the scores have stopped getting better.
-
-The judgement is part of a run's progress and lies in every checkpoint, so a resumed run stops where
-it would have stopped."""
+"""The best validation score so far, and when scores have stopped getting better."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,19 +10,20 @@ from gmeta.metrics.catalogue import Scoring, label_of, predicted_by
 from gmeta.runs.run_progress import RunProgress
 
 
+# Part of a run's progress, which checkpoints hold: a resumed run stops where it would have.
 @final
 @dataclass(frozen=True)
 class EarlyStop:
-    """`metric` decides; `patience` validations in a row without a better score end the run
-    (0: never)."""
+    """Ends a run after `patience` validations in a row without a `metric` better by `min_delta`."""
 
     metric: str
     higher_is_better: bool
     patience: int
 
     def update(self, progress: RunProgress, score: float | None) -> RunProgress:
-        """Return the progress after a validation at its step; no undefined score is better."""
+        """Return the progress after a validation; an undefined score is never better."""
         progress = replace(progress, scored_step=progress.step)
+        # Undefined: as a validation that was no better.
         if score is None or math.isnan(score):
             return replace(progress, stale=progress.stale + 1)
         sign = 1.0 if self.higher_is_better else -1.0
@@ -40,7 +38,7 @@ class EarlyStop:
         return 0 < self.patience <= progress.stale
 
     def stop_message(self, progress: RunProgress) -> str:
-        """Return a line that says why the run ends."""
+        """Return the line that says why the run ends."""
         if progress.best_score is None:
             return (
                 f"stopped early: {self.metric} was undefined in every validation "
@@ -53,7 +51,7 @@ class EarlyStop:
 
 
 def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
-    """Return what is measured of predictions of a label; "" stands for the judged one."""
+    """Return the metrics of predictions of a label; "" stands for the judged one."""
     judged = Scoring(config.loss_of(), config.evaluation)
     return (
         judged
@@ -63,12 +61,13 @@ def make_scoring(config: TrainConfig, label: str = "") -> Scoring:
 
 
 def make_early_stop(config: TrainConfig) -> EarlyStop:
-    """Return the early stopping that the config asks for."""
+    """Return the early stopping of the config."""
     run = config.run
     for key, value in (
         ("early_stop_patience", run.early_stop_patience),
         ("valid_every_steps", run.valid_every_steps),
     ):
+        # Without an effect they would hide a forgotten valid_split.
         if value and not config.data.valid_splits:
             raise ConfigError(
                 f"run.{key} = {value}, but there is no split to score. Set data.valid_split, "

@@ -1,4 +1,4 @@
-"""What a run ran on: machine, data and versions."""
+"""The environment of a run: machine, data and versions."""
 
 import functools
 import os
@@ -16,8 +16,8 @@ PACKAGES = ("gmeta", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "pyarr
 
 @functools.cache
 def package_versions() -> Mapping[str, str]:
-    """Return the versions of the packages that decide what a run computes, looked up once a
-    process: what it imported stays what it was."""
+    """Return the versions of the packages that decide the results of a run."""
+    # Once a process: what it imported stays what it was.
     versions = {}
     for package in PACKAGES:
         try:
@@ -30,8 +30,8 @@ def package_versions() -> Mapping[str, str]:
 def describe_environment(
     world_size: int, fingerprint: str, plugins: Mapping[str, dict[str, str]] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return machine, data and versions as a run folder keeps them; `fingerprint` is that of the
-    dataset, `plugins` the packages of the user's own by config key."""
+    """Return machine, data and versions for a run folder, with the dataset's fingerprint and the
+    plugins' packages by config key."""
     return {
         "world_size": world_size,
         "dataset_fingerprint": fingerprint,

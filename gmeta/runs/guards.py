@@ -1,9 +1,4 @@
-"""A loss or gradient that is no number ends the run, with the batch that it came from.
-
-A batch's loss and the gradient of the rows it fetched are checked on its own rank, before the
-ranks' gradients are averaged; averaged gradients only say that some rank is to blame. The ranks'
-answers travel while the next step computes: the guard waits for nothing and reports one step late,
-but always before a checkpoint."""
+"""Ends a run at a loss or gradient that is not finite, and saves the batch that it came from."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -31,6 +26,9 @@ from gmeta.errors import GMetaError
 from gmeta.platform.files.atomic_write import open_atomically
 from gmeta.runs.run_progress import RunProgress
 
+# Each rank checks its batch's loss and the gradient of its rows before gradients are averaged:
+# averages only say that some rank is to blame. The answers travel while the next step computes: the
+# guard reports one step late, but always before a checkpoint.
 NAMED_TASKS = 5  # in a message; the saved batch has all of them
 # All classes that a saved batch is made of: torch loads no other.
 _SAVED_CLASSES = (
@@ -42,7 +40,7 @@ _SAVED_CLASSES = (
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step whose ranks have not all answered yet. `before` is the progress before it."""
+    """A step whose ranks have not all answered; `before` is the progress before it."""
 
     before: RunProgress
     episodes: Episodes | MicroBatches
@@ -52,8 +50,7 @@ class _PendingStep:
 
 
 class StepGuard:
-    """Checks a run's steps; all ranks make one and call it in the same places. A batch that ends
-    the run is saved to `folder`."""
+    """Checks a run's steps, and saves a bad batch to `folder`; a part of every rank."""
 
     def __init__(
         self, folder: Path, layers: Iterable[nn.Parameter], ranks: Ranks, ending: Callable[[], None]
@@ -68,10 +65,8 @@ class StepGuard:
     def watch(
         self, before: RunProgress, episodes: Episodes | MicroBatches, loss: Tensor, rows_sum: Tensor
     ) -> None:
-        """Check a step after its backward, and report what was found in the step before.
-
-        `rows_sum` is the sum of the gradient of this rank's rows. Raises GMetaError: the step
-        before had a loss or gradient that is no number, on some rank."""
+        """Check a step after its backward, by the sum of its rows' gradient. Raises GMetaError: the
+        step before was not finite on some rank."""
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         norms = torch._foreach_norm(grads) if grads else []
         # One check for all: a sum is as finite as its terms.
@@ -84,7 +79,7 @@ class StepGuard:
         self._watched = now
 
     def check(self) -> None:
-        """Report now what was found in the last step: before a checkpoint, and at the end."""
+        """Report the last step now: before a checkpoint, and at the end."""
         watched, self._watched = self._watched, None
         if watched is not None and watched.any_bad():
             message = self._blame(watched)
@@ -106,6 +101,7 @@ class StepGuard:
             more = f" and {len(tasks) - NAMED_TASKS} more" if len(tasks) > NAMED_TASKS else ""
             rank = self._ranks.rank
             own_problem = f"{found} on rank {rank}, in a batch of tasks {named}{more}, {saved}"
+        # Collective: a rank to blame is known to itself alone.
         everyone = gather_values(own_problem, self._ranks)
         blamed = [one for one in everyone or [] if one]
         message = "the gradient of the layers is not finite, though each rank's loss and rows are"
@@ -125,11 +121,12 @@ class StepGuard:
         )
 
     def _save_bad_batch(self, step: _PendingStep) -> str:
-        """Save this rank's batch; return where it is, or why it is not: the other ranks wait."""
+        """Save this rank's batch; return where it is, or why it is not."""
         path = self._folder / f"step-{step.before.step + 1:08d}-rank-{self._ranks.rank}.pt"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_batch(path, step.episodes)
+        # Not raised: the other ranks wait for this one's answer.
         except (OSError, RuntimeError) as error:  # torch tells of a full disk by the latter
             return f"which cannot be saved: {(str(error).splitlines() or [''])[0]}"
         return f"saved as {path}"
@@ -138,7 +135,7 @@ class StepGuard:
 def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
     """Save a rank's share of a step as one file, for `load_batch`."""
     parts = episodes.parts if isinstance(episodes, MicroBatches) else (episodes,)
-    # Without the fetch: what is under way between ranks cannot lie in a file.
+    # Without the fetch: messages between ranks cannot lie in a file.
     alone = [replace(part, plan=None, fetch=None) for part in parts]
     on_host = [part.to(torch.device("cpu")) for part in alone]
     # In memory of their own: a file takes no tensors of several kinds from one block.
@@ -148,22 +145,21 @@ def save_batch(path: Path, episodes: Episodes | MicroBatches) -> None:
 
 
 def load_batch(path: Path) -> list[Episodes]:
-    """Return the episodes of a saved batch, in the micro-batches that they were trained in. Raises
-    pickle.UnpicklingError: the file holds anything but episodes; it has run no code."""
+    """Return the episodes of a saved batch by micro-batches. Raises pickle.UnpicklingError: the
+    file holds anything else; no code of it has run."""
     with torch.serialization.safe_globals([*_SAVED_CLASSES]):
         parts: list[Episodes] = torch.load(path, weights_only=True)
     return parts
 
 
 def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a loaded batch with its place, such as "rows.query.label_N"; which
-    there are depends on the loop that trains it."""
+    """Yield every tensor of a loaded batch with its place, such as "rows.query.label_N"."""
     if isinstance(part, Tensor):
         yield name, part
         return
     if is_dataclass(part):
         inside = [(field.name, getattr(part, field.name)) for field in fields(part)]
-        if isinstance(part, Episodes):  # by the names that its own properties have, too
+        if isinstance(part, Episodes):  # `held` under the names of its properties
             own = dict(inside)
             del own["held"]
             inside = list({**own, **part.inputs._asdict()}.items())

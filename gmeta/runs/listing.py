@@ -1,4 +1,4 @@
-"""Run folders side by side: what each trains, how far it came, and in which keys they differ."""
+"""Run folders side by side: algorithm, model, progress, and the keys in which they differ."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,12 @@ from typing import Any
 
 from gmeta.config.train_config import TrainConfig
 from gmeta.errors import UserError
-from gmeta.metrics.catalogue import Scoring, custom_names, label_of
+from gmeta.metrics.catalogue import custom_names, label_of
 from gmeta.metrics.own import check_trusted
+from gmeta.runs.early_stop import make_early_stop
 from gmeta.runs.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, RunFolder
 
-MAX_DEPTH = 3  # folders below the one that is asked for: runs/DATA/NAME, and one more
+MAX_DEPTH = 3  # folders below the given one: runs/DATA/NAME, and one more
 NOT_COMPARED = ("run.dir",)  # never the same
 
 
@@ -45,6 +46,7 @@ def _iterate_below(root: Path, depth: int) -> Iterator[RunFolder]:
         yield RunFolder(root)
     elif depth:
         with os.scandir(root) as entries:
+            # Sorted: scandir's order is the file system's.
             folders = sorted(entry.path for entry in entries if entry.is_dir())
         for folder in folders:
             yield from _iterate_below(Path(folder), depth - 1)
@@ -58,19 +60,19 @@ def _is_run(folder: Path) -> bool:
 def summarise_run(folder: RunFolder) -> RunSummary:
     """Return a run's line."""
     config, history = folder.read_config(), folder.read_metrics()
-    # The first, or that of early stopping, decides; to know what is better its code is loaded.
+    # The first metric, or that of early stopping, decides; its code says what is better.
     metric_name = [*config.evaluation.metrics, label_of(config.run.early_stop_metric)[0]]
     check_trusted(folder.root, custom_names(metric_name), folder.read_environment())
-    scoring = Scoring(config.loss_of(label_of(config.run.early_stop_metric)[1]), config.evaluation)
-    metric, is_better = _choose_early_stop_metric(
-        config.run.early_stop_metric, config.labels.judged, scoring
-    )
+    early_stop = make_early_stop(config)
+    metric = early_stop.metric
     scored = [
         (line["valid"][metric], line["step"])
         for line in history
         if line.get("valid", {}).get(metric) is not None
     ]
-    best = (max if is_better else min)(scored, key=lambda pair: pair[0], default=(None, None))
+    best = (max if early_stop.higher_is_better else min)(
+        scored, key=lambda pair: pair[0], default=(None, None)
+    )
     valid = {line["step"]: line["valid"] for line in history if line.get("valid")}
     losses = [line["loss"] for line in history if line.get("loss") is not None]
     return RunSummary(
@@ -88,18 +90,8 @@ def summarise_run(folder: RunFolder) -> RunSummary:
     )
 
 
-def _choose_early_stop_metric(
-    early_stop_metric: str, judged: str, scoring: Scoring
-) -> tuple[str, bool]:
-    """Return the metric that validation goes by, and whether more of it is better."""
-    named, label = label_of(early_stop_metric)
-    name = named or scoring.names[0]
-    is_other = label not in ("", judged)
-    return f"{name}:{label}" if is_other else name, scoring.info(name).higher_is_better
-
-
 def find_differing_keys(configs: Sequence[TrainConfig]) -> list[tuple[str, list[Any]]]:
-    """Return the keys whose values are not the same in all configs, each with its values."""
+    """Return the keys whose values differ between configs, each with its values."""
     resolved = [config.by_key() for config in configs]
     keys = dict.fromkeys(key for config in resolved for key in config)
     by_key = {key: [config.get(key) for config in resolved] for key in keys}

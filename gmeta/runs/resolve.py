@@ -1,6 +1,4 @@
-"""Resolves the config of a run, once and on one rank: what it leaves to its data, and to the run
-that it goes on from.
-"""
+"""Resolves the config of a run, once, on rank 0: what it leaves to its data and to earlier runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +15,8 @@ from metaio.format.dataset import Dataset
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """Return the config of a run with what its stream decides filled in: the number of the
-    increment, and, for the statistics of support rows, the label prior of the stream's first run:
-    that of another day's labels would change what the inputs mean. Of several labels the first is
-    judged, if none is named. An increment is not validated on splits in which it has no task.
-
-    Raises:
-        ConfigError, UserError, FormatError: the stream has no such increment, or is damaged.
-    """
+    """Return the config with its increment, label prior and judged label. Raises ConfigError,
+    UserError, FormatError: the stream lacks the increment, or is damaged."""
     # A caller of train() may leave some options out.
     config, dataset = with_names(with_every_option(config))
     data, run = _validated(config.data, config.run, dataset)
@@ -34,19 +26,17 @@ def resolve(config: TrainConfig) -> TrainConfig:
     before = config_of_begun_run(run.dir)
     if before is None and run.continue_from:
         before = named_checkpoint("run.continue_from", run.continue_from)[0].read_config()
+    # The stream's first run decides: another day's prior would change the inputs' meaning.
     known = before.support_features.label_prior if before else ()
     prior = known or tuple(estimate_label_prior(data.train_split, config.outer.loss, dataset))
     return replace(config, support_features=replace(inputs, label_prior=prior))
 
 
 def resolve_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Return the config as rank 0 resolves it, behind the run's copy in its mirror, if any: an
-    increment may land while others would. Where the data is stays each machine's own. Collective.
-
-    Raises:
-        UserError: on all ranks, where one was started with other settings than rank 0.
-    """
+    """Collective. Return the config as rank 0 resolves it, after fetching the run from its mirror.
+    Raises UserError, on all ranks: one has other settings than rank 0."""
     check_alike(settings_of_all(config.by_key()), ranks)
+    # By rank 0 alone: an increment may land in between.
     found = [config]
 
     def work() -> None:
@@ -55,21 +45,20 @@ def resolve_on_first(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
     run_on_first(work, ranks)
     first = broadcast_value(found[-1], ranks)
+    # Where the data lies stays each machine's own.
     own = {key.removeprefix("data."): config.by_key()[key] for key in OF_ONE_MACHINE}
     return replace(first, data=replace(first.data, **own))
 
 
-def passed_over(asked: DataConfig, data: DataConfig) -> list[str]:
-    """Return what to tell of the validation splits that were asked for, and that `resolve` left
-    out."""
-    splits = [name for name in asked.valid_splits if name not in data.valid_splits]
+def passed_over(configured: DataConfig, data: DataConfig) -> list[str]:
+    """Return the lines on validation splits that `resolve` left out."""
+    splits = [name for name in configured.valid_splits if name not in data.valid_splits]
     then = "" if data.valid_splits else ": no validation, no early stopping in this run"
     return [f"split {name} has no task in increment {data.increment}{then}" for name in splits]
 
 
 def _validated(data: DataConfig, run: RunConfig, dataset: Dataset) -> tuple[DataConfig, RunConfig]:
-    """Return the sections without the validation splits in which an increment has no task: a loop
-    may get small increments, whose gate may be empty."""
+    # A pipeline may get small increments, in which a validation split is empty.
     if dataset.manifest.stream is None:
         return data, run
     splits = tuple(

@@ -1,6 +1,4 @@
-"""Which increment and which label a config means where it leaves it to its data.
-
-Needs no torch."""
+"""Resolves data.increment = "next" and an empty labels.judged to what the dataset has."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,9 @@ from metaio.stream.chain import open_stream
 
 
 def with_names(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
-    """Return the config with the number of its increment, and with the first of several labels as
-    the judged one if it names none; and its dataset. Raises ConfigError, UserError, FormatError:
-    the stream has no such increment, or is damaged. NoDatasetError: there is no dataset."""
+    """Return the config with its increment's number and its judged label, by default the first; and
+    its dataset. Raises ConfigError, UserError, FormatError: the stream lacks the increment, or is
+    damaged; NoDatasetError."""
     data = replace(config.data, increment=_increment(config.data, config.run))
     config, dataset = replace(config, data=data), open_data(data)
     if (names := dataset.features.labels) and not config.labels.judged:
@@ -28,24 +26,17 @@ def with_names(config: TrainConfig) -> tuple[TrainConfig, Dataset]:
 
 
 def config_of_begun_run(run_dir: str) -> TrainConfig | None:
-    """Return the config that the run in a folder was begun with, if there is one."""
+    """Return the config of the run in run.dir, if there is one."""
     folder = RunFolder(Path(run_dir))
     return folder.read_config() if (folder.root / CONFIG_FILE).exists() else None
 
 
 def _increment(data: DataConfig, run: RunConfig) -> str:
-    """Return the number of the increment that a run is trained on, as text; "" of a dataset that
-    stands alone.
-
-    "next" is the one that the run in run.dir was begun with, if there is one, else the first after
-    the last of run.continue_from that run.skip_increments does not name, else the first.
-
-    Raises:
-        ConfigError: data.increment is no number.
-        UserError: the stream has none behind that.
-        GMetaError: the checkpoint of run.continue_from is damaged."""
+    """Return the number of a run's increment, as text; "" outside a stream."""
     if data.increment != "next":
         return str(parse_increment(data.increment)) if data.increment else ""
+    # "next" is the increment of the run in run.dir, if there is one, else the first after the last
+    # of run.continue_from that is not skipped, else the first.
     if (before := config_of_begun_run(run.dir)) and before.data.increment:
         return before.data.increment
     last = 0

@@ -1,5 +1,4 @@
-"""The folder of a run: resolved config, environment, metrics as JSON lines, TensorBoard,
-checkpoints."""
+"""The folder of a run: config, environment, metrics as JSON lines, TensorBoard, checkpoints."""
 
 import json
 import re
@@ -61,16 +60,14 @@ class RunFolder:
         return self.root / "tensorboard"
 
     def read_config(self) -> TrainConfig:
-        """Return the resolved config that the run was started with. Raises UserError: this is no
-        run folder."""
+        """Return the resolved config of the run. Raises UserError: this is no run folder."""
         return self.read_config_and_digest()[0]
 
     def read_config_and_digest(self) -> tuple[TrainConfig, str]:
-        """Return the config and the digest that its checkpoints were written with: that of the file
-        as it is, without keys that later releases added. Raises UserError: this is no run
-        folder."""
+        """Return the config and its digest in checkpoints. Raises UserError: no run folder."""
         saved = self._read_config_json()
         try:
+            # The digest of the file as it is, without keys that later releases added.
             return config_from_dict(saved, is_saved=True), digest_of(saved)
         except ConfigError as error:
             raise ConfigError(f"{self.root / CONFIG_FILE}: {error}") from error
@@ -91,26 +88,27 @@ class RunFolder:
             ) from error
 
     def read_environment(self) -> dict[str, Any]:
-        """Return what the run ran on, as describe_environment said; empty if that is not known."""
+        """Return the run's `describe_environment`; empty if unknown."""
         try:
             return read_json(self.root / ENVIRONMENT_FILE)
         except (OSError, ValueError):
             return {}
 
     def trained_on(self) -> str:
-        """Return the fingerprint of the dataset that the run was trained on; "" if not known."""
+        """Return the fingerprint of the run's dataset; "" if unknown."""
+        # The file may be damaged: its text goes into messages.
         found = self.read_environment().get("dataset_fingerprint", "")
         return found if isinstance(found, str) and found.isprintable() else ""
 
     def check_dataset(self, url: str, fingerprint: str) -> None:
-        """Raise GMetaError where the dataset at `url` is not the one that the run was trained on,
-        so that an id may mean another value, or where it is not known which one that was."""
+        """Raise GMetaError unless the dataset at `url` is known to be the run's."""
         trained_on = self.trained_on()
         if not trained_on:
             raise GMetaError(
                 f"run {self.root} does not say which data it was trained on: {ENVIRONMENT_FILE} is "
                 "missing or broken. Bring it back from where the run was copied from"
             )
+        # In another dataset an id may mean another value.
         if fingerprint != trained_on:
             raise GMetaError(
                 f"dataset {url} has fingerprint {fingerprint[:12]}, run {self.root} was trained on "
@@ -119,20 +117,21 @@ class RunFolder:
             )
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return every logged step, oldest first; none if none was logged. A line that a full disk
-        or a power cut left half-written, or that is damaged, is left out."""
+        """Return every logged step, oldest first."""
         if not self.metrics.exists():
             return []
         found = []
         for line in self.metrics.read_text(errors="replace").splitlines():
+            # A full disk or a power cut may leave a line half-written.
             with suppress(ValueError):
                 found.append(_parse_reading(line))
         return found
 
 
 def _parse_reading(line: str) -> dict[str, Any]:
-    """Return one line of the log. Raise ValueError unless it is one that a run writes."""
+    """Return one line of the log. Raises ValueError unless it is one that a run writes."""
     reading = json_object(line)
+    # Scores of a split stand in a dict of their own.
     values = [value for name, value in reading.items() if name != "valid"]
     scores = reading.get("valid", {})
     if not isinstance(scores, dict) or not isinstance(reading.get("step"), int):
@@ -146,7 +145,7 @@ def _parse_reading(line: str) -> dict[str, Any]:
 
 
 def create_run_folder(config: TrainConfig, environment: dict[str, Any]) -> RunFolder:
-    """Make the folder and write what describes the run, of `describe_environment` (rank 0 only)."""
+    """Make the folder and write config and environment. Rank 0 alone calls it."""
     folder = RunFolder(Path(config.run.dir))
     folder.root.mkdir(parents=True, exist_ok=True)
     # The config last: with it the folder counts as that of a run.
@@ -181,6 +180,5 @@ def list_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
-    return sorted(
-        found, key=parse_checkpoint_step
-    )  # by name step-100000000 would stand before step-99999999
+    # Not by name: step-100000000 would stand before step-99999999.
+    return sorted(found, key=parse_checkpoint_step)

@@ -1,13 +1,12 @@
-"""How far a run has come: what a checkpoint says beside the model."""
+"""A run's progress, which its checkpoints hold beside the model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Where in the data a checkpoint stands: `step` outer steps done, `epoch_step` of them in
-    `epoch`; and what validation said: the best score, its step, and how many validations since were
-    no better."""
+    """`step` outer steps done, `epoch_step` of them in `epoch`; the best validation score, its
+    step, and the number of validations since that were no better."""
 
     step: int = 0
     epoch: int = 0
@@ -19,7 +18,7 @@ class RunProgress:
 
     @property
     def is_best(self) -> bool:
-        """Return whether the model was scored after this step, better than ever before."""
+        """Return whether this step's validation is the best so far."""
         return self.scored_step == self.step == self.best_step
 
 

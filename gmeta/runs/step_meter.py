@@ -1,4 +1,4 @@
-"""What all ranks did in the steps since the last reading: loss, speed, wait for data."""
+"""Loss, speed and data wait of all ranks."""
 
 import time
 from collections.abc import Iterator
@@ -26,9 +26,8 @@ class StepMeter:
         self._began = time.perf_counter()
 
     def add(self, loss: Tensor, num_rows: int, terms_per_example: float = 1.0) -> None:
-        """Count one outer step over all ranks' `num_rows`; does not wait for the device.
-
-        `terms_per_shown` times the loss is what is shown of the step; nothing where it is 0."""
+        """Count one outer step over all ranks' `num_rows`; does not wait for the device."""
+        # The mean over all terms becomes the mean over reported ones; without any it is left out.
         self._loss.add_(loss.detach(), alpha=terms_per_example)
         self._steps += 1
         self._shown_steps += terms_per_example > 0
@@ -41,7 +40,7 @@ class StepMeter:
 
     @contextmanager
     def exclude_time(self) -> Iterator[None]:
-        """Leave the time that the block takes out of the speed of steps. Collective."""
+        """Leave the time of the block out of the speed of steps. Collective."""
         wait_for_hosts(self._ranks)
         self._loss.item()  # waits for what the device still has to do
         began = time.perf_counter()
@@ -49,8 +48,7 @@ class StepMeter:
         self._began += time.perf_counter() - began
 
     def read(self, wait_s: float) -> dict[str, float | None]:
-        """Return the means since the last reading. Collective. `wait_s` is the reader's running
-        total; `loss` is None if no step had a query row."""
+        """Collective. Return the means since the last reading; `wait_s` is a running total."""
         wait_for_hosts(self._ranks)
         # Waits for the device: the time below covers the work.
         loss = self._loss.item() / max(self._shown_steps, 1)

@@ -16,8 +16,7 @@ SUMMARY_ROWS = 60
 
 
 class StepProfiler:
-    """Records `num_steps` steps after the first few and writes them to `folder`; on ranks other
-    than 0, and for 0 steps, it does nothing."""
+    """Records `num_steps` steps after the first few, on rank 0 alone, into `folder`."""
 
     def __init__(self, folder: Path, num_steps: int, ranks: Ranks) -> None:
         self._folder = folder
@@ -47,7 +46,7 @@ class StepProfiler:
             self.end()
 
     def end(self) -> None:
-        """Write what was recorded, if the run ends before all steps of the profile."""
+        """Write the profile, if the run ends before all of its steps."""
         if self._active and not self._ended:
             # `with` ends it once more, after the run has said what became of it.
             self._ended = True
@@ -59,7 +58,7 @@ class StepProfiler:
             self._profile.step()
 
     def summary_lines(self) -> Sequence[str]:
-        """Return lines on where the profile is, or why there is none, once it has ended."""
+        """Return lines on where the profile is, or why there is none."""
         if not self._active:
             return []
         if self._written:
@@ -74,6 +73,7 @@ class StepProfiler:
         (self._folder / SUMMARY_FILE).write_text(
             f"torch {torch.__version__}, {torch.get_num_threads()} threads, rank 0\n{table}\n"
         )
+        # A viewer that watches the folder must not open half a trace.
         temporary = self._folder / f"tmp-{TRACE_FILE}"
         recorded.export_chrome_trace(str(temporary))
         temporary.rename(self._folder / TRACE_FILE)

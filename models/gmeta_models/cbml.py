@@ -44,6 +44,7 @@ class ClusterGate(nn.Module):
         share = torch.softmax(-distance / 2, dim=1)
         known = torch.tanh(self.clusters(task_TO)).view(len(mean_TX), *self.centres_CZ.shape)
         cluster_TO = (share.unsqueeze(2) * known).sum(dim=1)
+        # Twice the sigmoid: where the last layer gives 0, a gate is 1 and changes nothing.
         gates = 2.0 * torch.sigmoid(self.gates(torch.cat([task_TO, cluster_TO], dim=1)))
         return dict(zip(self._outputs, gates.split([*self._outputs.values()], dim=1), strict=True))
 

@@ -35,6 +35,7 @@ class CrossLayers(nn.Module):
 def _cross_weights(width: int, rank: int) -> nn.Module:
     if not rank:
         return nn.Linear(width, width)
+    # U (V x) + b: one bias is enough.
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width))
 
 
@@ -45,6 +46,7 @@ class StackedDCN(DecisionModel):
         super().__init__()
         self.pooling = config.pooling
         width = sizes.side_by_side(config.embedding_dim)
+        # Crossed features are no longer those of a task alone: features_from stays None.
         self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
         self.deep = mlp([width, *config.hidden, sizes.outputs], activate_last=False)
 
@@ -68,6 +70,7 @@ class ParallelDCN(nn.Module):
         width = sizes.side_by_side(config.embedding_dim)
         self.cross = CrossLayers(width, options.cross_layers, options.cross_rank)
         self.deep = mlp([width, *config.hidden], activate_last=True)
+        # Without hidden layers the MLP is empty and passes its inputs on.
         deep = [width, *config.hidden][-1]
         self.output = nn.Linear(width + deep, sizes.outputs)
 

@@ -28,6 +28,7 @@ class DeepFM(nn.Module):
         factors, dense = config.embedding_dim - 1, sizes.num_dense
         self.dense_weights = nn.Linear(dense, 1, bias=False) if dense else None
         self.dense_factors_KJ = (
+            # Of length about 1, whatever the number of factors.
             nn.Parameter(torch.randn(dense, factors) / factors**0.5) if dense else None
         )
         width = (sizes.num_single + sizes.num_multi) * factors + dense

@@ -33,6 +33,7 @@ class DIN(DecisionModel):
     def __init__(self, config: ModelConfig, sizes: InputSizes, options: DinOptions) -> None:
         super().__init__()
         self.pooling = config.pooling
+        # Never None here, as it may be in the base class.
         self.history: int
         self.history, self.target = history_and_target(options.history, sizes)
         self.num_single = sizes.num_single

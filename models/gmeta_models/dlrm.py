@@ -42,11 +42,13 @@ class DLRM(DecisionModel):
             )
         top_width = num_vectors * width
         if options.interaction == "dot":
+            # The pairs, and v_0 once more as it is.
             top_width = num_vectors * (num_vectors - 1) // 2 + (
                 width if self.bottom is not None else 0
             )
             self.dots = PairwiseDots(num_vectors)
         else:
+            # Behind v_0, if there is one; with `dot` the features stand nowhere side by side.
             self.features_from = 0 if self.bottom is None else width
         self.top = mlp([top_width, *config.hidden, sizes.outputs], activate_last=False)
 

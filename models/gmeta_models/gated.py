@@ -26,6 +26,7 @@ class GatedModel(DecisionModel):
 
 def row_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that work on rows, by name, in order of definition."""
+    # A gate's layers see one row a task: an inner step on rows cannot move them.
     of_tasks = set(model.gate.modules()) if isinstance(model, GatedModel) else set()
     return {
         name: module
@@ -39,5 +40,6 @@ def head_layers(model: nn.Module) -> dict[str, nn.Linear]:
     layers = row_layers(model)
     if not isinstance(model, TowerModel):
         return dict([layers.popitem()])
+    # A tower has no ReLU at its end: its last module is its last linear layer.
     heads = {list(tower.modules())[-1] for tower in model.towers}
     return {name: layer for name, layer in layers.items() if layer in heads}

@@ -39,6 +39,7 @@ def content_columns(
     single = [column.name for column in sizes.single]
     multi = [column.name for column in sizes.multi]
     readers = [c.name for c in (*sizes.single, *sizes.multi) if c.table == table]
+    # Another reader would see the table's rows, which hold moves and no embeddings.
     if len(readers) != 1 or readers[0] in multi:
         raise ValueError(
             f'algorithm.name = "metaemb" generates the embeddings of table {table!r}, which '

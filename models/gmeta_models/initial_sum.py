@@ -29,6 +29,7 @@ def start_as_sum(model: nn.Module, weight_of: Mapping[int, float], bias: float) 
             is_last = layer is layers[-1]
             layer.weight[: 1 if is_last else 2] = 0.0
             if is_last:
+                # relu(s) - relu(-s) = s.
                 layer.weight[0, 0], layer.weight[0, 1] = 1.0, -1.0
             else:
                 layer.weight[0, 0] = layer.weight[1, 1] = 1.0

@@ -68,6 +68,7 @@ class RowInputs:
         """Return one multi-id feature, unpooled."""
         bag_V, num_rows = self.bag_index_V, self.num_rows
         lengths_C = bag_V.new_zeros(num_rows * self.num_multi)
+        # Not by bincount, for which CUDA makes the host wait.
         lengths_C.index_add_(0, bag_V, torch.ones_like(bag_V))
         lengths_N = lengths_C.view(num_rows, self.num_multi)[:, feature]
         if self.longest_M is None:

@@ -21,6 +21,7 @@ def mlp(widths: Sequence[int], activate_last: bool) -> nn.Sequential:
 
 def is_mlp(layers: nn.Module, activate_last: bool) -> bool:
     """Tell whether layers are as `mlp` returns them, with nothing else between them."""
+    # A subclass may do anything in its forward pass.
     if type(layers) is not nn.Sequential:
         return False
     kinds = [type(layer) for layer in layers]

@@ -45,6 +45,7 @@ def make_towers(config: ModelConfig, options: ExpertOptions, outputs: int) -> nn
             "model.options.expert = []: an expert needs at least one layer. Write its width, "
             "e.g. [64]"
         )
+    # A tower sees a mixture of experts, as wide as one.
     widths = [options.expert[-1], *config.hidden, 1]
     return nn.ModuleList(mlp(widths, activate_last=False) for _ in range(outputs))
 

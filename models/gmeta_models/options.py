@@ -1,5 +1,4 @@
-"""What can be chosen about one model alone: the keys of [model.options]. Loads no torch, so that a
-config is refused without waiting for it."""
+"""The keys of [model.options], by model; without torch, so that a config is checked at once."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -11,7 +10,7 @@ from gmeta_models.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class DlrmOptions:
-    """Those of DLRM."""
+    """Options of DLRM."""
 
     bottom: tuple[int, ...] = key(
         (64,), "dlrm: hidden widths of the MLP over the dense columns", min=1
@@ -23,14 +22,14 @@ class DlrmOptions:
 
 @dataclass(frozen=True)
 class CbmlOptions:
-    """Those of CBML."""
+    """Options of CBML."""
 
     clusters: int = key(4, "cbml: soft clusters that tasks fall into", min=1)
 
 
 @dataclass(frozen=True)
 class DinOptions:
-    """Those of DIN."""
+    """Options of DIN."""
 
     history: str = key(
         "",
@@ -44,7 +43,7 @@ class DinOptions:
 
 @dataclass(frozen=True)
 class DcnOptions:
-    """Those of DCN-V2."""
+    """Options of DCN-V2."""
 
     cross_layers: int = key(3, "dcnv2: cross layers", min=1)
     cross_rank: int = key(
@@ -57,7 +56,7 @@ class DcnOptions:
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Those of MMoE."""
+    """Options of MMoE."""
 
     experts: int = key(4, "mmoe, ple: experts that all outputs share; ple: a level", min=1)
     expert: tuple[int, ...] = key(
@@ -67,7 +66,7 @@ class ExpertOptions:
 
 @dataclass(frozen=True)
 class PleOptions(ExpertOptions):
-    """Those of PLE."""
+    """Options of PLE."""
 
     own_experts: int = key(2, "ple: experts of each output alone, a level", min=1)
     levels: int = key(2, "ple: levels of experts", min=1)
@@ -86,13 +85,10 @@ MODEL_OPTIONS: dict[str, type | None] = {
 
 
 def with_all_options(config: ModelConfig, wording: Wording) -> ModelConfig:
-    """Return the config with every option of its model; of a model of somebody's own unchanged:
-    its options are checked once its code is loaded.
-
-    Raises:
-        wording.error: an option is unknown, of a wrong type, or outside its bounds.
-    """
+    """Return the config with every option of its model. Raises wording.error: an option is unknown,
+    of a wrong type, or outside its bounds."""
     if config.name not in MODEL_OPTIONS:
+        # Another package's model: its options are checked once its code is loaded.
         return config
     kind = MODEL_OPTIONS[config.name]
     owner = f"model.name = {config.name!r}"

@@ -38,6 +38,7 @@ class ExtractionLevel(nn.Module):
         """Return the mixtures of the outputs, then the shared one if there is a level above, each
         [N, O], from inputs in the same order, each [N, X]."""
         *own_inputs, shared_NX = inputs
+        # Once for all gates that mix them.
         shared = [expert(shared_NX) for expert in self.shared]
         own = [
             [expert(own_NX) for expert in cast(nn.ModuleList, mine)]
@@ -65,6 +66,7 @@ class PLE(TowerModel):
         self.pooling = config.pooling
         self.towers = make_towers(config, options, sizes.outputs)
         widths = [sizes.side_by_side(config.embedding_dim)]
+        # Levels above the first read experts' outputs.
         widths += [options.expert[-1]] * (options.levels - 1)
         self.levels = nn.ModuleList(
             ExtractionLevel(options, sizes.outputs, width, is_last=level + 1 == options.levels)

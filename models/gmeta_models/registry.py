@@ -100,6 +100,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
     rows, wanted = 3, [3] + [sizes.outputs] * (sizes.outputs > 1)
 
     def outputs_of(last: float) -> torch.Tensor:
+        # With a gradient, as fetched rows have one: a model that cuts it would learn nothing.
         value_N = torch.tensor([0.0] * (rows - 1) + [last]).requires_grad_()
         value_N11 = value_N.view(rows, 1, 1)
         inputs = RowInputs(
@@ -128,6 +129,7 @@ def check_outputs(model: nn.Module, config: ModelConfig, sizes: InputSizes) -> N
         is_meta = outputs_of(0.0).is_meta
     if is_meta:
         return  # which has no values: served, such a model is in eval mode
+    # Trying the model must change neither the run's random numbers nor the model's buffers.
     drawn = torch.get_rng_state()
     kept = [
         (module, name, buffer, buffer.clone())

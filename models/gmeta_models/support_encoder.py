@@ -54,6 +54,7 @@ class SupportEncoder(nn.Module):
         self._prior = prior
         self.rows = mlp([2 * width + 2, *hidden], activate_last=False)
         self.attention = nn.Linear(hidden[-1], 1, bias=False) if attention else None
+        # One more input than the code has: the number of rows.
         self.task = nn.Linear(hidden[-1] + 1, hidden[-1])
         total = sum(outputs.values())
         self.modulations = nn.Linear(hidden[-1], 2 * total if shifts else total)

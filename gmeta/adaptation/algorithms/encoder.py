@@ -39,6 +39,7 @@ def cold_and_query_loss_sum(inner_loop: GeneralLoop, rows: WorkingRows, tasks: S
     share = inner_loop.config.options_of(EncoderOptions).cold_weight
     adapted = inner_loop.adapt(rows, tasks, second_order=True)
     loss_sum = inner_loop.query_loss_sum(adapted, tasks) * (1.0 - share)
+    # A weight of 0 would still cost the pass without support.
     if not share:
         return loss_sum
     unadapted = inner_loop.unadapted(rows, tasks.query)
@@ -56,6 +57,7 @@ def support_encoder(model: nn.Module, config: AlgorithmConfig, tables: TableSize
         )
     sizes = tables.inputs
     width = sizes.side_by_side(tables.width)
+    # 0 columns: the learner was made without TableSizes.
     if not width:
         raise ValueError(
             f'algorithm.name = "{config.name}" reads the support rows, and 0 columns are known: '

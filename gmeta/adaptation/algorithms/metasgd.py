@@ -4,11 +4,11 @@
     min over theta and alpha of  mean_t L_query,t(theta_t)
 
 Li et al., "Meta-SGD: Learning to Learn Quickly for Few-Shot Learning", arXiv 1707.09835. There
-alpha has the shape of theta: `learned_rates = "weight"`. Departures: alpha may also be
-coarser, one rate a `layer` (and a table) or an `output` (and a table's column; the default), which
-keeps the inner loop's low rank and so MAML's cost; a rate for each element of a table would double
-the table, so with "weight" too a table has one for each column; all rates start at inner_lr, where
-the paper draws them at random; several steps share their rates, as in MAML's inner loop.
+alpha has the shape of theta: `learned_rates = "weight"`. Departures: alpha may also be coarser, one
+rate a `layer` (and a table) or an `output` (and a table's column; the default), which keeps the
+inner loop's low rank and so MAML's cost; a rate for each element of a table would double the table,
+so with "weight" too a table has one for each column; all rates start at inner_lr, where the paper
+draws them at random; several steps share their rates, as in MAML's inner loop.
 
 Shape suffixes: B tables, D embedding width, P task-row pairs"""
 
@@ -86,8 +86,10 @@ class LearnedRates(nn.Module):
             chosen = tuple(place_B) if chosen is None else chosen
             place_B = [chosen.index(b) if b in chosen else len(chosen) for b in place_B]
             columns = 1 if kind == "layer" else tables.width
+            # Rates have the precision and device of the layers that they move.
             like = next((layer.weight for layer in layers.values()), torch.empty(0))
             self.tables_BC = _rates((len(chosen), columns), config.inner_lr, like)
+        # Not for checkpoints: it follows from the config.
         self.register_buffer("_place_B", torch.tensor(place_B), persistent=False)
 
     def of_layer(self, name: str) -> LayerRate:

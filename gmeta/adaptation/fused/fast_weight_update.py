@@ -202,6 +202,7 @@ class _AddStep(torch.autograd.Function):
                 weight_TIO = torch.baddbmm(weight_TIO, activations, scaled, alpha=-1)
                 found += weight_TIO, torch.sub(more_T1O, bias_T1O, alpha=bias_rate)
             else:
+                # In the first step there is nothing to add to: no matrix of zeros is made.
                 found += torch.bmm(activations, scaled).neg_(), bias_T1O.mul_(-bias_rate)
         return tuple(found)
 

@@ -339,6 +339,7 @@ class _LinearStack:
             tuple(layer.weight.to(dtype) for layer in self.layers),
             tuple(layer.bias.to(dtype) for layer in self.layers),
             tuple(None if gate_TO is None else gate_TO.to(dtype) for gate_TO in gates_TO),
+            # A path for each rectangle: the size of its tasks decides.
             tuple(
                 ()
                 if name is None

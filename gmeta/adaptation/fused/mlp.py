@@ -173,8 +173,7 @@ class _LayerGrads:
 
 
 class _Forward(torch.autograd.Function):
-    """Computes h_0, ..., h_{L-1} and z_L; h_0 too: gradients of its other uses are added up
-    here."""
+    """Computes h_0, ..., h_{L-1} and z_L."""
 
     @staticmethod
     def forward(
@@ -193,6 +192,7 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.ungated, ctx.saved = layers, ungated, saved
         ctx.save_for_backward(*passed, *tensors)
+        # h_0 too, so that the gradients of its other uses are added up in this backward.
         return (inputs_NI.view_as(inputs_NI), *passed[1:], out_NO)
 
     @staticmethod

@@ -69,6 +69,7 @@ class CommonInputs(NamedTuple):
     def interleave(self, own_TI: Tensor, is_known_T1: Tensor) -> Tensor:
         """Return own and common inputs in the layer's order, for tasks that have rows: [T, X]."""
         both_TX = torch.cat([own_TI, self.values_TI * is_known_T1], dim=1)
+        # argsort of a permutation is its inverse.
         return both_TX.index_select(1, self.order_X.argsort())
 
 

@@ -26,6 +26,7 @@ class RowLayout:
         num_tasks = lengths_T.numel()
         longest = int(lengths_T.max()) if num_tasks else 0
         num_rows = int(lengths_T.sum())
+        # All tasks are equally long: padding is a view, without a copy.
         if num_rows == num_tasks * longest:
             return cls(lengths_T, num_rows, longest, None)
         task_N = torch.repeat_interleave(
@@ -63,12 +64,14 @@ class RowLayout:
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the value of each row's task: [T, ...] -> [N, ...]."""
+        # With the output's size CUDA need not add up the lengths for the host.
         return values.repeat_interleave(self.lengths_T, dim=0, output_size=self.num_rows)
 
     def mean_TX(self, rows_NX: Tensor) -> Tensor:
         """Return the mean of each task's rows; 0 if it has none."""
         task_N = self.spread(torch.arange(self.num_tasks, device=self.lengths_T.device))
         sums_TX = rows_NX.new_zeros(self.num_tasks, rows_NX.shape[1]).index_add(0, task_N, rows_NX)
+        # A task without rows has the mean 0, not NaN.
         return sums_TX / self.lengths_T.clamp(min=1).to(rows_NX.dtype).unsqueeze(1)
 
     def mean_weights_N(self, dtype: torch.dtype, prior: float = 0.0) -> Tensor:

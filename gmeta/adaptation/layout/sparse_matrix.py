@@ -21,7 +21,7 @@ class SparseRows(NamedTuple):
     index_V: Tensor  # int32
     offsets_C1: Tensor  # int32
     weight_V: Tensor | None  # None: all 1
-    padding: int = 0  # bags of padding entries behind the C; nobody sees their sums
+    padding: int = 0  # bags of padding entries behind the C, whose sums are cut off
 
     def times(self, rows_PD: Tensor) -> Tensor:
         """Return the product with a dense matrix: [C, D]."""
@@ -166,6 +166,7 @@ class Bags:
                 if is_cpu
                 else ScatterMatrix.of(forward, lengths_C, num_rows, multi_row)
             )
+        # Padded after transposing: forward and backward pad in ways of their own.
         if num_entries:
             forward = forward.pad_to(num_entries)
             backward = None if backward is None else backward.pad_to(num_entries)

@@ -72,6 +72,7 @@ class SupportStatistics:
         known = [column.name for column in features.sparse]
         chosen = choose_columns("support_features.columns", config.columns, known)
         num_single = len(features.single)
+        # In the order in which `features_NK` puts the statistics side by side.
         names = ["task mean", "task count", "task spread"] if config.task else []
         for name, is_chosen in zip(known, chosen, strict=True):
             names += [f"{name} mean", f"{name} count"] if is_chosen else []
@@ -129,6 +130,7 @@ class SupportStatistics:
         deviation, mean, a = self.prior.deviation, self.prior.mean, self.prior_strength
         share_N = expected_N * deviation + mean
         expected_log_odds_N = rows.sum_of_others(np.where(rows.is_support_N, share_N, 0.0))
+        # Without rows and without shrinkage it would be 0 / 0, which is masked below.
         weight_N = np.maximum(tasks.count_N + a, 1e-12)
         clicks_N = expected_log_odds_N + tasks.sum_N * deviation
         effect_N = log_odds((clicks_N + a * mean) / weight_N)
@@ -143,6 +145,7 @@ class SupportStatistics:
 
     def _spread_N(self, tasks: _Totals) -> Floats:
         count_N = np.maximum(tasks.count_N, 1.0)
+        # Rounding may make it negative.
         around_N = np.maximum(tasks.square_N - tasks.sum_N**2 / count_N, 0.0)
         variance_N = self._smooth(around_N, tasks.count_N, np.ones(len(around_N)))
         return np.sqrt(variance_N) - 1.0

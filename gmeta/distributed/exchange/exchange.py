@@ -1,5 +1,5 @@
-"""What brings the rows of a step to the ranks that need them: `wire` is ours, `torchrec` is
-TorchRec's."""
+"""The interface of what brings a step's rows to the ranks that need them: wire.py is ours,
+torchrec.py TorchRec's."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -20,25 +20,24 @@ class Exchange(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Sum of the gradient of this rank's rows in the last backward, on the device: finite if
-        # that was.
+        # Sum of the last gradient of this rank's rows, on the device: finite if that was.
         self.gradient_sum = torch.zeros((), device=device)
 
     def on_gradient(self, grad_UD: Tensor) -> None:
-        """Take note of the gradient of all rows of a step."""
+        """Record the gradient of all rows of a step."""
         # One pass without a mask; a sum that overflows is as far off as one that is infinite.
         self.gradient_sum = grad_UD.sum()
 
     def prepare(self, episodes: "Collated") -> "Collated":
-        """Return these episodes, which are on the host, with everything done that can be done
-        before `announce`, in one block of pinned memory. Any thread may call it, for any batch."""
+        """Return these episodes, on the host, with all done that can be before `enqueue`, in one
+        block of pinned memory. Any thread may call it."""
         return episodes.with_plan(self.planner.plan(episodes)).pack()
 
     def enqueue(self, episodes: "Collated") -> "Collated":
-        """Tell all ranks how many rows these episodes, which are on the host, need of each, and
-        return them on the rank's device with their rows on the way. They may be `prepared`."""
+        """Start to fetch these episodes' rows; return them on the rank's device. Collective."""
         if episodes.plan is None:
             episodes = episodes.with_plan(self.planner.plan(episodes))
+        # The first message tells each rank how many rows are needed of it.
         there = episodes.to(self._device)
         assert there.plan is not None
         return there.with_fetch(self._prefetch(there.plan))

@@ -1,5 +1,5 @@
-"""What an exchange works out of a batch's ids before its step: on the host, from numbers alone, so
-that another process can do it. Among ranks the others stand in order, then this one.
+"""Plans of an exchange, from a batch's ids before its step. Among ranks the others stand in order,
+then this one.
 
 Shape suffixes: N rows, B tables, U unique ids, W ranks or workers, G groups of tables, Y shards of
 tables"""
@@ -19,6 +19,7 @@ from gmeta.distributed.tables.rows_to_send import RepeatFinder, RowsToSend
 if TYPE_CHECKING:
     from gmeta.data.accumulate import Collated
 
+# On the host, from numbers alone, so that a worker process can plan.
 Ints = npt.NDArray[np.int64]
 
 
@@ -36,7 +37,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class LookupRequest:
-    """What a rank asks for, shard by shard in the order of the wire: its own shards come last."""
+    """A rank's request, shard by shard in the order of the wire: its own shards come last."""
 
     counts_Y: Ints
     # Of every id, its row within the shard; int32 where it may travel and that is enough.
@@ -47,12 +48,11 @@ class LookupRequest:
 
 
 class Routes:
-    """All shards of all tables, as one rank sees them.
-
-    Answers come rank by rank, so the fetched rows stand in the order of the wire. Rows that are cut
-    by columns are put together from several answers: they follow the others, table by table."""
+    """All shards of all tables, as one rank sees them."""
 
     def __init__(self, shards: Sequence[Shard], rank: int, world_size: int) -> None:
+        # Answers come rank by rank: fetched rows stand in the order of the wire. Rows cut by
+        # columns are put together from several answers, and follow the others, table by table.
         others = [peer for peer in range(world_size) if peer != rank]
         width_of: dict[int, int] = {}
         for shard in shards:
@@ -90,21 +90,19 @@ class Routes:
         self._start_Y = np.array([self._first_B[s.table] + s.first_row for s in self.shards])
         self._rows_Y = np.array([s.num_rows for s in self.shards])
         # One rank and one kind: ids arrive in the order of the wire, and no row is gathered into it
-        # and back. That saves a hundredth of a step on a CPU, and 2 of 35 launches of a graph on a
-        # GPU.
+        # and back. It saves a hundredth of a step on a CPU, 2 of 35 launches of a graph on a GPU.
         tables = [s.table for s in self.shards]
         self._in_order = world_size == 1 and tables == sorted(num_rows_B)
 
     def make_request(self, unique_ids_U: Tensor, unique_lengths_B: Tensor) -> LookupRequest:
-        """Sort the ids of a step, table by table as a batch holds them, by the shard to ask."""
+        """Return a step's ids, table by table as a batch holds them, sorted by the shard to ask."""
         lengths_B = unique_lengths_B.numpy()
         if self._in_order:
             return LookupRequest(lengths_B.astype(np.int64), unique_ids_U.to(self.id_dtype))
         row_U = np.repeat(self._first_B, lengths_B)
         row_U += unique_ids_U.numpy()
         ends_B = np.cumsum(lengths_B)
-        # A table cut by columns is asked of all its ranks at once: its ids are not sorted among
-        # them.
+        # A table cut by columns is requested of all its ranks at once: its ids need no sorting.
         whole_row_U = np.ones(row_U.size, bool)
         for table in self.cut_tables:
             whole_row_U[ends_B[table] - lengths_B[table] : ends_B[table]] = False
@@ -138,14 +136,14 @@ class Routes:
 
 
 class Planner(Protocol):
-    """Can be pickled, and holds no table."""
+    """Plans an exchange; can be pickled, and holds no table."""
 
     def plan(self, episodes: "Collated") -> RowPlan:
-        """Return which rows these episodes, which are on the host, need of each rank."""
+        """Return the rows that these episodes, on the host, need of each rank."""
 
 
 class KnownCounts(NamedTuple):
-    """What this rank's host knows of a step's exchange before any message."""
+    """A step's exchange as this rank's host knows it before any message."""
 
     counts_Y: Tensor  # ids asked for, shard by shard in the order of the wire
     row_of_shard: Tensor  # these ids
@@ -156,7 +154,7 @@ class KnownCounts(NamedTuple):
 
 
 class SendPlan(NamedTuple):
-    """The rows of each group that a rank gives out, rank by rank, and how many to each."""
+    """The rows of each group that a rank sends, rank by rank, and how many to each."""
 
     counts_WG: tuple[tuple[int, ...], ...]
     rows_G: tuple[RowsToSend, ...]
@@ -183,10 +181,11 @@ class WirePlanner:
 
     def plan(self, episodes: "Collated") -> RowPlan:
         """Return the ids sorted by the rank that holds their rows; on a single rank also the rows
-        that it gives out, to itself."""
+        that it sends to itself."""
         routes = self._routes
         request = routes.make_request(episodes.unique_ids_U, episodes.unique_lengths_B)
         to_send = None
+        # A single rank knows all requests before any message: they are its own.
         if self._is_alone:
             to_send = self.plan_send(request.counts_Y[np.newaxis], request.row_of_shard)
         known = KnownCounts(
@@ -200,8 +199,8 @@ class WirePlanner:
         return RowPlan(known, (request.place_U, request.id_U, rows_G))
 
     def plan_send(self, counts_WY: Ints, ids: Tensor) -> SendPlan:
-        """Return the rows that this rank gives out, from the ids that each rank asks of its shards,
-        and how many these are [W, Y]."""
+        """Return the rows that this rank sends, from the ids that each rank requests of its shards
+        and their numbers [W, Y]."""
         row_N = np.repeat(self._first_row_WY, counts_WY.reshape(-1))
         # Ids travel as rows of a shard; here they become rows of the group that holds it.
         row_N += ids.numpy()

@@ -20,9 +20,8 @@ FLOAT16_MAX = 65_504.0
 class RowSwap:
     """One step, as one rank sees it: rows are looked up and on their way once it is made.
 
-    `to_send_G` are the rows of each group that this rank gives out, rank by rank, and `counts_WG`
-    how many of them go to each; `num_asked` the values that it asks of each; `saw_gradient` is
-    called with the gradient of all it asked for."""
+    `to_send_G` are the rows of each group that this rank sends, rank by rank, `counts_WG` how many
+    of them go to each; `num_requested` the values that it requests of each."""
 
     def __init__(
         self,
@@ -67,11 +66,8 @@ class RowSwap:
         self._look_up([own_N for _, own_N in rows_of_group], self.sizes_WG[-1:], own)
 
     def values(self, gradient_scale: float) -> Tensor:
-        """Return all that this rank asks for, flat, rank by rank; backward leads into the tables.
-
-        `gradient_scale` brings gradients to the middle of float16's range."""
-        # No table is in the graph; backward must come here, also where this rank holds none and
-        # only joins the AlltoAll.
+        """Return the values that this rank requests, flat, rank by rank, differentiable once."""
+        # No table is in the graph; backward must come here, if only to join the AlltoAll.
         root = torch.zeros(0, device=self._device, requires_grad=True)
         requested: Tensor = _SwapRows.apply(self, gradient_scale, root)
         return requested
@@ -84,9 +80,9 @@ class RowSwap:
         remote_values: Tensor | None = None,
         scale: float = 1.0,
     ) -> Swap:
-        """Start to send each other rank its `given` number of values, times `scale` in float16; in
-        float32 what they send arrives in `taken`, if given."""
+        """Start to send each other rank `send_counts` of the values."""
         if self.wire_dtype is not None:
+            # `scale` brings gradients to the middle of float16's range.
             if self.wire_dtype == torch.float16:
                 values = (values * scale).clamp_(-FLOAT16_MAX, FLOAT16_MAX)
             # gloo does not know bfloat16: its bits travel as float16.
@@ -94,8 +90,7 @@ class RowSwap:
         return self._transport.swap(values, send_counts[:-1], receive_counts[:-1], remote_values)
 
     def receive(self, swap: Swap, scale: float = 1.0) -> list[Tensor]:
-        """Wait for what the others sent, times `scale` in float16; return it in float32, rank by
-        rank."""
+        """Return the other ranks' values in float32, rank by rank; waits for them."""
         parts = swap.parts()
         if self.wire_dtype is None:
             return parts
@@ -103,7 +98,7 @@ class RowSwap:
         return [part.view(self.wire_dtype).float().mul_(unscaled) for part in parts]
 
     def update(self, grad_W: list[Tensor]) -> None:
-        """Hand the groups the gradients of the rows that they gave to each rank, flat."""
+        """Pass the groups the gradients of the rows that they sent to each rank, flat."""
         parts_WG = [
             values.split_with_sizes(sizes_G)
             for values, sizes_G in zip(grad_W, self.sizes_WG, strict=True)
@@ -115,7 +110,6 @@ class RowSwap:
             group.take(to_send, mean.view(-1, group.width))
 
     def _look_up(self, row_G: Sequence[Tensor], sizes_WG: list[list[int]], values: Tensor) -> None:
-        """Copy these rows of each group to where they travel from, rank by rank."""
         starts_G, first = [0] * len(self.groups), 0
         for sizes_G in sizes_WG:
             for index, (group, size) in enumerate(zip(self.groups, sizes_G, strict=True)):
@@ -127,7 +121,7 @@ class RowSwap:
 
 
 class _SwapRows(torch.autograd.Function):
-    """Backward takes the gradients to the owners of the rows, which update them."""
+    """Returns the rows; backward takes the gradients to the rows' owners, which update them."""
 
     @staticmethod
     def forward(ctx: Any, swap: RowSwap, gradient_scale: float, _: Tensor) -> Tensor:
@@ -135,7 +129,7 @@ class _SwapRows(torch.autograd.Function):
         if swap.wire_dtype is not None:
             torch.cat([*parts, swap.remote_values[:0]], out=swap.remote_values)
         ctx.swap, ctx.scale = swap, gradient_scale
-        return swap.requested.detach()  # itself it would lead to this node, and the node to it
+        return swap.requested.detach()  # or the tensor and this node would refer to each other
 
     @staticmethod
     @once_differentiable

@@ -28,7 +28,6 @@ class TorchRecExchange(Exchange):
         self.planner = IdsPlanner()
 
     def _prefetch(self, plan: RowPlan) -> "_TorchRecFetch":
-        """Start TorchRec's distribution of the ids."""
         ids_U, lengths_B = unpack(plan.numbers)
         # Lengths of one id each and stride 1: every table's ids are one jagged sample.
         ids = KeyedJaggedTensor(keys=self._names, values=ids_U, lengths=lengths_B, stride=1)
@@ -46,25 +45,24 @@ class _TorchRecFetch(RowFetch):
         self._tables = tables
         self._names = names
         self._context = tables.create_context()
+        # The numbers of ids are under way from here on; the first wait is for them.
         self._travelling = tables.input_dist(self._context, ids)
         self._on_gradient = on_gradient
         self._sent = False
         self._fetched: Any = None  # by table, once they are on their way
 
     def send(self) -> None:
-        """Wait for the numbers of ids, and let the ids travel."""
         self._travelling = self._travelling.wait()
         self._sent = True
 
     def look_up(self) -> None:
-        """Wait for the ids, look their rows up and let them travel."""
+        # Predictions look up without a `send` before.
         if not self._sent:
             self.send()
         ids = self._travelling.wait()
         self._fetched = self._tables.compute_and_output_dist(self._context, ids)
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
-        """Return the rows of all tables, one table after the other: [U, D]."""
         if self._fetched is None:
             self.look_up()
         fetched, self._fetched = self._fetched, None

@@ -1,13 +1,8 @@
 """Our exchange, on any device: ids go out to the ranks that hold their rows, the rows come back,
 and their gradients go the same way again.
 
-One AlltoAll each way a step, whatever the kinds of sharding: support and query together, each id
-once for each block of the batch. A rank's own rows enter no collective. An id travels as its row
-number within the shard that holds it, in 4 bytes where that is enough. Who is to get how many ids
-is announced before: the ids of a step can then travel while another step computes.
-
-Ids travel and are sorted on the host, where a batch has them, and rows between the devices: every
-size is known before a kernel is launched, so that the host waits for none.
+One AlltoAll each way a step for all kinds of sharding, support and query together, each id once for
+each block of the batch.
 
 Shape suffixes: B tables, U unique ids, D embedding width, W ranks or workers, G groups of tables, Y
 shards of tables"""
@@ -33,6 +28,9 @@ from gmeta.distributed.transport.transport import Swap
 from gmeta.platform.internals import TableKernel, table_kernels
 from gmeta_models.table_projections import pad_width_UD
 
+# Ids travel and are sorted on the host, where a batch has them, and rows between the devices: every
+# size is known before a kernel is launched, so the host waits for none. A rank's own rows enter no
+# collective. An id travels as its row within its shard, in 4 bytes where that is enough.
 KINDS = ("row_wise", "table_wise", "column_wise")
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,8 +67,7 @@ class WireExchange(Exchange):
         places = _find_shards(list(table_kernels(tables)), list(plan))
         own = self.routes.of_peer[-1]
         mine = [places[s.table, s.first_row, s.first_column] for s in own]
-        # Shards of one group stand together, because a group serves one kind of sharding
-        # and one width.
+        # Shards of one group stand together: it serves one kind of sharding and one width.
         self.groups = list(dict.fromkeys(group for group, _ in mine))
         is_of_group_YG = np.array(
             [[group is other for other in self.groups] for group, _ in mine], np.int64
@@ -80,13 +77,10 @@ class WireExchange(Exchange):
         self.planner = WirePlanner(self.routes, firsts, is_of_group_YG, repeats, ranks.world_size)
 
     def _prefetch(self, plan: RowPlan) -> "_WireFetch":
-        """Tell each rank how many rows it is to send."""
         return _WireFetch(self, plan)
 
 
 class _WireFetch(RowFetch):
-    """One step's exchange, as one rank sees it."""
-
     def __init__(self, exchange: WireExchange, plan: RowPlan) -> None:
         self._exchange = exchange
         self._known: KnownCounts = plan.known
@@ -114,7 +108,6 @@ class _WireFetch(RowFetch):
         self._swap = exchange.ranks.transport.swap(counts, of_peer, [routes.num_local] * others)
 
     def send(self) -> None:
-        """Wait for the numbers of ids that the others ask for, and let the ids travel."""
         if self._swap is None:
             return  # there is no other rank
         self._sent = True
@@ -125,7 +118,6 @@ class _WireFetch(RowFetch):
         )
 
     def look_up(self) -> None:
-        """Wait for the ids that the others ask for, look their rows up and let them travel."""
         exchange = self._exchange
         to_send = self._to_send or self._receive_requests()
         self._rows = RowSwap(
@@ -140,7 +132,6 @@ class _WireFetch(RowFetch):
         )
 
     def _receive_requests(self) -> SendPlan:
-        """Wait for the ids that the others ask for, and return the rows to give, on the device."""
         if not self._sent:
             self.send()
         assert self._swap is not None
@@ -150,7 +141,6 @@ class _WireFetch(RowFetch):
         return to_send._replace(rows_G=move_to_device(to_send.rows_G, self._exchange.ranks.device))
 
     def rows_UD(self, gradient_unit: float) -> Tensor:
-        """Wait for the rows, and return them in the order of the ids: [U, D]."""
         if self._rows is None:
             self.look_up()
         rows, self._rows = self._rows, None
@@ -163,12 +153,11 @@ class _WireFetch(RowFetch):
         return in_order_UD
 
     def _assemble_rows(self, flat: Tensor) -> Tensor:
-        """Return the fetched rows [U, D] from the values that the ranks gave; behind those of
-        narrower tables are zeros, which did not travel."""
         routes = self._exchange.routes
         # Every shard has whole rows of one width: what arrived is the matrix already.
         if routes.is_even and not routes.cut_tables:
             return flat.view(-1, routes.widest)
+        # Behind the rows of narrower tables are zeros, which did not travel.
         values = flat.split_with_sizes((self._known.counts_Y.numpy() * routes.columns_Y).tolist())
         uncut: list[Tensor] = []
         parts: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in routes.cut_tables}
@@ -186,10 +175,9 @@ class _WireFetch(RowFetch):
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Rows gathered from `place`; `inverse` tells where each went, so backward is a gather too."""
-
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor, place_U: Tensor, inverse_U: Tensor) -> Tensor:
+        # `inverse_U` is where each row went: backward is a gather, too.
         ctx.inverse_U = inverse_U
         return rows_UD.index_select(0, place_U)
 
@@ -202,8 +190,7 @@ class _PermuteRows(torch.autograd.Function):
 def _find_shards(
     kernels: list[TableKernel], names: list[str]
 ) -> dict[tuple[int, int, int], tuple[FastGroup, int]]:
-    """Return, by (table, first row, first column) of this rank's shards, the group of each and its
-    first row there."""
+    """Return group and first row of each of this rank's shards, by (table, first row, column)."""
     places = {}
     for kernel in kernels:
         group = FastGroup(kernel.group)

@@ -1,11 +1,8 @@
 """Clipping of a step's gradient by its global norm, over layers and tables together.
 
-The tables' optimizers are fused into backward, so without more a row would be updated before the
-norm is known. Here backward stops at the rows that this rank's tables gave out: every gradient is
-then known and none applied. The norm counts what the optimizers see: the layers' averaged gradients
-once, and each row's gradient summed over all ranks, once, by the rank that holds it. So it is the
-norm that one rank with dense gradients would find (Pascanu et al., arXiv 1211.5063, algorithm 1),
-at any number of ranks. The rest of backward then takes the scaled gradients to the tables.
+The norm counts the layers' averaged gradients once, and each row's gradient summed over all ranks
+once, by the rank that holds it: the norm that one rank with dense gradients would find (Pascanu et
+al., arXiv 1211.5063, algorithm 1), at any number of ranks.
 
 Shape suffixes: N rows, R rows of tables, D embedding width"""
 
@@ -30,7 +27,7 @@ NORM_EPSILON = 1e-6
 
 
 class _HeldRows(NamedTuple):
-    """Rows that a lookup gave out, and the leaf that stands for them in the rest of the graph."""
+    """Rows of a lookup, and the leaf that stands for them in the rest of the graph."""
 
     row_N: Tensor
     rows_ND: Tensor
@@ -38,17 +35,16 @@ class _HeldRows(NamedTuple):
 
 
 class _HoldingFastGroup:
-    """A table group of our exchange whose rows' gradients wait until they are released."""
+    """A table group of our exchange whose rows' gradients are held until `release`."""
 
     def __init__(self, group: FastGroup) -> None:
         self._group = group
         self._held: list[tuple[RowsToSend, Tensor]] = []
-        # In place of the update: it must wait until the norm of the whole step is known.
+        # In place of the update, fused into backward: it must wait for the whole step's norm.
         group.take = lambda given, grad_ND: self._held.append((given, grad_ND))
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norm of the gradient of this rank's rows, each summed over all who
-        fetched it: a scalar."""
+        """Return the squared norm of these rows' gradients, each summed over the ranks."""
         if not self._held:
             return torch.zeros((), device=self._group.rows.values_RD.device)
         row_N = torch.cat([to_update.row_N for to_update, _ in self._held])
@@ -62,7 +58,7 @@ class _HoldingFastGroup:
 
 
 class _HoldingGroup:
-    """A table group of TorchRec's exchange whose rows' gradients wait until they are released."""
+    """A table group of TorchRec's exchange whose rows' gradients are held until `release`."""
 
     def __init__(self, group: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         self._lookup = group.forward
@@ -80,7 +76,7 @@ class _HoldingGroup:
         return leaf_ND
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norm of the gradient that has reached the leaves: a scalar."""
+        """Return the squared norm of the gradients at the leaves: a scalar."""
         waiting = [rows for rows in self._held if rows.leaf_ND.grad is not None]
         if not waiting:
             return torch.zeros((), device=self._first_rows.device)
@@ -118,13 +114,13 @@ class GradientClipping:
             return
         for group in table_groups(sharded):
             held = _HoldingGroup(group)
+            # TorchRec has the module already, so its forward is replaced in place.
             group.forward = held
             self._groups.append(held)
 
     def apply(self) -> None:
-        """Scale the gradient of the step down to the norm allowed, and update the tables with it.
-
-        Call it after backward and before the layers' step, on every rank."""
+        """Scale the step's gradient down to the norm allowed, and update the tables with it.
+        Collective: between backward and the layers' step."""
         grads = [layer.grad for layer in self._layers if layer.grad is not None]
         # Averaged over ranks already, by hooks inside backward.
         of_layers = torch.nn.utils.get_total_norm(grads)
@@ -142,8 +138,7 @@ class GradientClipping:
             group.release(scale)
 
     def norms(self) -> dict[str, float]:
-        """Return the norms of the last step's gradient before clipping: of the layers, and of
-        layers and tables. Waits for the device."""
+        """Return the norms of the last gradient before clipping: of layers, and of all. Waits."""
         if self._norms is None:
             return {}
         return dict(zip(("dense_grad_norm", "grad_norm"), map(float, self._norms), strict=True))

@@ -1,5 +1,4 @@
-"""The outer optimizers: one over the replicated layers, beside those fused into the tables'
-backward."""
+"""The outer optimizers: one over the replicated layers, beside those fused into the tables."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -61,8 +60,8 @@ class OuterOptimizer(CombinedOptimizer):
         )
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """Take the schedule's rates for the step that comes after `step` steps of the run, and
-        forget the gradients of the last. Call it before the rows of the step are looked up."""
+        """Set the rates for the step after `step` steps of the run, and drop the last gradients."""
+        # Before the step's rows are looked up: fbgemm takes the rate with the lookup.
         outer = self._outer
         scale = rate_scale(outer.lr_schedule, outer.warmup_steps, step, total_steps)
         self._rates = {"dense_lr": outer.dense_lr * scale, "sparse_lr": outer.sparse_lr * scale}
@@ -78,16 +77,15 @@ class OuterOptimizer(CombinedOptimizer):
         self._tables.zero_grad()  # the tables take their rate here
 
     def step(self, closure: Any = None) -> None:
-        """Update the layers; backward updated the tables, unless clipping held it back till now."""
+        """Update the layers; backward updated the tables, unless clipping held them back."""
         if self._clipping is not None:
             self._clipping.apply()
         # The tables' own part would only take its rate again, in a call for every table.
         self._dense.step(closure)
 
     def reading(self) -> dict[str, float | None]:
-        """Return the rates of the last step and the norm of its gradient before clipping: that of
-        the layers, and with outer.clip_norm that of layers and tables together, None where it is
-        not finite. Waits for the device."""
+        """Return the last step's rates and its gradient's norm before clipping, of the layers and,
+        with outer.clip_norm, of all; None where it is not finite. Waits for the device."""
         if self._clipping is not None:
             norms = self._clipping.norms()
         else:
@@ -103,17 +101,18 @@ def build_optimizer(sharded: DistributedLearner, outer: OuterConfig) -> OuterOpt
 
 
 def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) -> float:
-    """Return the factor of the learning rates in the step that comes after `step` steps: a pure
-    function, so that a resumed run goes on with the rates it would have had.
+    """Return the factor of the learning rates in the step after `step` steps.
 
-    The first `warmup_steps` rise evenly to the full rate (arXiv 1706.02677, section 2.2); the
-    schedule takes its course over the steps after them. Steps beyond `total_steps` (leased shards
-    may take a few more) have the scale of the last one.
+    The first `warmup_steps` rise evenly to the full rate (arXiv 1706.02677, section 2.2), the
+    schedule runs over the steps after them. Steps beyond `total_steps` have the scale of the last
+    one.
 
     >>> [rate_scale("linear", 2, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     >>> rate_scale("linear", 2, 9, 6)
     0.25"""
+    # A pure function: a resumed run has the rates of an unbroken one. Leased shards may take a few
+    # steps more than `total_steps`.
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     # The warm-up may be longer than the run; then the schedule stands at its beginning.
@@ -122,16 +121,13 @@ def rate_scale(schedule: str, warmup_steps: int, step: int, total_steps: int) ->
 
 
 def _adam_groups(sharded: nn.Module) -> list[Group]:
-    """Return this rank's groups of tables with Adam."""
     adams = EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM
     return [group for group in table_groups(sharded) if group.optimizer in adams]
 
 
 def _set_adam_step(groups: Iterable[Group], step: int) -> None:
-    """Tell tables with Adam that `step` steps were done: its bias correction depends on it.
-
-    By themselves fbgemm's count lookups, also those of a validation, and start at 0 after a
-    resume."""
+    # Adam's bias correction goes by this. By themselves fbgemm's tables count lookups, also those
+    # of a validation, and start at 0 after a resume.
     for group in groups:
         if isinstance(group, PlainTables):
             group.set_optimizer_step(step)

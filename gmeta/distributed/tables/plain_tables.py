@@ -1,9 +1,5 @@
 """The rows of a rank's tables and of their optimizer, as plain torch tensors on any device.
 
-TorchRec shards tables over modules of fbgemm. Here is what it asks of such a module except for the
-lookup, which is our exchange's, so sharding, state dicts and checkpoints are TorchRec's own: no
-kernel of fbgemm, and every optimizer on a CPU as on CUDA.
-
 Shape suffixes: R rows of tables, D embedding width"""
 
 from itertools import accumulate
@@ -15,7 +11,7 @@ from torch import Tensor, nn
 
 
 class StateNames(NamedTuple):
-    """What torch's optimizers call the state of a weight, and which of it is one number a row."""
+    """The names of torch's optimizer state of a weight, and which of it is one number a row."""
 
     names: tuple[str, ...]
     of_rows: tuple[str, ...] = ()
@@ -35,12 +31,12 @@ STATES = {
 
 @final
 class PlainTables(nn.Module):
-    """Tables of one width that are looked up and updated together.
+    """Tables of one width that are looked up and updated together. Raises KeyError: the optimizer
+    is not in STATES. Raises ValueError: the tables have several widths."""
 
-    It is made in place of fbgemm's SplitTableBatchedEmbeddingBagsCodegen, with its arguments; those
-    that only its kernels read are left alone. Raises KeyError: the optimizer is not in STATES.
-    Raises ValueError: the tables have several widths."""
-
+    # In place of fbgemm's SplitTableBatchedEmbeddingBagsCodegen, with its arguments, and the calls
+    # that TorchRec makes on it but for the lookup: sharding, state dicts and checkpoints are
+    # TorchRec's own, without a kernel of fbgemm, and every optimizer runs on a CPU.
     def __init__(
         self,
         embedding_specs: list[tuple[int, int, Any, Any]],
@@ -66,8 +62,7 @@ class PlainTables(nn.Module):
         self.steps_done = 0  # Adam's bias correction depends on it
         self.weights_precision = weights_precision
         dtype, num_rows = weights_precision.as_dtype(), sum(rows)
-        # TorchRec fills what is given out by `split_embedding_weights`: zeros would cost one more
-        # pass.
+        # TorchRec fills `split_embedding_weights`: zeros would cost one more pass.
         self.values_RD = torch.empty(num_rows, self.width, dtype=dtype, device=device)
         self.state = {
             name: torch.zeros(
@@ -91,14 +86,15 @@ class PlainTables(nn.Module):
         return self._split_tables(self.values_RD)
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """Return views of the optimizer's state of each table by its name: [rows, columns], or
-        [rows] of what is one number a row; empty for SGD, which has none."""
+        """Return views of each table's optimizer state by name: [rows, columns], or [rows] of one
+        number a row; none for SGD."""
         if not self.state:
             return []
         of_rows = STATES[self.optimizer].of_rows
         by_table = zip(*map(self._split_tables, self.state.values()), strict=True)
         return [
             {
+                # As fbgemm gives them, which TorchRec's checkpoints know.
                 name: part.squeeze(1) if name in of_rows else part
                 for name, part in zip(self.state, parts, strict=True)
             }
@@ -110,18 +106,18 @@ class PlainTables(nn.Module):
         return self.learning_rate
 
     def set_learning_rate(self, rate: float) -> None:
-        """Take the rate of the next update."""
+        """Set the rate of the next update."""
         self.learning_rate = rate
 
     def set_optimizer_step(self, step: int) -> None:
-        """Take the number of steps that were done before the next update."""
+        """Set the number of steps before the next update."""
         self.steps_done = step
 
     def flush(self) -> None:
         """Do nothing: no cache holds rows back."""
 
     def reset_cache_states(self) -> None:
-        """Do nothing, as well."""
+        """Do nothing: there is no cache."""
 
     def _split_tables(self, values_RD: Tensor) -> list[Tensor]:
         return list(values_RD.split([spec[0] for spec in self.embedding_specs]))

@@ -1,5 +1,5 @@
-"""Which rows of a group of tables are given out in a step, and which of them stand several times:
-worked out on the host, without the tables.
+"""The rows that a group of tables sends in a step, and which of them repeat: worked out on the
+host.
 
 Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width"""
 
@@ -16,9 +16,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class _RowMerge(NamedTuple):
-    """How the gradients of rows that are given out several times are summed: `once` are the places
-    of the distinct rows `row`; the gradient at each place in `again` is added to the one in place
-    `into` among them."""
+    """How the gradients of repeated rows are summed: `once` are the places of the distinct rows
+    `row`; the gradient at each place in `again` is added to the one in place `into` among them."""
 
     once_U: Tensor
     row_U: Tensor
@@ -28,10 +27,10 @@ class _RowMerge(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsToSend:
-    """The rows that a group gives out in a step, by their numbers among those of all its tables."""
+    """The rows that a group sends in a step, by their numbers among those of all its tables."""
 
     row_N: Tensor
-    merge: _RowMerge | None  # None: no row stands twice
+    merge: _RowMerge | None  # None: no row repeats
 
     def sum_gradients(self, grad_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct rows and the sum of the gradients of each: [U], [U, D]."""
@@ -39,14 +38,13 @@ class RowsToSend:
             return self.row_N, grad_ND
         summed_UD = grad_ND.index_select(0, self.merge.once_U)
         summands = grad_ND.index_select(0, self.merge.again)
-        # Only the rows that stand again are added: of popular ids few, where all would be a pass
-        # over every gradient.
+        # Only repeated rows, the few of popular ids: all would be a pass over every gradient.
         return self.merge.row_U, summed_UD.index_add_(0, self.merge.into, summands)
 
 
 @final
 class RepeatFinder:
-    """Finds rows that stand several times, in 4 bytes for each row of a group's tables."""
+    """Finds repeated rows, in 4 bytes for each row of a group's tables."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -55,12 +53,12 @@ class RepeatFinder:
         self._lock = threading.Lock()  # several threads may make batches ready
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RepeatFinder, (self._num_rows,)  # what it has seen is of no use elsewhere
+        return RepeatFinder, (self._num_rows,)  # the last places are of no use elsewhere
 
     def prepare_rows(self, row_N: Ints) -> RowsToSend:
-        """Return these rows as an update takes them, on the host: there it is known without waiting
-        for a device which of them stand several times. Even a single rank may ask for a row several
-        times: the blocks of a batch each bring their ids."""
+        """Return these rows as an update takes them."""
+        # On the host, where it is known without waiting for a device which rows repeat. Even a
+        # single rank may repeat a row: the blocks of a batch each bring their ids.
         rows = torch.from_numpy(row_N)
         # In a tenth of the time of `sum_by_row`, which sorts: again a fifth of a step.
         place_N = np.arange(row_N.size, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The groups of tables that are kept together, wherever TorchRec has put them in a module."""
+"""Finds groups of tables that share a kernel, wherever TorchRec has put them in a module."""
 
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -15,5 +15,5 @@ Group: TypeAlias = PlainTables | SplitTableBatchedEmbeddingBagsCodegen
 
 
 def table_groups(module: nn.Module) -> Iterator[Group]:
-    """Yield this rank's groups of tables that share one lookup kernel, wherever in a module."""
+    """Yield this rank's groups of tables that share one lookup kernel."""
     return (kernel.group for kernel in table_kernels(module))

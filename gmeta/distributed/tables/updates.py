@@ -1,8 +1,5 @@
 """Lookup and fused update of embedding tables in plain torch, on any device.
 
-fbgemm's CPU backward spends 600 to 1,600 ns a row, which makes a whole step more than twice as long
-(benchmarks/torchrec_step.py), and its CUDA kernels need a build for the CUDA at hand.
-
 Shape suffixes: N rows, U unique ids, R rows of tables, D embedding width"""
 
 from abc import ABC, abstractmethod
@@ -18,18 +15,17 @@ from torch import Tensor
 from gmeta.distributed.tables.plain_tables import PlainTables
 from gmeta.distributed.tables.rows_to_send import Ints, RepeatFinder, RowsToSend
 
-# Group, distinct rows [U] and their gradients [U, D].
+# fbgemm's CPU backward takes 600 to 1,600 ns a row, which makes a step more than twice as long
+# (benchmarks/torchrec_step.py), and its CUDA kernels need a build for the CUDA at hand. Arguments:
+# group, distinct rows [U] and their gradients [U, D].
 Update = Callable[["FastGroup", Tensor, Tensor], None]
 
 
 class _RowStore(ABC):
-    """One row of values for each row of a group's tables."""
-
     def __init__(self, values_RD: Tensor) -> None:
         self.values_RD = values_RD
 
     def copy_rows(self, row_U: Tensor) -> Tensor:
-        """Return copies of these rows: [U, D]."""
         values_UD = self.values_RD.new_empty(row_U.numel(), self.values_RD.shape[1])
         self.copy(row_U, values_UD)
         return values_UD
@@ -38,6 +34,7 @@ class _RowStore(ABC):
     def copy(self, row_U: Tensor, values_UD: Tensor) -> None:
         """Copy these rows into `values_UD`."""
 
+    # No row may repeat among those to write.
     @abstractmethod
     def write(self, row_U: Tensor, values_UD: Tensor) -> None:
         """Replace these rows, none of which stands twice."""
@@ -54,9 +51,8 @@ class _DeviceRowStore(_RowStore):
 
 @final
 class _HostRowStore(_RowStore):
-    """numpy moves each row as one piece of bytes, in a quarter of the time of torch's index_copy_,
-    which goes column by column: a fifth of a step on 26 tables of 32 columns."""
-
+    # numpy moves each row as one piece of bytes, in a quarter of the time of torch's index_copy_,
+    # which goes column by column: a fifth of a step on 26 tables of 32 columns.
     def __init__(self, values_RD: Tensor) -> None:
         super().__init__(values_RD)
         self._row = np.dtype((np.void, values_RD.shape[1] * values_RD.element_size()))
@@ -92,7 +88,6 @@ def _rowwise_adagrad(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) -> None
 
 
 def _adagrad_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
-    """Store the new sums of squares, and take Adagrad's step with them."""
     group.state["sum"].write(row_U, squares)
     # In place from here on: the sums are stored already.
     root = squares.sqrt_().add_(group.tables.epsilon)
@@ -115,8 +110,7 @@ def _partial_rowwise_adam(group: "FastGroup", row_U: Tensor, grad_UD: Tensor) ->
 
 
 def _adam_step(group: "FastGroup", row_U: Tensor, grad_UD: Tensor, squares: Tensor) -> None:
-    """Store the new moments, and take Adam's step with them: of these rows alone, as fbgemm's and
-    torch's SparseAdam do (arXiv 1412.6980, algorithm 1)."""
+    # These rows alone move, as in fbgemm and torch's SparseAdam (arXiv 1412.6980, algorithm 1).
     tables, (beta1, beta2) = group.tables, group.tables.betas
     # The step of the run, not of the row, as fbgemm counts.
     step = tables.steps_done + 1
@@ -152,13 +146,13 @@ class FastGroup:
         kind = _HostRowStore if tables.values_RD.device.type == "cpu" else _DeviceRowStore
         self.rows = kind(tables.values_RD)
         self.state = {name: kind(values) for name, values in tables.state.items()}
-        # What becomes of the gradients [N, D] of given rows; clipping holds them back.
+        # Called with the gradients [N, D] of sent rows; clipping holds them back instead.
         self.take: Callable[[RowsToSend, Tensor], None] = self.update
         self._update_rows = UPDATES[tables.optimizer]
         self.repeats = RepeatFinder(len(self.rows.values_RD))
 
     def prepare_rows(self, row_N: Ints) -> RowsToSend:
-        """Return these rows as `update` takes them, see Repeats."""
+        """Return these rows as `update` takes them, see RepeatFinder."""
         return self.repeats.prepare_rows(row_N)
 
     def look_up(self, row_N: Tensor, rows_ND: Tensor) -> None:
@@ -167,18 +161,14 @@ class FastGroup:
 
     @torch.no_grad()
     def update(self, to_update: RowsToSend, grad_ND: Tensor) -> None:
-        """Take one optimizer step on these rows; a row that stands several times moves once, by the
-        sum of its gradients."""
+        """Take one optimizer step on these rows; repeated ones move by their gradients' sum."""
         if to_update.row_N.numel():
             self._update_rows(self, *to_update.sum_gradients(grad_ND))
 
 
 def sum_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
-    """Return the sum of the gradients of each distinct row, and 0 behind them: [N, D].
-
-    On any device, and without waiting for it to say how many distinct rows there are."""
-    # Places of equal rows are found by a running count, not by `unique`, whose size a device would
-    # have to tell the host.
+    """Return the sum of the gradients of each distinct row, and 0 behind them: [N, D]."""
+    # By a running count, not by `unique`: a device would have to tell the host its size.
     sorted_N, order_N = row_N.sort()
     is_other_N = torch.zeros_like(sorted_N)
     is_other_N[1:] = sorted_N[1:] != sorted_N[:-1]
@@ -187,8 +177,7 @@ def sum_by_row(row_N: Tensor, grad_ND: Tensor) -> Tensor:
 
 
 def row_numbers_N(first_rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return where each of a group's jagged ids stands among all rows of its tables, given each
-    feature's first row."""
+    """Return the row of each of a group's jagged ids among all rows of its tables."""
     num_features = first_rows.numel()
     samples = (offsets.numel() - 1) // num_features
     num_ids = offsets[::samples].diff() if samples else offsets.new_zeros(num_features)

@@ -1,7 +1,6 @@
-"""What carries a step's messages between the ranks: gloo over TCP; NCCL between GPUs.
+"""The messages of a step between the ranks: gloo over TCP; NCCL between GPUs.
 
-Every rank makes the same calls in the same order; what a call returns may be waited for in any
-order, or not at all."""
+Every rank makes the same calls in the same order; results may be waited for in any order."""
 
 from collections.abc import Sequence
 from typing import Protocol, final
@@ -20,7 +19,7 @@ class Pending(Protocol):
 
 @final
 class Swap:
-    """Values that the ranks give each other, under way."""
+    """Values that the ranks send each other, under way."""
 
     def __init__(
         self, work: dist.Work | None, taken: Tensor | None, receive_counts: Sequence[int]
@@ -30,7 +29,7 @@ class Swap:
         self._receive_counts = receive_counts
 
     def parts(self) -> list[Tensor]:
-        """Wait for what each of the other ranks gave, and return it in their order."""
+        """Return the values of each of the other ranks, in their order; waits for them."""
         if self._work is None or self._out is None:
             return []
         self._work.wait()
@@ -39,10 +38,8 @@ class Swap:
 
 @final
 class Transport:
-    """Swaps and sums between all ranks of the job; nothing where there is one rank alone.
-
-    `rows` carries the swaps and `control` the sums. Values on a GPU go through the job's own group,
-    NCCL: nothing here waits for them, only the stream does."""
+    """Swaps and sums between all ranks of the job; nothing with a single rank. `rows` carries the
+    swaps and `control` the sums."""
 
     def __init__(self, rows: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
         self._rows = rows
@@ -55,12 +52,13 @@ class Transport:
         receive_counts: Sequence[int],
         out: Tensor | None = None,
     ) -> Swap:
-        """Start to give the other ranks these values, flat, and to take theirs, into `taken` if
-        there is one; the counts are in the ranks' order."""
+        """Start to send the other ranks these values, flat, and to receive theirs, in `out` if it
+        is not None; the counts are in the ranks' order."""
         if self._rows.size() == 1:
             return Swap(None, None, ())
         own = self._rows.rank()
         out = values.new_empty(sum(receive_counts)) if out is None else out
+        # On a GPU through the job's own group, NCCL: only the stream waits.
         work: dist.Work = dist.all_to_all_single(
             out,
             values,
@@ -73,9 +71,9 @@ class Transport:
         return Swap(work, out, receive_counts)
 
     def add(self, values: Tensor) -> Pending:
-        """Start to replace flat values by their element-wise sum over the ranks, equal on all of
-        them."""
+        """Start to replace flat values by their element-wise sum over the ranks."""
         if self._control.size() == 1:
+            # A single rank's values are their own sum.
             done: torch.futures.Future[None] = torch.futures.Future()
             done.set_result(None)
             return done

@@ -28,7 +28,7 @@ from metaio.stream.chain import read_reset_rows
 @dataclass(frozen=True)
 class Beginning:
     """The checkpoint that a run begins with, if any, how, and the increments that its model is
-    trained on, that of the run included."""
+    trained on, the run's included."""
 
     how: Literal["fresh", "resumed", "weights", "continued"]
     checkpoint: Path | None
@@ -36,8 +36,8 @@ class Beginning:
     reset_rows: dict[str, Int64]
 
     @property
-    def told(self) -> list[str]:
-        """Return what is said of it on the screen."""
+    def messages(self) -> list[str]:
+        """Return the lines on it for the screen."""
         if self.how == "weights":
             return [f"begins with the weights of {self.checkpoint}"]
         if self.how == "resumed":
@@ -58,11 +58,9 @@ class Beginning:
         optimizer: OuterOptimizer,
         ranks: Ranks,
     ) -> RunProgress:
-        """Fill a fresh model and its optimizer; return where the run stands.
-
-        Raises:
-            GMetaError: the checkpoint is damaged; on every rank alike.
-            UserError: it is of another model."""
+        """Fill a fresh model and its optimizer; return the run's progress. Raises on every rank
+        alike GMetaError: the checkpoint is damaged; UserError: it is of another model."""
+        # Adam's bias correction goes on with the steps of the runs before.
         optimizer.steps_before = count_earlier_steps(self.lineage)
         if self.checkpoint is None:
             return RunProgress()
@@ -79,17 +77,13 @@ class Beginning:
 def beginning_of(
     folder: RunFolder, newest: Path | None, config: TrainConfig, dataset: Dataset
 ) -> Beginning:
-    """Return what the run in `folder` begins with, whose newest checkpoint is `newest`.
-
-    Raises:
-        UserError, GMetaError: the config or the dataset does not fit it, see check_resumable,
-            find_start_checkpoint, find_continued_checkpoint."""
+    """Return the beginning of the run in `folder`, whose newest checkpoint is `newest`. Raises
+    UserError or GMetaError: config or dataset do not fit it."""
     if newest is not None:
         check_resumable(folder, newest, config, dataset)
         return Beginning("resumed", newest, read_lineage(read_about(newest)), {})
     if start := find_start_checkpoint(config.run, dataset):
-        # The same data, so its increment is the last one of theirs; its steps were taken by
-        # optimizers that begin anew.
+        # The same data, so its increment is the last of theirs; the optimizers begin anew.
         seen = tuple(replace(one, steps=0) for one in read_lineage(read_about(start)))
         return Beginning("weights", start, seen or extend_lineage((), dataset), {})
     checkpoint, before, skipped = find_continued_checkpoint(config, dataset)
@@ -100,8 +94,7 @@ def beginning_of(
 
 
 def _reset_since(datasets: Sequence[Dataset]) -> dict[str, Int64]:
-    """Return the rows that mean another value since the checkpoint: also what was reused in an
-    increment that the model is not trained on."""
+    # Also rows reused in an increment that is skipped mean another value since the checkpoint.
     found: dict[str, Int64] = {}
     for dataset in datasets:
         for table, rows in read_reset_rows(dataset).items():

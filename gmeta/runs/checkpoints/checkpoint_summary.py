@@ -1,5 +1,5 @@
-"""What a checkpoint holds, and whether all of it is there: from its index and the sizes of its
-files, without reading a tensor unless checksums are asked for."""
+"""What a checkpoint holds, and whether it is whole: from its index and the sizes of its files,
+without reading a tensor unless checksums are to be verified."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +12,7 @@ from gmeta.config.table_names import module_name, table_of_weight
 from gmeta.runs.checkpoints.integrity import find_file_problems, read_intact_index, translate_damage
 from gmeta.runs.checkpoints.progress_file import read_about
 
-# How torchrec names what state_of gives to torch's checkpoints.
+# torch's names of the tensors in collect_state's dict.
 _TABLES = "model.tables."
 _LAYERS = "model.learner."
 _LAYER_STATE = "optimizer.state.learner."
@@ -20,7 +20,7 @@ _LAYER_STATE = "optimizer.state.learner."
 
 @dataclass(frozen=True)
 class TableSummary:
-    """One embedding table; `state_bytes` by the name of what its optimizer keeps."""
+    """One embedding table; `state_bytes` by the name of the optimizer's state."""
 
     name: str
     num_rows: int
@@ -43,8 +43,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """`about` is progress.json: step, epoch, and who wrote it; `problems` is empty if nothing is
-    missing. `has_checksums` is False of what older releases wrote."""
+    """`about` is progress.json; `problems` is empty if all is there; old ones lack checksums."""
 
     path: Path
     about: dict[str, Any]
@@ -56,8 +55,7 @@ class CheckpointSummary:
 
 
 def summarise_checkpoint(path: Path, verify: bool = False) -> CheckpointSummary:
-    """Read what a checkpoint folder says of itself; with `verify` hold all of it against its
-    checksums."""
+    """Return the content of a checkpoint folder; with `verify` its checksums are checked."""
     about = read_about(path)
     with translate_damage(path):
         return _summarise(path, about, read_intact_index(path, about), verify)
@@ -82,6 +80,7 @@ def _summarise(
         ),
         disk_bytes=sum(file.stat().st_size for file in path.iterdir()),
         problems=tuple(find_file_problems(path, about, index, contents=verify)),
+        # Older releases wrote none.
         has_checksums="files" in about,
     )
 

@@ -1,8 +1,4 @@
-"""Writing checkpoints beside training: the step waits for a copy of the state in host memory, a
-thread writes it.
-
-A checkpoint appears whole or not at all: the rename of its temporary folder, after everything in it
-is on disk, is the one commit point. At most one is being written; the next waits for it."""
+"""Writes checkpoints beside training: a step waits only for a copy of its state in host memory."""
 
 import shutil
 import threading
@@ -45,17 +41,15 @@ from metaio.format.atomic_folder import flush_to_disk
 
 
 def _do_nothing(checkpoint: Path) -> None:
-    """Do nothing after a commit, where the caller has nothing to tell."""
+    """Do nothing after a commit."""
 
 
 class CheckpointWriter:
     """Writes a run's checkpoints to `folder`/step-N and keeps the `run.keep_last` newest and the
     best. All ranks make one, and call it in the same places.
 
-    `committed` is called on every rank with a checkpoint's path, by the training thread, once it
-    has that name. `lineage` are the increments that the model is trained on, of which the last one
-    is not over. Without `run.checkpoint_in_background` a step waits until its checkpoint is
-    written, and no copy is made. Where the config names a mirror, that gets what is committed."""
+    `on_commit` gets a checkpoint's path on every rank, in the training thread, once it has that
+    name. `lineage` are the increments that the model is trained on, the current one last."""
 
     def __init__(
         self,
@@ -67,6 +61,8 @@ class CheckpointWriter:
         on_commit: Callable[[Path], None] = _do_nothing,
         lineage: Lineage = (),
     ) -> None:
+        # A checkpoint appears whole or not at all: the rename of its temporary folder, after all of
+        # it is on disk, is the one commit point. At most one is being written.
         self._folder = folder
         self._mirror: RunMirror | None = None
         self._has_mirror = bool(config.run.mirror)
@@ -90,18 +86,18 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: GMetaError | None = None
         if ranks.rank == 0:
+            # From a writer that was killed.
             for left_over in folder.glob(f"{TEMPORARY_PREFIX}*"):
                 shutil.rmtree(left_over, ignore_errors=True)
 
     def save(self, progress: RunProgress, files: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it.
-
-        Waits for the checkpoint before, if that is still being written; call `finish` first to know
-        that it was committed."""
+        """Checkpoint the state as it is now, with rank 0's `files` (texts by name) beside it."""
+        # One at a time: the copy in host memory is reused.
         self.finish()
         self._final = self._folder / checkpoint_name(progress.step)
         state = collect_state(self._sharded, self._optimizer)
         if not self._in_background:
+            # No copy is made: the step waits until the checkpoint is written.
             self._write(state, progress, files)
             self._raise_or_commit()
             return
@@ -118,12 +114,12 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def poll(self) -> None:
-        """Report on the checkpoint being written if that has ended: call `committed`, or raise."""
+        """Call `on_commit`, or raise, for a checkpoint that has been written."""
         if self._thread is not None and not self.is_writing:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the one being written, if any."""
+        """Wait for the checkpoint that is being written, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -150,7 +146,7 @@ class CheckpointWriter:
         self._committed(self._final)
 
     def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the state in host memory, always in the same place: pinned for CUDA."""
+        # Always the same host memory; for CUDA the stager pins it.
         if self._ranks.device.type == "cpu" and self._stager.state_dict_cache is None:
             self._stager.state_dict_cache = _allocate_buffers(state)
         return self._stager.stage(state)
@@ -158,18 +154,18 @@ class CheckpointWriter:
     def _write(
         self, state: dict[str, Any], progress: RunProgress, files: Mapping[str, str]
     ) -> None:
-        """Write, and leave what went wrong in `_error`, on every rank alike."""
+        # Errors are left in `_error`, on every rank alike, for the training thread to raise.
         final = self._final
         temporary = self._folder / f"{TEMPORARY_PREFIX}{final.name}"
-        # Stays if the thread dies of something unforeseen: silence must not pass for a commit.
+        # Stays if the thread dies of anything else: silence must not pass for a commit.
         self._error = GMetaError(
             f"checkpoint {final} cannot be written: what the traceback above says ended the "
             "writing. Go on from the checkpoint before with --resume"
         )
         try:
             run_on_first(lambda: _make_empty(temporary), self._ranks)
-            # Nothing is copied ahead: for that torch would take memory of the first GPU that it
-            # sees, which is another rank's, also where the run is on the CPU.
+            # Nothing is copied ahead: torch would take memory of the first GPU that it sees,
+            # another rank's, even where the run is on the CPU.
             writer = FileSystemWriter(temporary, per_thread_copy_ahead=0)
             save_shards(state, storage_writer=writer, process_group=self._ranks.control)
             file_entries = (
@@ -207,7 +203,7 @@ class CheckpointWriter:
             if isinstance(of_rank, OSError):
                 raise of_rank
             entries.update(of_rank)
-        # Torch wrote it: one that nothing can read must not take a good checkpoint's place.
+        # Torch wrote it: an unreadable one must not take a good checkpoint's place.
         with translate_damage(temporary, "Use a Python and torch of docs/install.md, and --resume"):
             read_index(temporary)
         for name, text in files.items():
@@ -220,8 +216,8 @@ class CheckpointWriter:
         (temporary / PROGRESS_FILE).write_text(format_progress(progress, writer, entries))
         # Files before the rename and the folder behind it: a power cut leaves all of it or nothing.
         flush_to_disk((*temporary.iterdir(), temporary))
-        # There already where a step that was saved ends its epoch too. Put aside, not removed:
-        # until the new one has its name it may be the only checkpoint.
+        # Already there if a saved step ends its epoch, too. Put aside, not removed: until the new
+        # one has its name it may be the only checkpoint.
         replaced = self._folder / f"{REPLACED_PREFIX}{final.name}"
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -229,6 +225,7 @@ class CheckpointWriter:
         temporary.rename(final)
         flush_to_disk([self._folder])
         shutil.rmtree(replaced, ignore_errors=True)
+        # Only now that the new one has its name: until then an older one may be the last good one.
         best = checkpoint_name(progress.best_step) if self._keep_best else ""
         for old in list_checkpoints(self._folder)[: -self._keep_last]:
             if old.name != best:
@@ -236,8 +233,8 @@ class CheckpointWriter:
 
 
 def _describe_files(folder: Path, rank: int) -> dict[str, FileChecksum] | OSError:
-    """Return the checksums of what this rank wrote, while its machine still has it in memory; or
-    the error, for rank 0 to raise: raised here, it would leave the others in a collective."""
+    # While this machine still has the files in memory. An error is returned, for rank 0 to raise:
+    # raised here, it would leave the others in a collective.
     try:
         return {path.name: describe_file(path) for path in folder.glob(f"__{rank}_*")}
     except OSError as error:
@@ -245,10 +242,7 @@ def _describe_files(folder: Path, rank: int) -> dict[str, FileChecksum] | OSErro
 
 
 def _allocate_buffers(value: Any) -> Any:
-    """Return uninitialised tensors of the shapes and types in a state on the CPU.
-
-    torch's stager would make them by a deep copy: at the first checkpoint the tables would be in
-    memory three times."""
+    # torch's stager would make a deep copy: the tables would be in memory three times at first.
     if isinstance(value, dict):
         return {key: _allocate_buffers(one) for key, one in value.items()}
     if isinstance(value, ShardedTensor):
@@ -259,8 +253,8 @@ def _allocate_buffers(value: Any) -> Any:
 
 
 def _discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, renamed first: half of one must not pass for a checkpoint. One that
-    cannot be removed, as while another host reads it over NFS, goes at the next start."""
+    # Renamed first: half of one must not pass for a checkpoint. One that cannot be removed, as
+    # while another host reads it over NFS, goes at the next start.
     doomed = checkpoint.with_name(TEMPORARY_PREFIX + checkpoint.name)
     with suppress(OSError):
         checkpoint.rename(doomed)
@@ -273,8 +267,6 @@ def _make_empty(folder: Path) -> None:
 
 
 def _format_free_space(folder: Path) -> str:
-    """Return the free space in coarse units: ranks look at different moments, and must say the
-    same."""
     try:
         return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB"
     except OSError:

@@ -1,6 +1,4 @@
-"""Which checkpoint stands for a run, and with which config it can be used.
-
-Needs no TorchRec: a launcher checks a config in less time than importing it takes."""
+"""Which checkpoint stands for a run, and which config it fits; without TorchRec, for launchers."""
 
 from pathlib import Path
 from typing import Any
@@ -19,21 +17,22 @@ from gmeta.runs.run_folder import (
 
 
 def checkpoint_to_use(folder: Path, run: RunConfig) -> Path | None:
-    """Return the checkpoint that stands for a run: of its best validation if it stops early, else
-    the newest; None if there is none."""
+    """Return the checkpoint that stands for a run: its best if it stops early, or the newest."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return None
     if run.early_stop_patience:
+        # A run that stops early has trained on past its best validation.
         best = folder / checkpoint_name(read_progress(checkpoints[-1]).best_step)
+        # It may be gone: run.keep_best = false.
         if best in checkpoints:
             return best
     return checkpoints[-1]
 
 
 def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
-    """Return the run and the checkpoint that the config's `key` names: for a run folder, the one
-    that stands for it. Raises UserError: there is no checkpoint."""
+    """Return the run and the checkpoint that the config's `key` names; for a run folder, the one
+    that stands for it. Raises UserError: there is none."""
     check_local(key, named)
     path = Path(named)
     if STEP_FOLDER.fullmatch(path.name):
@@ -51,8 +50,8 @@ def named_checkpoint(key: str, named: str) -> tuple[RunFolder, Path]:
 
 
 def best_not_kept(run: RunFolder) -> str:
-    """Return the line that says that the newest checkpoint stands for a run that stops early,
-    because the best was not kept; "" where it was, or there is none."""
+    """Return the line that says that the newest checkpoint stands for a run instead of its best,
+    which was not kept; "" if it was, or there is none."""
     config, checkpoints = run.read_config(), list_checkpoints(run.checkpoints)
     if not (config.run.early_stop_patience and checkpoints):
         return ""
@@ -67,18 +66,14 @@ def best_not_kept(run: RunFolder) -> str:
 
 
 def check_config(path: Path, config: TrainConfig) -> None:
-    """Compare the config's inputs, model, algorithm and loss with those that a checkpoint was
-    trained with. One of an older release does not say them, and passes unchecked.
-
-    Raises:
-        UserError: one differs.
-        GMetaError: the checkpoint was trained with something that this release does not have."""
-    told = read_about(path).get("config")
-    if told is None:
+    """Compare the config's inputs, model, algorithm and loss with a checkpoint's. Raises UserError:
+    one differs; GMetaError: this release does not have the checkpoint's."""
+    saved = read_about(path).get("config")
+    if saved is None:
         return
     try:
-        # Through the settings: a later release may have keys beyond, with defaults.
-        before = tied_config(config_from_dict(told, is_saved=True))
+        # Through the settings: this release may have more keys, with defaults.
+        before = tied_config(config_from_dict(saved, is_saved=True))
     except ConfigError as error:
         raise GMetaError(
             f"checkpoint {path} was trained with what this release does not have ({error}). "

@@ -1,9 +1,4 @@
-"""What a run on the next increment of a stream goes on from, and what it must have in common with
-the run before it.
-
-It goes on only where the increment names the last one of the checkpoint's lineage as its parent, or
-leads to it over increments that are skipped on purpose: then none was left out by chance, none is
-trained twice, and ids mean what they meant."""
+"""The checkpoint that a run on a stream's next increment goes on from, and what must not change."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -29,8 +24,8 @@ from metaio.stream.chain import find_earlier_increment
 def find_continued_checkpoint(
     config: TrainConfig, dataset: Dataset
 ) -> tuple[Path | None, Lineage, list[Dataset]]:
-    """Return the checkpoint that a new run goes on from, None if `run.continue_from` is empty, the
-    increments that it was trained on, and those that are skipped on the way to `dataset`."""
+    """Return the checkpoint that a new run goes on from, None without `run.continue_from`, its
+    lineage, and the increments that are skipped before `dataset`."""
     named, skip = config.run.continue_from, config.run.skip_increments
     if not named:
         if skip:
@@ -45,6 +40,7 @@ def find_continued_checkpoint(
     skipped = find_skipped_increments(lineage, dataset, skip, checkpoint)
     check_config(checkpoint, config)
     before = folder.read_config()
+    # The run folder is named, not one of its checkpoints.
     if folder.root == Path(named):
         _check_finished(folder, before.run, make_early_stop(before))
     _check_same_training(folder, before.outer, config.outer)
@@ -54,8 +50,7 @@ def find_continued_checkpoint(
 
 
 def extend_lineage(before: Lineage, dataset: Dataset) -> Lineage:
-    """Return the lineage of a model that is trained on `dataset` next; empty where that stands
-    alone."""
+    """Return the lineage of a model that is trained on `dataset` next; empty outside a stream."""
     place = dataset.manifest.stream
     if place is None:
         return ()
@@ -66,8 +61,7 @@ def extend_lineage(before: Lineage, dataset: Dataset) -> Lineage:
 def find_skipped_increments(
     lineage: Lineage, dataset: Dataset, skip: Collection[int], checkpoint: Path
 ) -> list[Dataset]:
-    """Return the increments between the last of a checkpoint's lineage and `dataset`, newest first:
-    exactly those of the numbers `skip`, as the model is trained on none of them."""
+    """Return the increments of `skip` between a checkpoint's last and `dataset`, newest first."""
     place = dataset.manifest.stream
     if place is None:
         raise UserError(
@@ -80,6 +74,7 @@ def find_skipped_increments(
             f"checkpoint {checkpoint} was trained on no increment of a stream: increment "
             f"{place.increment} of {dataset.url} cannot follow it. Name a run that was"
         )
+    # From parent to parent: none is left out by chance or trained twice, and ids keep meaning.
     last, number, parent = lineage[-1], place.increment, place.parent
     skipped: list[Dataset] = []
     while parent != last.fingerprint and number - 1 in skip and number - 1 > last.increment:
@@ -108,9 +103,8 @@ def find_skipped_increments(
 
 
 def _explain_gap(lineage: Lineage, dataset: Dataset, number: int, parent: str) -> str:
-    """Return what is wrong with an increment that does not lead back to the last of a lineage:
-    going back from it over those that are skipped ends at increment `number`, whose `parent` is
-    another."""
+    """Return what is wrong with an increment from which skipping leads back to `number`, whose
+    `parent` is not the lineage's last."""
     place, last = dataset.manifest.stream, lineage[-1]
     assert place is not None
     if place.stream != last.stream:
@@ -129,7 +123,7 @@ def _explain_gap(lineage: Lineage, dataset: Dataset, number: int, parent: str) -
 
 
 def _check_discount(outer: OuterConfig) -> None:
-    """Refuse a discount that would change nothing: neither optimizer keeps Adagrad's sums."""
+    # A discount that changes nothing is refused: neither optimizer keeps Adagrad's sums.
     kinds = (outer.dense_optimizer, outer.sparse_optimizer)
     if outer.adagrad_decay < 1.0 and not set(kinds) & set(ADAGRADS):
         raise ConfigError(
@@ -140,8 +134,7 @@ def _check_discount(outer: OuterConfig) -> None:
 
 
 def _check_finished(folder: RunFolder, run: RunConfig, early_stop: EarlyStop) -> None:
-    """Refuse a run that has not seen all of its increment: the next one would leave out the rest.
-    Whoever names one of its checkpoints instead has chosen so."""
+    # The next increment would leave out the rest. Naming a checkpoint instead is a choice.
     progress = read_progress(list_checkpoints(folder.checkpoints)[-1])
     if not (
         progress.epoch >= run.epochs
@@ -156,8 +149,7 @@ def _check_finished(folder: RunFolder, run: RunConfig, early_stop: EarlyStop) ->
 
 
 def _check_same_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
-    """Refuse another loss or optimizer, whose state is of no use to this one, and what would give
-    new rows other values than the old ones began with."""
+    # Another optimizer cannot use the state, and new rows would begin unlike old ones.
     for key in ("loss", *find_changed_optimizer_keys(before, now), "embedding_init_std"):
         was, requested = getattr(before, key), getattr(now, key)
         if was != requested:

@@ -1,7 +1,5 @@
-"""A checkpoint in tables that have grown since: old rows and their optimizer state as they were,
-new rows as if they had always been there.
-
-A row that means another value from now on begins anew: its initial value, no momentum."""
+"""Loads a checkpoint into tables that have grown: old rows and their optimizer state as they were,
+new rows as if they had always been there."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,9 +26,9 @@ def load_into_grown_tables(
     outer: OuterConfig,
     reset_rows: Mapping[str, Int64],
 ) -> None:
-    """Fill a fresh model and its optimizer from a checkpoint whose tables may have fewer rows; any
-    number of ranks may have written it. Rows in `reset_rows` (by table), and those beyond the
-    checkpoint's, stay as they are. Adagrad's sums are discounted as `outer` says."""
+    """Fill a fresh model and its optimizer from a checkpoint of any number of ranks, whose tables
+    may have fewer rows; Adagrad's sums are discounted as `outer` says."""
+    # Rows in `reset_rows` mean another value from now on: they keep initial values and no momentum.
     fresh = [
         (part, rows, part[rows].clone())
         for table, first_row, part in _iterate_table_parts(sharded, optimizer)
@@ -46,10 +44,7 @@ def load_into_grown_tables(
 
 
 def decay_sums(sums: Tensor, decay: float) -> None:
-    """Multiply Adagrad's sums of squares by `decay`, in place.
-
-    Without it the rates of rows that are seen every day fall for ever (DeepRec's AdagradDecay does
-    the same by steps, from a first value above 0)."""
+    """Multiply Adagrad's sums of squares by `decay`, in place."""
     if decay != 1.0:
         sums.mul_(decay)
 
@@ -57,8 +52,7 @@ def decay_sums(sums: Tensor, decay: float) -> None:
 def _iterate_table_parts(
     sharded: DistributedLearner, optimizer: CombinedOptimizer
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (table, first row, values) of each part of a table, and of what its optimizer and the
-    statistics of items keep of its rows, that this rank holds: the live tensors."""
+    """Yield (table, first row, values) of this rank's tables, optimizer state and statistics."""
     state = collect_state(sharded, optimizer)
     kept = state.get("optimizer", {}).get("state", {})
     for name, weight in state["model"].items():
@@ -68,6 +62,7 @@ def _iterate_table_parts(
         for value in (weight, *kept.get(name, {}).values()):
             for first_row, part in _list_local_parts(value):
                 yield table, first_row, part
+    # Item statistics are replicated: every rank holds all rows.
     if (items := sharded.local.learner.items) is not None:
         yield from ((table, 0, values) for table, values in items.table_buffers())
 
@@ -75,7 +70,6 @@ def _iterate_table_parts(
 def _iterate_adagrad_sums(
     sharded: DistributedLearner, optimizer: CombinedOptimizer, outer: OuterConfig
 ) -> Iterator[Tensor]:
-    """Yield the sums of squares that this rank holds, of tables and layers."""
     for name, kept in (
         collect_state(sharded, optimizer).get("optimizer", {}).get("state", {}).items()
     ):
@@ -87,15 +81,13 @@ def _iterate_adagrad_sums(
 
 
 def _list_local_parts(value: Tensor | ShardedTensor) -> list[tuple[int, Tensor]]:
-    """Return (first row, values) of what this rank holds of a tensor over rows."""
+    """Return (first row, values) of this rank's parts of a tensor over rows."""
     if isinstance(value, ShardedTensor):
         return [(one.metadata.shard_offsets[0], one.tensor) for one in value.local_shards()]
     return [(0, value)]
 
 
 def _select_rows(rows: Int64 | None, first_row: int, num_rows: int) -> Tensor:
-    """Return which of `rows` fall into a part of `num_rows` from `first_row` on, counted from
-    there."""
-    # This rank holds a range of the table's rows, or a part of its columns.
+    # This rank holds a range of the table's rows, or a part of its columns: count from there.
     own = np.zeros(0, np.int64) if rows is None else rows - first_row
     return torch.from_numpy(own[(own >= 0) & (own < num_rows)])

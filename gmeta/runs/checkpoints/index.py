@@ -1,8 +1,4 @@
-"""The index of a checkpoint: which tensors there are, and where in which file they lie.
-
-torch.distributed.checkpoint keeps it as a pickle, and a pickle from a stranger can run code. Here
-every class that it names becomes an inert record, and the index is built anew from what the records
-say, each value checked. Items that are no tensors are refused: torch would unpickle them freely."""
+"""The index of a checkpoint: its tensors, and where in which file they lie."""
 
 import copyreg
 import pickle
@@ -24,6 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from metaio.format.names import is_name
 
+# torch.distributed.checkpoint keeps it as a pickle, and a pickle from a stranger can run code. Here
+# every class that it names becomes an inert record, and the index is built anew from these, each
+# value checked. Items that are no tensors are refused: torch would unpickle them freely.
 INDEX_FILE = ".metadata"
 _DCP_MODULE = "torch.distributed.checkpoint"
 _KNOWN_CLASSES = {
@@ -48,12 +47,12 @@ copyreg.pickle(_MemoryFormat, lambda member: (_MemoryFormat, (member.value,)))
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where the bytes of a tensor lie: what DCP's reader asks of a class of its own."""
+    """The place of a tensor's bytes, as DCP's reader needs it."""
 
     relative_path: str
     offset: int
     length: int
-    transform_descriptors: None = None  # they are as they were
+    transform_descriptors: None = None  # no transforms were applied
 
 
 class IndexedReader(FileSystemReader):
@@ -64,16 +63,14 @@ class IndexedReader(FileSystemReader):
         self.index = read_index(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checked index; torch's own way would unpickle the file."""
+        """Return the checked index."""
+        # torch's own method would unpickle the file.
         return self.index
 
 
 def read_index(path: Path) -> Metadata:
-    """Return the index of the checkpoint in the folder `path`.
-
-    Raises:
-        OSError, ValueError, pickle.UnpicklingError: it cannot be read, names what no checkpoint of
-            ours holds, or points outside the folder; more where it is damaged, see files.DAMAGE."""
+    """Return the index of the checkpoint in the folder `path`. Raises integrity.DAMAGE: it cannot
+    be read, names a class that no index has, or points outside the folder."""
     with (path / INDEX_FILE).open("rb") as file:
         metadata = _decode_state(_Unpickler(file).load(), "Metadata")
     locations = {
@@ -89,8 +86,8 @@ def read_index(path: Path) -> Metadata:
 def fit_grown_index(
     index: Metadata, wanted: Mapping[str, Any], prefixes: tuple[str, ...]
 ) -> Metadata:
-    """Return an index that fits the nested state `wanted` also where a tensor of one of these
-    prefixes has more rows there: torch loads the rows that are stored, and leaves the rest."""
+    """Return an index that fits the nested state `wanted` where a tensor of one of these prefixes
+    has more rows: torch loads the stored rows, and leaves the rest."""
     tensors = dict(index.state_dict_metadata)
     for name, size in _iterate_sizes(wanted):
         stored = tensors.get(name)
@@ -103,7 +100,6 @@ def fit_grown_index(
 
 
 def _iterate_sizes(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Size]]:
-    """Yield name and size of every tensor of a nested state, named as torch's checkpoints do."""
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _iterate_sizes(value, f"{prefix}{key}.")
@@ -112,7 +108,7 @@ def _iterate_sizes(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 class _PickledRecord:
-    """What a pickle says of an object: its class's name, what it is called with, its state."""
+    """A pickled object: the arguments of its class, named by its own class, and its state."""
 
     state: Any = None
 
@@ -127,7 +123,6 @@ class _Member(_PickledRecord):
     """Stands in for getattr, by which gmeta once wrote a member of the Enum on Python 3.11.2."""
 
     def __new__(cls, kind: Any, name: Any) -> Any:
-        """Return the record that its value makes; no other attribute is to be had."""
         values = [member.value for member in _MemoryFormat if member.name == name]
         if isinstance(kind, type) and kind.__name__ == _MemoryFormat.__name__ and values:
             return kind(*values)
@@ -136,7 +131,7 @@ class _Member(_PickledRecord):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a new class of records for the few classes of an index, a dtype for its name."""
+        # No class of the file is imported: names become classes of records.
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -154,6 +149,7 @@ def _decode_state(record: Any, kind: str) -> Any:
 
 
 def _check_type(kind: type, value: Any) -> Any:
+    # `type(...) is`, not isinstance: True is an int, too, and no count.
     negative = isinstance(value, int) and value < 0
     if type(value) is not kind or negative:
         raise ValueError(f"its index holds {value!r:.60} where {kind.__name__} belongs")

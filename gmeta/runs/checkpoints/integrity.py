@@ -1,6 +1,5 @@
-"""The files of one checkpoint, and whether they are what was written.
-
-torch.distributed.checkpoint's format, with progress.json beside it, which has their checksums."""
+"""Whether the files of a checkpoint are what was written: torch.distributed.checkpoint's format,
+with their checksums in progress.json."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,7 @@ from gmeta.runs.checkpoints.progress_file import (
     read_file_entries,
 )
 
-# What reading a damaged checkpoint raises. Its index is a pickle, and by pickle's documentation a
-# wrong bit of one may raise nearly anything.
+# Errors of a damaged checkpoint: pickle says that a wrong bit in its index may raise anything.
 DAMAGE = (
     OSError,
     ValueError,
@@ -42,7 +40,7 @@ DAMAGE = (
 
 @contextmanager
 def translate_damage(path: Path, remedy: str = FALL_BACK) -> Iterator[None]:
-    """Turn what reading a damaged checkpoint raises into one line."""
+    """Turn the errors of a damaged checkpoint into one line."""
     try:
         yield
     except DAMAGE as error:
@@ -53,8 +51,8 @@ def translate_damage(path: Path, remedy: str = FALL_BACK) -> Iterator[None]:
 
 
 def check_files(path: Path, part: int = 0, num_parts: int = 1, remedy: str = FALL_BACK) -> None:
-    """Check one of `num_parts` parts of a checkpoint's files against their checksums. Raise
-    GMetaError for one that is missing, cut short or altered; `remedy` says what to do."""
+    """Check one of `num_parts` parts of a checkpoint's files. Raises GMetaError: one is missing,
+    cut short or altered; `remedy` says what to do."""
     about = read_about(path)
     with translate_damage(path, remedy):
         for problem in find_file_problems(
@@ -64,7 +62,7 @@ def check_files(path: Path, part: int = 0, num_parts: int = 1, remedy: str = FAL
 
 
 def read_intact_index(path: Path, about: Mapping[str, Any]) -> Metadata:
-    """Return a checkpoint's index, held against its checksum first."""
+    """Return a checkpoint's index, after its checksum."""
     index = {name: entry for name, entry in read_file_entries(about).items() if name == INDEX_FILE}
     # Checked first, so that the error says that bits are wrong, not what they came to mean.
     for difference in find_differences(path, index, PROGRESS_FILE, contents=True):
@@ -82,7 +80,8 @@ def find_file_problems(
     contents: bool = True,
 ) -> Iterator[str]:
     """Yield one line for each file, of one part of all, that is not what was written; without
-    `contents` only what sizes tell, as for a checkpoint without checksums."""
+    `contents` by sizes alone."""
+    # Sorted: every rank cuts the same list into the same parts.
     files = dict(sorted(read_file_entries(about).items())[part::num_parts])
     if "files" in about:
         yield from find_differences(path, files, PROGRESS_FILE, contents=contents)
@@ -91,7 +90,6 @@ def find_file_problems(
 
 
 def _find_missing_files(path: Path, index: Metadata) -> Iterator[str]:
-    """Yield the files that the index names and that are not there, or shorter than it says."""
     needed: dict[str, int] = {}
     for place in (index.storage_data or {}).values():
         end = place.offset + place.length
@@ -109,12 +107,12 @@ def _find_missing_files(path: Path, index: Metadata) -> Iterator[str]:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return the first line of what went wrong, on the first rank where it did."""
+    """Return the first line of the first rank's error."""
     first = first_failure(error)
     return (str(first).splitlines() or [type(first).__name__])[0]
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Return what the first rank raised, where torch tells of the failures of all."""
+    """Return the first rank's error, where torch has those of all."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next((failure for failure, _ in failures.values()), error)

@@ -1,4 +1,4 @@
-"""The lineage of a checkpoint: which increments of a stream its model was trained on, in order."""
+"""The lineage of a checkpoint: the increments that its model was trained on, in order."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainedIncrement:
-    """An increment that a model was trained on, and the outer steps that were taken on it."""
+    """An increment that a model was trained on, and its outer steps."""
 
     stream: str
     increment: int
@@ -19,9 +19,9 @@ Lineage = tuple[TrainedIncrement, ...]
 
 
 def read_lineage(about: Mapping[str, Any]) -> Lineage:
-    """Return the lineage in a checkpoint's progress.json; empty for a model of a dataset that
-    stands alone. Raises ValueError: it is no list of increments."""
+    """Return a progress.json's lineage; empty outside a stream. Raises ValueError: it is none."""
     entries = about.get("lineage", [])
+    # Classes, as this file does not postpone annotations; exact ones, as True is an int, too.
     wanted = TrainedIncrement.__annotations__
     if not isinstance(entries, list):
         raise ValueError(f"its lineage is {entries!r:.60}, not a list")
@@ -32,7 +32,7 @@ def read_lineage(about: Mapping[str, Any]) -> Lineage:
 
 
 def lineage_to_json(lineage: Lineage, steps: int) -> dict[str, Any]:
-    """Return what progress.json says of a lineage, `steps` steps into its last increment."""
+    """Return the lineage for progress.json, `steps` steps into its last increment."""
     if not lineage:
         return {}  # of a dataset that stands alone
     entries = [asdict(one) for one in lineage]
@@ -41,7 +41,7 @@ def lineage_to_json(lineage: Lineage, steps: int) -> dict[str, Any]:
 
 
 def count_earlier_steps(lineage: Lineage) -> int:
-    """Return the outer steps that were taken on all increments but the last."""
+    """Return the outer steps on all increments but the last."""
     return sum(one.steps for one in lineage[:-1])
 
 

@@ -1,6 +1,4 @@
-"""How a checkpoint of a sharded run is loaded, and what one holds.
-
-Any world size reads what any other wrote."""
+"""Loads and collects the state of a sharded run; any world size reads what any other wrote."""
 
 from pathlib import Path
 from typing import Any
@@ -36,11 +34,10 @@ def load_checkpoint(
     may_lack: tuple[str, ...] = (),
     tables_may_grow: bool = False,
 ) -> RunProgress:
-    """Fill the model, and the optimizer if given, from a checkpoint; any number of ranks may have
-    written it. Tensors of the model whose names begin with one of `may_lack` stay as they are where
-    it has none of their name; with `tables_may_grow` so do rows of tables beyond those it has."""
+    """Fill the model, and the optimizer if there is one, from a checkpoint. It may lack tensors
+    whose names begin with one of `may_lack`; with `tables_may_grow` also rows of tables."""
     if optimizer is not None:
-        # torch makes it at the first step, and only what is there can be filled.
+        # torch makes the state at the first step, and only what exists can be filled.
         _initialise_optimizer_state(optimizer)
     state = collect_state(sharded, optimizer)
     path = broadcast_checkpoint(path, ranks)
@@ -65,7 +62,7 @@ def load_checkpoint(
         reason = describe_failure(error).rstrip(".")
         # The checksums held a moment ago, so what does not fit is the config.
         if read_file_entries(read_about(path)) and not isinstance(first_failure(error), OSError):
-            # It is what was written: to remove it would lose a good checkpoint.
+            # It is what was written: removing it would lose a good checkpoint.
             remedy = (
                 "Set model and algorithm as they were in the run that wrote it"
                 if optimizer is None
@@ -79,7 +76,7 @@ def load_checkpoint(
             f"checkpoint {path} cannot be loaded: {reason}. It must come from a run of the same "
             f"model on the same dataset. {FALL_BACK}"
         ) from error
-    # The live tensors were filled in place; this has the modules hear of it.
+    # The live tensors were filled in place; this notifies the modules.
     sharded.load_state_dict(state["model"])
     if optimizer is not None:
         optimizer.load_state_dict(optimizer.state_dict())  # filled in place
@@ -87,29 +84,27 @@ def load_checkpoint(
 
 
 def broadcast_checkpoint(path: Path, ranks: Ranks) -> Path:
-    """Return the checkpoint that rank 0 chose: if the run trains meanwhile, another rank may have
-    found a newer one, and the model would be half of each. Collective."""
+    """Return rank 0's checkpoint on every rank. Collective."""
+    # While the run trains, another rank may find a newer one: half a model of each.
     return path.with_name(broadcast_value(path.name, ranks))
 
 
 def collect_state(
     sharded: DistributedLearner, optimizer: CombinedOptimizer | None
 ) -> dict[str, Any]:
-    """Return what a checkpoint saves: the live tensors, not copies."""
+    """Return the state for a checkpoint: the live tensors, not copies."""
     state: dict[str, Any] = {"model": sharded.state_dict()}
     kept = optimizer.state_dict()["state"] if optimizer is not None else {}
-    # What has no state, as a table under SGD, has an empty entry on some ranks: it would be one
-    # more key, which the other ranks did not write.
+    # A part without state, as a table under SGD, has an empty entry on some ranks: one more key,
+    # which the other ranks would not write.
     if filled := {name: own for name, own in kept.items() if own}:
         state["optimizer"] = {"state": filled}
     return state
 
 
 def _initialise_optimizer_state(optimizer: CombinedOptimizer) -> None:
-    """Make the layers' optimizer hold all the state it will have, so that a checkpoint can fill it.
-
-    torch's optimizers create state at their first step: this takes one with zero gradients. It may
-    move the layers (weight decay), so load them afterwards."""
+    # torch's optimizers make state at their first step: this takes one with zero gradients. Weight
+    # decay may move the layers, so load them afterwards.
     for _, part in optimizer.optimizers:
         if isinstance(part, KeyedOptimizerWrapper):
             part.init_state()

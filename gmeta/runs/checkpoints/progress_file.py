@@ -1,5 +1,5 @@
-"""progress.json of a checkpoint: how far the run was, with which model, algorithm and loss, and the
-checksums of all other files and its own."""
+"""progress.json of a checkpoint: progress, model, algorithm and loss, and the checksums of all
+other files and its own."""
 
 import json
 from collections.abc import Mapping
@@ -21,20 +21,20 @@ FALL_BACK = "Remove it to fall back to the one before"
 
 
 def read_progress(path: Path) -> RunProgress:
-    """Return where in its run a checkpoint stands."""
+    """Return the progress of a checkpoint."""
     about = read_about(path)
     return RunProgress(**{item.name: about[item.name] for item in fields(RunProgress)})
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's progress.json: where it stands, who wrote it, what its files are."""
+    """Return a checkpoint's progress.json."""
     try:
         about = read_json(path / PROGRESS_FILE)
         checksum = about.pop("checksum", None)
         # Older releases wrote neither.
         if (checksum or "files" in about) and checksum != compute_checksum(about):
             raise ValueError("it does not match its own checksum")
-        # None has a default: a step that is missing would be taken for the first.
+        # No defaults: a missing step would be taken for the first.
         for item in fields(RunProgress):
             _check_number(item.name, about[item.name])
         _check_number("world_size", about.get("world_size", 1))
@@ -52,7 +52,8 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def check_exists(path: Path) -> None:
-    """Raise GMetaError where a checkpoint is gone: a run that trains removes its older ones."""
+    """Raise GMetaError where a checkpoint is gone."""
+    # A run that trains removes its older checkpoints.
     if not path.exists():
         raise GMetaError(
             f"checkpoint {path} is gone: a run that trains keeps the newest alone, as many as "
@@ -71,22 +72,19 @@ def _check_number(name: str, value: Any) -> None:
 def format_progress(
     progress: RunProgress, writer: Mapping[str, Any], files: Mapping[str, FileChecksum]
 ) -> str:
-    """Return the text of progress.json: where the checkpoint stands, who the `writer` was, and the
-    checkpoint's other files."""
+    """Return the text of progress.json, from the progress, the `writer` and the other files."""
     listed = {name: asdict(entry) for name, entry in files.items()}
     return json.dumps(add_checksum({**asdict(progress), **writer, "files": listed}))
 
 
 def read_file_entries(about: Mapping[str, Any]) -> dict[str, FileChecksum]:
-    """Return sizes and checksums of a checkpoint's files but progress.json; none for what an older
-    release wrote."""
+    """Return sizes and checksums of a checkpoint's other files; older releases wrote none."""
     return parse_entries(about.get("files", {}))
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give a checkpoint its name back, if its writer was killed while putting another in its place.
-
-    One process calls it, before any lists the checkpoints."""
+    """Give a checkpoint its name back, if its writer was killed while replacing it."""
+    # One process, before any lists the checkpoints.
     for put_aside in folder.glob(f"{REPLACED_PREFIX}*"):
         final = folder / put_aside.name.removeprefix(REPLACED_PREFIX)
         # Else the new one has its name, and this one goes with all that was left over.

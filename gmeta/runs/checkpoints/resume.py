@@ -1,5 +1,4 @@
-"""Whether a run can go on from a checkpoint with the config and the data that it is given now, and
-what a new run begins with."""
+"""Whether a run can go on from a checkpoint with its config and data, or start from another's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from gmeta.runs.run_folder import CONFIG_FILE, RunFolder
 from metaio.format.dataset import Dataset
 from metaio.quantities import format_count
 
-# What decides, with run.seed, which episodes a static step of an epoch holds. The service keeps its
+# With run.seed these decide which episodes a static step of an epoch holds; the service keeps its
 # own account.
 ORDER_KEYS = ("train_split", "tasks_per_step", "shuffle", "blocks_per_step")
 
@@ -23,11 +22,10 @@ ORDER_KEYS = ("train_split", "tasks_per_step", "shuffle", "blocks_per_step")
 def check_resumable(
     folder: RunFolder, checkpoint: Path, config: TrainConfig, dataset: Dataset
 ) -> None:
-    """Refuse what would train some episodes twice and others never, or on ids that mean something
-    else, or lose what the optimizers have gathered. A run folder that does not say what it was
-    trained with passes unchecked. Raises UserError: model, algorithm, loss, an optimizer, what is
-    judged, or the order of a half-done epoch was changed. Raises GMetaError: the dataset is
-    another."""
+    """Raise UserError for a change of model, algorithm, loss, optimizer, score or the order of a
+    half-done epoch, GMetaError for another dataset."""
+    # Else some episodes would be trained twice and others never, ids would change their meaning, or
+    # optimizer state would be lost. A run folder without a config is not checked.
     if folder.trained_on():
         folder.check_dataset(dataset.url, dataset.fingerprint)
     check_config(checkpoint, config)
@@ -38,6 +36,7 @@ def check_resumable(
     if config.data.valid_splits and progress.best_score is not None:
         was, now = what_decides(before), what_decides(config)
         _check_scores(folder, was, now, progress.best_score)
+    # Between epochs the order may change.
     if config.data.source == "static" and progress.epoch_step:
         if gone := folder.gone_keys("data"):
             raise UserError(
@@ -51,8 +50,7 @@ def check_resumable(
 
 
 def _check_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) -> None:
-    """Refuse another loss or optimizer: what the optimizers have gathered belongs to the old one,
-    and torch would drop what it does not know."""
+    # torch would drop the optimizer state that it does not know.
     changed = dict.fromkeys(
         find_changed_optimizer_keys(before, now), ", whose state is of no use to the other"
     )
@@ -68,7 +66,7 @@ def _check_training(folder: RunFolder, before: OuterConfig, now: OuterConfig) ->
 
 
 def find_changed_optimizer_keys(before: OuterConfig, now: OuterConfig) -> list[str]:
-    """Return the keys by which an optimizer would keep another state than it did before."""
+    """Return the keys by which an optimizer would keep another state than before."""
     # AdamW keeps Adam's.
     previous, requested = (
         outer.dense_optimizer.replace("adamw", "adam") for outer in (before, now)
@@ -84,7 +82,7 @@ def find_changed_optimizer_keys(before: OuterConfig, now: OuterConfig) -> list[s
 def _check_scores(
     folder: RunFolder, before: Mapping[str, Any], now: Mapping[str, Any], best: float
 ) -> None:
-    """Refuse another metric or validation split: the best score so far compares with neither."""
+    # The best score so far compares with no other metric or split.
     for key, previous in before.items():
         if previous != now[key]:
             raise UserError(
@@ -96,9 +94,7 @@ def _check_scores(
 
 
 def what_decides(config: TrainConfig) -> dict[str, Any]:
-    """Return which metric of which splits decides, and from which label on it counts rows as
-    positive, by key; None: it asks for
-    no such label."""
+    """Return the metric, splits and least positive label (None: not used) that decide, by key."""
     metric = make_early_stop(config).metric
     name, label = label_of(metric)
     return {
@@ -109,7 +105,6 @@ def what_decides(config: TrainConfig) -> dict[str, Any]:
 
 
 def _order_of(data: DataConfig, seed: int) -> dict[str, Any]:
-    """Return what decides the order of a run's episodes, by key."""
     return {**{f"data.{key}": getattr(data, key) for key in ORDER_KEYS}, "run.seed": seed}
 
 
@@ -127,8 +122,8 @@ def _check_order(
 
 
 def find_start_checkpoint(run: RunConfig, dataset: Dataset) -> Path | None:
-    """Return the checkpoint whose weights a new run begins with; None if `run.start_from` is empty.
-    Raises GMetaError: it was trained on another dataset, in which an id may mean another value."""
+    """Return the checkpoint whose weights a new run begins with; None without `run.start_from`.
+    Raises GMetaError: it was trained on another dataset."""
     if not run.start_from:
         return None
     folder, found = named_checkpoint("run.start_from", run.start_from)

@@ -1,9 +1,4 @@
-"""A copy of a run at a URL, as an object store's: what a machine goes on from if it has lost its
-disk, or never saw the disk of the one before.
-
-A checkpoint is there once its progress file is, which goes up last and holds the checksums of all
-others: objects appear whole, and whoever lists the run sees a complete checkpoint or none. One of a
-step that is there already goes beside it, as step-00000020.1, and counts once it is complete."""
+"""A copy of a run at a URL, such as an object store's: another machine can go on from it."""
 
 import logging
 import re
@@ -31,7 +26,7 @@ from metaio.format.atomic_folder import remove_folder, upload_file, upload_folde
 from metaio.format.storage import find_file_system
 
 _log = logging.getLogger(__name__)
-# The config last: with it a fetched folder counts as that of a run.
+# The config last: with it a fetched folder counts as a run's.
 _DESCRIPTION_FILES = (ENVIRONMENT_FILE, PLAN_FILE, METRICS_FILE, CONFIG_FILE)
 
 
@@ -40,16 +35,18 @@ _COPY = re.compile(rf"{STEP_FOLDER.pattern}(?:\.(\d+))?")
 
 
 class _MirroredCheckpoint(NamedTuple):
-    """A complete checkpoint there. The greater of two is the newer one."""
+    """A complete checkpoint there; the greater of two is the newer."""
 
     step: int
-    attempt: int  # how often the step was put before
+    attempt: int  # earlier uploads of the step
     folder: str
 
 
 class RunMirror:
     """The copy at `url` of the run in the folder `root`; one process works with it."""
 
+    # A checkpoint counts once its progress file is there, which goes up last and has the checksums
+    # of all others: objects appear whole. A second one of a step is step-00000020.1.
     def __init__(self, url: str, root: Path) -> None:
         self._url, self._folder = url, RunFolder(root)
         self._fs, self._root = find_file_system(url)
@@ -62,21 +59,19 @@ class RunMirror:
         return list(dict.fromkeys(names))
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a finished checkpoint, and what describes the run; remove checkpoints that the run
-        has dropped. If the place cannot be reached, log it: the next checkpoint tries again, and
-        `finish` raises."""
+        """Copy a finished checkpoint and the run's description; remove those the run dropped."""
         self._late.add(checkpoint.name)
         try:
             self.finish()
+        # The next checkpoint tries again, and `finish` raises.
         except GMetaError as error:
             _log.warning("%s is not copied yet: %s", ", ".join(sorted(self._late)), error)
 
     def finish(self) -> None:
-        """Copy what has not arrived of the checkpoints that the run keeps, the newest first. Raises
-        GMetaError: one does not succeed now."""
+        """Copy the run's checkpoints that have not arrived, newest first. Raises GMetaError."""
         kept = {path.name: path for path in list_checkpoints(self._folder.checkpoints)}
         self._late &= kept.keys()
-        # What a process before this one could not bring there.
+        # Those that an earlier process could not copy, too.
         self._late |= kept.keys() - self.checkpoints()
         for name in reversed([name for name in kept if name in self._late]):
             with self._translate_errors():
@@ -84,15 +79,15 @@ class RunMirror:
             self._late.remove(name)
 
     def fetch(self) -> str:
-        """Bring the newest checkpoint, the best if it is another, and what describes the run to the
-        folder; return the newest's name, "" if there is none. Loading verifies the checksums."""
+        """Bring the newest checkpoint, the best, and the run's description to the folder; return
+        the newest's name, "" without one. Loading verifies checksums."""
         copies = {copy.step: copy.folder for copy in self._list_copies()}
         if not copies:
             return ""
         newest = best = max(copies)
         self._download(copies[newest])
         name = checkpoint_name(newest)
-        with suppress(GMetaError):  # a damaged one is told of where it is loaded
+        with suppress(GMetaError):  # loading reports a damaged one
             best = read_progress(self._folder.checkpoints / name).best_step
         if best != newest and best in copies:
             # What the run does not have is not kept there either.
@@ -106,7 +101,6 @@ class RunMirror:
         return name
 
     def _download(self, folder: str) -> None:
-        """Bring a checkpoint to the run's folder."""
         final = self._folder.checkpoints / _checkpoint_name(folder)
         temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -119,7 +113,7 @@ class RunMirror:
 
     def _upload_checkpoint(self, checkpoint: Path) -> None:
         newest = {copy.step: copy for copy in self._list_copies()}
-        # What is there of this step stays until the new files are: it may be all there is.
+        # The copy of this step stays until the new files are there: it may be all there is.
         before = newest.get(parse_checkpoint_step(checkpoint))
         name = f"{checkpoint.name}.{before.attempt + 1}" if before else checkpoint.name
         there = f"{self._root}/checkpoints/{name}"
@@ -138,8 +132,8 @@ class RunMirror:
                 remove_folder(self._fs, f"{self._root}/checkpoints/{folder}", PROGRESS_FILE)
 
     def _list_copies(self) -> list[_MirroredCheckpoint]:
-        """Return what is complete there, oldest first."""
         with self._translate_errors():
+            # File systems cache listings, and another process may have written since.
             self._fs.invalidate_cache()
             found = self._fs.glob(f"{self._root}/checkpoints/*/{PROGRESS_FILE}")
         matches = [_COPY.fullmatch(str(path).split("/")[-2]) for path in found]
@@ -155,13 +149,11 @@ class RunMirror:
 
 
 def _checkpoint_name(folder: str) -> str:
-    """Return the name that a checkpoint has in a run folder."""
     return folder.partition(".")[0]
 
 
 def fetch_run(url: str, root: Path) -> None:
-    """Bring the newest checkpoint and the best from the run's mirror, if it has any, to a folder
-    that holds no run yet. One process calls it."""
+    """Bring newest and best checkpoint from the run's mirror, if any, to a folder without a run."""
     if not url or (root / CONFIG_FILE).exists():
         return
     if name := RunMirror(url, root).fetch():
@@ -169,7 +161,7 @@ def fetch_run(url: str, root: Path) -> None:
 
 
 def check_new_mirror(url: str, root: Path) -> None:
-    """Check that a new run finds no other at its mirror."""
+    """Raise UserError unless a new run's mirror is empty."""
     if url and (names := RunMirror(url, root).checkpoints()):
         raise UserError(
             f"run.mirror = {url!r} holds a run already, up to {names[-1]}: a new run needs a new "

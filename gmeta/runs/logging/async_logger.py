@@ -1,4 +1,4 @@
-"""A logger on a thread of its own, which nobody waits for without end."""
+"""A logger on a thread of its own, with a limit to every wait."""
 
 import queue
 import threading
@@ -17,17 +17,16 @@ class NoAnswerError(Exception):
 
 
 class _HandedOverError(Exception):
-    """The error was handed to the waiting thread, which raises it."""
+    """The error was passed to the waiting thread, which raises it."""
 
 
 @final
 class AsyncLogger(Logger):
-    """Calls a logger on one thread, in order, and waits `patience_s` for each call: rank 0 waits,
-    and all others for rank 0 in their next collective.
-
-    After a NoAnswerError the logger is not to be called again: it may be at work still."""
+    """Calls a logger on one thread, in order, and waits `patience_s` for each call. Not to be
+    called again after a NoAnswerError: it may still be at work."""
 
     def __init__(self, logger: Logger, patience_s: float) -> None:
+        # Rank 0 waits here, and all others for rank 0 in their next collective.
         self._logger, self._patience_s = logger, patience_s
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = (
             queue.SimpleQueue()
@@ -36,15 +35,15 @@ class AsyncLogger(Logger):
         threading.Thread(target=self._work, name="gmeta-logger", daemon=True).start()
 
     def begin(self, run: RunInfo) -> None:
-        """Have the logger get ready. Raises NoAnswerError: it took too long."""
+        """Begin the logger. Raises NoAnswerError."""
         self._call(lambda: self._logger.begin(run))
 
     def log(self, reading: Reading) -> None:
-        """Have the logger write a reading down. Raises NoAnswerError: it took too long."""
+        """Have the logger write a reading. Raises NoAnswerError."""
         self._call(lambda: self._logger.log(reading))
 
     def end(self, status: Status) -> None:
-        """Have the logger close what is open. Raises NoAnswerError: it took too long."""
+        """End the logger. Raises NoAnswerError."""
         self._call(lambda: self._logger.end(status))
 
     def _call(self, work: Callable[[], None]) -> None:
@@ -64,6 +63,5 @@ class AsyncLogger(Logger):
 
 
 def _hand_over(done: Future[None], error: Exception) -> "_HandedOverError":
-    """Hand an error to the waiting thread, and return the one to raise here in its place."""
     done.set_exception(error)
     return _HandedOverError()

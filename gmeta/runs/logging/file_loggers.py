@@ -10,7 +10,7 @@ from gmeta.runs.run_folder import RunFolder
 
 @final
 class JsonLines(Logger):
-    """metrics.jsonl, which every run has: a run that is resumed and `gmeta runs` read it."""
+    """metrics.jsonl, which every run has: resuming and `gmeta runs` read it."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
@@ -22,6 +22,7 @@ class JsonLines(Logger):
     def log(self, reading: Reading) -> None:
         """Write a line."""
         line = {"step": reading.step, "epoch": reading.epoch, **reading.values}
+        # Flushed: a killed run keeps every line.
         print(json.dumps(line), file=self._file, flush=True)
 
     def end(self, status: Status) -> None:
@@ -46,10 +47,9 @@ class TensorBoard(Logger):
         # First: its thread writes as soon as it is made.
         self._excepthook = threading.excepthook
         threading.excepthook = self._hide_disk_errors
-        # TensorBoard forgets what a killed run showed beyond its last checkpoint.
+        # Readings of a killed run after its last checkpoint are dropped.
         self._writer = SummaryWriter(folder, purge_step=run.done_steps + 1)
-        # Not add_hparams, which writes into a folder of its own: the HPARAMS tab shows the newest
-        # values of these scalars beside the settings.
+        # Not add_hparams, which writes a folder of its own: HPARAMS shows these scalars then.
         for summary in hparams(run.parameters(), {"loss": 0.0, f"valid/{run.metric}": 0.0}):
             self._writer.file_writer.add_summary(summary)
 
@@ -67,7 +67,7 @@ class TensorBoard(Logger):
                 threading.excepthook = self._excepthook
 
     def _hide_disk_errors(self, args: threading.ExceptHookArgs) -> None:
-        """Show no traceback of TensorBoard's thread on a full disk: the next write raises it."""
+        # On a full disk no traceback of TensorBoard's thread: the next write raises the error.
         of_tensorboard = type(args.thread).__module__.startswith("tensorboard.")
         if not (of_tensorboard and isinstance(args.exc_value, OSError)):
             self._excepthook(args)

@@ -1,4 +1,4 @@
-"""Readings, which are what a run reports, and loggers, the places that readings go to."""
+"""Readings, the reports of a run, and loggers, the places that readings go to."""
 
 import abc
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run before its first step."""
+    """A run before its first step."""
 
     folder: Path
     config: Mapping[str, Any]  # resolved: section -> key -> value
@@ -31,8 +31,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read at a step: numbers by name, those of a split in a dict of their own; None where
-    one is undefined. `epoch` counts from 0."""
+    """The numbers of a step by name, of a split in a dict; None: undefined."""
 
     step: int
     epoch: int
@@ -54,15 +53,15 @@ class Reading:
 
 class Logger(abc.ABC):
     """One place that readings go to. Rank 0 alone makes it, without arguments, and calls it on a
-    thread of its own: a call that is not done within half of run.collective_timeout_s (with two
-    such loggers a third) is its last."""
+    thread of its own: a call that takes longer than half of run.collective_timeout_s (with two such
+    loggers a third) is its last."""
 
     def begin(self, run: RunInfo) -> None:  # noqa: B027 - nothing to do is a choice
-        """Get ready, before the first step. What it raises ends the run."""
+        """Get ready, before the first step. An error ends the run."""
 
     @abc.abstractmethod
     def log(self, reading: Reading) -> None:
-        """Write a reading down."""
+        """Write a reading."""
 
     def end(self, status: Status) -> None:  # noqa: B027 - as above
         """Close what is open. "stopped": the run goes on another time, with --resume."""

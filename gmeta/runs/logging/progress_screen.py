@@ -16,7 +16,7 @@ HIDDEN_VALUES = ("dense_lr", "sparse_lr", "dense_grad_norm", "grad_norm")
 
 @final
 class ProgressScreen(Logger):
-    """What people see of a run while it trains; nothing with -q."""
+    """The screen of a run while it trains; nothing with -q."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, markup=False, quiet=is_quiet())
@@ -44,8 +44,7 @@ class ProgressScreen(Logger):
             self._console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
 
     def log(self, reading: Reading) -> None:
-        """Show the reading beside the bar; one of a split, or without a bar, on a line of its
-        own."""
+        """Show the reading beside the bar; of a split, or without a bar, on its own line."""
         hidden = () if is_verbose() else HIDDEN_VALUES
         texts = "  ".join(
             f"{name} {_format_value(name, value)}"

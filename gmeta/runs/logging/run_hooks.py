@@ -1,5 +1,4 @@
-"""All that follows a run: screen and metrics.jsonl, the loggers and callbacks that its config
-names."""
+"""Screen, metrics.jsonl, loggers and callbacks of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ Made = TypeVar("Made")
 
 
 class _LoggerError(GMetaError):
-    """A logger of a network, or of somebody's own, failed."""
+    """A logger of a network, or of another package, failed."""
 
 
 @final
@@ -38,8 +37,7 @@ class RunHooks:
     """All ranks make one and call it in the same places; loggers are rank 0's alone."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
-        """Find what the config names; nothing is made or opened yet. Raises ConfigError: it names
-        something that is not there."""
+        """Find the hooks of the config; none is made yet. Raises ConfigError: one is not there."""
         self._named_loggers, self._named_callbacks = find_hooks(config.run)
         self._ranks = ranks
         self._timeout_s = config.run.collective_timeout_s
@@ -57,6 +55,7 @@ class RunHooks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        # A run that a callback stopped raises nothing.
         is_stopped = isinstance(error, StoppedError) or (kind is None and self._stop.is_agreed)
         status: Status = "stopped" if is_stopped else "finished" if kind is None else "failed"
         ended: Status = "failed"
@@ -76,9 +75,8 @@ class RunHooks:
         stop: Stop,
         also: Mapping[str, Logger] = MappingProxyType({}),
     ) -> None:
-        """Open the loggers and those in `also`, which the config does not name, and tell the
-        callbacks that training begins; they may ask `stop` from here on. Collective. Raises
-        GMetaError: a logger or a callback failed."""
+        """Open the loggers, and those in `also`, and begin the callbacks, which may set `stop` from
+        here on. Collective. Raises GMetaError: one failed."""
         self._info = replace(self._info, done_steps=progress.step, total_steps=total_steps)
         self._stop, self._run = stop, Run(self._info, self._ranks, stop)
         self._run.epoch = progress.epoch
@@ -86,19 +84,19 @@ class RunHooks:
         run_on_all(self._begin_callbacks, self._ranks)
 
     def show_lines(self, lines: Sequence[str]) -> None:
-        """Show lines that belong to the run, not to a step."""
+        """Print lines that belong to the run, not to a step."""
         if self._screen is not None:
             self._screen.show_lines(lines)
 
     def record_step(self, progress: RunProgress, loss: Tensor) -> None:
-        """Take note of a step, with this rank's part of its loss."""
+        """Record a step, with this rank's part of its loss."""
         self._run.step, self._run.epoch = progress.step, progress.epoch
         if self._callbacks:
             own = loss.detach()
             self._call_callbacks_or_stop(lambda each: each.on_step_end(self._run, own))
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Write a reading wherever readings go."""
+        """Write a reading to all loggers."""
         reading = self._write_reading(Reading(step, epoch, values))
         self._call_callbacks_or_stop(lambda each: each.on_log(self._run, reading))
 
@@ -108,11 +106,10 @@ class RunHooks:
         self._call_callbacks_or_stop(lambda each: each.on_validation_end(self._run, scores))
 
     def record_checkpoint(self, checkpoint: Path) -> None:
-        """Take note that a checkpoint is whole."""
+        """Record that a checkpoint is whole."""
         self._call_callbacks_or_stop(lambda each: each.on_checkpoint(self._run, checkpoint))
 
     def _write_reading(self, reading: Reading) -> Reading:
-        """Write a reading to all loggers, and return it."""
         for name in list(self._loggers):
             self._call_logger(name, lambda logger: logger.log(reading))
         return reading
@@ -136,6 +133,7 @@ class RunHooks:
                 OSError,
             ):
                 logger.begin(self._info)
+            # Those that did not begin are not ended.
             self._loggers[name] = logger
 
     def _begin_callbacks(self) -> None:
@@ -144,9 +142,8 @@ class RunHooks:
         self._call_callbacks(lambda each: each.on_train_begin(self._run))
 
     def _call_logger(self, name: str, work: Callable[[Logger], None]) -> None:
-        """Do something with a logger. One that goes over a network, or is somebody's own, is
-        reported and left out from here on if it fails or does not answer: hours of training must
-        not end with it. A full disk ends the run, which could write no checkpoint either."""
+        # A logger of a network or another package is left out once it fails: hours of training must
+        # not end with it. A full disk ends the run, which could write no checkpoint.
         logger = self._loggers[name]
         if isinstance(logger, ProgressScreen | JsonLines | TensorBoard):
             return work(logger)
@@ -158,7 +155,6 @@ class RunHooks:
             self.show_lines([f"the logger {name!r} failed and is left out from here on: {error}"])
 
     def _call_callbacks(self, work: Callable[[Callback], None]) -> None:
-        """Call each callback. Raise GMetaError for what one raised."""
         for name, callback in self._callbacks.items():
             what = f"the callback {name!r} of run.callbacks failed behind step {self._run.step}"
             remedy = "Mend it, or take it out; --resume goes on from the newest checkpoint"
@@ -166,16 +162,13 @@ class RunHooks:
                 work(callback)
 
     def _call_callbacks_or_stop(self, work: Callable[[Callback], None]) -> None:
-        """Call each callback between two steps: what one raises asks all ranks to end, for they are
-        on their way into the next collective."""
         try:
             self._call_callbacks(work)
+        # Raised between two steps it would leave the other ranks in the next collective.
         except GMetaError as error:
             self._stop.problem, self._stop.is_requested = self._stop.problem or error, True
 
     def _end_callbacks(self, status: Status) -> None:
-        """Tell the callbacks of the end, or raise what one raised after the last step.
-        Collective."""
 
         def end() -> None:
             if self._stop.problem is not None:
@@ -186,13 +179,10 @@ class RunHooks:
 
 
 def _make_hook(what: str, name: str, kind: type[Made]) -> Made:
-    """Return a logger or callback of its class. Raise GMetaError where it cannot be made without
-    arguments."""
     remedy = "A class that is made without arguments is needed (docs/extending.md)"
     with translate_errors(_make_error_translator(f"the {what} {name!r} cannot be made", remedy)):
         return kind()
 
 
 def _make_error_translator(what: str, remedy: str) -> Callable[[Exception], GMetaError]:
-    """Return a function that turns what somebody's own code raised into a GMetaError."""
     return lambda error: GMetaError(f"{what}: {format_foreign_error(error)}. {remedy}")

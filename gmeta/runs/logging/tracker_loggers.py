@@ -1,8 +1,7 @@
 """Readings to experiment trackers: Weights & Biases and MLflow, each an extra.
 
-Where they report to is theirs to know: WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME. The tracker's id of a run lies in its folder, so that a resumed run goes on
-in the same place."""
+Their environment says where they report to: WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME. A resumed run finds the tracker's id of it in its folder."""
 
 import importlib
 import os
@@ -19,7 +18,7 @@ MLFLOW_STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILE
 MOST_PARAMETERS = 100  # that a server of MLflow takes in one request
 
 
-# They tell people where to look, unless told not to.
+# They print where to look, unless these are set.
 SILENT = {"wandb": "WANDB_SILENT", "mlflow": "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"}
 
 
@@ -40,6 +39,7 @@ def _run_id_path(run: RunInfo, tracker: str) -> Path:
 
 def _read_run_id(run: RunInfo, tracker: str) -> str | None:
     path = _run_id_path(run, tracker)
+    # A new run in an old folder is a new run there, too.
     return path.read_text().strip() if run.done_steps and path.exists() else None
 
 
@@ -51,8 +51,7 @@ class WandB(Logger):
         self._run: Any = None
 
     def begin(self, run: RunInfo) -> None:
-        """Begin a run there, or go on with the one from before. Raises UserError: wandb is not
-        installed."""
+        """Begin a run there, or go on with the one before. Raises UserError: no wandb."""
         self._run = _import_tracker("wandb").init(
             id=_read_run_id(run, "wandb"),
             resume="allow",
@@ -82,10 +81,10 @@ class MLflow(Logger):
         self._mlflow: Any = None
 
     def begin(self, run: RunInfo) -> None:
-        """Begin a run there with the config as its parameters, or go on with the one from before.
-        Raises UserError: mlflow is not installed."""
+        """Begin a run there with the config as parameters, or go on. Raises UserError."""
         mlflow = _import_tracker("mlflow")
         known = _read_run_id(run, "mlflow")
+        # A resumed run keeps the name that it has there.
         begun = mlflow.start_run(run_id=known, run_name=None if known else run.folder.name)
         self._mlflow = mlflow
         write_atomically(_run_id_path(run, "mlflow"), begun.info.run_id.encode())

@@ -22,6 +22,7 @@ def linear(rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> 
     is_plain = rows_NI.dtype == torch.float32 and rows_NI.device.type == "cpu"
     if not is_plain or num_rows * weight_OI.numel() < LEAST_WORK:
         return F.linear(rows_NI, weight_OI, bias_O)
+    # Rounds down to a number with DIGITS leading binary digits and zeros behind them.
     first = num_rows - num_rows % (1 << max(num_rows.bit_length() - DIGITS, 0))
     piece_NO = onednn_linear(rows_NI[:first], weight_OI, bias_O)
     if first == num_rows:

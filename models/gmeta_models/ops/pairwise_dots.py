@@ -20,8 +20,7 @@ class PairwiseDots(nn.Module):
         # first, torch takes ten milliseconds to compute these in Python.
         row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1, device="cpu")
         pairs = torch.arange(row.numel(), device="cpu")
-        # The pair at each place of the matrix of all dot products; one past the last on its
-        # diagonal.
+        # The pair at each place of the matrix of all dots; one past the last on its diagonal.
         place_FF = torch.full((num_vectors, num_vectors), row.numel(), device="cpu")
         place_FF[row, column] = place_FF[column, row] = pairs
         # Not for checkpoints: they follow from the number of vectors.
