@@ -1,7 +1,4 @@
-"""A run's plan on GPUs that are not here: which table goes where, and what a step costs.
-
-Nothing is allocated: tables have no values, whatever their number of rows. T tasks, N rows, V ids.
-"""
+"""Plans a run for GPUs that are not here: where each table goes, and what a step costs."""
 
 import itertools
 import math
@@ -40,7 +37,7 @@ MEASURED_BATCHES, COUNTED_TASKS = 4, 8
 
 @dataclass(frozen=True)
 class Capacity:
-    """A plan, what it asks of each rank, and the step that it was asked for."""
+    """A sharding plan, what it needs of each rank, and the step that it was made for."""
 
     estimate: ShardingEstimate
     step: StepWork
@@ -50,15 +47,15 @@ class Capacity:
 def plan_capacity(
     config: TrainConfig, overrides: CapacityOverrides, cluster: Cluster, speeds: Speeds
 ) -> Capacity:
-    """Return where training would put the tables, and what a step would cost. Raises ConfigError:
-    the config does not fit its dataset or the cluster, or the tables do not fit into the memory;
-    the message says what would."""
+    """Return where training would put the tables and what a step would cost. Raises ConfigError
+    where the config does not fit its dataset or the cluster, or the tables the memory."""
     features, learner, dataset = _build_model(config, overrides)
     step = _describe_step(config, overrides, features, learner, dataset, cluster.world_size)
     widths = widths_of_tables(features, config.model)
     sizes = {table.name: (table.num_rows, widths[table.name]) for table in features.tables}
 
     def estimate_for(chosen: TrainConfig) -> ShardingEstimate:
+        # Without values: a table of any number of rows takes no memory here.
         tables = make_unsharded_tables(features, chosen)
         sharded_tables = plan_on(tables, chosen.sharding, chosen.data.tasks_per_step, cluster)
         plan = merge_plans(sharded_tables)
@@ -71,6 +68,7 @@ def plan_capacity(
         found = estimate_for(config)
     except NoPlaceError:
         misfit = "TorchRec's planner finds no place for the tables"
+        # Row-wise on the GPUs is the estimate from which the message says what would fit.
         by_rows = replace(config.sharding, default="row_wise", tables=(), placement="device")
         found = estimate_for(replace(config, sharding=replace(by_rows, placements=())))
     device, host = found.device_bytes_W.max(), found.host_bytes_W.max()
@@ -98,11 +96,12 @@ def plan_capacity(
 def _build_model(
     config: TrainConfig, overrides: CapacityOverrides
 ) -> tuple[Features, MetaLearner, Dataset | None]:
-    """Return the columns with the stated numbers of rows, and a model of them."""
+    """Return the columns with the stated numbers of rows, a model of them, and any dataset."""
     dataset, statistics = None, NO_STATISTICS
     if Path(config.data.path).exists() or "://" in config.data.path:
         dataset, built = build(settled(config))
         features, statistics = _with_table_rows(dataset.features, overrides.rows), built.statistics
+    # Without a dataset each stated table is one single-id column.
     elif overrides.rows and overrides.rows_per_task:
         features = Features(
             tables=tuple(TableSpec(name, rows) for name, rows in overrides.rows.items()),
@@ -153,7 +152,7 @@ def _describe_step(
     dataset: Dataset | None,
     world_size: int,
 ) -> StepWork:
-    """Return what one rank has to do in a step."""
+    """Return the work of one rank in a step."""
     tasks: float = -(-config.data.tasks_per_step // world_size)
     ids: dict[str, float] = {}
     measured: dict[str, float] = {}
@@ -161,6 +160,7 @@ def _describe_step(
     if dataset is not None:
         tasks, support, query, measured = _measure_step(config, dataset, world_size)
         ids = measured
+        # The ids grow with the rows: what is counted is scaled, not replaced.
         if overrides.rows_per_task:
             scale = overrides.rows_per_task / (support + query)
             support, query = support * scale, query * scale
@@ -172,9 +172,10 @@ def _describe_step(
         for feature in features.sparse:
             of_table[feature.table] += 1
         ids = {name: unique_share * rows * count for name, count in of_table.items()}
-    # There are more ids than rows of the table only where bundles and blocks repeat some.
+    # A batch asks for more ids than the table has rows only where bundles and blocks repeat some.
     most = {t.name: max(float(t.num_rows), measured.get(t.name, 0.0)) for t in features.tables}
     ids = {name: min(ids[name], most[name]) for name in most}
+    # Matrix products are counted for one task of the mean size, then scaled to the rows of a step.
     sides = max(round(support), 1), max(round(query), 1)
     flops = count_flops(learner, features, config.model.embedding_dim, *sides)
     num_weights = sum(weight.numel() for weight in learner.parameters())
@@ -184,26 +185,26 @@ def _describe_step(
 def _measure_step(
     config: TrainConfig, dataset: Dataset, world_size: int
 ) -> tuple[float, float, float, dict[str, float]]:
-    """Return a rank's tasks in a step, their support and query rows each, and the ids of each table
-    that it asks for, as the first batches have them: an id of several bundles or blocks counts in
-    each of them, as it travels."""
+    """Return a rank's tasks in a step, their support and query rows each, and the ids that it
+    requests of each table, counted in the first batches."""
     names = [table.name for table in dataset.features.tables]
     split, data = config.data.train_split, config.data
     tasks = -(-data.tasks_per_step // world_size)
     if not data.blocks_per_step:
-        # Of a split that is smaller than a step: as many ranks as it has tasks for.
+        # A split smaller than a step would give no batch: as many ranks as it has tasks for.
         world_size = max(1, min(world_size, dataset.split(split).num_episodes // tasks))
         data = replace(data, tasks_per_step=tasks * world_size)
     support = rows = num_tasks = 0
     id_counts: list[list[int]] = []
     config, last = replace(config, data=data), world_size - 1
     with open_reader(config, dataset, split, last, world_size) as reader:
-        # Not an epoch's last step, which is smaller.
+        # An epoch's last step is smaller: it would lower the mean.
         for batch in itertools.islice(
             reader.batches(0), min(MEASURED_BATCHES, max(1, reader.num_steps() - 1))
         ):
             support += int(batch.support_lengths_T.sum())
             rows, num_tasks = rows + batch.num_rows, num_tasks + batch.num_tasks
+            # An id of several bundles or blocks counts in each of them, as it travels with each.
             id_counts.append(batch.unique_lengths_B.tolist())
     ids = dict(zip(names, np.mean(id_counts, axis=0).tolist(), strict=True))
     of_step = num_tasks / len(id_counts) if data.blocks_per_step else tasks
@@ -213,8 +214,7 @@ def _measure_step(
 def count_flops(
     learner: MetaLearner, features: Features, width: int, support_rows: int, query_rows: int
 ) -> float:
-    """Return the floating-point operations of a task's rows in forward and backward: those of
-    matrix products alone, counted while a few tasks are computed."""
+    """Return a task's floating-point operations, forward and backward, of matrix products alone."""
     rows_T = torch.full((COUNTED_TASKS,), support_rows + query_rows)
     num_rows = int(rows_T.sum())
     num_single, num_multi = len(features.single), len(features.multi)
@@ -233,13 +233,15 @@ def count_flops(
         multi_positions_V=torch.arange(num_rows, dtype=torch.int32).repeat_interleave(num_multi),
         multi_lengths_NM=torch.ones(num_rows, num_multi, dtype=torch.int32),
     )
+    # Values do not change the number of operations: zeros do.
     rows_UD = torch.zeros(num_ids, width, requires_grad=True)
     if learner.items is not None:
         learner.items.set_from_sums(learner.items.empty_sums())
-    # torch counts neither the operations of products that are added in place, nor oneDNN's.
+    # FlopCounterMode knows neither products that are added in place nor those of oneDNN.
     unknown_to_torch = {
         torch.ops.aten.baddbmm_: _count_operations,
         torch.ops.aten.addmm_: _count_operations,
+        # A linear layer's weight is [outputs, inputs]: reversed it is the second factor.
         ONEDNN_LINEAR: lambda rows, weight, *_, **__: _count_operations(None, rows, weight[::-1]),
     }
     with FlopCounterMode(display=False, custom_mapping=unknown_to_torch) as counter:
@@ -251,5 +253,6 @@ def count_flops(
 
 
 def _count_operations(_: Any, left: Sequence[int], right: Sequence[int], **__: Any) -> int:
-    """Return the operations of a product, batched or not, from the shapes of its factors."""
+    """Return the operations of a matrix product, batched or not, from the shapes of its factors."""
+    # A multiplication and an addition each.
     return 2 * math.prod(left) * right[-1]

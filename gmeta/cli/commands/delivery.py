@@ -1,7 +1,4 @@
-"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`.
-
-Each imports its work last: loading torch takes seconds, and a wrong option is reported at once.
-"""
+"""`gmeta judge`, `gmeta promote`, `gmeta rollback` and `gmeta publish`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -59,6 +56,7 @@ def promote(
     already changes nothing.
     """
     _check_places(candidate, channel)
+    # Late, here and below: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import promote_candidate
 

@@ -19,10 +19,10 @@ from gmeta.metrics.own import check_trusted
 from gmeta.platform.files.local_paths import check_local
 from gmeta.runs.run_folder import RunFolder
 
-# Each is another pass over the split, and as many predictions in memory.
+# Each is one more pass over the split, and as many more predictions in memory.
 MOST_DRAWS = 1_000
 MOST_SIZES = 20
-# Of the inner loop, what says nothing about the weights that were trained.
+# Keys of the inner loop on which no trained weight depends.
 FREE_KEYS = ("inner_lr", "inner_steps", "support_prior", "adapt_layers", "adapt_embeddings")
 
 
@@ -101,6 +101,7 @@ def evaluate(
     roots = [run, *(against or [])]
     configs = [RunFolder(root).read_config() for root in roots]
     for root, each in zip(roots, configs, strict=True):
+        # A run's config may name a metric of its own, which is code: it is not run untrusted.
         foreign = custom_names(each.evaluation.metrics)
         check_trusted(root, foreign, RunFolder(root).read_environment())
     _check_comparable(roots, configs, label)
@@ -122,7 +123,7 @@ def evaluate(
         # No restarts: an evaluation keeps nothing that a second try could go on from.
         on_ranks.start_ranks_here(arguments, nproc_per_node, master_port=0, max_restarts=0)
         return
-    # Loading torch takes seconds: not before the folders are known to be right.
+    # Late: loading torch takes seconds, and a wrong folder is reported at once.
     with on_ranks.faster_import():
         from gmeta.cli.commands.work.evaluation_rank import EvaluateOptions, evaluate_on_rank
     options = EvaluateOptions(splits or [], overrides, item_column, trees, draws, sizes, on, label)
@@ -130,8 +131,7 @@ def evaluate(
 
 
 def _support_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes in a list such as 0,1,3, ascending. Raise UserError for one that is no whole
-    number, or is there twice."""
+    """Return the sizes in a list such as 0,1,3, ascending. Raises UserError for anything else."""
     words = [word.strip() for word in text.split(",")] if text else []
     sizes = {int(word) for word in words if re.fullmatch("[0-9]{1,6}", word)}
     if len(sizes) < len(words) or len(sizes) > MOST_SIZES:
@@ -144,12 +144,13 @@ def _support_sizes(text: str) -> tuple[int, ...]:
 
 
 def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label: str) -> None:
-    """Refuse what evaluation cannot adapt with or measure, before torch is loaded."""
+    """Raise UserError for keys that an evaluation cannot change, before torch is loaded."""
     keys: tuple[str, ...] = FREE_KEYS
     if config.algorithm.name == "anil":  # what adapts is its head
+        # ANIL adapts its head alone: which layers adapt is not free.
         keys = FREE_KEYS[:3]
     if config.algorithm.name == "metasgd":
-        # Its rates, one for each of what adapts, are weights of the run.
+        # The rates of Meta-SGD, one for each weight that adapts, are trained weights of the run.
         keys = FREE_KEYS[1:3]
     allowed = [f"algorithm.{key}" for key in keys]
     allowed += [f"evaluation.{field.name}" for field in fields(EvaluationConfig)]
@@ -163,11 +164,12 @@ def _check_overrides(run: Path, config: TrainConfig, overrides: list[str], label
                 + (f"Did you mean {near[0]}?" if near else "Train another run instead")
             )
     chosen = overridden(config, overrides)
+    # Made for its checks alone: a metric that the loss does not allow is refused here.
     Scoring(chosen.loss_of(label), chosen.evaluation)
 
 
 def _check_comparable(roots: list[Path], configs: list[TrainConfig], label: str) -> None:
-    """Refuse runs that cannot be compared, before minutes are spent on scoring one of them."""
+    """Raise UserError for runs that cannot be compared, before minutes are spent on scoring one."""
     loss = configs[0].loss_of(label)
     for root, config in zip(roots[1:], configs[1:], strict=True):
         if roots.count(root) > 1:

@@ -64,7 +64,7 @@ def export(
             f"--since writes what changed for gmeta itself: --format {runtime} has no deltas. "
             "Leave one of them out"
         )
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.model_export import (
             export_changes,

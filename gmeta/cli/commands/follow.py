@@ -1,4 +1,4 @@
-"""`gmeta follow`: from a log that goes on to a model that is served, for as long as it runs."""
+"""`gmeta follow`: trains on a growing log and promotes models, for as long as it runs."""
 
 import signal
 import time
@@ -63,13 +63,13 @@ def follow(
     if page is not None:
         check_local("--page", page)
         page.parent.mkdir(parents=True, exist_ok=True)
-    # This process stays without torch: each stage runs in one of its own, which has it
-    # (loop/stages.py).
+    # This process stays without torch: each stage runs in a process of its own, which has it
+    # (gmeta/pipeline/stage_process.py).
     loop = Pipeline(settings, run_stage, last_line)
     metrics, stop = PipelineMetrics(loop), StopFlag()
     live, draw = None, None
     if listen or page is not None:
-        # Drawing loads matplotlib, half a second: only where the page is asked for.
+        # Late, as drawing loads matplotlib, which takes half a second.
         from gmeta.pipeline.live_page import StreamPageServer, write_page
 
         live = StreamPageServer(loop, metrics, listen, tls, proofs) if listen else None
@@ -85,7 +85,7 @@ def follow(
 
 
 def _check_listen(address: str, is_secured: bool) -> None:
-    """Raise UserError for an address that strangers could reach."""
+    """Raise UserError for an address that other machines could reach without a proof."""
     if address and not is_secured and not is_loopback(split_address("--listen", address)[0]):
         raise UserError(
             f"--listen {address} can be reached from other machines. Pass --tls-cert, --tls-key "
@@ -94,7 +94,7 @@ def _check_listen(address: str, is_secured: bool) -> None:
 
 
 def _print_line(line: str) -> None:
-    """Print a line; where the disk of the log is full, it is left out: no reason to end."""
+    """Print a line, unless the disk of the log is full: that is no reason to end."""
     try:
         make_console().print(line)
     except BrokenPipeError:  # nobody looks any more
@@ -111,7 +111,7 @@ def _run_stages(
     draw: Callable[[], None] | None,
     live: "StreamPageServer | None",
 ) -> None:
-    """Take stages until a signal has `asked` to end or, with `once`, nothing is left to do."""
+    """Run stages until a signal sets `stop` or, with `once`, nothing is left to do."""
     reported, drawn_s = "", 0.0
     every_s = pipeline.config.follow.every_s
     is_drawn = False
@@ -127,7 +127,7 @@ def _run_stages(
             if done is not None and live is not None:
                 live.redraw()
             lacking = pipeline.missing_input() if done is None else ""
-            # When there is time, or at the latest after a minute: drawing takes a second.
+            # In an idle moment, or at the latest after a minute: drawing takes a second.
             is_idle = done is None or time.monotonic() - drawn_s > _DRAWN_EVERY_S
             if draw is not None and not is_drawn and is_idle:
                 draw()
@@ -135,6 +135,7 @@ def _run_stages(
         except (GMetaError, MetaIOError, OSError) as error:
             if once:
                 raise
+            # The stage failed because the signal ended it.
             if stop and str(error) != reported:
                 _print_line(f"stopped: {error}")
                 return

@@ -95,7 +95,7 @@ def inspect(
 
 
 def _find_inspector(place: str) -> Callable[[bool], None] | None:
-    """Return what shows a model, stream, channel, run or checkpoint; None for a dataset."""
+    """Return the function that shows a model, stream, channel, run or checkpoint, if it is one."""
     if is_stream(place):
         return partial(inspect_stream, place)
     if is_url(place):
@@ -110,22 +110,23 @@ def _find_inspector(place: str) -> Callable[[bool], None] | None:
         return partial(inspect_model, path)
     if not (is_run(path) or is_checkpoint(path)):
         return None
-    # The index of a checkpoint is torch's, which a dataset need not wait for: it takes seconds.
+    # Late, as a checkpoint's index is read by torch, which takes seconds to load: a dataset need
+    # not wait.
     from gmeta.cli.commands.inspect_run import inspect_checkpoint, inspect_run
 
     return partial(inspect_run if is_run(path) else inspect_checkpoint, path)
 
 
 def is_run(path: Path) -> bool:
-    """Return whether this is a run folder, be it one without a checkpoint yet; a dataset has a
-    manifest instead, and an exported model no environment."""
+    """Return whether this is a run folder; one without a checkpoint yet counts."""
+    # A dataset has a manifest in place of these, and an exported model has no environment.
     marks = (path / "environment.json", path / "checkpoints")
     return (path / "config.json").is_file() and any(mark.exists() for mark in marks)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether this folder is one checkpoint of a run."""
-    # By where it lies: a damaged one must be recognised too.
+    # By its place, not its content: a damaged checkpoint must be recognised too.
     return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
 
 
@@ -155,7 +156,7 @@ def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSumm
 
 
 def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
-    """Return what the tables say, as plain values."""
+    """Return the content of the tables as plain values."""
     return {
         "kind": "dataset",
         "path": dataset.url,
@@ -192,7 +193,7 @@ def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, A
 
 
 def _bundles(dataset: Dataset) -> dict[str, int]:
-    """Return the number of episodes in a bundle, for each split that is stored in bundles."""
+    """Return the episodes of a bundle, for each split that is stored in bundles."""
     tasks = {name: split.blocks.bundle_tasks for name, split in dataset.splits.items()}
     return {name: number for name, number in tasks.items() if number}
 
@@ -222,7 +223,7 @@ def _sizes_table(summaries: list[SplitSummary]) -> Table:
 
 
 def _mean(label: LabelUsage, num_rows: int) -> str:
-    """Return the mean of a label, and over how many rows where it is not known in all."""
+    """Return a label's mean, and over how many rows where some have none."""
     of = "" if label.num_known == num_rows else f" of {label.num_known:,}"
     return f"{label.mean:.3f}{of}"
 
@@ -242,7 +243,7 @@ def _tables_table(summary: SplitSummary) -> Table:
 
 
 def _unknown_id_lines(summaries: list[SplitSummary]) -> str:
-    """Return a line for each table whose row 0 is used: the share of unknown ids in each split."""
+    """Return a line for each table whose row 0 is used: the share of unknown ids by split."""
     lines = []
     for index, table in enumerate(summaries[0].tables):
         shares = {s.name: s.tables[index].unknown_share for s in summaries}

@@ -1,4 +1,4 @@
-"""`gmeta inspect` on a channel: its versions, which one is served, and what was decided."""
+"""`gmeta inspect` on a channel: its versions, which one serves, and the judge's decisions."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ _SHOWN = 20  # of the versions and of the verdicts: one screen
 def inspect_channel(
     place: str, channel: Channel, promotions: list[dict[str, Any]], verify: bool
 ) -> None:
-    """Show the newest versions of a channel with their sizes and verdicts, which its log `told`,
-    and what serves. For one at a URL, `channel` is a copy of what serves and what that builds on.
-    """
+    """Show the newest versions of a channel with sizes and verdicts (`promotions`, its log), and
+    which one serves. A channel at a URL comes as a copy of the version that serves and those below
+    it."""
     console, current = make_console(), channel.current()
     numbers = channel.numbers()
     served = "nothing is served yet"
@@ -37,6 +37,7 @@ def inspect_channel(
         try:
             version, entry = channel.version(number), verdicts.get(number, {})
         except GMetaError as error:
+            # The version that serves may be complete all the same.
             broken.append(str(error))  # the one that serves may be whole
             continue
         touched = version.delta.touched.values() if version.delta else ()
@@ -81,7 +82,7 @@ def inspect_channel(
 
 
 def _format_scores(verdict: Any) -> str:
-    """Return a verdict's scores in a few words; "-" where nobody judged."""
+    """Return a verdict's scores in a few words; "-" where there is no verdict."""
     if not isinstance(verdict, dict):
         return "-"
     scores = verdict.get("candidate") or {}

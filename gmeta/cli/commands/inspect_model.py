@@ -1,4 +1,4 @@
-"""`gmeta inspect` on an exported model: which columns it reads, and whether all of it is there."""
+"""`gmeta inspect` on an exported model: the columns that it reads, and a check of its files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +17,11 @@ from metaio.quantities import format_count
 
 
 def is_model(path: Path) -> bool:
-    """Return whether `gmeta export` wrote this folder; a damaged one counts, its config says so."""
+    """Return whether `gmeta export` wrote this folder."""
     if (path / LAYERS_FILE).is_file():
         return True
     try:
+        # A damaged model counts too: its first bytes say so, though it may not parse.
         return '"gmeta-model"' in (path / "config.json").read_text(encoding="utf-8")[:100]
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return False
@@ -92,7 +93,7 @@ def _describe_predictions(config: ExportedConfig) -> str:
 
 
 def _list_columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what a row must hold: the name, role, table and values of each column."""
+    """Yield the name, role, table and values of each column that a row must have."""
     columns, features = config.columns, config.features
     yield columns.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"
     schema = columns.schema
@@ -102,6 +103,7 @@ def _list_columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]
     for name in [] if schema is None else [x for x in schema.label_columns if x not in names]:
         yield name, "label", "", "a mask of 0 and 1, or a weight, of support rows"
     if schema is None:
+        # Without a schema the caller sends ids as they are in the tables.
         rows = {table.name: table.num_rows for table in features.tables}
         for role, sparse in (("single", features.single), ("multi", features.multi)):
             for one in sparse:

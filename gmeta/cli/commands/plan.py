@@ -68,7 +68,7 @@ def plan(
     bandwidths = {"--hbm": hbm, "--pcie": pcie, "--nvlink": nvlink, "--network": network}
     bytes_a_s = {name[2:]: parse_amount(name, text, "/s") for name, text in bandwidths.items()}
     flops = 1e12 * (tflops or {"float32": 60, "tf32": 400, "bf16": 800}[resolved.run.precision])
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.plan_report import show_plan
 
@@ -81,7 +81,7 @@ def plan(
 
 
 def _parse_table_rows(entry: str) -> tuple[str, int]:
-    """Return table and rows of --rows."""
+    """Return the table and the rows of a --rows option."""
     name, _, text = entry.rpartition("=")
     try:
         rows = float(text)
@@ -95,7 +95,8 @@ def _parse_table_rows(entry: str) -> tuple[str, int]:
 
 
 def parse_amount(option: str, text: str, per: str) -> float:
-    """Return bytes, or bytes a second: GB are powers of 1,000, GiB of 1,024, Gb/s bits."""
+    """Return bytes, or bytes a second where `per` is "/s"."""
+    # GB are powers of 1,000, GiB of 1,024; Gb and Gbit are bits, of a rate alone.
     pattern = rf"(\d+(?:\.\d+)?) *([KMGTkmgt]?)([iI]?)(b|B{'|bit' * bool(per)}){per}"
     match = re.fullmatch(pattern, text.strip())
     if match is None or float(match.group(1)) <= 0:

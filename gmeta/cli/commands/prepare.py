@@ -33,7 +33,7 @@ from metaio.recipes.synthetic import SyntheticConfig, prepare_synthetic
 from metaio.recipes.synthetic_days import DaysConfig, write_days
 
 DAILY_ROWS = (DaysConfig.min_rows, DaysConfig.max_rows)
-# The options that each way of preparing reads, beside --overwrite.
+# The options that each way of preparing reads, beside --overwrite: others are refused.
 OPTIONS = {
     "--recipe synthetic": {"recipe", "tasks", "items", "rows", "seed"},
     "--recipe synthetic-days": {"recipe", "days", "tasks", "items", "rows", "seed"},
@@ -42,7 +42,7 @@ OPTIONS = {
     "--recipe movielens-100k": {"recipe", "label", "seed"},
     "--recipe amazon": {"recipe", "label", "seed"},
     "--schema": {"schema", "memory", "threads", "block_rows", "bundle_tasks", "compact"},
-    # Memory and threads are Spark's own matter.
+    # Memory and threads are set in Spark's own configuration.
     "--schema --spark": {"schema", "spark", "block_rows", "bundle_tasks", "compact"},
     "--extend": {
         *("extend", "along", "accept", "schema", "memory", "threads"),
@@ -195,6 +195,7 @@ def prepare(
     _warn_of_leftovers(out)
     if recipe == "synthetic-days":
         _expect_inputs(recipe, inputs, 0)
+        # A day's rows have another default than a user's.
         rows_source = context.get_parameter_source("rows")
         sizes = (
             rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
@@ -240,7 +241,7 @@ def _check_options(
     spark: bool,
     extend: str | None,
 ) -> None:
-    """Refuse options that would have no effect: whoever gives one believes that it has."""
+    """Raise UserError for options that would have no effect."""
     if recipe is not None and schema is not None:
         raise UserError(
             "both --schema and --recipe are given: a dataset comes of one. Leave one out"
@@ -250,9 +251,10 @@ def _check_options(
     way = f"--recipe {recipe}" if recipe else "--schema"
     way = way if extend is None else "--extend"
     way += " --spark" if spark and recipe is None and (schema or extend) else ""
+    # Whoever gives an option believes that it has an effect.
     for name in context.params:
         source = context.get_parameter_source(name)
-        # Defaults were not asked for.
+        # Defaults were not given.
         if source is None or source.name != "COMMANDLINE" or name in OPTIONS[way]:
             continue
         *others, last = [other for other, used in OPTIONS.items() if name in used] or [""]
@@ -294,7 +296,7 @@ def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None or float(match.group(1)) <= 0:
         raise UserError(f"--memory is {text!r}; a size such as 512MB or 2GB is needed. Correct it")
-    # The letter's place is the power of 1,024; more than an exabyte is no more.
+    # The letter's place is the power of 1,024. More than an exabyte counts as one.
     power = " KMGT".index(match.group(2).upper() or " ")
     return int(min(float(match.group(1)) * 1024**power, 2.0**60))
 

@@ -111,7 +111,7 @@ def serve(
         behind_proxy=behind_proxy,
     )
     config.check()
-    # Loading torch takes seconds: not before the options are known to be right.
+    # Late: loading torch takes seconds, and a wrong option is reported at once.
     from gmeta.serving.server.server_processes import serve_until_signal
     from gmeta.serving.server.server_worker import run_worker
 

@@ -1,4 +1,4 @@
-"""The options of `gmeta serve` alone, each with its bounds and its line of help."""
+"""The options of `gmeta serve`, each with its bounds and its line of help."""
 
 from typing import Annotated, TypeAlias
 

@@ -1,4 +1,4 @@
-"""How `gmeta shards` reaches the service: its options, and one call at a time."""
+"""Calls of `gmeta shards` to the service, one at a time, and their options."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +50,7 @@ def make_caller(
         token_file=token_file,
     )
 
-    # Opened for each call: a person makes one or two.
+    # A connection for each call: a command makes one or two.
     def call(rpc: str, request: Any) -> Any:
         connection = ServiceConnection(config)
         try:

@@ -1,8 +1,6 @@
-"""`gmeta shard-service`: run the data-shard service.
+"""`gmeta shard-service`: run the data-shard service."""
 
-Imports neither torch nor the data layer: the service starts in well under a second.
-"""
-
+# No import of torch or the data layer: the service starts in well under a second.
 from pathlib import Path
 from typing import Annotated
 
@@ -101,6 +99,6 @@ def shard_service(
             "one of --tls-client-ca and --tokens are needed. Pass them; or --insecure on a "
             "loopback address, where only this machine can call."
         )
-    # After the checks: what is wrong with the options is said in plain words, not as JSON.
+    # After the checks: a person reads what is wrong with the options, not a log collector.
     configure_logging(log_level)
     raise typer.Exit(serve_until_signal(config))

@@ -118,7 +118,7 @@ def list_shards(
     as_json: AsJson = False,
 ) -> None:
     """List shards with their state, offset, attempts and holder."""
-    # Without 0, SHARD_STATE_UNSPECIFIED: in a request it asks for all states.
+    # Without SHARD_STATE_UNSPECIFIED, which is 0: in a request it stands for all states.
     numbers = {
         name.removeprefix("SHARD_STATE_").lower(): n for name, n in pb.ShardState.items() if n
     }
@@ -135,7 +135,7 @@ def list_shards(
             pb.ListShardsRequest(
                 dataset=name,
                 state=numbers.get(state.lower(), 0),
-                # 1000 is the largest page of the service.
+                # The service's pages have at most 1000 shards.
                 page_size=min(1000, limit - len(listed)),
                 page_token=page_token,
             ),
@@ -202,7 +202,7 @@ def requeue(
 
     call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
-    # One id for all attempts of the call: an answer that was lost requeues nothing twice.
+    # One id for all attempts of the call: repeated after a lost answer, it changes nothing twice.
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
     typer.echo(f"shards of {name} offered again: {call('Requeue', request).num_changed}")
 
@@ -249,7 +249,7 @@ def drain(
 
 
 class DatasetChoiceError(AntdtError, UserError):
-    """The command line does not say which dataset is meant."""
+    """The command line does not say which dataset it is about."""
 
 
 def _only_dataset(call: Call, dataset: str) -> str:

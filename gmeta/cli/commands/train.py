@@ -66,8 +66,10 @@ def train(
         _check_is_free(root)
     with ExitStack() as stack:
         if not (root / SHARDS_FOLDER).exists():
+            # A run that is refused leaves no store: else the corrected command would find its
+            # folder not empty.
             stack.callback(_remove_unused_store, root)
-        # Loading torch takes seconds: not before the config is known to be right.
+        # Late: loading torch takes seconds, and a wrong config is reported at once.
         if not starts_ranks:
             with on_ranks.faster_import():
                 from gmeta.cli.commands.work.training_rank import train_on_rank
@@ -76,10 +78,11 @@ def train(
         with on_ranks.faster_import():
             from gmeta.cli.commands.work.preflight import check_for_ranks
         check_for_ranks(resolved, is_new)
-        # The run folder was checked above; by the time a rank looks, the service's store is in it.
+        # With --resume: the folder was checked above, and the service's store is in it before a
+        # rank looks.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
         if needs_own_service(resolved):
-            # Started here, not in a rank, so that it outlives the restarts of all ranks.
+            # The service runs here, not in a rank, so that it outlives restarts of all ranks.
             os.environ[SERVICE_VARIABLE] = stack.enter_context(
                 start_embedded_service(resolved)
             ).address
@@ -88,15 +91,14 @@ def train(
 
 
 def _remove_unused_store(root: Path) -> None:
-    """Remove the store of a run that was refused before it began: the corrected command would find
-    a folder that is not empty."""
+    """Remove the store of a run that was refused before it began."""
     if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
         shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
 
 
 def _check_is_free(root: Path) -> None:
     """Raise UserError for a folder that a new run cannot have."""
-    # A lock without a run was left by a run that was killed before it began.
+    # A run that was killed before it began leaves a lock alone.
     if root.is_dir() and any(path.name != LOCK_FILE for path in root.iterdir()):
         raise UserError(
             f"run.dir = {str(root)!r} is not empty: a new run needs a new folder. "

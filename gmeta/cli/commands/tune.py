@@ -122,10 +122,12 @@ def tune(
     for place, plan in sides.values():
         check_metric(plan.space, plan.base)
         _check_folder(place)
+    # Both studies are checked before either starts: the second would fail hours later.
     results = {}
-    # One context for both: processes are forked from a server that is started once.
+    # One context for both studies: the fork server imports torch once.
     with trial_processes(at_a_time, WORK) as context:
         for side, (place, plan) in sides.items():
+            # Only one process at a time may have a study open.
             with lock_run_folder(place):
                 _check_on_data(plan.base, place, context)
                 opened = Study(place, plan, decides)
@@ -141,7 +143,7 @@ def tune(
 def _run_trial(
     is_check: bool, config: dict[str, Any], log: str, place: int, says: Connection
 ) -> None:
-    # In the trial's process: this one stays without torch.
+    # Imported in the trial's process alone: `gmeta tune` itself stays without torch.
     with faster_import():
         from gmeta.cli.commands.work.trial_process import run_as_trial
 
@@ -149,8 +151,7 @@ def _run_trial(
 
 
 def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
-    """Return the pruner. Raise UserError where runs of both sides would be ended early, more of one
-    side than of the other."""
+    """Return the pruner. Raises UserError for one that would end runs of both studies early."""
     if with_plain and pruner not in (None, "none"):
         raise UserError(
             f"--pruner = {pruner!r} with --with-plain: it ends more runs of one side than of the "
@@ -160,8 +161,7 @@ def choose_pruner(pruner: PrunerName | None, with_plain: bool) -> PrunerName:
 
 
 def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
-    """Raise ConfigError where scores would say nothing: there is no split to score trials on, or it
-    is one that the config trains on or reports on."""
+    """Raise ConfigError where there is no split that trials may be scored on."""
     data = config.data
     if not data.valid_splits:
         raise ConfigError(
@@ -171,6 +171,8 @@ def _check_tunable(config: TrainConfig, dataset: Dataset) -> None:
     trained = data.train_split
     for split in data.valid_splits:
         if split in find_overlapping_splits(trained, dataset):
+            # A split that was carved out of the training split, or the other way round, shares rows
+            # with it.
             holds = "is data.train_split too" if split == trained else f"holds rows of {trained!r}"
             raise ConfigError(
                 f"data.valid_split = {split!r} {holds}: what was trained on tells nothing of "
@@ -202,7 +204,7 @@ def _num_parallel(parallel: int) -> int:
 def _check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--study = {str(folder)!r} is a file: a folder is needed. Choose another")
-    # What was left by a study that was killed before its first trial.
+    # A study that was killed before its first trial leaves these alone: the folder is still free.
     left = (LOCK_FILE, CHECK_LOG)
     holds_other = folder.is_dir() and any(path.name not in left for path in folder.iterdir())
     if holds_other and not (folder / STUDY_FILE).exists():
@@ -212,19 +214,19 @@ def _check_folder(folder: Path) -> None:
 
 
 def _with_validations(config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config with VALIDATIONS validations a run unless it says how many: a run that
-    validates only at its end cannot be pruned."""
+    """Return the config with VALIDATIONS validations a run, unless it says how many."""
     run, data = config.run, config.data
     if run.valid_every_steps or data.blocks_per_step or data.train_split not in dataset.splits:
         return config
+    # A run that validates only at its end cannot be pruned.
     steps = dataset.splits[data.train_split].num_episodes // data.tasks_per_step * run.epochs
     total = min(steps, run.max_steps or steps)
     return replace(config, run=replace(run, valid_every_steps=max(1, total // VALIDATIONS)))
 
 
 def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext) -> None:
-    """Check the config itself, before trials of it fail one by one. Raise GMetaError with the line
-    of `gmeta train` where it does not fit its dataset."""
+    """Raise GMetaError, as `gmeta train` would, where the config does not fit its dataset."""
+    # Once for the study: else each of its trials would fail by itself.
     log, checked = folder / CHECK_LOG, make_trial_config(config, folder / "check")
     process, receiver = start_process(context, partial(_run_trial, True), checked, log)
     if line := wait_for_report(process, receiver).failure:
@@ -242,10 +244,10 @@ def _run_trials(
     trials: int,
     parallel: int,
 ) -> None:
-    """Run the trials that are left, and report each as it ends."""
+    """Run the trials that are left, and print a line on each as it ends."""
     console = make_console(stderr=True)
     for number in study.interrupted:
-        # What it trained is tried anew, with the same values.
+        # The same values are tried again from the start: a half-trained run is not resumed.
         folder = runner.folder_of(number).root
         shutil.rmtree(folder, ignore_errors=True)
         folder.with_suffix(".log").unlink(missing_ok=True)
@@ -259,7 +261,7 @@ def _run_trials(
 def _print_results(
     study: Study, runner: TrialRunner, folder: Path, plan: StudyPlan, decides: EarlyStop
 ) -> dict[str, Any]:
-    """Print all trials, the best first, write what was found and return it."""
+    """Write the results and the best config, print them, and return the results."""
     write_atomically(folder / RESULTS_FILE, format_results(study, decides).encode())
     best = check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE

@@ -1,4 +1,4 @@
-"""The options that every command has: how much it says, and whether its result is JSON."""
+"""The options that every command has: how much it prints, and whether its result is JSON."""
 
 import os
 from typing import Annotated, Any
@@ -14,18 +14,16 @@ from gmeta.platform.verbosity import (
     stdout_for_result,
 )
 
-# Those that print what they found, made or decided; `runs` and `shards` have a --json of their own.
+# Commands that print a result; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
     *("prepare", "inspect", "train", "plan", "tune", "evaluate", "export", "adapt", "predict"),
     *("judge", "promote", "rollback", "publish", "antdt-sim"),
 )
 
 
+# Any stands for click's types, as in load_command.
 def with_options(command: Any, name: str) -> Any:
-    """Return the command, and all below it, with -q, -v and, where it prints a result, --json.
-
-    Any stands for click's types, as in load_command.
-    """
+    """Return the command, and all below it, with -q, -v and, for one with a result, --json."""
     for below in getattr(command, "commands", {}).values():
         with_options(below, name)
     if not hasattr(command, "commands"):
@@ -34,9 +32,10 @@ def with_options(command: Any, name: str) -> Any:
 
 
 def _set_verbosity(context: Any, variable: str, value: str) -> None:
-    """Set how the command talks, in the environment: its ranks and processes hear of it, too."""
+    """Set how much the command prints. Fails for -q together with -v."""
     if context.meta.setdefault(variable, value) != value:
         context.fail("--quiet and --verbose are given, which say the opposite: leave one out")
+    # In the environment, so that ranks and other processes of the command have it too.
     os.environ[variable] = value
     if value == VERBOSE:
         os.environ.setdefault("GMETA_TRACEBACK", "1")
@@ -81,15 +80,16 @@ def _declare_options(
         ),
     ] = False,
 ) -> None:
-    """Hold the options; nobody calls it."""
+    """Declare the options; this function is never called."""
 
 
 def _verbosity_options() -> list[Any]:
-    """Return the options as click knows them, which hand the command no value."""
+    """Return the options as click's objects."""
     alone = typer.Typer(add_completion=False)
     alone.command()(_declare_options)
     options = typer.main.get_command(alone).params
     for option in options:
+        # The command's function has no parameters for them.
         option.expose_value = False
         option.is_eager = True  # set before another option of the command is looked at
     return options

@@ -1,4 +1,4 @@
-"""`gmeta adapt` once its options are known to be right."""
+"""The work of `gmeta adapt`."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`gmeta evaluate` as a rank; rank 0 writes the report and says where."""
+"""The work of `gmeta evaluate` on each rank; rank 0 writes the report."""
 
 import json
 from dataclasses import dataclass, replace
@@ -38,8 +38,8 @@ from metaio.prepare.episodes.raw_ids import describe_missing_ids
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What the command line asks for: `overrides` change the first run's algorithm, and what is
-    measured of all runs."""
+    """Options of the command line; `overrides` are for the first run's algorithm and all
+    metrics."""
 
     splits: list[str]
     overrides: list[str]
@@ -54,13 +54,14 @@ class EvaluateOptions:
 def evaluate_on_rank(
     roots: list[Path], options: EvaluateOptions, out: Path, config: TrainConfig
 ) -> None:
-    """Score the runs at `roots` together with the other ranks, by the first run's `config`."""
+    """Score the runs at `roots`, all ranks together; the first run's `config` decides how."""
     wanted_protocol = EvalProtocol(options.draws, options.support_sizes)
 
     def work(ranks: Ranks) -> None:
-        # Folders of the same name in different places are told apart by their paths.
+        # Runs in folders of one name are distinguished by their paths.
         short = len({root.name for root in roots}) == len(roots)
         for root in roots:
+            # All runs are checked before the first of them is scored, which may take long.
             checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
         label = _choose_label(dataset, options.label) or config.labels.judged
@@ -73,7 +74,8 @@ def evaluate_on_rank(
             _check_same_items(own_data, chosen.evaluation.candidates)
         if options.item_column:  # an error is reported before minutes are spent
             find_item_index(dataset, options.item_column)
-        # One for all runs and ranks, whatever lands in a stream meanwhile.
+        # Rank 0 decides: a stream may get an increment meanwhile, and all ranks and runs must score
+        # one.
         increment_name = broadcast_value(resolve_newest(options.on), ranks) if options.on else ""
         on = translate_dataset(open_by_name(increment_name), dataset) if increment_name else None
         protocol, note = limit_to_one_draw(wanted_protocol, on or dataset)
@@ -99,6 +101,7 @@ def evaluate_on_rank(
                         name,
                         options.splits,
                         ranks,
+                        # The others adapt as their own configs and validation say.
                         chosen.algorithm if overrides_adapting and root == roots[0] else None,
                         protocol,
                         increment_name,
@@ -145,7 +148,7 @@ def evaluate_on_rank(
                 make_console(stderr=True).print(line)
             console.print(f"report: {paths.html}   figures: {paths.evaluation_json}")
 
-    # A run that was trained on a GPU is evaluated on the device that is here.
+    # A run that was trained on a GPU may be evaluated where there is none.
     device = "cpu" if config.run.device == "cpu" else "auto"
     configs = [RunFolder(root).read_config().digest for root in roots]
     shared_options = {**vars(options), "the config of each RUN": configs}
@@ -153,7 +156,7 @@ def evaluate_on_rank(
 
 
 def _save_choice(root: Path, run: EvaluatedRun) -> None:
-    """Keep what validation chose for a run that adapts: `gmeta export` uses it."""
+    """Write the rate and steps that validation chose for a run: `gmeta export` uses them."""
     if run.algorithm == PLAIN or not run.fine_tuning:
         return
     tuning = run.fine_tuning[0]
@@ -163,6 +166,8 @@ def _save_choice(root: Path, run: EvaluatedRun) -> None:
         write_chosen_adaptation(
             RunFolder(root), run.step, best.inner_lr, best.inner_steps, **choice
         )
+    # A run whose folder cannot be written is evaluated all the same: only its exports lack the
+    # choice.
     except OSError as error:
         make_console(stderr=True).print(
             f"{root / CHOSEN_ADAPTATION_FILE} cannot be written ({error}): an export of this run "
@@ -172,8 +177,7 @@ def _save_choice(root: Path, run: EvaluatedRun) -> None:
 
 
 def _choose_label(dataset: Dataset, label: str) -> str:
-    """Return the label asked for, "" for none. Raise UserError where the dataset has one label
-    without a name."""
+    """Return the label, "" for none. Raises UserError if the dataset's only label has no name."""
     if label and not dataset.features.labels:
         raise UserError(
             f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
@@ -182,10 +186,10 @@ def _choose_label(dataset: Dataset, label: str) -> str:
 
 
 def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
-    """Raise UserError for sampled candidates of runs whose ids stand for other items, as in a run
-    that was not trained on the dataset of the first."""
+    """Raise UserError for sampled candidates of runs that were trained on different datasets."""
     (first, dataset), *others = own_data.items()
     for root, other in others:
+        # An id is another item in another dataset, so the candidates would differ.
         if other.fingerprint != dataset.fingerprint:
             raise UserError(
                 f"evaluation.candidates = {candidates}, but run {root} was trained on {other.url} "
@@ -198,8 +202,7 @@ def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:
 def _sample_candidates(
     config: TrainConfig, dataset: Dataset, splits: list[str], item_column: str, ranks: Ranks
 ) -> Candidates | None:
-    """Return what is sampled beside positive rows, made by rank 0 for all; None where nothing is.
-    Collective."""
+    """Return what rank 0 draws beside positive rows; None without candidates. Collective."""
     if not config.evaluation.candidates:
         return None
     sampled: list[Candidates] = []

@@ -1,4 +1,4 @@
-"""`gmeta score`, once its options are known to be right."""
+"""The work of `gmeta score`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `gmeta plan` prints."""
+"""The work of `gmeta plan`: its tables on the screen."""
 
 from gmeta.cli.capacity import Capacity, plan_capacity
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
@@ -72,11 +72,11 @@ def _print_tables(planned: Capacity) -> None:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return which GPUs hold rows of a table: 0-6, or 3, 5, 9-11."""
+    """Return the GPUs that hold rows of a table: 0-6, or 3, 5, 9-11."""
     cuts = [place for place in range(1, len(ranks)) if ranks[place] != ranks[place - 1] + 1]
     runs = [ranks[low:high] for low, high in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
     spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    # More would not fit beside the other columns.
+    # More spans would not fit beside the other columns.
     return ", ".join(spans) if len(spans) <= 3 else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""`gmeta predict` once its options are known to be right."""
+"""The work of `gmeta predict`."""
 
 from pathlib import Path
 
