@@ -10,11 +10,8 @@ from metaio.stream.chain import IncrementRecord
 
 @dataclass(frozen=True)
 class Day:
-    """One increment and its outcome.
-
-    `forecast` holds its scores by the model that goes on, before it is trained on them, `frozen` by
-    the first version; `took_s` seconds by stage.
-    """
+    """One increment and its outcome: `forecast` are its scores by the model that goes on, before it
+    is trained on the increment, `frozen` by the first version, `took_s` seconds by stage."""
 
     record: IncrementRecord
     window_s: tuple[float, float]  # since 1970
@@ -27,12 +24,12 @@ class Day:
 
     @property
     def new(self) -> int:
-        """Count the ids that got a row."""
+        """Return the number of ids that got a row."""
         return sum(table["new"] for table in self.record.report["tables"].values())
 
     @property
     def freed(self) -> int:
-        """Count the ids that lost theirs."""
+        """Return the number of ids that lost their row."""
         return sum(table["freed"] for table in self.record.report["tables"].values())
 
     @property

@@ -1,6 +1,4 @@
-"""The outcome of each increment of a stream, read from the files that its stages left: for the page
-alone, so what cannot be read is not there.
-"""
+"""Reads the outcome of each increment of a stream from the files that its stages left."""
 
 from __future__ import annotations
 
@@ -20,7 +18,9 @@ from metaio.stream.chain import IncrementRecord, list_increment_numbers, open_st
 if TYPE_CHECKING:
     from gmeta.pipeline.pipeline import Pipeline
 
+# More increments than these newest would be no picture.
 _SHOWN = 200  # of the newest increments: more are no picture
+# The split of most rows; no model has seen it when it is forecast.
 TRAINED_ON = "train"  # the split of most rows, which nobody has seen when it is forecast
 
 
@@ -55,7 +55,8 @@ def read_days(loop: Pipeline) -> list[Day]:
 
 
 def _read_scores(path: Path) -> dict[str, float]:
-    """Return the metrics of the rows that are trained on next."""
+    """Return the metrics of the rows that are trained on next; none if they cannot be read."""
+    # For the page alone: what cannot be read is left out.
     with suppress(OSError, ValueError, LookupError, TypeError):
         scores = read_json(path)["splits"][TRAINED_ON]["scores"]
         return {name: float(value) for name, value in scores.items() if value is not None}
@@ -63,7 +64,7 @@ def _read_scores(path: Path) -> dict[str, float]:
 
 
 def _read_seconds(path: Path) -> dict[str, float]:
-    """Return the seconds of each stage, the last time that it ended."""
+    """Return the seconds of each stage, from the last time that it ended."""
     seconds_by_stage: dict[str, float] = {}
     with suppress(OSError):
         for line in path.read_text(errors="replace").splitlines():
@@ -88,7 +89,7 @@ def _best_by_partition(path: str) -> dict[str, float]:
 
 
 def _best_of(record: IncrementRecord, best: Mapping[str, float]) -> float | None:
-    """Return the best possible AUC of an increment that is of one partition, if it is known."""
+    """Return the best possible AUC of an increment of one partition, if it is known."""
     names = [PurePosixPath(one["name"]).parts for one in record.report.get("inputs", ())]
     known = {part for parts in names for part in parts if part in best}
     return best[known.pop()] if len(known) == 1 else None

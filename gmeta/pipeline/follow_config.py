@@ -1,4 +1,4 @@
-"""What `gmeta follow` follows: the keys of stream.toml."""
+"""The keys of stream.toml, which says what `gmeta follow` follows."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +94,7 @@ def load_follow_config(path: Path) -> FollowConfig:
             raise ConfigError(f"follow.{name} is empty: it is required. Set it in {path}")
     for name in ("stream", "runs", "channel", "best"):
         check_local(f"follow.{name}", getattr(config.follow, name))
+    # Raises UrlError before anything is trained.
     if config.follow.mirror:
         find_file_system(config.follow.mirror)  # raises UrlError before anything is trained
     return config

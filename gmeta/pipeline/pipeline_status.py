@@ -1,4 +1,4 @@
-"""The state of a loop now: how fresh the served model is, what waits, what alarms."""
+"""The state of a loop: how fresh the served model is, what waits, what alarms."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineStatus:
-    """What a loop knows between two stages; times are seconds since 1970.
-
-    `served_increment` is the newest increment that the served model was trained on, and
-    `event_end_s` the end of its window; None where nothing of the stream is served.
-    """
+    """What a loop knows between two stages; times are seconds since 1970. `served_increment` is the
+    newest increment that the served model was trained on, and `event_end_s` the end of its
+    window."""
 
     prepared: int | None = None
     served_increment: int | None = None
@@ -41,7 +39,7 @@ class PipelineStatus:
         return len(self.refused_files)
 
     def event_age_s(self) -> float | None:
-        """Return now minus the event time that the served model knows: its freshness."""
+        """Return the seconds since the newest event that the served model knows: its freshness."""
         return None if self.event_end_s is None else max(0.0, time.time() - self.event_end_s)
 
     def served_age_s(self) -> float | None:
@@ -49,7 +47,7 @@ class PipelineStatus:
         return None if self.current is None else max(0.0, time.time() - self.current.since_s)
 
     def alarms(self) -> list[str]:
-        """Return what somebody should look at, a line each."""
+        """Return what a person should look at, a line each."""
         alarm_lines = [f"the next stage fails: {self.failure}"] if self.failure else []
         age_s = self.event_age_s()
         if self.fresh_s and age_s is not None and age_s > self.fresh_s:
@@ -72,10 +70,11 @@ class PipelineStatus:
 
 
 def read_status(pipeline: Pipeline) -> PipelineStatus:
-    """Return the status of a loop, but for a failure of its last stage."""
+    """Return the status of a loop, without the failure of its last stage."""
     follow = pipeline.config.follow
     numbers = list_increment_numbers(follow.stream)
     current = pipeline.channel.current()
+    # Listing a log takes time, and an idle step has just listed it.
     log = pipeline.idle or pipeline.log_state()
     shared: dict[str, Any] = {
         "current": current,

@@ -1,7 +1,4 @@
-"""A stage: one command of gmeta in a process of its own, forked from one that has imported torch.
-
-It ends with the process that asked for it, however that dies.
-"""
+"""Runs a stage: a command of gmeta in a process forked from one that has imported torch."""
 
 import atexit
 import os
@@ -19,8 +16,8 @@ from pathlib import Path
 from gmeta.platform.forking import forking_context, start
 from gmeta_keys.stop_flag import StopFlag
 
-# Imported once, not by every stage: seconds of the commands, and tenths of a second of what they
-# import only once they need it. A name that a later release of a package lacks is passed over.
+# Imported once, not by every stage: that saves seconds for the commands, and tenths of a second for
+# what they import late. A name that a later release of a package lacks is passed over.
 _PRELOADED = [
     "gmeta.cli.main",
     "gmeta.cli.commands.delivery",
@@ -54,21 +51,21 @@ _PRELOADED = [
 
 @dataclass(frozen=True)
 class _StageProcess:
-    """A process that waits for one command; `orders` brings it, and ends when the process that
-    started this one has died."""
+    """A process that waits for one command, which comes over `orders`."""
 
     process: BaseProcess
     orders: Connection
 
     @staticmethod
     def begin() -> "_StageProcess":
-        # Stages share the host with what serves. Threads that spin until they meet keep cores from
-        # those that they wait for: here they sleep after 0.2 ms, by default after 17.
+        # Stages share the host with the server. Threads that spin until they meet keep cores from
+        # those that they wait for: with this count they sleep after 0.2 ms, by default after 17.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
         context = forking_context(_PRELOADED)
         stages_side, own_side = context.Pipe(duplex=False)
         process = context.Process(target=_wait, args=(stages_side,))
         start(process)
+        # With this end closed a dead stage is noticed: sending raises BrokenPipeError.
         stages_side.close()
         return _StageProcess(process, own_side)
 
@@ -81,6 +78,7 @@ _ending = StopFlag()  # no stage is begun any more
 def run_stage(arguments: Sequence[str], log: Path) -> int:
     """Run `gmeta ARGUMENTS` with its output in the file `log`, and return its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    # A log that cannot be written fails here: the stage could not say why.
     log.open("ab").close()  # fails here: the stage could not say why
     stage = _send_order((tuple(arguments), str(log)))
     process = stage.process
@@ -88,7 +86,7 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
     try:
         if _ending:  # a signal came before there was a stage to end
             process.terminate()
-        # The next stage's process starts while this one works: 25 ms that nobody waits for.
+        # The next stage's process starts while this one works: that saves 25 ms.
         _waiting.append(_StageProcess.begin())
         process.join()
     finally:
@@ -101,16 +99,15 @@ def run_stage(arguments: Sequence[str], log: Path) -> int:
 
 
 def end_stage() -> None:
-    """Send SIGTERM to the stage under way, or else to the next as it begins: training writes a
-    checkpoint, from which it goes on the next time."""
+    """Send SIGTERM to the stage that runs, or else to the next one as it begins."""
     _ending.stop()
+    # On SIGTERM training writes a checkpoint, from which it goes on the next time.
     for process in _under_way:
         process.terminate()
 
 
 def _send_order(order: tuple[tuple[str, ...], str]) -> _StageProcess:
-    """Return the process that was given a command: the one that waits, or a new one where it has
-    died since."""
+    """Return the process that got the command: the one that waits, or a new one if it died."""
     while True:
         stage = _waiting.pop() if _waiting else _StageProcess.begin()
         try:
@@ -123,13 +120,14 @@ def _send_order(order: tuple[tuple[str, ...], str]) -> _StageProcess:
 
 @atexit.register
 def _end_waiting() -> None:
-    """End the process that waits: multiprocessing would wait for it, too."""
+    """End the process that waits for a command."""
+    # multiprocessing would wait for it at exit.
     while _waiting:
         _waiting.pop().orders.close()
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a stage's output: of one that failed, why."""
+    """Return the last line of a stage's output: of one that failed, the reason."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     lines_with_text = [line.strip() for line in lines if line.strip()]
     return lines_with_text[-1] if lines_with_text else "it said nothing"
@@ -155,7 +153,8 @@ def _run_command(arguments: tuple[str, ...], log: str, parent: Connection) -> No
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process, and the ranks that it started, when the one that asked for it dies."""
+    """End this process and the ranks that it started when its parent dies, however that happens."""
     with suppress(EOFError, OSError):
+        # Nothing is sent: the pipe only ends, with the parent.
         parent.recv()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What the page of a stream draws of its increments, one panel a question."""
+"""Draws the increments of a stream, one panel a question."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,11 +11,11 @@ from gmeta.metrics.catalogue import Scoring, label_of
 from gmeta.metrics.metric_info import MetricInfo
 from gmeta.pipeline.day import Day
 
-# How a line is drawn: colour of the palette, marker, dashes.
+# How a line is drawn: its colour in the palette, its marker, its dashes.
 Style = tuple[str, str, str]
 _GOES_ON, _FROZEN, _BEST = ("series-0", "o", "-"), ("series-1", "s", "-"), ("muted", "", "--")
 _BEFORE = ("series-2", "s", "-")
-# Stages that are drawn as one: each alone is too thin to be seen.
+# Stages that are drawn as one: each by itself would be too thin to see.
 _STAGES = {"prepare": ("prepare",), "train": ("train",), "deliver": ("export", "judge", "promote")}
 
 Values = Sequence[float | None]  # of each increment
@@ -53,8 +53,8 @@ def stream_chart(days: Sequence[Day]) -> Chart:
 
 
 def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
-    """Return the panels of forecasts of rows that no model has seen: by the model that goes on, by
-    the one that stays as it was, and the best possible."""
+    """Return the panels of forecasts: by the model that goes on, by the frozen one, best
+    possible."""
     panels = []
     for info, name in _metric_infos(name for day in days for name in day.forecast):
         lines: list[Line] = [
@@ -70,7 +70,7 @@ def _forecast_panels(days: Sequence[Day]) -> list[Panel | None]:
 
 
 def _gate_panels(days: Sequence[Day]) -> list[Panel | None]:
-    """Return what the judge compared; a candidate that was refused is crossed."""
+    """Return the panels of what the judge compared; a refused candidate is crossed out."""
     panels = []
     for info, name in _metric_infos(
         name for day in days for name in day.verdict.get("candidate", {})
@@ -130,6 +130,7 @@ def _bar_panel(
         base = [0.0] * len(days)
         for index, (label, heights) in enumerate(values):
             if any(heights):
+                # Negative bars begin at 0: there is one kind of them, freed ids.
                 bottom = [
                     at if height > 0 else 0.0 for at, height in zip(base, heights, strict=True)
                 ]
@@ -175,7 +176,7 @@ def _line_panel(
 def _frame_axes(
     axes: Axes, days: Sequence[Day], label: str, has_legend: bool, counts: bool = True
 ) -> None:
-    """Name the axes, all increments on each; a legend stands above the data, never upon it."""
+    """Name the axes and show all increments on the x axis."""
     axes.set_xlim(days[0].record.number - 0.6, days[-1].record.number + 0.6)
     axes.set_xlabel("increment")
     axes.set_ylabel(label)
@@ -188,6 +189,7 @@ def _frame_axes(
     axes.grid(axis="y")
     axes.margins(y=0.1)
     if has_legend:
+        # The legend stands above the axes: inside it would cover data.
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
         axes.legend(
             frameon=False, fontsize=9, ncols=4, columnspacing=1.2, handlelength=1.5, **place
@@ -195,7 +197,7 @@ def _frame_axes(
 
 
 def _metric_infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
-    """Return the metrics that get a picture, each once; one of a label says which."""
+    """Return the metrics that get a panel, each once; one of a label says which."""
     known = {name: label_of(name) for name in names}
     rated = {label for own, label in known.values() if own == "rmse"}
     infos = []

@@ -1,5 +1,4 @@
-"""The picture of a stream: its state, what each increment brought, what was served when, as one
-HTML page that asks nothing of the network."""
+"""Draws a stream as one HTML page that loads nothing from the network."""
 
 import threading
 import time
@@ -21,13 +20,14 @@ from gmeta.pipeline.stage_outcome import RunningStage
 from gmeta.pipeline.stream_charts import stream_chart
 from metaio.quantities import format_duration
 
+# matplotlib's settings belong to the process, and pages are drawn in threads.
 _DRAWING = threading.Lock()  # matplotlib's settings are those of the whole process
 _SHOWN = 100  # of the newest moves of the pointer
 
 
 @dataclass(frozen=True)
 class StreamPicture:
-    """What only a stage changes, and takes a second to draw."""
+    """The part of the page that only a stage changes, and that takes a second to draw."""
 
     stream: str
     channel: str
@@ -37,11 +37,11 @@ class StreamPicture:
 
 
 def draw_stream(pipeline: Pipeline) -> StreamPicture:
-    """Draw a loop's stream."""
+    """Return the picture of a loop's stream."""
     days = read_days(pipeline)
     chart = stream_chart(days)
     with _DRAWING:
-        # Drawn here: not to be escaped.
+        # Markup: drawn here, so it needs no escaping.
         panels = [
             (panel.title, Markup(render_svg(chart, index)))
             for index, panel in enumerate(chart.panels)
@@ -61,8 +61,7 @@ def render_page(
     under_way: RunningStage | None = None,
     refresh_s: int = 0,
 ) -> str:
-    """Return the page of the stream's state now; it reloads itself every `refresh_s` seconds (0: it
-    is a file)."""
+    """Return the page of the stream's state; it reloads itself after `refresh_s` (0: never)."""
     return _template().render(
         picture=picture,
         facts=_list_facts(status, under_way),
@@ -104,7 +103,7 @@ def _list_facts(status: PipelineStatus, under_way: RunningStage | None) -> list[
 
 
 def _format_time(seconds: float) -> str:
-    """Return seconds since 1970 as a time that sorts; a number that is no date as it is."""
+    """Return seconds since 1970 as a time that sorts, and a number that is no date as it is."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A resolved config as TOML, to read, copy and train."""
+"""Writes a resolved config as TOML, to read, copy and train."""
 
 import dataclasses
 import json
@@ -11,8 +11,8 @@ from gmeta.config.train_config import TrainConfig
 def format_config(
     config: TrainConfig, header: str, tuned_keys: Collection[str] = (), every: bool = False
 ) -> str:
-    """Return the config as TOML under a comment: every value that is not the default (`every`: each
-    value), and the `marked` keys, which say so."""
+    """Return the config as TOML under a comment: values other than the default (`every`: all of
+    them) and `tuned_keys`, which are marked."""
     lines = [f"# {line}".rstrip() for line in header.splitlines()]
     resolved, defaults = config.to_json(), TrainConfig().to_json()
     for section in dataclasses.fields(config):
@@ -34,7 +34,7 @@ def format_config(
 def format_toml_value(value: Any) -> str:
     """Return a value of a config on one line of TOML."""
     if isinstance(value, str):
-        # JSON's escapes are TOML's; what JSON leaves, TOML wants escaped.
+        # JSON's escapes are valid in TOML, which wants DEL escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(format_toml_value, value))}]"
