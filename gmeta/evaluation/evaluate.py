@@ -1,8 +1,8 @@
-"""Evaluation: adapt on each unseen task's support set, score its query set, per cold-start split.
+"""Evaluates a run on tasks that it was not trained on: adapts to each support set, scores its query
+set.
 
-A task of a cold split was never trained on; its query rows are predicted with the meta-parameters
-("before") and after the inner loop on its support rows ("after").
-"""
+"before" is the prediction of a query row by the meta-parameters, "after" the one after the inner
+loop on the task's support rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -59,20 +59,15 @@ def evaluate_run(
     label: str = "",
     evaluation: EvaluationConfig | None = None,
 ) -> EvaluatedRun | None:
-    """Predict `splits` with a run's checkpoint (see checkpoint_to_use) and return them on rank 0,
-    None elsewhere; without `splits` those that its config names. `on` names another dataset (see
-    open_by_name), all of whose splits are then predicted: values that the run's vocabularies do not
-    hold are unknown to it.
+    """Predict `splits` (default: the config's) with a run's checkpoint, and return them on rank 0,
+    None elsewhere. `on` names another dataset, all of whose splits are predicted in their place.
 
-    `adapting` and `evaluation` take the place of the config's algorithm and evaluation. Without the
-    former the run adapts at the rate and steps that are best on its validation splits; a plain run
-    that has none, on the other half of the tasks of the split that is predicted: by its predictions
-    of the config's judged label. If `label` is not "", a plain run goes by that. Beside positive
-    rows stand `candidates`, if any. `advance` hears how many of this rank's tasks are read, of how
-    many about; every view and fine-tuning of one counts as a task. Raises UserError: no run folder,
-    no checkpoint yet, an unknown split or label. Raises GMetaError: the dataset is not the one that
-    was trained on. Raises DataError: the one that `on` names has other columns.
-    """
+    `adapting` and `evaluation` replace the config's algorithm and evaluation; without `adapting`
+    the run adapts at the rate and steps that are best on its validation splits (see
+    choose_judging_splits). `candidates` are ranked with positive rows; `advance` gets how many of
+    about how many tasks are read, each view and setting counted. Raises UserError for a missing
+    run, checkpoint, split or label, GMetaError for a dataset other than the one trained on,
+    DataError for other columns in `on`."""
     folder = RunFolder(root)
     config = folder.read_config()
     config = own_config = replace(config, evaluation=evaluation or config.evaluation)
@@ -80,7 +75,7 @@ def evaluate_run(
     check_config(checkpoint, config)
     check_registered(root, config.model, config.algorithm, folder.read_environment())
     run_algorithm, step = config.algorithm, parse_checkpoint_step(checkpoint)
-    # What was chosen for it on its validation splits, where these are not at hand.
+    # What its validation splits chose earlier: another dataset may not have them.
     saved_adaptation = (
         read_chosen_adaptation(folder, run_algorithm, step) if on and adapting is None else None
     )
@@ -88,7 +83,7 @@ def evaluate_run(
     dataset, learner = build(replace(config, algorithm=adapting))
     config = with_judged_label(label, config, dataset)
     folder.check_dataset(dataset.url, dataset.fingerprint)
-    # Nothing is trained from here: the tables need no state of an optimizer, nor the plan of the
+    # Nothing is trained: the tables need neither the state of an optimizer nor the plan of the
     # ranks that trained, which may have had GPUs.
     outer = replace(config.outer, sparse_optimizer="sgd")
     sharding_config = replace(config, outer=outer, sharding=ShardingConfig())
@@ -102,7 +97,8 @@ def evaluate_run(
     chosen = choose_splits(config, dataset, splits)
     judging_splits = choose_judging_splits(config, dataset, chosen) if is_as_trained else []
     is_few = is_as_trained and has_tunable_rates(config) and has_too_few_tasks(config, dataset)
-    # A meta-learned run adapts the same way whichever label is asked about.
+    # A plain run is fine-tuned for the label in question; a meta-learned run adapts in one way,
+    # whichever label that is.
     tuning_context = EvalContext(
         config if run_algorithm.name == PLAIN else own_config, dataset, sharded, ranks
     )
@@ -151,8 +147,7 @@ def predict_views(
     candidates: Candidates | None,
     advance: Callable[[int, int], None],
 ) -> tuple[list[pa.Table], dict[int, pa.Table]]:
-    """Return the rows of all splits, predicted with every draw of support and query rows, and by
-    support size; none on the ranks but the first. Collective."""
+    """Return the rows of all splits by draw and by support limit, on rank 0 alone. Collective."""
     passes = (protocol.draws + len(protocol.support_sizes)) * max(
         [len(tuning.chosen) for tuning in tunings], default=1
     )
@@ -165,7 +160,7 @@ def predict_views(
         advance(min(done, total), total)
 
     def predict_view(view: SupportView) -> pa.Table:
-        """Return the rows of all splits; none on the ranks but the first."""
+        """Return the rows of all splits, empty except on rank 0."""
         tables: list[pa.Table | None] = []
         for index, split in enumerate(splits):
             if tunings:
@@ -183,8 +178,7 @@ def predict_views(
 
 
 def with_judged_label(label: str, config: TrainConfig, dataset: Dataset) -> TrainConfig:
-    """Return the config with `label` as the judged one, if that is not "" and the dataset's labels
-    have names."""
+    """Return the config with `label` as the judged one, unless it is "" or labels have no names."""
     names = dataset.features.labels
     if not label or not names:
         return config
@@ -197,7 +191,7 @@ def with_judged_label(label: str, config: TrainConfig, dataset: Dataset) -> Trai
 
 
 def checkpoint_of(run: RunFolder) -> Path:
-    """Return the checkpoint that stands for a run. Raises UserError: it has none yet."""
+    """Return the checkpoint that stands for a run. Raises UserError if it has none yet."""
     checkpoint = checkpoint_to_use(run.checkpoints, run.read_config())
     if checkpoint is None:
         raise UserError(
@@ -208,8 +202,7 @@ def checkpoint_of(run: RunFolder) -> Path:
 
 
 def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalProtocol, str]:
-    """Return what is shown of a dataset whose protocol says which rows are support: one draw,
-    whatever was asked for, and a line that tells so; "" where nothing had to change."""
+    """Return the protocol with one draw, and a line on it, if the dataset fixes support rows."""
     if protocol.draws == 1 or not dataset.manifest.support_is_fixed:
         return protocol, ""
     return replace(protocol, draws=1), (
@@ -220,9 +213,8 @@ def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalPro
 
 
 def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str]) -> list[str]:
-    """Return the splits asked for, else those of the config, else all but those that training and
-    validation used, what these were carved out of, and what else was carved out of that. Raises
-    UserError: a split is unknown or has no episodes, or none is left."""
+    """Return the splits to score: `requested`, else the config's, else all that training and
+    validation did not touch. Raises UserError for an unknown or empty split, or if none is left."""
     chosen = list(requested or config.data.eval_splits)
     for split in chosen:
         if split not in dataset.splits:
@@ -230,8 +222,9 @@ def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str
                 f"split {split!r} is not in {config.data.path}: "
                 f"it has {', '.join(dataset.splits)}. Name one of them"
             )
-    # A split that decided when to stop is no measure of what came out.
+    # A split that decided when to stop says nothing about unseen tasks.
     used = {config.data.train_split, *config.data.valid_splits}
+    # Twice: `fit` was carved out of `train`, and other splits were carved out of `train` too.
     for _ in range(2):  # of `fit`: `train`, then all that was carved out of it
         used = {shared for split in used for shared in find_overlapping_splits(split, dataset)}
     chosen = chosen or [split for split in dataset.splits if split not in used]
@@ -241,7 +234,7 @@ def choose_splits(config: TrainConfig, dataset: Dataset, requested: Sequence[str
             "was trained or chosen by: there is nothing to score. Name one with --split, or train "
             "on data with one split more"
         )
-    # Before anything is predicted: it may take minutes to get to an empty split.
+    # Checked here: prediction may take minutes to get to an empty split.
     for split in chosen:
         if not dataset.splits[split].num_episodes:
             raise UserError(
@@ -258,9 +251,9 @@ def describe_trained_splits(
     scored_dataset: Dataset,
     splits: Sequence[str],
 ) -> list[str]:
-    """Return a line for each of these splits of `scored` that the run, on the dataset `own`, was
-    trained or chosen on: what it reaches there is no measure of unseen tasks."""
+    """Return a line for each split of `scored_dataset` that the run was trained or chosen on."""
     data, lineage = folder.read_config().data, read_lineage(read_about(checkpoint_of(folder)))
+    # The increments that a run was trained on, from its first on, are in its lineage.
     if scored_dataset.fingerprint not in {
         trained_dataset.fingerprint,
         *(one.fingerprint for one in lineage),

@@ -132,8 +132,7 @@ def sort_partitions(
 
 @final
 class QuarantineChecks:
-    """Finds the notes of the quarantine in force: all of its files have the bytes that were
-    refused."""
+    """Finds the quarantine's notes in force: all of its files have the bytes that were refused."""
 
     def __init__(self) -> None:
         # By name: what the file system said of the file, and its hash then.

@@ -1,8 +1,6 @@
-"""Plain rows of stored blocks, and blocks of them again.
-
+"""Converts stored blocks to plain rows, and rows to what blocks are built from.
 Shape suffixes: T tasks, N rows, F single-id or pooled features, M multi-id features, V values, K
-dense columns, U unique ids.
-"""
+dense columns, U unique ids."""
 
 from collections.abc import Iterator
 
@@ -27,8 +25,7 @@ def read_rows(dataset: Dataset, split: str) -> Iterator[EpisodeRows]:
 
 
 def sample_rows(dataset: Dataset, split: str, max_rows: int, seed: int) -> EpisodeRows:
-    """Return whole episodes of a split: all if they have no more than `max_rows` rows, else about
-    as many as that; the seed and a task's id decide which."""
+    """Return the episodes of a split, or a sample of tasks with about `max_rows` rows."""
     share = max_rows / max(dataset.split(split).num_rows, 1)
 
     def read_share(share: float) -> EpisodeRows:
@@ -59,7 +56,7 @@ def unpack_block(block: Block) -> EpisodeRows:
 
 
 def pack_rows(rows: EpisodeRows, row_id_N: Int64) -> Rows:
-    """Return rows as a block is built of them, with these row ids, or none."""
+    """Return rows as a block is built from them, with these row ids, or none."""
     lengths_NM = np.zeros((rows.num_rows, len(rows.multi)), np.int32)
     row_V, feature_V, ids_V = [], [], []
     for feature, lists in enumerate(rows.multi):
@@ -68,7 +65,7 @@ def pack_rows(rows: EpisodeRows, row_id_N: Int64) -> Rows:
         feature_V.append(np.full(len(lists.ids_V), feature))
         ids_V.append(lists.ids_V)
     none = np.zeros(0, np.int64)
-    # Row by row, feature by feature; lists keep their order, as the sort is stable.
+    # Row by row, feature by feature; the sort is stable, so lists keep their order.
     order_V = np.lexsort((np.concatenate([none, *feature_V]), np.concatenate([none, *row_V])))
     return Rows(
         task_T=rows.task_T,

@@ -1,9 +1,4 @@
-"""The yardstick of an evaluation: what the bias model and the trees predict of the same query rows.
-
-They are made from the training split, a block at a time, and, where the config names any, chosen on
-the validation splits, each of which counts alike; in a split that is scored they read no labels but
-those of support rows.
-"""
+"""Predicts the query rows of an evaluation with the bias model and the trees."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,23 +32,23 @@ from metaio.prepare.episodes.raw_ids import find_item_feature, with_raw_ids
 from metaio.quantities import format_count
 from metaio.recipes.validation_splits import find_overlapping_splits
 
-# Whole tasks with about the first number of rows are held in memory, and tasks with the second
-# choose the priors: with a million rows of clicks the grid takes a minute.
+# Rows of the tasks that are held in memory, and of those that choose the priors: with a million
+# rows of clicks the grid takes a minute.
 SAMPLE_ROWS, CHOOSING_ROWS = 500_000, 200_000
-# Not that of the run: the yardstick is the same for runs of other seeds.
+# Not the run's seed: the baselines are the same for runs of other seeds.
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """What stands beside the runs, and lines about what does not."""
+    """The models beside the runs, and a line on each that is missing."""
 
     models: tuple[EvaluatedBaseline, ...]
     notes: tuple[str, ...] = ()
 
 
 def find_item_index(dataset: Dataset, name: str) -> int | None:
-    """Return which single column is the item; None, for the name "", that it is to be found."""
+    """Return the index of the single-id column that is the item; None for "": it is to be found."""
     names = [feature.name for feature in dataset.features.single]
     if name and name not in names:
         raise UserError(
@@ -74,9 +69,9 @@ def predict_baselines(
     candidates: Candidates | None = None,
     label: ScoredLabel = ONE_LABEL,
 ) -> Baselines:
-    """Return the predictions of the bias model and of the trees, made from the rows of `dataset`
-    where the label is known, for the query rows of `splits` of `on` (None: of the same dataset), as
-    the runs were shown them."""
+    """Return the predictions of the bias model and of the trees, from the rows of `dataset` with a
+    known label, for the query rows of `splits` of `on` (None: of `dataset`), in the views of the
+    runs."""
     item = find_item_index(dataset, item_column)
     loss, train_split = config.loss_of(label.name), config.data.train_split
     valid_splits = config.data.valid_splits
@@ -85,6 +80,7 @@ def predict_baselines(
     scored_splits = [split for split in splits if split not in trained]
     if not scored_splits:
         return Baselines((), (f"no yardstick: it is made from {train_split}, which is scored",))
+    # Of the splits that are scored only the labels of support rows are read, as by the runs.
     read = (rows.select_label(label) for rows in read_rows(dataset, train_split))
     sums = sum_training_rows(read, dataset.features, SEED)
     train = sample_rows(dataset, train_split, SAMPLE_ROWS, SEED).select_label(label)
@@ -121,7 +117,7 @@ def predict_baselines(
 
 
 class _PredictionRequest(NamedTuple):
-    """Which rows a model is asked of."""
+    """The rows that a model is to predict."""
 
     dataset: Dataset
     trained_dataset: Dataset  # says what the items are called
@@ -134,10 +130,10 @@ class _PredictionRequest(NamedTuple):
 def _predict_views(
     request: _PredictionRequest, predict: Callable[[EpisodeRows], Floats]
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
-    """Return a row for each query row of each draw, and the same for each number of support rows;
-    `predict` gets only those support rows whose label is known."""
+    """Return a row for each query row of each draw, and the same by limit of support rows."""
 
     def predict_known(rows: EpisodeRows) -> Floats:
+        # Support rows whose label is not known teach nothing.
         return predict(rows.select_label(request.label, is_predicted=True))
 
     def predict_view(view: SupportView) -> pa.Table:
@@ -156,8 +152,8 @@ def _predict_views(
 def _predict_view(
     request: _PredictionRequest, view: SupportView, predict: Callable[[EpisodeRows], Floats]
 ) -> pa.Table:
-    """Return a row for each query row: split, task, support_rows, label, prediction, draw, the item
-    where one is known, and its place among candidates where there are any."""
+    """Return a row for each query row: split, task, support_rows, label, prediction, draw, and the
+    item and the place among candidates where there are any."""
     parts, item = [], find_item_feature(request.dataset)
     for split in request.splits:
         for stored in read_rows(request.dataset, split):

@@ -1,12 +1,11 @@
-"""What a reader must not miss: adapting that makes a run worse, and a run that is below the bias
-model or below plain training, fine-tuned on the same support rows."""
+"""Finds what a reader must not miss: a run worse after adapting, or below a baseline."""
 
 from collections.abc import Mapping, Sequence
 
 from gmeta.evaluation.report.evaluation_schema import Caution, Comparison, GroupEvaluation
 from gmeta.metrics.metric_info import MetricInfo
 
-# The yardstick without features and gradients: nobody would use a model that is below it.
+# Without features and gradients: a model below this baseline is of no use.
 BASELINE_NAME = "bias model"
 
 
@@ -17,8 +16,8 @@ def find_cautions(
     infos: Mapping[str, MetricInfo],
     label: str,
 ) -> list[Caution]:
-    """Return what is wrong with the adapted run in a group, by the verdicts of the metrics of a
-    label; `plain` names the baselines that are fine-tuned."""
+    """Return what is wrong with the adapted run in a group, by verdicts of a label's metrics;
+    `plain` are the fine-tuned baselines."""
     pairs = [
         (run, group.comparison(run, "after", run, "before"), "adapting makes it worse"),
         (

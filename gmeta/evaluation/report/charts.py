@@ -1,4 +1,4 @@
-"""Which pictures a report has and what each draws; how they become files is render's business."""
+"""Which charts a report has, and how each is drawn."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -76,11 +76,11 @@ def choose_charted_metrics(evaluation: Evaluation) -> list[str]:
 def make_series(
     runs: Sequence[RunFacts], baselines: Sequence[BaselineFacts] = ()
 ) -> list[PlotSeries]:
-    """Return both stages of each run and the one stage of each yardstick as series; from the fifth
-    model on, colours repeat with other markers."""
+    """Return both stages of each run and the one stage of each baseline as series."""
     made: list[PlotSeries] = []
     models: list[RunFacts | BaselineFacts] = [*runs, *baselines]
     for index, model in enumerate(models):
+        # From the fifth model on, colours repeat with other markers.
         color = f"series-{index % NUM_SERIES_COLORS}"
         marker = MARKERS[(index + index // NUM_SERIES_COLORS) % len(MARKERS)]
         if isinstance(model, BaselineFacts):
@@ -135,7 +135,7 @@ def _draw_groups(
             )
     # Wrapped: a long name would take the room of the axes.
     axes.set_yticks(range(len(groups)), [fill(group.name, 16) for group in groups])
-    # Upside down: the first group stands on top, as in the tables.
+    # Upside down: the first group is on top, as in the tables.
     axes.set_ylim(len(groups) - 0.5, -0.5)
     for row in range(1, len(groups)):
         axes.axhline(row - 0.5, color=light_color("line"), linewidth=0.8)

@@ -1,4 +1,4 @@
-"""The report for the terminal: every metric by group, with verdicts in place of intervals."""
+"""Shows the report on a terminal: every metric by group, with verdicts in place of intervals."""
 
 from typing import TypeVar
 
@@ -29,16 +29,16 @@ Item = TypeVar("Item")
 
 STYLES: dict[Verdict, str] = {"better": "green", "worse": "red"}  # others are dim
 UP, DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"
-# Fixed, so that the tables of all groups line up; four differences fill 80 columns.
+# Fixed widths, so that the tables of all groups line up; four differences fill 80 columns.
 METRIC_WIDTH, VALUE_WIDTH, NAMED_WIDTH, VERDICT_WIDTH = 19, 7, 10, 14
 VALUES_A_TABLE, DIFFERENCES_A_TABLE = 6, 4
-# Of each label that is not judged.
+# Of tables of labels that are not judged.
 LABEL_GROUP_WIDTH, LABEL_DIFFERENCES_A_TABLE = 17, 3
 
 
 def make_console_table(evaluation: Evaluation) -> RenderableType:
-    """Return a heading, the tables of each group, what the evaluation chose, how to read all that,
-    and in red what must not be missed."""
+    """Return the tables of each group, what the evaluation chose, a legend and, in red,
+    cautions."""
     run = evaluation.runs[0]
     of_label = f", label {evaluation.label}" if evaluation.label else ""
     parts: list[RenderableType] = [Text(f"{run.name}, step {run.step:,}{of_label}", style="bold")]
@@ -98,8 +98,7 @@ def _make_difference_tables(evaluation: Evaluation, group: GroupEvaluation) -> l
 
 
 def _make_label_tables(evaluation: Evaluation) -> list[RenderableType]:
-    """Return a heading and the headline metric of one of the labels that are not judged, a row a
-    group, in as many tables as the models need."""
+    """Return a heading and the headline metric of a label that is not judged, a row a group."""
     info = evaluation.metrics[evaluation.headline]
     tables: list[RenderableType] = [
         Text.assemble((f"label {evaluation.label}", "bold"), f", {_format_metric(info)}")

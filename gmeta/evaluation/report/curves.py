@@ -1,5 +1,4 @@
-"""Pictures of metrics as lines: over support sizes, over limited numbers of support rows, and over
-tasks from little to very active."""
+"""Draws metrics as lines: over support sizes, limits of support rows, and rows of a task."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,8 +26,7 @@ def make_support_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> 
 
 
 def make_activity_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) -> Chart:
-    """Return the headline metric by how many rows a task has, where that differs from its support
-    size."""
+    """Return the headline metric by how many rows a task has, if that is not its support size."""
     panels = [
         _make_bins_panel(evaluation, group, group.by_activity, "rows of a task", series)
         for group in evaluation.groups
@@ -40,7 +38,7 @@ def make_activity_chart(evaluation: Evaluation, series: Sequence[PlotSeries]) ->
 
 
 def _equals_support_bins(group: GroupEvaluation) -> bool:
-    """Return whether these bins are those by support size: of equally many query rows."""
+    """Return whether the bins are those by support size, as with equally many query rows."""
     of_activity, of_support = (
         [one.results for one in bins] for bins in (group.by_activity, group.by_support_rows)
     )

@@ -1,4 +1,4 @@
-"""How numbers are written and what stands at the top, alike on the page and on the console."""
+"""Formats numbers, and chooses the first lines of a report, alike for the page and the console."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NOT_RECORDED = "not recorded"
 
 @dataclass(frozen=True)
 class Rival:
-    """A baseline at its better stage, or a yardstick, and how far the adapted run is from it."""
+    """A model that the adapted run is compared with (a run: at its better stage)."""
 
     run: str
     short_name: str
@@ -35,8 +35,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class HeadlineRow:
-    """One metric of one group: the run before and after, each baseline at its better stage, and
-    the yardsticks."""
+    """One metric of one group: the run before and after, and its rivals."""
 
     before: MetricEstimate
     after: MetricEstimate
@@ -45,7 +44,7 @@ class HeadlineRow:
 
 
 def make_headline(evaluation: Evaluation, group: GroupEvaluation, metric: str) -> HeadlineRow:
-    """Return what stands at the top of a report for a group and a metric."""
+    """Return the first line of a report for a group and a metric."""
     run = evaluation.runs[0].name
     return HeadlineRow(
         find_estimate(group, run, "before", metric),
@@ -64,8 +63,9 @@ def make_headline(evaluation: Evaluation, group: GroupEvaluation, metric: str) -
 def _make_run_rival(
     evaluation: Evaluation, group: GroupEvaluation, metric: str, other_run: RunFacts
 ) -> Rival:
-    """Return the baseline at its better stage, chosen on the same rows: a win over it counts."""
+    """Return a baseline run at its better stage."""
     sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
+    # Chosen on the same rows, in favour of the baseline: a win over it counts.
     stage = max(
         STAGES,
         key=lambda one: _rank_value(sign * find_estimate(group, other_run.name, one, metric).value),
@@ -108,17 +108,17 @@ def list_notes(evaluation: Evaluation) -> list[tuple[str, str]]:
     """Return (name, line) for all that the evaluation chose, and for what is missing."""
     lines = [(run.name, run.adapts_with) for run in evaluation.runs if run.adapts_with]
     lines += [(one.name, one.told) for one in evaluation.yardsticks]
-    # A note begins with what it is about.
+    # A note begins with the name of what it is about.
     return lines + [(head, rest) for head, _, rest in (n.partition(": ") for n in evaluation.notes)]
 
 
 def _rank_value(value: float) -> float:
-    # NaN compares false with everything: max would keep whichever stage comes first.
+    # NaN compares false with everything: max would keep the stage that comes first.
     return value if math.isfinite(value) else -math.inf
 
 
 def find_estimate(group: GroupEvaluation, run: str, stage: Stage, metric: str) -> MetricEstimate:
-    """Return a metric of a model at a stage; without numbers where it predicted nothing."""
+    """Return a metric of a model at a stage; NaN with a reason where it predicted nothing."""
     result = group.result(run, stage)
     return (
         result.metrics[metric]
@@ -146,7 +146,8 @@ def _explain_absence(group: GroupEvaluation, run: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return four decimals: a thousandth of AUC is news, a tenth of it is not."""
+    """Return four decimals."""
+    # A thousandth of AUC is news, a tenth of that is not.
     return f"{value:.4f}".replace("-", MINUS) if math.isfinite(value) else DASH
 
 
@@ -159,7 +160,7 @@ def format_signed(value: float) -> str:
 
 
 def format_interval(low: float, high: float, is_difference: bool = False) -> str:
-    """Return an interval in brackets, empty where there is none."""
+    """Return an interval in brackets, "" where there is none."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return ""
     ends = (
@@ -185,7 +186,7 @@ def describe_size(group: GroupEvaluation) -> str:
 
 
 def flatten_settings(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Return `section.key` and value of a nested config, as they are given on the command line."""
+    """Yield `section.key` and value of a nested config, as on the command line."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flatten_settings(value, f"{prefix}{key}.")

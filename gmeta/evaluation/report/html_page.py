@@ -1,4 +1,4 @@
-"""The report as one HTML page that asks nothing of the network, made from page.html."""
+"""Renders the report as one HTML page that loads nothing from the network, from page.html."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from gmeta.evaluation.report.headline import (
 )
 from gmeta.metrics.metric_info import MetricInfo
 
-# The markers as SVG paths in a box of 12 by 12, for the legend; keys are matplotlib's names.
+# The markers as SVG paths in a box of 12 by 12, for the legend, by matplotlib's names.
 MARKS = {
     "o": "M4 0A4 4 0 1 1 -4 0A4 4 0 1 1 4 0Z",
     "s": "M-4 -4H4V4H-4Z",
@@ -50,8 +50,8 @@ class TableRow:
 
 
 def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
-    """Return the whole page as HTML."""
-    # Names are the user's words, so escaped; a name that the template misspells fails.
+    """Return the page as HTML."""
+    # Names are the user's words, so they are escaped; a name that the template misspells fails.
     environment = Environment(
         loader=PackageLoader("gmeta.evaluation.report", "."),
         autoescape=True,
@@ -84,14 +84,13 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
 
 
 def _draw_panels(chart: Chart) -> tuple[Chart, list[tuple[Panel, Markup]]]:
-    # Drawn here: not to be escaped.
+    # Markup: drawn here, so it needs no escaping.
     pictures = [Markup(render_svg(chart, index)) for index in range(len(chart.panels))]
     return chart, list(zip(chart.panels, pictures, strict=True))
 
 
 def _collect_infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
-    """Return what is said of the metrics: each once, as it reads for the first label that has
-    it."""
+    """Return the infos of all metrics, each as it reads for the first label that has it."""
     infos: dict[str, MetricInfo] = {}
     for one in (evaluation, *map(evaluation.select_label, evaluation.labels)):
         infos |= {name: info for name, info in one.metrics.items() if name not in infos}

@@ -1,4 +1,4 @@
-"""Writing a report: every file whole or not at all, the same bytes for the same runs."""
+"""Writes the files of a report: each complete or not at all, the same bytes for the same runs."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -44,10 +44,10 @@ def write_report(
     notes: Sequence[str] = (),
     show_progress: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> ReportPaths:
-    """Write evaluation.json, report.html, charts/*.png and predictions.parquet; the first run is
-    the one reported, `notes` say which yardsticks are missing. `tell` shows the result before
-    anything is written: a full disk must not cost an hour of scoring."""
+    """Write evaluation.json, report.html, charts/*.png and predictions.parquet, and return their
+    paths; the first run is the one reported, `notes` name missing baselines."""
     evaluation = summarise_evaluation(runs, baselines, notes)
+    # Shown before anything is written: a full disk must not cost an hour of scoring.
     show_progress(evaluation)
     charts = make_charts(
         evaluation,
@@ -63,7 +63,7 @@ def write_report(
     )
     html = render_page(evaluation, charts)
     rows = _serialise_predictions(runs, baselines)
-    # Everything is rendered before anything is written: a failure in between leaves the old report.
+    # All files are rendered before the first is written: an error leaves the old report.
     chart_folder.mkdir(parents=True, exist_ok=True)
     for path, content in pictures.items():
         write_atomically(path, content)
@@ -72,6 +72,7 @@ def write_report(
     write_atomically(json_path, f"{text}\n".encode())
     for name in CHART_NAMES:  # a picture of an earlier evaluation must not pass for one of this
         if (path := chart_folder / f"{name}.png") not in pictures:
+            # A picture of an earlier evaluation must not pass for one of this.
             path.unlink(missing_ok=True)
     return ReportPaths(json_path, html_path, tuple(pictures), evaluation)
 
@@ -79,8 +80,8 @@ def write_report(
 def _serialise_predictions(
     runs: Sequence[EvaluatedRun], baselines: Sequence[EvaluatedBaseline]
 ) -> bytes:
-    """Return what every model predicted of every query row, as the bytes of a Parquet file; in
-    `before` a yardstick has nulls."""
+    """Return every model's predictions of every query row as a Parquet file."""
+    # Baselines have nulls in `before`.
     found = {run.name: run.predictions for run in runs}
     for one in baselines:
         suffix = "" if one.label == runs[0].label else f":{one.label}"
@@ -88,7 +89,7 @@ def _serialise_predictions(
         table = one.predictions
         table = table.rename_columns([own.get(name, name) for name in table.column_names])
         for name in own.values() if one.name in found else ():
-            # A yardstick of another label predicts the same rows in the same order.
+            # A baseline of another label predicts the same rows in the same order.
             found[one.name] = found[one.name].append_column(name, table[name])
         found.setdefault(one.name, table)
     tables = [

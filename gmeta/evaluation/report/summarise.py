@@ -1,4 +1,4 @@
-"""From prediction tables to an Evaluation: metrics with intervals, comparisons with verdicts."""
+"""Makes an Evaluation of prediction tables: metrics with intervals, comparisons with verdicts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -67,8 +67,7 @@ def summarise_evaluation(
     baselines: Sequence[EvaluatedBaseline] = (),
     notes: Sequence[str] = (),
 ) -> Evaluation:
-    """Evaluate the first run against the others, its baselines, and against the yardsticks, on each
-    split that it predicted."""
+    """Evaluate the first run against other runs and baselines, on each split that it predicted."""
     check_runs(runs, [one.name for one in baselines])
     splits = split_names(runs[0].predictions)
     scored = [_summarise_label(runs, baselines, label) for label in runs[0].labels]
@@ -120,7 +119,7 @@ def summarise_evaluation(
 def _summarise_label(
     runs: Sequence[EvaluatedRun], baselines: Sequence[EvaluatedBaseline], label: str
 ) -> LabelEvaluation:
-    """Return what the report says of one label; no groups where it is not known in any row."""
+    """Return the evaluation of one label; without groups where it is not known in any row."""
     views = select_runs(runs, label)
     label_baselines = [one.drop_unknown() for one in baselines if one.label == label]
     scoring = views[0].scoring
@@ -139,8 +138,7 @@ def _summarise_label(
 
 
 class _GroupSummariser:
-    """One split of all models: keeps the resampled values, of which every comparison pairs two
-    sets. A yardstick has the stage "after" alone."""
+    """Summarises one split of all models; a baseline has the stage "after" alone."""
 
     def __init__(
         self,
@@ -169,6 +167,7 @@ class _GroupSummariser:
             for model, draws in self._draws.items()
             if len(draws) == len(first) and all(map(have_same_rows, draws, first))
         }
+        # Kept with their resampled values: each comparison pairs two of them.
         self._measured = {
             (model, stage): measure_metrics(draws, stage, scoring)
             for model, draws in self._draws.items()
@@ -231,7 +230,7 @@ class _GroupSummariser:
         return [one for one in bins if one.num_tasks]
 
     def _make_activity_bins(self) -> list[RowsBin]:
-        """Return the tasks by how many rows they have stored; no bin where the runs do not say."""
+        """Return the tasks by their number of stored rows; no bins where the runs lack that."""
         if not self._task_rows:
             return []
         tasks_T, rows_T = (np.array(part) for part in zip(*self._task_rows.items(), strict=True))
@@ -296,8 +295,7 @@ def _make_result(run: str, stage: Stage, measured: Mapping[str, MeasuredMetric])
 
 
 def choose_support_bins(support_T: Ints) -> list[tuple[int, int]]:
-    """Return inclusive bounds of at most six bins: one a size, or each with a sixth of the
-    episodes."""
+    """Return inclusive bounds of at most six bins: one a size, or a sixth of the episodes each."""
     sizes, counts = np.unique(support_T, return_counts=True)
     # Few different sizes get a bin each.
     target = 1 if sizes.size <= SUPPORT_BINS else support_T.size / SUPPORT_BINS
@@ -312,8 +310,7 @@ def choose_support_bins(support_T: Ints) -> list[tuple[int, int]]:
 
 
 def calibrate(run: str, rows: SplitRows, stage: Stage) -> Calibration:
-    """Return predicted against observed probability by bins of equally many rows; none if
-    diverged."""
+    """Return predicted against observed probability by bins of equal size; none if diverged."""
     probability_N = rows.prediction_N(stage).astype(np.float64)
     if not np.isfinite(probability_N).all():
         return Calibration(run, stage, math.nan, ())
@@ -325,7 +322,7 @@ def calibrate(run: str, rows: SplitRows, stage: Stage) -> Calibration:
     code_N = np.unique(rows.task_N, return_inverse=True)[1]
     filled = [index for index in range(inner_edges.size + 1) if (bin_N == index).any()]
     terms = [_make_share_terms(rows.label_N, code_N, bin_N == index) for index in filled]
-    # Resampled by tasks, as everywhere: the rows of a bin are not independent.
+    # By tasks, as everywhere: the rows of a bin are not independent.
     resampled = bootstrap(terms, RESAMPLES, SEED)
     bins = [
         CalibrationBin(
