@@ -99,8 +99,6 @@ def load_command(name: str) -> Any:
 
 
 class _LazyCommand(typer.core.TyperCommand):
-    """A subcommand that imports its module when it runs."""
-
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
@@ -112,8 +110,6 @@ class _InterruptedError(Exception):
 
 
 class _Subcommands(typer.core.TyperGroup):
-    """The group of all COMMANDS, none of them loaded."""
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

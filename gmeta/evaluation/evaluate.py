@@ -103,7 +103,6 @@ def evaluate_run(
         config if run_algorithm.name == PLAIN else own_config, dataset, sharded, ranks
     )
     tunings = [choose_fine_tuning(tuning_context, each) for each in judging_splits]
-
     context = replace(tuning_context, config=config)
     tables, limited = predict_views(context, chosen, tunings, protocol, candidates, advance)
     if ranks.rank != 0:
@@ -160,7 +159,6 @@ def predict_views(
         advance(min(done, total), total)
 
     def predict_view(view: SupportView) -> pa.Table:
-        """Return the rows of all splits, empty except on rank 0."""
         tables: list[pa.Table | None] = []
         for index, split in enumerate(splits):
             if tunings:

@@ -182,7 +182,6 @@ def _make_columns(
     episodes: Episodes,
     labels: Sequence[ScoredLabel],
 ) -> Columns:
-    """Return a batch's columns. Collective."""
     wait_for_hosts(context.ranks)
     objectives = context.sharded.local.learner.objectives
     sampled_N = episodes.query_sampled_N.numpy()

@@ -55,7 +55,6 @@ def read_days(loop: Pipeline) -> list[Day]:
 
 
 def _read_scores(path: Path) -> dict[str, float]:
-    """Return the metrics of the rows that are trained on next; none if they cannot be read."""
     # For the page alone: what cannot be read is left out.
     with suppress(OSError, ValueError, LookupError, TypeError):
         scores = read_json(path)["splits"][TRAINED_ON]["scores"]
@@ -64,7 +63,6 @@ def _read_scores(path: Path) -> dict[str, float]:
 
 
 def _read_seconds(path: Path) -> dict[str, float]:
-    """Return the seconds of each stage, from the last time that it ended."""
     seconds_by_stage: dict[str, float] = {}
     with suppress(OSError):
         for line in path.read_text(errors="replace").splitlines():
@@ -89,7 +87,6 @@ def _best_by_partition(path: str) -> dict[str, float]:
 
 
 def _best_of(record: IncrementRecord, best: Mapping[str, float]) -> float | None:
-    """Return the best possible AUC of an increment of one partition, if it is known."""
     names = [PurePosixPath(one["name"]).parts for one in record.report.get("inputs", ())]
     known = {part for parts in names for part in parts if part in best}
     return best[known.pop()] if len(known) == 1 else None

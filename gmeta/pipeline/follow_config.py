@@ -30,9 +30,7 @@ class FollowSection:
     every_s: float = key(10.0, "seconds between two looks for closed partitions", min=0.1)
     nproc_per_node: int = key(1, "ranks that train", min=1)
     fresh_s: float = key(
-        0.0,
-        "alarm when the served model knows nothing of the last so many seconds; 0: none",
-        min=0,
+        0.0, "alarm when the served model knows nothing of the last so many seconds; 0: none", min=0
     )
     frozen: bool = key(
         True, "score the first promoted version on every increment, beside those that go on"

@@ -74,10 +74,7 @@ class StreamPageServer:
         request.send(200, text, headers, "text/html; charset=utf-8")
 
     def _render_page(self) -> str:
-        with (
-            translate_errors(_wrap_defect, GMetaError, MetaIOError),
-            self._drawing,
-        ):
+        with translate_errors(_wrap_defect, GMetaError, MetaIOError), self._drawing:
             picture = self._picture = self._picture or draw_stream(self._pipeline)
             return render_page(picture, self._metrics.status, self._pipeline.under_way, _REFRESH_S)
 

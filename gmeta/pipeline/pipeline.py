@@ -91,7 +91,6 @@ class Pipeline:
         return done or self._publish(current)
 
     def _take_next(self, current: CurrentVersion | None) -> StageOutcome | None:
-        """Run the next stage, other than publishing."""
         # Read from files, never remembered: a kill between two stages costs nothing.
         number = self.first_unfinished()
         if number is None:
@@ -235,7 +234,6 @@ class Pipeline:
         return None
 
     def _next_unscored(self) -> tuple[int, Version] | None:
-        """Return the first increment on which the frozen model has no scores, and that model."""
         if self.config.follow.frozen and (frozen := self.frozen_version()):
             for number in list_increment_numbers(self._stream):
                 if number > frozen[0] and not (self.folder(number) / FROZEN_FILE).exists():

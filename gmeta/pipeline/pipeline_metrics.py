@@ -46,7 +46,6 @@ class PipelineMetrics:
         self._pipeline = pipeline
         self.status = PipelineStatus(fresh_s=pipeline.config.follow.fresh_s)
         self.registry = CollectorRegistry()
-
         for name, text, value in _GAUGES:
             gauge = Gauge(f"gmeta_follow_{name}", text, registry=self.registry)
             # A function: an age is that of the moment of the request, however long a stage takes

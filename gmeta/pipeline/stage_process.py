@@ -107,7 +107,6 @@ def end_stage() -> None:
 
 
 def _send_order(order: tuple[tuple[str, ...], str]) -> _StageProcess:
-    """Return the process that got the command: the one that waits, or a new one if it died."""
     while True:
         stage = _waiting.pop() if _waiting else _StageProcess.begin()
         try:
@@ -120,7 +119,6 @@ def _send_order(order: tuple[tuple[str, ...], str]) -> _StageProcess:
 
 @atexit.register
 def _end_waiting() -> None:
-    """End the process that waits for a command."""
     # multiprocessing would wait for it at exit.
     while _waiting:
         _waiting.pop().orders.close()

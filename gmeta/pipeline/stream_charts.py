@@ -197,7 +197,6 @@ def _frame_axes(
 
 
 def _metric_infos(names: Iterable[str]) -> list[tuple[MetricInfo, str]]:
-    """Return the metrics that get a panel, each once; one of a label says which."""
     known = {name: label_of(name) for name in names}
     rated = {label for own, label in known.values() if own == "rmse"}
     infos = []

@@ -81,7 +81,6 @@ def render_stream(pipeline: Pipeline, status: PipelineStatus) -> str:
 
 
 def _list_facts(status: PipelineStatus, under_way: RunningStage | None) -> list[tuple[str, str]]:
-    """Return the facts at the top of the page, each with its name."""
     event_age_s, served_age_s = status.event_age_s(), status.served_age_s()
     facts = [
         ("served version", "none yet" if status.current is None else str(status.current.number)),

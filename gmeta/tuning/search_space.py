@@ -197,7 +197,6 @@ def check_metric(space: Space, config: TrainConfig) -> None:
 
 
 def _parse_dimension(key: str, entry: Any) -> Dimension:
-    """Return a range or choices from one table of the file."""
     kind = _find_type(key, entry)
     if key in FIXED_KEYS:
         raise UserError(f"--space has {key}, which is not tuned: {FIXED_KEYS[key]}. Remove it")
@@ -237,7 +236,6 @@ def _parse_dimension(key: str, entry: Any) -> Dimension:
 
 
 def _find_type(key: str, entry: Any) -> Any:
-    """Return the type of a config key. Raises an error for an unknown key or what is no table."""
     section, dot, name = key.partition(".")
     if not isinstance(entry, dict) or (not dot and "choices" not in entry and "low" not in entry):
         raise UserError(

@@ -283,7 +283,6 @@ def _make_damage_error(path: Path, error: Exception) -> UserError:
 
 
 def _find_differing_keys(found: Any, wanted: Any, prefix: str = "") -> list[str]:
-    """Return the keys in which two nested dicts differ."""
     if not (isinstance(found, dict) and isinstance(wanted, dict)):
         return []
     names = []

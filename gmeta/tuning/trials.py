@@ -57,7 +57,6 @@ class TrialRunner:
     def __init__(
         self, study: Study, folder: Path, metric: str, work: Work, context: ForkServerContext
     ) -> None:
-        """Prepare to run `work` in processes of the context."""
         self._study, self._folder, self._metric, self._work = study, folder, metric, work
         self._context = context
         self._running: dict[int, _RunningTrial] = {}
@@ -102,7 +101,6 @@ class TrialRunner:
         self._running[number] = _RunningTrial(process, connection, folder, place)
 
     def _report_validations(self, number: int, running: _RunningTrial) -> None:
-        """Report the validations that the run has logged since the last time."""
         readings = [line["valid"] for line in running.folder.read_metrics() if "valid" in line]
         for step in range(running.num_reported, len(readings)):
             running.num_reported += 1
@@ -141,7 +139,6 @@ class TrialRunner:
         return f"ended with exit code {code}; see {log}"
 
     def _keep_best_only(self) -> None:
-        """Remove the checkpoints of all trials that ended but the best."""
         best = self._study.best_trial()
         for trial in self._study.trials():
             if best is None or trial.number != best.number:

@@ -51,5 +51,4 @@ def adapt(
     # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.adapt_support import adapt_and_report
-
     adapt_and_report(model, support, out, processes, verify)

@@ -98,10 +98,7 @@ def make_table(title: str, *heads: str, text: Collection[str]) -> Table:
         is_text = head in text
         # Folded, not cut: a path has no place to break, and is needed in full to be copied.
         table.add_column(
-            head,
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,
-            overflow="fold",
+            head, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
         )
     return table
 

@@ -14,8 +14,7 @@ REFUSED = 3  # the exit code of a refusal, which is no failure
 
 ChannelAt = Annotated[Path, typer.Argument(metavar="CHANNEL", help="folder of the versions")]
 Candidate = Annotated[
-    Path,
-    typer.Argument(metavar="RUN|EXPORT", help="folder of a run, or what `gmeta export` wrote"),
+    Path, typer.Argument(metavar="RUN|EXPORT", help="folder of a run, or what `gmeta export` wrote")
 ]
 
 
@@ -59,7 +58,6 @@ def promote(
     # Late, here and below: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import promote_candidate
-
     promote_candidate(candidate, channel, tables, step, verdict, force, keep)
 
 
@@ -78,7 +76,6 @@ def rollback(
     check_local("CHANNEL", channel)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import roll_back
-
     roll_back(channel, to)
 
 
@@ -102,7 +99,6 @@ def publish(
     check_local("CHANNEL|STREAM", path)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import publish_to
-
     publish_to(path, url)
 
 
@@ -121,8 +117,7 @@ def judge(
     margin: Annotated[
         float | None,
         typer.Option(
-            min=0,
-            help="loss that may be worse by chance; default: 1 % of the champion's",
+            min=0, help="loss that may be worse by chance; default: 1 % of the champion's"
         ),
     ] = None,
     pool: Annotated[
@@ -143,7 +138,6 @@ def judge(
         check_local("--out", out)
     with faster_import():
         from gmeta.cli.commands.work.channel_changes import judge_candidate
-
     if not judge_candidate(candidate, champion, on, split, margin, pool, out):
         raise typer.Exit(REFUSED)
 

@@ -102,7 +102,6 @@ def init(
 
 
 def _first_config(guessed: InferredRoles, out: Path) -> TrainConfig:
-    """Return a config that trains MAML on the dataset that the schema makes."""
     return config_from_dict(
         {
             "data": {

@@ -40,8 +40,7 @@ def inspect(
         ),
     ],
     verify: Annotated[
-        bool,
-        typer.Option("--verify", help="check every checksum; exit code 1 if one differs"),
+        bool, typer.Option("--verify", help="check every checksum; exit code 1 if one differs")
     ] = False,
     picture: Annotated[
         Path | None, typer.Option(help="dataset: write a PNG of episode sizes and id skew")
@@ -156,7 +155,6 @@ def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSumm
 
 
 def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, Any]:
-    """Return the content of the tables as plain values."""
     return {
         "kind": "dataset",
         "path": dataset.url,
@@ -193,7 +191,6 @@ def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, A
 
 
 def _bundles(dataset: Dataset) -> dict[str, int]:
-    """Return the episodes of a bundle, for each split that is stored in bundles."""
     tasks = {name: split.blocks.bundle_tasks for name, split in dataset.splits.items()}
     return {name: number for name, number in tasks.items() if number}
 

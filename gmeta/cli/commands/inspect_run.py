@@ -112,7 +112,6 @@ def _print_checkpoint(console: Console, summary: CheckpointSummary) -> None:
 def _finish(
     summaries: list[CheckpointSummary], verify: bool, unreadable: Sequence[str] = ()
 ) -> None:
-    """Print every problem and exit with code 1; without any, print what was checked."""
     problems = [*unreadable, *(problem for summary in summaries for problem in summary.problems)]
     print_result(
         {

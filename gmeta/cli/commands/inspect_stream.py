@@ -73,7 +73,6 @@ def inspect_stream(path: str, verify: bool) -> None:
 
 
 def _find_problems(stream: Stream) -> list[str]:
-    """Return a message for each file of any increment that is missing or altered."""
     messages: list[str] = []
     for number in stream.numbers:
         try:

@@ -71,7 +71,6 @@ def plan(
     # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.plan_report import show_plan
-
     show_plan(
         resolved,
         CapacityOverrides(of_tables, rows_per_task, unique_share),
@@ -81,7 +80,6 @@ def plan(
 
 
 def _parse_table_rows(entry: str) -> tuple[str, int]:
-    """Return the table and the rows of a --rows option."""
     name, _, text = entry.rpartition("=")
     try:
         rows = float(text)

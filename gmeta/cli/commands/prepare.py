@@ -84,8 +84,7 @@ Seed = Annotated[int, typer.Option(min=0, help="recipes: seed of every random ch
 Validation = Annotated[
     bool,
     typer.Option(
-        "--validation",
-        help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm",
+        "--validation", help="movielens-1m, metaemb: also carve fit and valid-* out of what is warm"
     ),
 ]
 Order = Annotated[str, typer.Option(help="movielens-1m: shuffle, or time (support is the past)")]
@@ -269,7 +268,6 @@ def _check_options(
 def _prepare_tables(
     inputs: list[str], out: str, schema: Path, options: PrepareOptions, spark: bool
 ) -> None:
-    """Prepare raw tables by a schema, on this machine or on Spark."""
     known = load_schema(schema)
     if known.stream is not None:
         raise UserError(
@@ -325,7 +323,7 @@ def _print_report(out: str) -> None:
         if use["values_sharing_a_row_estimated"]:
             console.print(
                 f"collisions in table {name}: about {use['values_sharing_a_row_estimated']:,} of "
-                f"{use['values_estimated']:,} values share one of {use['rows']:,} rows",
+                f"{use['values_estimated']:,} values share one of {use['rows']:,} rows"
             )
     print_result(
         {

@@ -103,7 +103,6 @@ def _print_comparison(
 
 
 def _print_scores(summaries: Sequence[RunSummary]) -> None:
-    """Print all metrics of each run's best validation, side by side."""
     metrics = list(dict.fromkeys(name for one in summaries for name in one.scores))
     if not metrics:
         return

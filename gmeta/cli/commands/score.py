@@ -46,5 +46,4 @@ def score(
     # Late: loading torch takes seconds, and a wrong option is reported at once.
     with faster_import():
         from gmeta.cli.commands.work.export_scores import score_export
-
     score_export(model, on, splits or [], out)

@@ -119,7 +119,6 @@ def serve(
 
 
 def _check(name: str) -> None:
-    """Raise UserError for a package that is missing, or an option that is wrong by itself."""
     for package in ("fastapi", "uvicorn", "httptools"):
         if find_spec(package) is None:
             raise UserError(f"gmeta serve needs the extra: pip install 'gmeta[serve]' ({package})")

@@ -12,8 +12,7 @@ from gmeta.antdt.errors import ServiceUnavailableError
 OPERATOR_BUDGET_S = 5.0  # a person waits: say quickly that the service is away
 
 Address = Annotated[
-    str,
-    typer.Option("--service", envvar="GMETA_SHARD_SERVICE", help="HOST:PORT of the service"),
+    str, typer.Option("--service", envvar="GMETA_SHARD_SERVICE", help="HOST:PORT of the service")
 ]
 TokenFile = Annotated[
     Path | None, typer.Option(envvar="GMETA_SHARD_TOKEN_FILE", help="file with the service's token")

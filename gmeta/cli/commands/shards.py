@@ -124,7 +124,6 @@ def list_shards(
     }
     if state and state.lower() not in numbers:
         raise typer.BadParameter(f"{state!r} is no shard state; known are {', '.join(numbers)}")
-
     call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     listed: list[Any] = []
@@ -199,7 +198,6 @@ def requeue(
     tls_key: TlsKey = None,
 ) -> None:
     """Offer quarantined or skipped shards again, with a clean count of attempts."""
-
     call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     # One id for all attempts of the call: repeated after a lost answer, it changes nothing twice.
@@ -219,7 +217,6 @@ def skip(
     tls_key: TlsKey = None,
 ) -> None:
     """Leave shards out of this epoch, on the record."""
-
     call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     request = pb.SkipRequest(

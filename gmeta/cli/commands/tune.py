@@ -146,7 +146,6 @@ def _run_trial(
     # Imported in the trial's process alone: `gmeta tune` itself stays without torch.
     with faster_import():
         from gmeta.cli.commands.work.trial_process import run_as_trial
-
     run_as_trial(is_check, config, log, place, says)
 
 
@@ -237,14 +236,8 @@ def _check_on_data(config: TrainConfig, folder: Path, context: ForkServerContext
 
 
 def _run_trials(
-    study: Study,
-    runner: TrialRunner,
-    space: Space,
-    decides: EarlyStop,
-    trials: int,
-    parallel: int,
+    study: Study, runner: TrialRunner, space: Space, decides: EarlyStop, trials: int, parallel: int
 ) -> None:
-    """Run the trials that are left, and print a line on each as it ends."""
     console = make_console(stderr=True)
     for number in study.interrupted:
         # The same values are tried again from the start: a half-trained run is not resumed.
@@ -261,7 +254,6 @@ def _run_trials(
 def _print_results(
     study: Study, runner: TrialRunner, folder: Path, plan: StudyPlan, decides: EarlyStop
 ) -> dict[str, Any]:
-    """Write the results and the best config, print them, and return the results."""
     write_atomically(folder / RESULTS_FILE, format_results(study, decides).encode())
     best = check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE

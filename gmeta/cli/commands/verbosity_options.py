@@ -84,7 +84,6 @@ def _declare_options(
 
 
 def _verbosity_options() -> list[Any]:
-    """Return the options as click's objects."""
     alone = typer.Typer(add_completion=False)
     alone.command()(_declare_options)
     options = typer.main.get_command(alone).params

@@ -103,11 +103,7 @@ def _fit_effects(
 
 
 def choose_bias(
-    loss: Loss,
-    sums: TrainingSums,
-    judges: Sequence[EpisodeRows],
-    item: int | None,
-    seed: int,
+    loss: Loss, sums: TrainingSums, judges: Sequence[EpisodeRows], item: int | None, seed: int
 ) -> BiasModel:
     """Return the model, its item too if `item` is None, that predicts query rows of `judges`
     best."""
@@ -131,7 +127,6 @@ def _search_priors(
     seed: int,
     priors: tuple[float, ...],
 ) -> tuple[float, BiasModel]:
-    """Return the smallest error over the grid of priors, and the model that reaches it."""
     # Without an item there is no item prior to choose.
     item_priors = priors if item != NO_ITEM else priors[:1]
     errors: dict[BiasModel, float] = {}

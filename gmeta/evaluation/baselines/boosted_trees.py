@@ -260,7 +260,6 @@ def _grow_once(
     setting: TreeSetting,
     max_trees: int,
 ) -> tuple[float, int]:
-    """Return the smallest loss on the tasks that judge, and after how many trees."""
     booster = library.train(
         _make_parameters(objective, setting),
         data,

@@ -97,7 +97,6 @@ class Candidates:
         return RowsWithCandidates(replace(listed, multi=multi), is_sampled_N, source_N)
 
     def _draw_items(self, rows: EpisodeRows, is_positive_N: Bools, draw: int) -> Int64:
-        """Return the items of the sampled rows, as places in `items`, row by row."""
         found = [np.zeros(0, np.int64)]
         count_T = np.bincount(rows.episode_N[is_positive_N], minlength=len(rows.task_T))
         num_items = self.items.num_rows
@@ -199,7 +198,6 @@ def rank_among_candidates_N2(
 
 
 def _select_rows(rows: EpisodeRows, chosen: Int64) -> EpisodeRows:
-    """Return these rows, each as an episode of its own without support."""
     single = replace(
         rows,
         task_T=rows.task_T[rows.episode_N],
@@ -210,6 +208,5 @@ def _select_rows(rows: EpisodeRows, chosen: Int64) -> EpisodeRows:
 
 
 def _concatenate_lists(own: IdLists, other: IdLists) -> IdLists:
-    """Return the lists of `own`, then those of `other`."""
     ends = own.offsets_N1[-1] + other.offsets_N1[1:]
     return IdLists(np.concatenate([own.ids_V, other.ids_V]), np.concatenate([own.offsets_N1, ends]))

@@ -117,8 +117,6 @@ def predict_baselines(
 
 
 class _PredictionRequest(NamedTuple):
-    """The rows that a model is to predict."""
-
     dataset: Dataset
     trained_dataset: Dataset  # says what the items are called
     splits: Sequence[str]
@@ -179,7 +177,6 @@ def _predict_rows(
     candidates: Candidates | None,
     predict: Callable[[EpisodeRows], Floats],
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the prediction of each query row, and its place among candidates if there are any."""
     if candidates is None:
         return {"prediction": predict(rows).astype(np.float32)}
     found, places = [np.zeros(0, np.float32)], [np.zeros((0, 2), np.int32)]
@@ -199,7 +196,6 @@ def _describe_bias(
     train: EpisodeRows,
     valid_splits: Sequence[str],
 ) -> tuple[str, str, str, dict[str, str | float]]:
-    """Return the model's names, a line on how it was chosen, and what was chosen."""
     item = dataset.features.single[model.item].name if model.item != NO_ITEM else ""
     chosen_on = ", ".join(valid_splits) or format_count(len(train.task_T), "training task")
     how = "whose means predict best" if was_found else "as asked"
@@ -219,7 +215,6 @@ def _describe_bias(
 def _describe_trees(
     model: BoostedTrees, valid_splits: Sequence[str]
 ) -> tuple[str, str, str, dict[str, str | float]]:
-    """Return the model's names, a line on how it was chosen, and what was chosen."""
     chosen_on = ", ".join(valid_splits) or "a held-back fifth of the training tasks"
     setting = model.setting
     description = (

@@ -42,6 +42,5 @@ def find_cautions(
 
 
 def _find_worse_metrics(comparison: Comparison | None) -> list[str]:
-    """Return the metrics that are worse by their interval."""
     metrics = comparison.metrics if comparison else {}
     return [name for name, difference in metrics.items() if difference.verdict == "worse"]

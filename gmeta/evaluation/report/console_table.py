@@ -59,7 +59,6 @@ def make_console_table(evaluation: Evaluation) -> RenderableType:
 
 
 def _make_value_tables(evaluation: Evaluation, group: GroupEvaluation) -> list[Table]:
-    """Return the metrics of every model, in as many tables as the columns need."""
     columns = list_columns(evaluation)
     tables = []
     for chosen in _split_into_tables(columns, VALUES_A_TABLE):
@@ -78,7 +77,6 @@ def _make_value_tables(evaluation: Evaluation, group: GroupEvaluation) -> list[T
 
 
 def _make_difference_tables(evaluation: Evaluation, group: GroupEvaluation) -> list[Table]:
-    """Return adapted minus every other model, with verdicts, in as many tables as that needs."""
     lines = {name: make_headline(evaluation, group, name) for name in evaluation.metrics}
     rivals = next(iter(lines.values())).rivals
     headings = ["before", *(rival.short_name for rival in rivals)]
@@ -98,7 +96,6 @@ def _make_difference_tables(evaluation: Evaluation, group: GroupEvaluation) -> l
 
 
 def _make_label_tables(evaluation: Evaluation) -> list[RenderableType]:
-    """Return a heading and the headline metric of a label that is not judged, a row a group."""
     info = evaluation.metrics[evaluation.headline]
     tables: list[RenderableType] = [
         Text.assemble((f"label {evaluation.label}", "bold"), f", {_format_metric(info)}")
@@ -144,8 +141,7 @@ def _format_metric(info: MetricInfo) -> Text:
 def _format_verdict(difference: Difference) -> Text:
     word = "?" if difference.verdict == "unknown" else difference.verdict
     return Text(
-        f"{format_signed(difference.value)} {word:6}",
-        style=STYLES.get(difference.verdict, "dim"),
+        f"{format_signed(difference.value)} {word:6}", style=STYLES.get(difference.verdict, "dim")
     )
 
 
@@ -153,7 +149,7 @@ def _format_legend(evaluation: Evaluation) -> str:
     lines = [
         f"{UP} higher is better, {DOWN} lower is better. better, worse: the "
         f"{evaluation.interval.level_percent:g} % interval over tasks excludes 0; "
-        "noise: it does not.",
+        "noise: it does not."
     ]
     visible_differences = [
         make_headline(evaluation, group, m)

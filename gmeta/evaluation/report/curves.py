@@ -53,7 +53,6 @@ def _make_bins_panel(
     rows: str,
     series: Sequence[PlotSeries],
 ) -> Panel:
-    """Return the headline metric of a group over bins of tasks by their number of `rows`."""
     name = evaluation.headline
     info = evaluation.metrics[name]
     ticks = [f"{one.label}\n{format_count(one.num_tasks)}" for one in bins]

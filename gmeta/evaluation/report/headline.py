@@ -63,7 +63,6 @@ def make_headline(evaluation: Evaluation, group: GroupEvaluation, metric: str) -
 def _make_run_rival(
     evaluation: Evaluation, group: GroupEvaluation, metric: str, other_run: RunFacts
 ) -> Rival:
-    """Return a baseline run at its better stage."""
     sign = 1.0 if evaluation.metrics[metric].higher_is_better else -1.0
     # Chosen on the same rows, in favour of the baseline: a win over it counts.
     stage = max(

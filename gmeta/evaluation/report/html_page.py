@@ -98,7 +98,6 @@ def _collect_infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
 
 
 def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, HeadlineRow]]:
-    """Return the headline metric of every group."""
     return [
         (group, make_headline(evaluation, group, evaluation.headline))
         for group in evaluation.groups

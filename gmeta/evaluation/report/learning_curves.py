@@ -98,7 +98,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> tuple[Floats, Floats]:
-    """Return means of neighbouring points, at most MAX_POINTS."""
     steps_V, values_V = np.array(points, np.float64).T
     parts = min(MAX_POINTS, len(points))
     steps = [part.mean() for part in np.array_split(steps_V, parts)]

@@ -80,7 +80,6 @@ def write_report(
 def _serialise_predictions(
     runs: Sequence[EvaluatedRun], baselines: Sequence[EvaluatedBaseline]
 ) -> bytes:
-    """Return every model's predictions of every query row as a Parquet file."""
     # Baselines have nulls in `before`.
     found = {run.name: run.predictions for run in runs}
     for one in baselines:

@@ -119,7 +119,6 @@ def summarise_evaluation(
 def _summarise_label(
     runs: Sequence[EvaluatedRun], baselines: Sequence[EvaluatedBaseline], label: str
 ) -> LabelEvaluation:
-    """Return the evaluation of one label; without groups where it is not known in any row."""
     views = select_runs(runs, label)
     label_baselines = [one.drop_unknown() for one in baselines if one.label == label]
     scoring = views[0].scoring
@@ -242,7 +241,6 @@ class _GroupSummariser:
         ]
 
     def _make_bin(self, low: int, high: int, chosen: Callable[[SplitRows], Array]) -> RowsBin:
-        """Return the tasks, the rows and the headline metric of the chosen rows of all runs."""
         kept = {
             run: [rows.keep_where(chosen(rows)) for rows in draws]
             for run, draws in self._draws.items()
@@ -260,7 +258,6 @@ class _GroupSummariser:
         return RowsBin(low, high, num_tasks, num_rows, results)
 
     def _measure_support_limits(self) -> list[SupportLimit]:
-        """Return how good the runs are after adapting on few support rows."""
         rows = self._draws[self._first][0]
         limits = []
         for most in sorted(self._limited[self._first]):
@@ -361,7 +358,6 @@ def _select_tasks(tasks_T: Ints, rows: SplitRows) -> Array:
 
 
 def _concatenate_draws(draws: Sequence[SplitRows]) -> SplitRows:
-    """Return the rows of all draws as those of one."""
     columns = zip(*(vars(rows).values() for rows in draws), strict=True)
     return draws[0] if len(draws) == 1 else SplitRows(*map(np.concatenate, columns))
 

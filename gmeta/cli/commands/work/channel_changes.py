@@ -87,7 +87,6 @@ def promote_candidate(
 
 
 def _remove_older(channel: Channel, keep: int) -> None:
-    """Remove the versions that are not needed, and print which."""
     try:
         gone = prune(channel, keep)
     # The promotion is done: damaged versions, or another process at work, do not make it fail.

@@ -156,7 +156,6 @@ def evaluate_on_rank(
 
 
 def _save_choice(root: Path, run: EvaluatedRun) -> None:
-    """Write the rate and steps that validation chose for a run: `gmeta export` uses them."""
     if run.algorithm == PLAIN or not run.fine_tuning:
         return
     tuning = run.fine_tuning[0]
@@ -177,7 +176,6 @@ def _save_choice(root: Path, run: EvaluatedRun) -> None:
 
 
 def _choose_label(dataset: Dataset, label: str) -> str:
-    """Return the label, "" for none. Raises UserError if the dataset's only label has no name."""
     if label and not dataset.features.labels:
         raise UserError(
             f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
@@ -211,12 +209,7 @@ def _sample_candidates(
         scoring = Scoring(config.loss_of(), config.evaluation)
         (judged,) = (one for one in scored_labels(config, dataset) if one.is_judged)
         made = make_candidates(
-            dataset,
-            splits,
-            config.evaluation.candidates,
-            scoring.threshold,
-            item_column,
-            judged,
+            dataset, splits, config.evaluation.candidates, scoring.threshold, item_column, judged
         )
         sampled.append(made)
 

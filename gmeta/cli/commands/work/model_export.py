@@ -45,7 +45,7 @@ def export_full(
     console.print(
         f"exported: {out}  (step {written.step}, {size_text(written.num_bytes)}; tables "
         f"{tables}, {size_text(written.table_bytes)}, {share:.2f} of what was trained)\n"
-        f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet',
+        f'use it: gmeta.load("{out}"), or gmeta predict {out} SUPPORT.parquet QUERY.parquet'
     )
 
 

@@ -10,10 +10,7 @@ from gmeta.runs.alike import check_alike
 
 
 def run_as_rank(
-    device: str,
-    timeout_s: int,
-    alike: Mapping[str, Any],
-    work: Callable[[Ranks], None],
+    device: str, timeout_s: int, alike: Mapping[str, Any], work: Callable[[Ranks], None]
 ) -> None:
     """Join the other ranks (see start_ranks), work if `alike` is the same on all, and leave."""
     end_with_agent()

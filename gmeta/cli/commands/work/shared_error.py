@@ -51,7 +51,6 @@ def _share_line(store: Store, line: str, num_others: int, patience_s: float) -> 
 
 
 def _was_printed_by_first(store: Store, line: str, patience_s: float) -> bool:
-    """Return whether rank 0 has printed this very line."""
     try:
         if not _wait_until(lambda: store.check(["line"]), patience_s):
             return False
