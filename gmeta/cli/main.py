@@ -11,12 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from gmeta import __version__
-from gmeta.cli.commands.error_messages import (
-    format_error,
-    reportable_errors,
-    wait_for_other_ranks,
-    write_error,
-)
+from gmeta.cli.commands import error_messages
 from gmeta.cli.commands.verbosity_options import with_options
 from gmeta.errors import is_of_memory
 from gmeta_keys.translate_errors import translate_errors
@@ -189,13 +184,13 @@ def _run(work: Callable[[], object]) -> None:
         _exit_now(0)
     except SystemExit as done:
         _exit_now(done.code if isinstance(done.code, int) else int(done.code is not None))
-    except reportable_errors() as error:
+    except error_messages.reportable_errors() as error:
         if os.environ.get("GMETA_TRACEBACK"):
             raise
-        wait_for_other_ranks(error)
+        error_messages.wait_for_other_ranks(error)
         # Exit codes: 2, the user can correct it; 1, a failure; 3, `prepare --extend` does not trust
         # the rows.
-        _exit_with_error(*format_error(error))
+        _exit_with_error(*error_messages.format_error(error))
     except (MemoryError, RuntimeError) as error:
         if os.environ.get("GMETA_TRACEBACK") or not is_of_memory(error):
             raise
@@ -215,7 +210,7 @@ def _run(work: Callable[[], object]) -> None:
 
 
 def _exit_with_error(message: str, code: int) -> None:
-    write_error(message)
+    error_messages.write_error(message)
     _exit_now(code)
 
 

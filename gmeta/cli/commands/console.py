@@ -9,17 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
+from rich import progress as rich_progress
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from gmeta.platform.verbosity import is_json, is_quiet, result_stream
@@ -113,19 +105,21 @@ def size_text(num_bytes: int) -> str:
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
-def progress_bars() -> Progress:
+def progress_bars() -> rich_progress.Progress:
     """Return progress bars on standard error, removed at the end; none with -q or in a file."""
     columns = (
-        TextColumn("{task.description}"),
+        rich_progress.TextColumn("{task.description}"),
         # All columns together fit into 80.
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        rich_progress.BarColumn(bar_width=12),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TextColumn("left"),
+        rich_progress.TimeRemainingColumn(),
     )
     is_shown = sys.stderr.isatty() and not is_quiet()
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_shown)
+    return rich_progress.Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not is_shown
+    )
 
 
 @contextmanager
@@ -142,7 +136,7 @@ def show_progress(what: str, rank: int = 0) -> Iterator[Callable[[int, int], Non
 @contextmanager
 def show_phases() -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function (phase, done, total) that moves a progress bar for each phase."""
-    bars: dict[str, TaskID] = {}
+    bars: dict[str, rich_progress.TaskID] = {}
     with progress_bars() as progress:
 
         def tell(phase: str, done: int, total: int) -> None:

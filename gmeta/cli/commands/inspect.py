@@ -9,13 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gmeta.cli.commands.console import (
-    make_console,
-    make_table,
-    print_result,
-    show_progress,
-    show_table,
-)
+from gmeta.cli.commands import console as consoles
 from gmeta.cli.commands.inspect_channel import inspect_channel
 from gmeta.cli.commands.inspect_model import inspect_model, is_model
 from gmeta.cli.commands.inspect_stream import inspect_stream
@@ -77,13 +71,13 @@ def inspect(
             )
     known: list[str] = []
     dataset = open_dataset(path, known if verify else None)
-    console = make_console()
+    console = consoles.make_console()
     if verify:
-        with show_progress("reading") as advance:
+        with consoles.show_progress("reading") as advance:
             messages = find_damage(dataset, advance, known)
         _print_verdict(console, dataset, messages)
         return
-    with show_progress("reading") as advance:
+    with consoles.show_progress("reading") as advance:
         summaries = summarise(dataset, advance)
     _print_summary(console, dataset, summaries)
     if picture is not None:
@@ -132,7 +126,7 @@ def is_checkpoint(path: Path) -> bool:
 def _print_verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
     for message in messages:
         console.print(message)
-    print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
+    consoles.print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
     if messages:
         raise typer.Exit(1)
     num_files = 1 + sum(1 for _ in dataset.files())
@@ -145,12 +139,12 @@ def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSumm
         f"task {dataset.task}, label {dataset.label}, seed {manifest.seed}, "
         f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
     )
-    show_table(console, _sizes_table(summaries))
+    consoles.show_table(console, _sizes_table(summaries))
     for split, bundle_tasks in _bundles(dataset).items():
         console.print(f"{split}: in bundles of {bundle_tasks:,} episodes that train together")
-    print_result(_to_document(dataset, summaries))
+    consoles.print_result(_to_document(dataset, summaries))
     if summaries:
-        show_table(console, _tables_table(summaries[0]))
+        consoles.show_table(console, _tables_table(summaries[0]))
         console.print(_unknown_id_lines(summaries))
 
 
@@ -205,7 +199,7 @@ def _sizes_table(summaries: list[SplitSummary]) -> Table:
     title = "Episodes (support and query rows: least / median / most)"
     heads = ("split", "tasks", "episodes", "rows", "support", "query")
     names = [label.name for label in summaries[0].labels] if summaries else []
-    table = make_table(title, *heads, *names, text=("split",))
+    table = consoles.make_table(title, *heads, *names, text=("split",))
     for summary in summaries:
         table.add_row(
             summary.name,
@@ -232,7 +226,7 @@ def _spread(sizes: list[int]) -> str:
 def _tables_table(summary: SplitSummary) -> Table:
     skew = [f"top {percent} %" for percent in SKEW_PERCENT]
     title = f"Embedding tables in {summary.name} (share of uses by the most used ids)"
-    table = make_table(title, "table", "rows", "ids used", *skew, text=("table",))
+    table = consoles.make_table(title, "table", "rows", "ids used", *skew, text=("table",))
     for use in summary.tables:
         shares = [_percent(use.top_share(percent)) for percent in SKEW_PERCENT]
         table.add_row(use.name, f"{use.num_rows:,}", f"{use.num_used:,}", *shares)

@@ -6,19 +6,13 @@ from pathlib import Path
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table, size_text
 from gmeta.config.table_widths import widths_of_tables
 from gmeta.metrics.catalogue import predicted_by
-from gmeta.serving.exported_folder import (
-    LAYERS_FILE,
-    ExportedConfig,
-    check_files,
-    read_config,
-    table_file,
-)
+from gmeta.serving import exported_folder
 from metaio.quantities import format_count
 
 
 def is_model(path: Path) -> bool:
     """Return whether `gmeta export` wrote this folder."""
-    if (path / LAYERS_FILE).is_file():
+    if (path / exported_folder.LAYERS_FILE).is_file():
         return True
     try:
         # A damaged model counts too: its first bytes say so, though it may not parse.
@@ -32,7 +26,7 @@ _PREDICTED = {"probability": "clicks", "rating": "ratings", "score": "scores"}
 
 def inspect_model(folder: Path, verify: bool) -> None:
     """Show the columns and tables of an exported model."""
-    config = read_config(folder)
+    config = exported_folder.read_config(folder)
     source, console = config.source, make_console()
     console.print(
         f"model {folder}: {config.algorithm.name} with {config.model.name}, predicts "
@@ -48,7 +42,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
     tables = make_table("Tables", *described, text=("table", "type"))
     widths = widths_of_tables(config.features, config.model)
     for index, table in enumerate(config.features.tables):
-        stored = config.files.get(table_file(index))
+        stored = config.files.get(exported_folder.table_file(index))
         tables.add_row(
             table.name,
             f"{table.num_rows:,}",
@@ -57,7 +51,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
             size_text(stored.num_bytes) if stored else "?",
         )
     show_table(console, tables)
-    check_files(folder, config, checksums=verify)
+    exported_folder.check_files(folder, config, checksums=verify)
     print_result(
         {
             "kind": "model",
@@ -79,7 +73,7 @@ def inspect_model(folder: Path, verify: bool) -> None:
     )
 
 
-def _describe_predictions(config: ExportedConfig) -> str:
+def _describe_predictions(config: exported_folder.ExportedConfig) -> str:
     """Return what is predicted, in words: each of several labels with its loss."""
     names, losses = config.features.labels, config.losses
     if not names:
@@ -92,7 +86,7 @@ def _describe_predictions(config: ExportedConfig) -> str:
     return f"{', '.join(label_texts)}, judged by {names[config.judged]}"
 
 
-def _list_columns(config: ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
+def _list_columns(config: exported_folder.ExportedConfig) -> Iterator[tuple[str, str, str, str]]:
     """Yield the name, role, table and values of each column that a row must have."""
     columns, features = config.columns, config.features
     yield columns.task, "task", "", "integer or text; tells tasks apart in `gmeta predict`"

@@ -8,13 +8,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from gmeta.cli.commands.console import (
-    make_console,
-    make_table,
-    print_result,
-    show_phases,
-    show_table,
-)
+from gmeta.cli.commands import console as consoles
 from gmeta.cli.commands.extend_stream import extend_stream
 from gmeta.cli.commands.prepare_spark import prepare_on_spark, refuse_transform
 from gmeta.errors import UserError
@@ -200,8 +194,8 @@ def prepare(
             rows if rows_source is not None and rows_source.name == "COMMANDLINE" else DAILY_ROWS
         )
         write_days(out, DaysConfig(days, tasks, items, *sizes, seed), overwrite)
-        print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
-        make_console(stderr=True).print(
+        consoles.print_result({"days": days, "logs": out, "schema": f"{out}/schema.toml"})
+        consoles.make_console(stderr=True).print(
             f"written: {format_count(days, 'day')} of logs below {out}, and {out}/schema.toml  "
             "(run: "
             f"gmeta prepare --schema {out}/schema.toml --extend STREAM {out}/day=.../*.parquet)"
@@ -278,14 +272,14 @@ def _prepare_tables(
         refuse_transform(schema, known)
         prepare_on_spark(inputs, out, known, options)
     else:
-        with show_phases() as report_phase:
+        with consoles.show_phases() as report_phase:
             prepare_on_one_machine(inputs, out, known, options, report_phase)
 
 
 def _warn_of_leftovers(out: str) -> None:
     left = find_unfinished(out)
     if left is not None:
-        make_console(stderr=True).print(
+        consoles.make_console(stderr=True).print(
             f"an earlier prepare of {out} was interrupted: starting over, without {left}"
         )
 
@@ -309,10 +303,10 @@ def _expect_inputs(recipe: Recipe, inputs: list[str], count: int) -> None:
 
 
 def _print_report(out: str) -> None:
-    console = make_console(stderr=True)
+    console = consoles.make_console(stderr=True)
     # Opened anew: what is printed is what a reader will find.
     dataset = open_dataset(out)
-    show_table(console, _counts_table(dataset))
+    consoles.show_table(console, _counts_table(dataset))
     lost = {
         name: count for name, count in dataset.manifest.report.get("dropped", {}).items() if count
     }
@@ -325,7 +319,7 @@ def _print_report(out: str) -> None:
                 f"collisions in table {name}: about {use['values_sharing_a_row_estimated']:,} of "
                 f"{use['values_estimated']:,} values share one of {use['rows']:,} rows"
             )
-    print_result(
+    consoles.print_result(
         {
             "dataset": out,
             "fingerprint": dataset.fingerprint,
@@ -346,7 +340,7 @@ def _print_report(out: str) -> None:
 
 def _counts_table(dataset: Dataset) -> Table:
     heads = ("split", "episodes", "rows", "shards", "blocks")
-    table = make_table(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
+    table = consoles.make_table(f"fingerprint {dataset.fingerprint[:16]}", *heads, text=("split",))
     for name, split in dataset.splits.items():
         counts = (split.num_episodes, split.num_rows, len(split.shards), split.num_blocks)
         table.add_row(name, *(f"{count:,}" for count in counts))

@@ -15,16 +15,8 @@ from gmeta.access.errors import AntdtError
 from gmeta.antdt.manifests.audit import audit_manifest, check_descends
 from gmeta.antdt.manifests.shard_manifest import load_manifest
 from gmeta.antdt.model import MAX_SHARDS
+from gmeta.cli.commands import shard_caller as caller
 from gmeta.cli.commands.console import make_console, show_table
-from gmeta.cli.commands.shard_caller import (
-    Address,
-    Call,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TokenFile,
-    make_caller,
-)
 from gmeta.errors import UserError
 from gmeta_protos.antdt.v1 import shard_service_pb2 as pb
 
@@ -45,15 +37,15 @@ ShardArguments = Annotated[
 
 @shards.command()
 def status(
-    address: Address = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    address: caller.Address = DEFAULT_ADDRESS,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Show datasets, workers and checkpoints at a glance."""
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     answer = call("Status", pb.StatusRequest())
     if as_json:
         return _print_json(answer)
@@ -104,17 +96,17 @@ def status(
 
 @shards.command("ls")
 def list_shards(
-    address: Address = DEFAULT_ADDRESS,
+    address: caller.Address = DEFAULT_ADDRESS,
     dataset: DatasetName = "",
     state: Annotated[
         str,
         typer.Option(help="only todo, doing, done_open, done_committed, skipped or quarantined"),
     ] = "",
     limit: Annotated[int, typer.Option(min=1, help="show at most so many")] = 100,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """List shards with their state, offset, attempts and holder."""
@@ -124,7 +116,7 @@ def list_shards(
     }
     if state and state.lower() not in numbers:
         raise typer.BadParameter(f"{state!r} is no shard state; known are {', '.join(numbers)}")
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     listed: list[Any] = []
     page_token = ""
@@ -190,15 +182,15 @@ def audit(
 @shards.command()
 def requeue(
     numbers: ShardArguments,
-    address: Address = DEFAULT_ADDRESS,
+    address: caller.Address = DEFAULT_ADDRESS,
     dataset: DatasetName = "",
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
 ) -> None:
     """Offer quarantined or skipped shards again, with a clean count of attempts."""
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     # One id for all attempts of the call: repeated after a lost answer, it changes nothing twice.
     request = pb.RequeueRequest(request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers)
@@ -209,15 +201,15 @@ def requeue(
 def skip(
     numbers: ShardArguments,
     reason: Annotated[str, typer.Option(help="why; kept in the ledger and in every checkpoint")],
-    address: Address = DEFAULT_ADDRESS,
+    address: caller.Address = DEFAULT_ADDRESS,
     dataset: DatasetName = "",
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
 ) -> None:
     """Leave shards out of this epoch, on the record."""
-    call = make_caller(address, token_file, tls_ca, tls_cert, tls_key)
+    call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     name = _only_dataset(call, dataset)
     request = pb.SkipRequest(
         request_id=uuid.uuid4().hex, dataset=name, shard_indices=numbers, reason=reason
@@ -229,15 +221,15 @@ def skip(
 def drain(
     worker: Annotated[str, typer.Option(help="only this worker; its shards go back at once")] = "",
     undo: Annotated[bool, typer.Option("--undo", help="hand out shards again")] = False,
-    address: Address = DEFAULT_ADDRESS,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    address: caller.Address = DEFAULT_ADDRESS,
+    token_file: caller.TokenFile = None,
+    tls_ca: caller.TlsCa = None,
+    tls_cert: caller.TlsCert = None,
+    tls_key: caller.TlsKey = None,
 ) -> None:
     """Hand out no more shards: to one worker, or to nobody."""
     request = pb.DrainRequest(request_id=uuid.uuid4().hex, worker_id=worker, undo=undo)
-    answer = make_caller(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
+    answer = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)("Drain", request)
     who = f"worker {worker}" if worker else "the service"
     typer.echo(
         f"{who} {'hands out again' if undo else 'is draining'}; shards that went back: "
@@ -249,7 +241,7 @@ class DatasetChoiceError(AntdtError, UserError):
     """The command line does not say which dataset it is about."""
 
 
-def _only_dataset(call: Call, dataset: str) -> str:
+def _only_dataset(call: caller.Call, dataset: str) -> str:
     if dataset:
         return dataset
     names = [d.spec.name for d in call("Status", pb.StatusRequest()).datasets]

@@ -14,12 +14,7 @@ from gmeta.config.train_config import load_config
 from gmeta.distributed.launch import restarts
 from gmeta.distributed.stopping import AGENT_SERVES_VARIABLE
 from gmeta.errors import UserError
-from gmeta.feeds.service import (
-    SERVICE_VARIABLE,
-    SHARDS_FOLDER,
-    needs_own_service,
-    start_embedded_service,
-)
+from gmeta.feeds import service
 from gmeta.runs.run_folder import CONFIG_FILE, LOCK_FILE
 
 
@@ -65,7 +60,7 @@ def train(
     if is_new:
         _check_is_free(root)
     with ExitStack() as stack:
-        if not (root / SHARDS_FOLDER).exists():
+        if not (root / service.SHARDS_FOLDER).exists():
             # A run that is refused leaves no store: else the corrected command would find its
             # folder not empty.
             stack.callback(_remove_unused_store, root)
@@ -81,10 +76,10 @@ def train(
         # With --resume: the folder was checked above, and the service's store is in it before a
         # rank looks.
         arguments = ["train", str(config), *(overrides or []), "--resume"]
-        if needs_own_service(resolved):
+        if service.needs_own_service(resolved):
             # The service runs here, not in a rank, so that it outlives restarts of all ranks.
-            os.environ[SERVICE_VARIABLE] = stack.enter_context(
-                start_embedded_service(resolved)
+            os.environ[service.SERVICE_VARIABLE] = stack.enter_context(
+                service.start_embedded_service(resolved)
             ).address
             os.environ[AGENT_SERVES_VARIABLE] = "1"
         on_ranks.start_ranks_here(arguments, nproc_per_node, master_port, max_restarts)
@@ -93,7 +88,7 @@ def train(
 def _remove_unused_store(root: Path) -> None:
     """Remove the store of a run that was refused before it began."""
     if not (root / CONFIG_FILE).exists() and os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(root / SHARDS_FOLDER, ignore_errors=True)
+        shutil.rmtree(root / service.SHARDS_FOLDER, ignore_errors=True)
 
 
 def _check_is_free(root: Path) -> None:

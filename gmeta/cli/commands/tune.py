@@ -24,17 +24,7 @@ from gmeta.runs.checkpoints.named import with_names
 from gmeta.runs.early_stop import EarlyStop, make_early_stop
 from gmeta.runs.run_folder import LOCK_FILE
 from gmeta.runs.run_lock import lock_run_folder
-from gmeta.tuning.outcome import (
-    check_any_complete,
-    describe_counts,
-    describe_edges,
-    describe_trial,
-    format_best_config,
-    format_results,
-    format_score,
-    format_value,
-    shorten_keys,
-)
+from gmeta.tuning import outcome
 from gmeta.tuning.search_space import (
     Space,
     check_metric,
@@ -248,36 +238,40 @@ def _run_trials(
     if done := study.count_tried():
         console.print(f"goes on behind {format_count(done, 'trial')}")
     for trial in runner.run(trials, parallel):
-        console.print(describe_trial(study, trial, space, decides.metric))
+        console.print(outcome.describe_trial(study, trial, space, decides.metric))
 
 
 def _print_results(
     study: Study, runner: TrialRunner, folder: Path, plan: StudyPlan, decides: EarlyStop
 ) -> dict[str, Any]:
-    write_atomically(folder / RESULTS_FILE, format_results(study, decides).encode())
-    best = check_any_complete(study, folder)
+    write_atomically(folder / RESULTS_FILE, outcome.format_results(study, decides).encode())
+    best = outcome.check_any_complete(study, folder)
     splits, path = " + ".join(plan.base.data.valid_splits), folder / BEST_FILE
-    write_atomically(path, format_best_config(study, best, splits, decides.metric, path).encode())
+    write_atomically(
+        path, outcome.format_best_config(study, best, splits, decides.metric, path).encode()
+    )
     show_table(make_console(), _trials_table(study, plan.space, decides))
     lines = [
-        *describe_edges(plan.space, best),
-        f"best: {decides.metric} {format_score(best.score)} on split {splits!r}, trial "
-        f"{best.number} ({describe_counts(study)})",
+        *outcome.describe_edges(plan.space, best),
+        f"best: {decides.metric} {outcome.format_score(best.score)} on split {splits!r}, trial "
+        f"{best.number} ({outcome.describe_counts(study)})",
         *([best.note] if best.note else []),
         f"train it: gmeta train {path}",
         f"or take that trial as it is: gmeta evaluate {runner.folder_of(best.number).root}",
     ]
     make_console(stderr=True).print("\n".join(lines))
-    return {"best": path, **json.loads(format_results(study, decides))}
+    return {"best": path, **json.loads(outcome.format_results(study, decides))}
 
 
 def _trials_table(study: Study, space: Space, decides: EarlyStop) -> Table:
     score_head = f"{decides.metric} {'↑' if decides.higher_is_better else '↓'}"
-    table = make_table("", "trial", score_head, "state", *shorten_keys(space), text=("state",))
+    table = make_table(
+        "", "trial", score_head, "state", *outcome.shorten_keys(space), text=("state",)
+    )
     table.title = None
     for trial in study.rank_trials():
         if trial.state == "interrupted":
             continue
-        values = [format_value(trial.values.get(dimension.key)) for dimension in space]
-        table.add_row(str(trial.number), format_score(trial.score), trial.state, *values)
+        values = [outcome.format_value(trial.values.get(dimension.key)) for dimension in space]
+        table.add_row(str(trial.number), outcome.format_score(trial.score), trial.state, *values)
     return table

@@ -5,14 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gmeta.platform.verbosity import (
-    JSON_VARIABLE,
-    QUIET,
-    VERBOSE,
-    VERBOSITY_VARIABLE,
-    is_json,
-    stdout_for_result,
-)
+from gmeta.platform import verbosity
 
 # Commands that print a result; `runs` and `shards` have a --json of their own.
 WITH_JSON = (
@@ -37,25 +30,25 @@ def _set_verbosity(context: Any, variable: str, value: str) -> None:
         context.fail("--quiet and --verbose are given, which say the opposite: leave one out")
     # In the environment, so that ranks and other processes of the command have it too.
     os.environ[variable] = value
-    if value == VERBOSE:
+    if value == verbosity.VERBOSE:
         os.environ.setdefault("GMETA_TRACEBACK", "1")
 
 
 def _set_quiet(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _set_verbosity(context, VERBOSITY_VARIABLE, QUIET)
+        _set_verbosity(context, verbosity.VERBOSITY_VARIABLE, verbosity.QUIET)
 
 
 def _set_verbose(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _set_verbosity(context, VERBOSITY_VARIABLE, VERBOSE)
+        _set_verbosity(context, verbosity.VERBOSITY_VARIABLE, verbosity.VERBOSE)
 
 
 def _set_json(context: typer.Context, is_given: bool) -> None:
     if is_given:
-        _set_verbosity(context, JSON_VARIABLE, "1")
-    if is_json():
-        context.with_resource(stdout_for_result())
+        _set_verbosity(context, verbosity.JSON_VARIABLE, "1")
+    if verbosity.is_json():
+        context.with_resource(verbosity.stdout_for_result())
 
 
 def _declare_options(

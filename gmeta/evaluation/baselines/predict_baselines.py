@@ -12,17 +12,11 @@ from gmeta.config.train_config import TrainConfig
 from gmeta.data.support_views import EvalProtocol, SupportView
 from gmeta.errors import UserError
 from gmeta.evaluation.baselines import boosted_trees as trees
+from gmeta.evaluation.baselines import episode_rows
 from gmeta.evaluation.baselines.bias_model import BiasModel, choose_bias
 from gmeta.evaluation.baselines.block_rows import read_rows, sample_rows
 from gmeta.evaluation.baselines.boosted_trees import BoostedTrees
 from gmeta.evaluation.baselines.candidates import Candidates, rank_among_candidates_N2
-from gmeta.evaluation.baselines.episode_rows import (
-    NO_ITEM,
-    EpisodeRows,
-    Floats,
-    find_item_columns,
-    sample_about,
-)
 from gmeta.evaluation.baselines.training_sums import sum_training_rows
 from gmeta.evaluation.baselines.tree_features import StatisticsMaker
 from gmeta.evaluation.report.evaluated_runs import PLACES, EvaluatedBaseline
@@ -87,7 +81,7 @@ def predict_baselines(
     valid = [
         sample_rows(dataset, split, SAMPLE_ROWS, SEED).select_label(label) for split in valid_splits
     ]
-    judges = [sample_about(rows, CHOOSING_ROWS, SEED) for rows in valid or [train]]
+    judges = [episode_rows.sample_about(rows, CHOOSING_ROWS, SEED) for rows in valid or [train]]
     of_label = f" of {label.name}" if label.name else ""
     if not sums.num_rows or any(rows.is_support_N.all() for rows in judges):
         split_names = ", ".join(valid_splits or (train_split,))
@@ -104,7 +98,7 @@ def predict_baselines(
         return Baselines(found, ("boosted trees: left out, as --no-trees asks",))
     if not trees.is_available():
         return Baselines(found, (trees.MISSING,))
-    describing = find_item_columns(train, dataset.features, bias.item)
+    describing = episode_rows.find_item_columns(train, dataset.features, bias.item)
     known = StatisticsMaker(sums, dataset.features, bias, describing)
     is_past, delta = dataset.manifest.support_is_past, config.outer.huber_delta
     grown = trees.grow_trees(loss, known, train, valid, is_past, SEED, delta)
@@ -126,11 +120,11 @@ class _PredictionRequest(NamedTuple):
 
 
 def _predict_views(
-    request: _PredictionRequest, predict: Callable[[EpisodeRows], Floats]
+    request: _PredictionRequest, predict: Callable[[episode_rows.EpisodeRows], episode_rows.Floats]
 ) -> tuple[pa.Table, dict[int, pa.Table]]:
     """Return a row for each query row of each draw, and the same by limit of support rows."""
 
-    def predict_known(rows: EpisodeRows) -> Floats:
+    def predict_known(rows: episode_rows.EpisodeRows) -> episode_rows.Floats:
         # Support rows whose label is not known teach nothing.
         return predict(rows.select_label(request.label, is_predicted=True))
 
@@ -148,7 +142,9 @@ def _predict_views(
 
 
 def _predict_view(
-    request: _PredictionRequest, view: SupportView, predict: Callable[[EpisodeRows], Floats]
+    request: _PredictionRequest,
+    view: SupportView,
+    predict: Callable[[episode_rows.EpisodeRows], episode_rows.Floats],
 ) -> pa.Table:
     """Return a row for each query row: split, task, support_rows, label, prediction, draw, and the
     item and the place among candidates where there are any."""
@@ -172,10 +168,10 @@ def _predict_view(
 
 
 def _predict_rows(
-    rows: EpisodeRows,
+    rows: episode_rows.EpisodeRows,
     view: SupportView,
     candidates: Candidates | None,
-    predict: Callable[[EpisodeRows], Floats],
+    predict: Callable[[episode_rows.EpisodeRows], episode_rows.Floats],
 ) -> dict[str, npt.NDArray[Any]]:
     if candidates is None:
         return {"prediction": predict(rows).astype(np.float32)}
@@ -193,10 +189,10 @@ def _describe_bias(
     dataset: Dataset,
     model: BiasModel,
     was_found: bool,
-    train: EpisodeRows,
+    train: episode_rows.EpisodeRows,
     valid_splits: Sequence[str],
 ) -> tuple[str, str, str, dict[str, str | float]]:
-    item = dataset.features.single[model.item].name if model.item != NO_ITEM else ""
+    item = dataset.features.single[model.item].name if model.item != episode_rows.NO_ITEM else ""
     chosen_on = ", ".join(valid_splits) or format_count(len(train.task_T), "training task")
     how = "whose means predict best" if was_found else "as asked"
     parts = [f"item ({item}, {how}; prior {model.item_prior:g})"] if item else []

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from gmeta.evaluation.report import headline as headlines
 from gmeta.evaluation.report.chart_files import PALETTE, Chart, Panel, render_svg
 from gmeta.evaluation.report.charts import make_label_charts
 from gmeta.evaluation.report.evaluation_schema import (
@@ -16,18 +17,6 @@ from gmeta.evaluation.report.evaluation_schema import (
     GroupEvaluation,
     MetricEstimate,
     RunFacts,
-)
-from gmeta.evaluation.report.headline import (
-    NOT_RECORDED,
-    HeadlineRow,
-    describe_size,
-    find_differing_settings,
-    flatten_settings,
-    format_interval,
-    format_number,
-    format_signed,
-    list_notes,
-    make_headline,
 )
 from gmeta.metrics.metric_info import MetricInfo
 
@@ -57,12 +46,12 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
         autoescape=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(number=format_number, signed=format_signed)
+    environment.filters.update(number=headlines.format_number, signed=headlines.format_signed)
     return environment.get_template("page.html").render(
         evaluation=evaluation,
         run=evaluation.runs[0],
         rivals=[*evaluation.runs[1:], *evaluation.yardsticks],
-        told=list_notes(evaluation),
+        told=headlines.list_notes(evaluation),
         facts=_list_facts(evaluation),
         headline=evaluation.metrics[evaluation.headline],
         charts=list(map(_draw_panels, charts)),
@@ -74,12 +63,12 @@ def render_page(evaluation: Evaluation, charts: Sequence[Chart]) -> str:
         infos=_collect_infos(evaluation),
         headlines_of=_list_headlines,
         table_of=_make_rows,
-        settings=find_differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
+        settings=headlines.find_differing_settings(evaluation) if len(evaluation.runs) > 1 else [],
         palette=PALETTE,
         marks=MARKS,
-        between=format_interval,
-        size_of=describe_size,
-        flattened=flatten_settings,
+        between=headlines.format_interval,
+        size_of=headlines.describe_size,
+        flattened=headlines.flatten_settings,
     )
 
 
@@ -97,9 +86,9 @@ def _collect_infos(evaluation: Evaluation) -> dict[str, MetricInfo]:
     return infos
 
 
-def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, HeadlineRow]]:
+def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, headlines.HeadlineRow]]:
     return [
-        (group, make_headline(evaluation, group, evaluation.headline))
+        (group, headlines.make_headline(evaluation, group, evaluation.headline))
         for group in evaluation.groups
     ]
 
@@ -107,13 +96,13 @@ def _list_headlines(evaluation: Evaluation) -> list[tuple[GroupEvaluation, Headl
 def _list_facts(evaluation: Evaluation) -> list[tuple[str, str]]:
     run = evaluation.runs[0]
     facts = [
-        ("dataset", run.dataset or NOT_RECORDED),
+        ("dataset", run.dataset or headlines.NOT_RECORDED),
         ("algorithm", run.algorithm),
         ("model", run.model),
         *([("label", evaluation.label)] if evaluation.label else []),
         ("loss", evaluation.loss),
         ("checkpoint step", f"{run.step:,}"),
-        ("evaluated", run.evaluated_at or NOT_RECORDED),
+        ("evaluated", run.evaluated_at or headlines.NOT_RECORDED),
     ]
     if run.samples_per_s > 0:
         facts.append(("training speed, median", f"{run.samples_per_s:,.0f} samples/s"))
