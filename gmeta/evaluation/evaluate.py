@@ -204,9 +204,8 @@ def limit_to_one_draw(protocol: EvalProtocol, dataset: Dataset) -> tuple[EvalPro
     if protocol.draws == 1 or not dataset.manifest.support_is_fixed:
         return protocol, ""
     return replace(protocol, draws=1), (
-        f"--draws = {protocol.draws}, but the protocol of {dataset.url} says which rows of a "
-        "task are "
-        "support, and which of them its query: one draw, intervals over tasks alone"
+        f"--draws = {protocol.draws}, but the protocol of {dataset.url} says which rows of a task "
+        "are support, and which of them its query: one draw, intervals over tasks alone"
     )
 
 

@@ -53,8 +53,7 @@ class PipelineStatus:
         if self.fresh_s and age_s is not None and age_s > self.fresh_s:
             alarm_lines.append(
                 f"the served model knows nothing of the last {format_duration(age_s)}; "
-                "follow.fresh_s "
-                f"allows {format_duration(self.fresh_s)}"
+                f"follow.fresh_s allows {format_duration(self.fresh_s)}"
             )
         if self.refused:
             is_served = self.event_end_s is not None

@@ -34,8 +34,7 @@ def check_any_complete(study: Study, folder: Path) -> Trial:
         note = next((trial.note for trial in ranked if trial.note), "it was pruned")
         raise GMetaError(
             f"0 of {format_count(len(ranked), 'trial')} in {folder} came to an end; the first: "
-            f"{note}. "
-            "Correct the config or narrow --space, and choose another --study"
+            f"{note}. Correct the config or narrow --space, and choose another --study"
         )
     return best
 

@@ -118,8 +118,7 @@ class TrialRunner:
         if report.is_write_failure:
             raise GMetaError(
                 f"trial {number}: {report.failure}. It is not counted: once there is space, the "
-                "same "
-                "command of gmeta tune tries its values again"
+                "same command of gmeta tune tries its values again"
             )
         if running.pruned:
             trial = self._study.finish_trial(number, "pruned")

@@ -85,7 +85,10 @@ def antdt_sim(
     print_result(_to_document(job, results))
     show_table(make_console(), _results_table(job, results))
     if out is not None:
-        _write_results(out, job, results)
+        text = f"{json.dumps(_to_document(job, results), indent=1)}\n"
+        write_atomically(out / "results.json", text.encode())
+        chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
+        write_atomically(out / "completion.png", render_png(chart))
 
 
 def _results_table(job: JobConfig, results: list[StudyResult]) -> Table:
@@ -109,11 +112,3 @@ def _results_table(job: JobConfig, results: list[StudyResult]) -> Table:
 def _to_document(job: JobConfig, results: list[StudyResult]) -> dict[str, Any]:
     rows = [{"scenario": r.scenario, "method": r.method, **r.outcome._asdict()} for r in results]
     return {"job": asdict(job), "healthy_s": job.healthy_s, "results": rows}
-
-
-def _write_results(out: Path, job: JobConfig, results: list[StudyResult]) -> None:
-    write_atomically(
-        out / "results.json", f"{json.dumps(_to_document(job, results), indent=1)}\n".encode()
-    )
-    chart = completion_chart(results, f"{job.num_workers} workers, seed {job.seed}")
-    write_atomically(out / "completion.png", render_png(chart))

@@ -75,7 +75,13 @@ def inspect(
     if verify:
         with consoles.show_progress("reading") as advance:
             messages = find_damage(dataset, advance, known)
-        _print_verdict(console, dataset, messages)
+        for message in messages:
+            console.print(message)
+        consoles.print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
+        if messages:
+            raise typer.Exit(1)
+        num_files = 1 + sum(1 for _ in dataset.files())
+        console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
         return
     with consoles.show_progress("reading") as advance:
         summaries = summarise(dataset, advance)
@@ -123,16 +129,6 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and path.name.startswith("step-") and path.parent.name == "checkpoints"
 
 
-def _print_verdict(console: Console, dataset: Dataset, messages: list[str]) -> None:
-    for message in messages:
-        console.print(message)
-    consoles.print_result({"kind": "dataset", "path": dataset.url, "problems": messages})
-    if messages:
-        raise typer.Exit(1)
-    num_files = 1 + sum(1 for _ in dataset.files())
-    console.print(f"{dataset.url} is intact: {num_files} files, every checksum matches.")
-
-
 def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSummary]) -> None:
     manifest = dataset.manifest
     console.print(
@@ -140,8 +136,9 @@ def _print_summary(console: Console, dataset: Dataset, summaries: list[SplitSumm
         f"protocol: {manifest.protocol or 'none'}\nfingerprint {dataset.fingerprint}"
     )
     consoles.show_table(console, _sizes_table(summaries))
-    for split, bundle_tasks in _bundles(dataset).items():
-        console.print(f"{split}: in bundles of {bundle_tasks:,} episodes that train together")
+    for name, split in dataset.splits.items():
+        if number := split.blocks.bundle_tasks:
+            console.print(f"{name}: in bundles of {number:,} episodes that train together")
     consoles.print_result(_to_document(dataset, summaries))
     if summaries:
         consoles.show_table(console, _tables_table(summaries[0]))
@@ -182,11 +179,6 @@ def _to_document(dataset: Dataset, summaries: list[SplitSummary]) -> dict[str, A
             for use in (summaries[0].tables if summaries else ())
         },
     }
-
-
-def _bundles(dataset: Dataset) -> dict[str, int]:
-    tasks = {name: split.blocks.bundle_tasks for name, split in dataset.splits.items()}
-    return {name: number for name, number in tasks.items() if number}
 
 
 def _three_sizes(sizes: list[int]) -> dict[str, int]:

@@ -185,7 +185,10 @@ def prepare(
             )
         extend_stream(paths, along or [], extend, schema, options, accept, spark)
         return
-    _warn_of_leftovers(out)
+    if (left := find_unfinished(out)) is not None:
+        consoles.make_console(stderr=True).print(
+            f"an earlier prepare of {out} was interrupted: starting over, without {left}"
+        )
     if recipe == "synthetic-days":
         _expect_inputs(recipe, inputs, 0)
         # A day's rows have another default than a user's.
@@ -274,14 +277,6 @@ def _prepare_tables(
     else:
         with consoles.show_phases() as report_phase:
             prepare_on_one_machine(inputs, out, known, options, report_phase)
-
-
-def _warn_of_leftovers(out: str) -> None:
-    left = find_unfinished(out)
-    if left is not None:
-        consoles.make_console(stderr=True).print(
-            f"an earlier prepare of {out} was interrupted: starting over, without {left}"
-        )
 
 
 def _parse_bytes(text: str) -> int:

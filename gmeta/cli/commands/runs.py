@@ -38,8 +38,7 @@ def runs(
     if not run_folders:
         raise UserError(
             f"no run is in {', '.join(map(str, chosen_folders))}, nor three folders below. Name "
-            "the folder "
-            "of your runs"
+            "the folder of your runs"
         )
     summaries, broken = [], []
     for run in run_folders:

@@ -48,7 +48,7 @@ def status(
     call = caller.make_caller(address, token_file, tls_ca, tls_cert, tls_key)
     answer = call("Status", pb.StatusRequest())
     if as_json:
-        return _print_json(answer)
+        return typer.echo(json.dumps(_to_dict(answer), indent=2))
     console = make_console()
     state = "draining" if answer.draining else "serving"
     console.print(
@@ -56,14 +56,7 @@ def status(
         f"{answer.service_epoch}, {answer.ledger_events} ledger events"
     )
     names = (
-        "dataset",
-        "epoch",
-        "shards",
-        "todo",
-        "doing",
-        "done",
-        "in checkpoint",
-        "skipped",
+        *("dataset", "epoch", "shards", "todo", "doing", "done", "in checkpoint", "skipped"),
         "quarantined",
     )
     rows = [
@@ -82,7 +75,13 @@ def status(
     ]
     _print_table(console, names, rows)
     workers = [
-        (w.worker_id, w.num_leases, _format_silence(w), w.draining or "") for w in answer.workers
+        (
+            w.worker_id,
+            w.num_leases,
+            f"{w.silent_ms / 1000:.1f} s ago" if w.HasField("silent_ms") else "not since start",
+            w.draining or "",
+        )
+        for w in answer.workers
     ]
     _print_table(console, ("worker", "leases", "last call", "draining"), workers)
     if answer.num_workers > len(workers):
@@ -141,7 +140,7 @@ def list_shards(
     rows = [
         (
             s.shard_index,
-            _state_name(s.state),
+            pb.ShardState.Name(s.state).removeprefix("SHARD_STATE_").lower(),
             f"{s.start_unit}..{s.start_unit + s.num_units - 1}",
             s.units_done,
             s.attempts,
@@ -258,28 +257,12 @@ def _only_dataset(call: caller.Call, dataset: str) -> str:
     return str(names[0])
 
 
-def _state_name(state: int) -> str:
-    return str(pb.ShardState.Name(state)).removeprefix("SHARD_STATE_").lower()
-
-
-def _format_silence(worker: Any) -> str:
-    return (
-        f"{worker.silent_ms / 1000:.1f} s ago"
-        if worker.HasField("silent_ms")
-        else "not since start"
-    )
-
-
 def _print_table(console: Console, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
     if rows:
         table = Table(*names, box=None, pad_edge=False)
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
         show_table(console, table)
-
-
-def _print_json(message: Any) -> None:
-    typer.echo(json.dumps(_to_dict(message), indent=2))
 
 
 def _to_dict(message: Any) -> Any:

@@ -184,8 +184,7 @@ def _num_parallel(parallel: int) -> int:
     if parallel > cores:
         raise UserError(
             f"--parallel = {parallel}, but this process may use {format_count(cores, 'core')}: "
-            "trials "
-            f"would wait for each other. Choose 1 to {cores}"
+            f"trials would wait for each other. Choose 1 to {cores}"
         )
     return parallel or min(2, cores)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from gmeta.evaluation.report.evaluation_schema import Caution, Comparison, GroupEvaluation
+from gmeta.evaluation.report.evaluation_schema import Caution, GroupEvaluation
 from gmeta.metrics.metric_info import MetricInfo
 
 # Without features and gradients: a model below this baseline is of no use.
@@ -32,15 +32,11 @@ def find_cautions(
     ]
     found = []
     for minus_run, comparison, what in pairs:
-        worse = _find_worse_metrics(comparison)
+        metrics = comparison.metrics if comparison else {}
+        worse = [name for name, difference in metrics.items() if difference.verdict == "worse"]
         if worse:
             named = ", ".join(infos[name].label for name in worse)
             of_label = f" of {label}" if label else ""
             text = f"{group.name}: {what}, by {named}{of_label}"
             found.append(Caution(group.name, minus_run, tuple(worse), text, label))
     return found
-
-
-def _find_worse_metrics(comparison: Comparison | None) -> list[str]:
-    metrics = comparison.metrics if comparison else {}
-    return [name for name, difference in metrics.items() if difference.verdict == "worse"]

@@ -61,7 +61,9 @@ def make_learning_curves(
     ]
     headline = scoring.names[0]
     # The first metric that was logged, if the headline metric was not.
-    name = _choose_validation_metric(valid, f"{headline}:{label}" if label else headline)
+    wanted = f"{headline}:{label}" if label else headline
+    names = list(dict.fromkeys(name for line in valid for name in line if name != "step"))
+    name = wanted if wanted in names or not names else names[0]
     if points := _read_points(valid, name):
         label = scoring.info(name).label if is_metric(name) else name
         steps, values = _thin(points)
@@ -69,11 +71,6 @@ def make_learning_curves(
             LearningCurve(f"Validation {label}", label, "series-2", steps, values, np.zeros(0))
         )
     return curves
-
-
-def _choose_validation_metric(lines: Sequence[dict[str, Any]], headline: str) -> str:
-    names = list(dict.fromkeys(name for line in lines for name in line if name != "step"))
-    return headline if headline in names or not names else names[0]
 
 
 def _read_points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:

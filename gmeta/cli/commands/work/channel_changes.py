@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gmeta.cli.commands.console import make_console, make_table, print_result, show_table
 from gmeta.cli.commands.inspect import is_run
@@ -51,7 +50,13 @@ def promote_candidate(
     """Promote a run or an export and print what serves from here on. Raises UserError for one that
     its verdict refuses, unless `force`; with `keep`, remove versions that are not needed."""
     channel = open_or_new_channel(root)
-    kept = None if verdict is None else _read_verdict(verdict)
+    try:
+        kept = None if verdict is None else read_json(verdict)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--verdict = {str(verdict)!r} is no verdict: {error}. Give what `gmeta judge --out` "
+            "wrote"
+        ) from error
     is_refused = kept is not None and kept.get("verdict") == "refuse"
     reasons = "; ".join(kept.get("reasons", [])) if kept is not None else ""
     if is_refused and not force:
@@ -214,19 +219,9 @@ def publish_to(root: Path, url: str) -> None:
     else:
         raise UserError(
             f"{root} is no channel and no stream: there is neither {CURRENT_FILE} nor "
-            f"{STREAM_FILE}. "
-            "Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
+            f"{STREAM_FILE}. Give a folder that `gmeta promote` or `gmeta prepare --extend` wrote"
         )
     print_result({"path": root, "url": url, "copied": copied})
     make_console(stderr=True).print(
         f"published: {newest} of {root} at {url}  ({format_count(len(copied), noun)} copied)"
     )
-
-
-def _read_verdict(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--verdict = {str(path)!r} is no verdict: {error}. Give what `gmeta judge --out` wrote"
-        ) from error

@@ -64,7 +64,12 @@ def evaluate_on_rank(
             # All runs are checked before the first of them is scored, which may take long.
             checkpoint_of(RunFolder(root))
         dataset = open_data(config.data)
-        label = _choose_label(dataset, options.label) or config.labels.judged
+        if options.label and not dataset.features.labels:
+            raise UserError(
+                f"--label = {options.label!r}, but {dataset.url} has one label, which has no name. "
+                "Leave it out"
+            )
+        label = options.label or config.labels.judged
         configs = {root: RunFolder(root).read_config() for root in roots}
         own_data = {root: open_data(own.data) for root, own in configs.items()}
         for root, config_of_run in configs.items():
@@ -117,18 +122,9 @@ def evaluate_on_rank(
             make_console(stderr=True).print(
                 "the runs are scored; now the baselines, from training rows"
             )
+            common = chosen, dataset, splits, options.item_column, options.trees, protocol, on
             baselines = [
-                predict_baselines(
-                    chosen,
-                    dataset,
-                    splits,
-                    options.item_column,
-                    options.trees,
-                    protocol,
-                    on,
-                    candidates if one.is_judged else None,
-                    one,
-                )
+                predict_baselines(*common, candidates if one.is_judged else None, one)
                 for one in scored_labels(chosen, dataset)
             ]
             models = [model for baseline in baselines for model in baseline.models]
@@ -170,17 +166,8 @@ def _save_choice(root: Path, run: EvaluatedRun) -> None:
     except OSError as error:
         make_console(stderr=True).print(
             f"{root / CHOSEN_ADAPTATION_FILE} cannot be written ({error}): an export of this run "
-            "adapts as "
-            "its config says"
+            "adapts as its config says"
         )
-
-
-def _choose_label(dataset: Dataset, label: str) -> str:
-    if label and not dataset.features.labels:
-        raise UserError(
-            f"--label = {label!r}, but {dataset.url} has one label, which has no name. Leave it out"
-        )
-    return label
 
 
 def _check_same_items(own_data: dict[Path, Dataset], candidates: int) -> None:

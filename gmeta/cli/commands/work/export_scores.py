@@ -26,6 +26,5 @@ def score_export(model: Path, on: str, splits: Sequence[str], out: Path | None) 
     if not splits:
         make_console(stderr=True).print(
             f"scored every split of {on} that holds tasks: {', '.join(document['splits'])}. One "
-            "that "
-            "the model was trained on looks better than new tasks will; --split NAME chooses"
+            "that the model was trained on looks better than new tasks will; --split NAME chooses"
         )

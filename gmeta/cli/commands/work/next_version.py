@@ -47,8 +47,7 @@ def open_or_new_channel(root: Path) -> Channel:
     if not is_channel(root) and any(not path.name.startswith(".") for path in entries):
         raise UserError(
             f"{root} is no channel: there is no {CURRENT_FILE}, but something else. Give the "
-            "folder of "
-            "a channel, or one that does not exist yet"
+            "folder of a channel, or one that does not exist yet"
         )
     return Channel(root)
 

@@ -41,6 +41,5 @@ def predict_rows(
     )
     make_console(stderr=True).print(
         f"predicted: {out}  ({format_count(summary.num_rows, 'row')}{note}, in "
-        f"{summary.seconds:.2f} "
-        "s)"
+        f"{summary.seconds:.2f} s)"
     )
